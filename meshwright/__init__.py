@@ -1,0 +1,5 @@
+"""Meshwright plans, proves and runs LLM training."""
+
+from meshwright.version import VERSION as __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,64 @@
+"""The command line: one thin function a command, over one room. Rooms are imported inside the commands, so that
+`--help` stays instant and imports no torch."""
+
+import sys
+
+import typer
+
+from meshwright.cli import doctor, generate, job, report, train
+from meshwright.errors import UserError
+from meshwright.version import VERSION
+
+app = typer.Typer(
+    name="meshwright",
+    help="Plans, proves and runs LLM training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 130 stopped by Ctrl-C.",
+)
+app.add_typer(job.app, name="job")
+app.command("train")(train.train)
+app.command("generate")(generate.generate)
+app.command("report")(report.report)
+app.command("doctor")(doctor.doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"meshwright {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show tracebacks; works after the command's name too."),
+) -> None:
+    pass  # both options act before any command runs
+
+
+def main() -> None:
+    """Run the command line; the user's mistakes become one sentence and exit code 2, never a traceback."""
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    try:
+        app(arguments)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"meshwright: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("meshwright: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"meshwright: internal error, {type(error).__name__}: {error}; run again with --debug and report it",
+            file=sys.stderr,
+        )
+        sys.exit(1)

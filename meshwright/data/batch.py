@@ -1,0 +1,76 @@
+"""A batch of sequences. B = sequences in the batch, S = sequence length."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshwright.data.samples import IGNORE, Sample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens and labels of some samples, with what is needed to mask documents where that was asked for."""
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    positions_BS: Tensor | None
+    document_ids_BS: Tensor | None
+    sample_ids_B: Tensor
+    valid_counts: tuple[int, ...]
+    """Valid labels of each sample, counted before any copy to a device so that asking never waits for one."""
+
+    def __len__(self) -> int:
+        return len(self.valid_counts)
+
+    def valid_count(self) -> int:
+        """Number of labels that count in the loss."""
+        return sum(self.valid_counts)
+
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
+        """The batch on a device; from pinned memory the copy runs beside the computation."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """The batch in page-locked memory."""
+        return self._map(Tensor.pin_memory)
+
+    def split(self, micro_batch: int) -> list[Self]:
+        """The batch in order as parts of micro_batch samples; the last one is smaller when they do not divide."""
+        return [self.select(slice(start, start + micro_batch)) for start in range(0, len(self), micro_batch)]
+
+    def select(self, rows: slice) -> Self:
+        """Some of the samples."""
+        return replace(self._map(lambda tensor: tensor[rows]), valid_counts=self.valid_counts[rows])
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(
+            self,
+            tokens_BS=change(self.tokens_BS),
+            labels_BS=change(self.labels_BS),
+            positions_BS=None if self.positions_BS is None else change(self.positions_BS),
+            document_ids_BS=None if self.document_ids_BS is None else change(self.document_ids_BS),
+            sample_ids_B=change(self.sample_ids_B),
+        )
+
+
+def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch:
+    """The samples as a batch, under the numbers given."""
+    labels_BS = np.stack([sample.labels_S for sample in samples])
+    return Batch(
+        tokens_BS=torch.from_numpy(np.stack([sample.tokens_S for sample in samples])),
+        labels_BS=torch.from_numpy(labels_BS),
+        positions_BS=_stack_if_given([sample.positions_S for sample in samples]),
+        document_ids_BS=_stack_if_given([sample.document_ids_S for sample in samples]),
+        sample_ids_B=torch.tensor(sample_ids, dtype=torch.int64),
+        valid_counts=tuple((labels_BS != IGNORE).sum(axis=1).tolist()),
+    )
+
+
+def _stack_if_given(rows: Sequence[NDArray[np.int64] | None]) -> Tensor | None:
+    given = [row for row in rows if row is not None]
+    return torch.from_numpy(np.stack(given)) if given else None

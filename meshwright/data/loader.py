@@ -1,0 +1,157 @@
+"""Steps of training data in order, read ahead by worker processes; validation batches in a fixed order."""
+
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from meshwright.data.batch import Batch, stack_samples
+from meshwright.data.samples import IGNORE, count_windows, read_sample, read_window
+from meshwright.data.store import TokenStore
+from meshwright.errors import UserError
+
+
+class Loader:
+    """An endless iterator over whole steps; which samples they hold depends on seed and position alone."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        seed: int,
+        sequence_length: int,
+        global_batch: int,
+        position: int = 0,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        mask_documents: bool = False,
+    ) -> None:
+        if count_windows(store, sequence_length) == 0:
+            raise UserError(
+                f"data.sources hold {len(store)} training tokens, too few for one sequence of "
+                f"batch.sequence_length = {sequence_length}, which takes {sequence_length + 1}; "
+                "add text or choose a shorter sequence"
+            )
+        self._steps = _Steps(store, seed, sequence_length, global_batch, mask_documents)
+        self._position = position
+        self._workers = workers
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._iterator: Iterator[Batch | UserError] | None = None
+
+    @property
+    def position(self) -> int:
+        """Number of the first sample not yet handed out: all that is needed to go on from here."""
+        return self._position
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._start()
+        try:
+            batch = next(self._iterator)
+        except RuntimeError as error:
+            self.close()
+            if self._workers == 0:
+                raise
+            raise RuntimeError(
+                f"one of data.workers = {self._workers} data worker processes failed ({error}); it may have run out of "
+                "memory or of space in /dev/shm: try fewer workers, or data.workers = 0"
+            ) from error
+        if isinstance(batch, UserError):
+            self.close()
+            raise batch
+        self._position += self._steps.global_batch
+        return batch
+
+    def close(self) -> None:
+        """End the workers; iterating again starts new ones at the position."""
+        self._iterator = None
+
+    def _start(self) -> Iterator[Batch | UserError]:
+        many = self._workers > 0
+        loader = DataLoader(
+            self._steps,
+            batch_size=None,
+            sampler=itertools.count(self._position, self._steps.global_batch),
+            collate_fn=_as_it_is,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if many else None,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_leave_signals_to_the_parent if many else None,
+            multiprocessing_context="fork" if many and sys.platform == "linux" else None,
+            # Without its own generator the loader would draw from the global one, and a resumed run would differ.
+            generator=torch.Generator(),
+        )
+        return iter(loader)
+
+
+@dataclass(frozen=True)
+class _Steps(Dataset[Batch | UserError]):
+    """Whole steps by the number of their first sample."""
+
+    store: TokenStore
+    seed: int
+    sequence_length: int
+    global_batch: int
+    mask_documents: bool
+
+    def __getitem__(self, first: int) -> Batch | UserError:
+        ids = range(first, first + self.global_batch)
+        try:
+            samples = [read_sample(self.store, self.seed, self.sequence_length, i, self.mask_documents) for i in ids]
+        except UserError as error:
+            # Handed over as a value: raised in a worker it would arrive as a page of traceback.
+            return error
+        return stack_samples(samples, ids)
+
+
+def validation_batches(
+    store: TokenStore, sequence_length: int, micro_batch: int, count: int, mask_documents: bool
+) -> Iterator[Batch]:
+    """The first count batches of the store in its own order; fewer when it is small.
+
+    All have micro_batch samples: the last is filled up with repeats that have number -1 and no valid label.
+    """
+    windows = count_windows(store, sequence_length)
+    if windows == 0:
+        raise UserError(
+            f"data.validation_fraction leaves {len(store)} tokens for validation, too few for one sequence of "
+            f"batch.sequence_length = {sequence_length}; raise it or add text"
+        )
+    return _validation_batches(store, sequence_length, micro_batch, min(windows, count * micro_batch), mask_documents)
+
+
+def _validation_batches(
+    store: TokenStore, sequence_length: int, micro_batch: int, windows: int, mask_documents: bool
+) -> Iterator[Batch]:
+    for first in range(0, windows, micro_batch):
+        ids = list(range(first, min(first + micro_batch, windows)))
+        samples = [read_window(store, sequence_length, window, mask_documents) for window in ids]
+        missing = micro_batch - len(ids)
+        filler = replace(samples[-1], labels_S=np.full(sequence_length, IGNORE, np.int64))
+        yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
+
+    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits.
+    """
+    os.setpgid(0, 0)
+    for name in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)

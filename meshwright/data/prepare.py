@@ -1,0 +1,195 @@
+"""From sources to a corpus: tokenise once, keep the tokens in the cache, find them there the next time."""
+
+import errno
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.data.cache import MANIFEST, building, cache_root, sweep
+from meshwright.data.mixing import fraction_of
+from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
+from meshwright.data.split import SplitWriter, splits_by_document
+from meshwright.data.store import FileTokens, SyntheticTokens, TokenStore, sync, token_dtype
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from meshwright.errors import UserError
+from meshwright.job.data import Data
+
+FORMAT = 1
+TOKENIZER = "tokenizer.json"
+# More text hardly changes the merges of a tokenizer; this much keeps the first run of a demo short.
+TRAINING_BYTES = 20_000_000
+_SAMPLING_KEY = 0x70_4B_E2
+_BATCH_BYTES = 4_000_000
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared data: both splits, the tokenizer that made them and their folder (neither for synthetic tokens)."""
+
+    tokenizer: Tokenizer | None
+    train: TokenStore
+    validation: TokenStore
+    folder: Path | None
+
+
+def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus:
+    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it."""
+    if SYNTHETIC in data.sources:
+        return _synthetic(data, vocab_size)
+    sources = list_sources(data.sources)
+    given = _given_tokenizer(data.tokenizer, vocab_size)
+    root = cache_root(data.cache)
+    folder = root / f"tokens-{_key(data, sources, vocab_size, given)}"
+    sweep(root)
+    if not _is_complete(folder):
+        try:
+            with building(folder, _is_complete) as partial:
+                tokenizer = given or train_tokenizer(_training_texts(sources, data.text_field, report), vocab_size)
+                _write(partial, data, sources, tokenizer, report)
+        except OSError as error:
+            raise _unwritable(error, root, sources, vocab_size) from error
+    return _open(folder)
+
+
+def _synthetic(data: Data, vocab_size: int) -> Corpus:
+    if len(data.sources) > 1:
+        raise UserError(
+            f"data.sources mixes {SYNTHETIC} with {len(data.sources) - 1} other; leave it alone in the list"
+        )
+    endless = SyntheticTokens(vocab_size, key=0)
+    apart = SyntheticTokens(vocab_size, key=2, count=len(endless) if data.validation_fraction else 0)
+    return Corpus(None, endless, apart, None)
+
+
+def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"data.tokenizer = {path} has {tokenizer.vocab_size} entries but model.vocab_size = {vocab_size}; "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _key(data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenizer | None) -> str:
+    """A name for exactly this preparation: anything that would change the tokens changes it."""
+    identity = {
+        "format": FORMAT,
+        "files": _state(sources),
+        "text_field": data.text_field,
+        "tokenizer": given.fingerprint() if given else vocab_size,
+        "validation_fraction": data.validation_fraction,
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _state(sources: Sequence[Source]) -> list[list[str | int]]:
+    return [[str(file.path), file.size_bytes, file.modified_ns] for source in sources for file in source.files]
+
+
+def _training_texts(sources: Sequence[Source], text_field: str, report: Report | None) -> Iterator[str]:
+    """A fixed sample of the documents, at most TRAINING_BYTES of them."""
+    total = sum(source.size_bytes for source in sources)
+    taken = 0
+    for number, document in enumerate(iterate_documents(sources, text_field)):
+        if taken and fraction_of(number, _SAMPLING_KEY) >= TRAINING_BYTES / total:
+            continue
+        yield document.text
+        taken += document.source_bytes
+        if report:
+            report("tokenizer", min(1.0, taken / min(total, TRAINING_BYTES)))
+        if taken >= TRAINING_BYTES:
+            return
+
+
+def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, report: Report | None) -> None:
+    fraction = data.validation_fraction
+    by_document = fraction == 0 or splits_by_document(iterate_documents(sources, data.text_field), fraction)
+    dtype = token_dtype(tokenizer.vocab_size)
+    total = sum(source.size_bytes for source in sources)
+    done = 0
+    with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document) as writer:
+        for batch in _batches(iterate_documents(sources, data.text_field)):
+            for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+                writer.add(tokens, last_piece=document.last_piece)
+                done += document.source_bytes
+            if report:
+                report("tokens", done / total)
+        writer.finish()
+    if _state(list_sources(data.sources)) != _state(sources):
+        raise UserError("data.sources changed while it was read; start again when nothing writes to it any more")
+    tokenizer.save(folder / TOKENIZER)
+    manifest = {
+        "format": FORMAT,
+        "dtype": dtype.str,
+        "tokens": {"train": writer.train.count, "validation": writer.validation.count},
+        "documents": {"train": writer.train.documents, "validation": writer.validation.documents},
+        "split": "documents" if by_document else "end of each document",
+        "sources": [{"name": s.name, "files": len(s.files), "bytes": s.size_bytes} for s in sources],
+        "text_field": data.text_field,
+        "validation_fraction": fraction,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_text": tokenizer.end_of_text,
+        "tokenizer_sha256": tokenizer.fingerprint(),
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    sync(folder / TOKENIZER)
+    sync(folder / MANIFEST)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents in groups large enough for every processor core and small enough for memory."""
+    batch: list[Document] = []
+    size_bytes = 0
+    for document in documents:
+        batch.append(document)
+        size_bytes += document.source_bytes
+        if size_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder is there with every file of the size its manifest states."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        itemsize = np.dtype(manifest["dtype"]).itemsize
+        return manifest["format"] == FORMAT and all(
+            (folder / f"{split}.bin").stat().st_size == count * itemsize
+            and (folder / f"{split}.documents.npy").stat().st_size >= manifest["documents"][split] * 8
+            for split, count in manifest["tokens"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _open(folder: Path) -> Corpus:
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    train, validation = (
+        FileTokens(folder, split, manifest["tokens"][split], manifest["dtype"]) for split in ("train", "validation")
+    )
+    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder)
+
+
+def _unwritable(error: OSError, root: Path, sources: Sequence[Source], vocab_size: int) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # A token stands for at least a byte of the source.
+        needed = sum(source.size_bytes for source in sources) * token_dtype(vocab_size).itemsize
+        return UserError(
+            f"data.cache: the disk or quota of {root} is full, and preparing needs up to {needed} bytes there; "
+            "free some, or set data.cache to a folder on another disk"
+        )
+    return UserError(
+        f"data.cache: {root} cannot be written ({error.strerror}); set data.cache to a folder you may write to"
+    )

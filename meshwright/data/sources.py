@@ -1,0 +1,231 @@
+"""Documents out of files: text, JSONL, folders of either, and the standard library of this Python."""
+
+import codecs
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import UserError
+
+STDLIB = "builtin:stdlib"
+SYNTHETIC = "builtin:synthetic"
+
+TEXT_SUFFIXES = frozenset(
+    f".{name}"
+    for name in (
+        *("txt", "text", "md", "markdown", "rst", "tex", "html", "htm", "xml", "csv", "tsv", "toml", "yaml", "yml"),
+        *("py", "pyi", "ipynb", "c", "h", "cc", "cpp", "hpp", "cu", "rs", "go", "js", "ts", "java", "kt", "scala"),
+        *("rb", "php", "sh", "sql", "lua", "jl", "r", "swift", "hs", "ml"),
+    )
+)
+JSONL_SUFFIX = ".jsonl"
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
+# A longer text file is handed on in pieces, so that memory does not grow with the file.
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file to read, as it was when listed."""
+
+    path: Path
+    size_bytes: int
+    modified_ns: int
+    skip_if_not_utf8: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of data.sources and the files it stands for."""
+
+    name: str
+    files: tuple[SourceFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or a piece of a long one: the text, its file (and line), and the bytes it took up there."""
+
+    text: str
+    origin: str
+    source_bytes: int
+    last_piece: bool = True
+
+
+def list_sources(names: Sequence[str]) -> list[Source]:
+    """The sources with every file they stand for, folders and the standard library unfolded, in a fixed order."""
+    return [Source(name, tuple(_files_of(name))) for name in names]
+
+
+def iterate_documents(sources: Sequence[Source], text_field: str) -> Iterator[Document]:
+    """The documents of the sources in order, read as they are asked for; those of only white space are left out."""
+    for source in sources:
+        empty = True
+        for file in source.files:
+            try:
+                for document in _documents_of(file, text_field):
+                    empty = False
+                    yield document
+            except OSError as error:
+                raise _unreadable(file.path, error) from error
+        if empty:
+            raise UserError(f"data.sources: {source.name} holds no text; put some there or remove it from the list")
+
+
+def _files_of(source: str) -> Iterator[SourceFile]:
+    if source == STDLIB:
+        yield from _stdlib_files()
+        return
+    if source.startswith("builtin:"):
+        raise UserError(f'data.sources names "{source}", which does not exist; choose {STDLIB} or {SYNTHETIC}')
+    path = Path(source).expanduser().resolve()
+    if path.is_dir():
+        paths = [p for p in _walk(path) if p.suffix.lower() in TEXT_SUFFIXES or p.suffix.lower() == JSONL_SUFFIX]
+        if not paths:
+            raise UserError(f"data.sources: the folder {path} holds no text or {JSONL_SUFFIX} files; name another")
+        yield from map(_listed, paths)
+    elif path.is_file():
+        yield _listed(path)
+    else:
+        raise UserError(f"data.sources: {path} does not exist or is not a file or folder; correct the path")
+
+
+def _stdlib_files() -> Iterator[SourceFile]:
+    root = Path(sysconfig.get_path("stdlib")).resolve()
+    paths = [path for path in _walk(root, leave_out=_NOT_STDLIB) if path.suffix == ".py"]
+    if not paths:
+        raise UserError(f"data.sources: {STDLIB} finds no Python source under {root}; name your own text files")
+    for path in paths:
+        yield _listed(path, skip_if_not_utf8=True)
+
+
+def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
+    """The visible files below a folder, sorted; links to folders are not followed, since they may form loops."""
+    paths = []
+    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        paths += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(paths)
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise _unreadable(error.filename, error) from error
+
+
+def _listed(path: Path, skip_if_not_utf8: bool = False) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return SourceFile(path, status.st_size, status.st_mtime_ns, skip_if_not_utf8)
+
+
+def _documents_of(file: SourceFile, text_field: str) -> Iterator[Document]:
+    if file.path.suffix.lower() == JSONL_SUFFIX:
+        yield from _jsonl_documents(file.path, text_field)
+    elif not file.skip_if_not_utf8 or _is_utf8(file.path):
+        yield from _text_document(file.path)
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _text_document(path: Path) -> Iterator[Document]:
+    """One file's text as one document, in pieces when it is long."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    held = ""
+    started = False
+    consumed = reported = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(PIECE_BYTES):
+            try:
+                held += decoder.decode(chunk)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, str(path), error) from error
+            consumed += len(chunk)
+            if len(held) < PIECE_BYTES:
+                continue
+            cut = _cut(held)
+            # White space alone is held back: a file of nothing else is no document.
+            if started or held[:cut].strip():
+                yield Document(held[:cut], str(path), consumed - reported, last_piece=False)
+                held, started, reported = held[cut:], True, consumed
+    try:
+        held += decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, str(path), error) from error
+    if started or held.strip():
+        yield Document(held, str(path), consumed - reported)
+
+
+def _cut(text: str) -> int:
+    """Where to end a piece: behind its last full line, else before its last space; something always stays behind."""
+    line_end = text.rfind("\n", 0, len(text) - 1) + 1
+    return line_end or max(text.rfind(" "), 0) or len(text) - 1
+
+
+def _jsonl_documents(path: Path, text_field: str) -> Iterator[Document]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            origin = f"{path}:{number}"
+            if not line.strip():
+                continue
+            text = _text_of_line(path, origin, line, text_field)
+            if text.strip():
+                yield Document(text, origin, len(line))
+
+
+def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8-sig").strip())
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path, origin, error) from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise UserError(f"data.sources: {origin} is not JSON ({reason}); mend or remove that line") from error
+    if not isinstance(record, dict) or text_field not in record:
+        keys = "only " + ", ".join(list(record)[:5]) if isinstance(record, dict) and record else "no fields at all"
+        raise UserError(
+            f'data.sources: {origin} has no field "{text_field}" ({keys}); set data.text_field to the one that holds '
+            "the text, or mend the line"
+        )
+    text = record[text_field]
+    if not isinstance(text, str):
+        raise UserError(
+            f'data.sources: {origin} has a {type(text).__name__} in its field "{text_field}" where text is needed; '
+            "set data.text_field to the one that holds the text, or mend the line"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"data.sources: {origin} holds half of a surrogate pair ({error.object[error.start]!a}), which is no "
+            "character; mend or remove that line"
+        ) from error
+    return text
+
+
+def _unreadable(path: Path | str, error: OSError) -> UserError:
+    return UserError(f"data.sources: {path} cannot be read ({error.strerror}); mend or remove it")
+
+
+def _not_utf8(path: Path, origin: str, error: UnicodeDecodeError) -> UserError:
+    bad = error.object[error.start]
+    return UserError(
+        f"data.sources: {origin} is not UTF-8 text (byte 0x{bad:02x}); convert {path.name} to UTF-8 or leave it out"
+    )

@@ -1,0 +1,179 @@
+"""Tokens at rest: memory-mapped files with document starts, their writer, and an endless synthetic stand-in."""
+
+import os
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.mixing import mix_array
+from meshwright.errors import UserError
+
+Int64Array = NDArray[np.int64]
+
+
+class TokenStore(Protocol):
+    """A long row of tokens in which documents start at known places; can be sent to another process."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    def read(self, start: int, stop: int) -> Int64Array:
+        """The tokens from start up to stop."""
+
+    def starts_between(self, start: int, stop: int) -> Int64Array:
+        """Where documents start, start included and stop not."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Two bytes a token where they are enough, else four; little endian on every machine."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class FileTokens:
+    """A token file and its document starts, opened on first use in whichever process reads it."""
+
+    def __init__(self, folder: Path, split: str, count: int, dtype: str) -> None:
+        self._tokens_path = folder / f"{split}.bin"
+        self._starts_path = folder / f"{split}.documents.npy"
+        self._count = count
+        self._dtype = np.dtype(dtype)
+        self._tokens: NDArray[Any] | None = None
+        self._starts: Int64Array | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokens": None, "_starts": None}
+
+    def read(self, start: int, stop: int) -> Int64Array:
+        """The tokens from start up to stop."""
+        if self._tokens is None:
+            self._tokens = self._map_tokens()
+        return self._tokens[start:stop].astype(np.int64)
+
+    def starts_between(self, start: int, stop: int) -> Int64Array:
+        """Where documents start, start included and stop not."""
+        if self._starts is None:
+            try:
+                self._starts = np.load(self._starts_path, mmap_mode="r")
+            except (OSError, ValueError) as error:
+                raise _lost(self._starts_path) from error
+        first, last = np.searchsorted(self._starts, (start, stop))
+        return np.array(self._starts[first:last])
+
+    def _map_tokens(self) -> NDArray[Any]:
+        if self._count == 0:
+            return np.empty(0, self._dtype)
+        try:
+            # A shorter file would kill the process on access, so its size is checked by asking for the shape.
+            return np.memmap(self._tokens_path, dtype=self._dtype, mode="r", shape=(self._count,))
+        except (OSError, ValueError) as error:
+            raise _lost(self._tokens_path) from error
+
+
+class SyntheticTokens:
+    """Tokens that are a hash of their place: endless, no file, documents of about a thousand tokens."""
+
+    end_of_text = 0
+    _document_tokens = 1000
+
+    def __init__(self, vocab_size: int, key: int, count: int = 1 << 40) -> None:
+        self._vocab_size = vocab_size
+        self._key = key
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, stop: int) -> Int64Array:
+        """The tokens from start up to stop."""
+        stop = min(stop, self._count)
+        hashed = mix_array(np.arange(start, stop, dtype=np.int64), self._key)
+        tokens = (hashed % np.uint64(self._vocab_size)).astype(np.int64)
+        tokens[self.starts_between(start + 1, stop + 1) - 1 - start] = self.end_of_text
+        return tokens
+
+    def starts_between(self, start: int, stop: int) -> Int64Array:
+        """Where documents start, start included and stop not: one somewhere in each thousand tokens."""
+        thousands = np.arange(start // self._document_tokens, stop // self._document_tokens + 1, dtype=np.int64)
+        inside = (mix_array(thousands, self._key + 1) % np.uint64(self._document_tokens)).astype(np.int64)
+        starts = thousands * self._document_tokens + inside
+        return starts[(starts >= start) & (starts < stop)]
+
+
+class TokenWriter:
+    """Writes one split, a document at a time and each document in as many parts as it comes."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
+        self._stream = (folder / f"{split}.bin").open("w+b")
+        self._starts_path = folder / f"{split}.documents.npy"
+        self._starts = array("q")
+        self._dtype = dtype
+        self.count = 0
+
+    @property
+    def documents(self) -> int:
+        """Documents begun so far."""
+        return len(self._starts)
+
+    def begin_document(self) -> None:
+        """The tokens that follow belong to a new document."""
+        self._starts.append(self.count)
+
+    def append(self, tokens: list[int] | Int64Array) -> None:
+        """Add tokens to the current document."""
+        self._stream.write(np.asarray(tokens).astype(self._dtype).tobytes())
+        self.count += len(tokens)
+
+    def take_back(self, count: int) -> Int64Array:
+        """Remove the last tokens of the current document and return them."""
+        size = count * self._dtype.itemsize
+        self._stream.seek(-size, os.SEEK_END)
+        tokens = np.frombuffer(self._stream.read(size), self._dtype).astype(np.int64)
+        self._stream.seek(-size, os.SEEK_END)
+        self._stream.truncate()
+        self.count -= count
+        return tokens
+
+    def document_length(self) -> int:
+        """Tokens of the current document so far."""
+        return self.count - self._starts[-1]
+
+    def finish(self) -> None:
+        """Write the document starts and bring both files to the disk."""
+        starts = np.frombuffer(self._starts, np.int64) if self._starts else np.empty(0, np.int64)
+        # numpy.save would not say that the disk is full: its error carries no number.
+        with self._starts_path.open("wb") as stream:
+            np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(starts))
+            stream.write(starts.tobytes())
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def close(self) -> None:
+        """Let go of the file, whatever state it is in."""
+        with suppress(OSError):  # the disk may be full and the buffer unwritten; the folder is thrown away then
+            self._stream.close()
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lost(path: Path) -> UserError:
+    return UserError(
+        f"data.cache: {path} is gone or was cut short since it was prepared; delete the folder {path.parent} "
+        "and start again"
+    )

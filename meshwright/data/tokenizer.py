@@ -1,0 +1,107 @@
+"""Text to tokens and back: a thin face over a byte-level BPE, trained here or given as a tokenizer.json."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from meshwright.errors import UserError
+
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+SMALLEST_VOCABULARY = 257
+"""Every byte and the end of text."""
+
+_SLICE = 4096
+
+# The library's thread pool does not survive a fork: a child that used it would hang, and the library warns of every
+# fork while this is not set. A user's own setting stands.
+if "TOKENIZERS_PARALLELISM" not in os.environ:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
+
+
+class Tokenizer:
+    """Encodes plain text (names of special tokens in it are text too) and decodes tokens."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int) -> None:
+        self._inner = inner
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        # Otherwise a document that mentions <|endoftext|> would end there.
+        self._inner.encode_special_tokens = True
+        self.end_of_text = end_of_text
+        # Identifiers may have gaps, so the count of entries is not enough.
+        self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of one text, without an end of text."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, all processor cores at work."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, special ones by name."""
+        text: str = self._inner.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json."""
+        path.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+
+    def fingerprint(self) -> str:
+        """A hash by which equal tokenizers are recognised."""
+        return hashlib.sha256(self._inner.to_str().encode()).hexdigest()
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE of at most vocab_size entries from texts; the same texts give the same bytes."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"model.vocab_size = {vocab_size} is too small for a byte-level tokenizer; choose at least "
+            f"{SMALLEST_VOCABULARY}, or give a data.tokenizer of your own"
+        )
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT_NAMES[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # Training takes the square of a word's length, and text without spaces is one word; a cut every few pages
+    # bounds it and changes next to nothing else.
+    slices = (text[start : start + _SLICE] for text in texts for start in range(0, len(text), _SLICE))
+    inner.train_from_iterator(slices, trainer)
+    return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT_NAMES[0]])
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json and find its end of text."""
+    try:
+        inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except IsADirectoryError as error:
+        raise UserError(f"data.tokenizer = {path} is a folder; name the tokenizer.json itself") from error
+    except OSError as error:
+        raise UserError(
+            f"data.tokenizer = {path} cannot be read ({error.strerror}); correct the path, or leave it out to train one"
+        ) from error
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(
+            f"data.tokenizer = {path} is not a working tokenizer.json ({error}); save it again from where it came, "
+            "or leave it out to train one"
+        ) from error
+    for name in END_OF_TEXT_NAMES:
+        token = inner.token_to_id(name)
+        if token is not None:
+            return Tokenizer(inner, token)
+    raise UserError(
+        f"data.tokenizer = {path} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
+        "add one of these to its added_tokens"
+    )

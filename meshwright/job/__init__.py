@@ -1,0 +1,19 @@
+"""The Job: one file that the planner writes and everything else reads. Imports no torch."""
+
+from meshwright.job.job import Job
+from meshwright.job.load import LoadedJob, job_fields, job_schema, load_job
+from meshwright.job.model import Model, RopeScaling
+from meshwright.job.presets import model_preset, model_presets, recipes
+
+__all__ = [
+    "Job",
+    "LoadedJob",
+    "Model",
+    "RopeScaling",
+    "job_fields",
+    "job_schema",
+    "load_job",
+    "model_preset",
+    "model_presets",
+    "recipes",
+]

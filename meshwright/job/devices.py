@@ -1,0 +1,87 @@
+"""The sections that say where the work goes: layout, memory, cluster."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from meshwright.job.section import Section
+
+
+class Layout(Section):
+    """How the model and the batch are spread over devices; all ones is a single device."""
+
+    dp_replicate: PositiveInt = 1
+    """Copies of the whole sharded group (hybrid sharding's outer axis)."""
+    dp_shard: PositiveInt = 1
+    """Ranks that share one copy of the states by the zero dial."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """0 replicate, 1 shard optimizer states, 2 gradients too, 3 parameters too."""
+    tp: PositiveInt = 1
+    """Tensor parallelism: ranks that share every matrix."""
+    sp: bool = True
+    """Sequence parallelism in the norm regions when tp > 1."""
+    cp: PositiveInt = 1
+    """Context parallelism: ranks that share every sequence."""
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
+    """How keys and values meet queries across cp ranks."""
+    pp: PositiveInt = 1
+    """Pipeline parallelism: ranks that share the layers."""
+    schedule: Literal[
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-interleaved",
+        "zb-v",
+        "dualpipe",
+        "dualpipe-v",
+        "pipedream",
+    ] = "1f1b"
+    """Order of forwards and backwards in the pipeline."""
+    virtual_stages: PositiveInt = 1
+    """Stages each pipeline rank holds."""
+    split: tuple[int, ...] | None = None
+    """Layers per stage; balanced by cost when not given."""
+    order: Literal["pp-outside", "dp-outside"] = "pp-outside"
+    """Which of pipeline and data parallelism spans the farther links."""
+    compress: Literal["none", "topk", "fp16", "bf16", "int8", "powersgd"] = "none"
+    """Gradient compression between replicas, with error feedback."""
+    compress_ratio: float = Field(default=0.01, gt=0.0, le=1.0)
+    """topk: share of the entries sent."""
+    compress_rank: PositiveInt = 4
+    """powersgd: rank of the approximation."""
+    bucket_mb: PositiveFloat = 25.0
+    """Gradients are reduced in pieces of about this size."""
+    prefetch: PositiveInt = 1
+    """Layers whose parameters are gathered ahead of use."""
+
+
+class Memory(Section):
+    """What is given up to hold less on the device."""
+
+    recompute: Literal["none", "selective", "full"] | dict[str, float] = "none"
+    """Activations dropped and recomputed: none, selective, full, {every = k} or {budget_gib = x}."""
+    offload: tuple[Literal["optimizer", "params", "activations"], ...] = ()
+    """States kept in host memory."""
+
+
+class Cluster(Section):
+    """The machines, for the planner and the launcher."""
+
+    name: str | None = None
+    """A known cluster or site."""
+    nodes: PositiveInt = 1
+    """Machines."""
+    gpus_per_node: PositiveInt = 1
+    """Devices in one machine."""
+    gpu: str | None = None
+    """Device type, as `h200` or `a100-80gb`; found on the machine when not given."""
+    links: dict[str, float] | None = None
+    """Measured bandwidths in GB/s by link name."""
+    host_memory_gib: PositiveFloat | None = None
+    """Memory of one machine."""
+    mtbf_hours: PositiveFloat | None = None
+    """Mean time between failures of the whole allocation."""
+    price: NonNegativeFloat | None = None
+    """Cost of one device-hour."""

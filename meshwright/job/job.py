@@ -1,0 +1,100 @@
+"""The Job: every setting of a training run in one frozen object."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from meshwright.job.data import Data
+from meshwright.job.devices import Cluster, Layout, Memory
+from meshwright.job.model import Model
+from meshwright.job.running import Checkpoint, Log, Run
+from meshwright.job.section import Section
+from meshwright.job.training import Batch, Evaluation, Optimizer, Precision, Schedule
+
+
+class Job(Section):
+    """One training run, from model to machine; `load_job` makes it from a file."""
+
+    model: Model = Model()
+    """The shape of the model."""
+    data: Data = Data()
+    """What it learns from."""
+    batch: Batch = Batch()
+    """How much text one step sees."""
+    layout: Layout = Layout()
+    """How work is spread over devices."""
+    memory: Memory = Memory()
+    """What is given up to hold less."""
+    precision: Precision = Precision()
+    """Number formats."""
+    optimizer: Optimizer = Optimizer()
+    """The update rule."""
+    schedule: Schedule = Schedule()
+    """The learning rate over time."""
+    evaluation: Evaluation = Evaluation()
+    """Held-out loss and samples."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When state is saved."""
+    run: Run = Run()
+    """How long, where, from which seed."""
+    log: Log = Log()
+    """What is printed and sent elsewhere."""
+    cluster: Cluster = Cluster()
+    """The machines."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that see different sequences."""
+        return self.layout.dp_replicate * self.layout.dp_shard
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches one rank runs before the optimizer steps."""
+        return self.batch.global_batch // (self.batch.micro_batch * self.data_parallel)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens one optimizer step sees over all ranks."""
+        return self.batch.global_batch * self.batch.sequence_length
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear rise: schedule.warmup_steps, or what follows from run.steps."""
+        given = self.schedule.warmup_steps
+        return given if given is not None else min(1000, self.run.steps // 10)
+
+    @property
+    def decay_steps(self) -> int:
+        """Length of the warm-up-stable-decay schedule's last part; 0 for the other schedules."""
+        if self.schedule.name != "wsd":
+            return 0
+        given = self.schedule.decay_steps
+        return given if given is not None else self.run.steps // 10
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        share = self.batch.micro_batch * self.data_parallel
+        if self.batch.global_batch % share:
+            divisors = [d for d in range(1, self.batch.global_batch + 1) if self.batch.global_batch % d == 0]
+            fitting = [d // self.data_parallel for d in divisors if d % self.data_parallel == 0]
+            remedy = (
+                f"set batch.micro_batch to one of {', '.join(map(str, fitting))}"
+                if fitting
+                else f"make batch.global_batch a multiple of {share}"
+            )
+            raise ValueError(
+                f"batch.global_batch = {self.batch.global_batch} is not a multiple of batch.micro_batch × data-parallel "
+                f"ranks = {self.batch.micro_batch} × {self.data_parallel}; {remedy}"
+            )
+        if self.batch.sequence_length > self.model.max_sequence_length:
+            raise ValueError(
+                f"batch.sequence_length = {self.batch.sequence_length} is longer than "
+                f"model.max_sequence_length = {self.model.max_sequence_length} allows; shorten the sequence or raise "
+                f"the model's limit"
+            )
+        if self.warmup_steps + self.decay_steps > self.run.steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.warmup_steps} and a decay of {self.decay_steps} steps do not fit into "
+                f"run.steps = {self.run.steps}; shorten them or run longer"
+            )
+        return self

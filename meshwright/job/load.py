@@ -1,0 +1,192 @@
+"""A job file, its preset and the command line's overrides become one Job, with the origin of every field."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from meshwright.errors import UserError
+from meshwright.job.job import Job
+from meshwright.job.pending import unimplemented
+from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A resolved job with what it came from."""
+
+    job: Job
+    name: str
+    raw: str
+    """The job file's text as it was read, with the overrides appended as comments."""
+    origins: dict[str, str]
+    """Dotted field name → file, preset or override; a field not listed has its default."""
+
+    def origin(self, field: str) -> str:
+        """Where a field's value came from."""
+        return self.origins.get(field, "default")
+
+
+def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
+    """The job in a file (or of a recipe's name) with `section.field=value` overrides; mistakes raise UserError."""
+    path = _find(source)
+    text = _read(path)
+    try:
+        from_file = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    from_overrides = _parse_overrides(overrides)
+
+    preset = _preset_name(from_file, from_overrides)
+    from_preset = {"model": model_preset(preset)} if preset else {}
+    origins: dict[str, str] = {}
+    merged: Table = {}
+    for table, origin in ((from_preset, f"preset {preset}"), (from_file, "file"), (from_overrides, "override")):
+        _merge(merged, table)
+        origins.update(dict.fromkeys(_leaves(table), origin))
+
+    job = _validate(merged, origins, path)
+    if missing := unimplemented(job):
+        raise UserError("\n".join(f"{path}: {sentence}" for sentence in missing))
+    comments = "".join(f"# --set {override}\n" for override in overrides)
+    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
+
+
+def field_names() -> list[str]:
+    """Every `section.field` of a job."""
+    return [f"{name}.{field}" for name, section in _sections().items() for field in section.model_fields]
+
+
+def job_fields() -> Iterator[tuple[str, str]]:
+    """Every `section.field` with its one line of meaning."""
+    for name, section in _sections().items():
+        for field, info in section.model_fields.items():
+            yield f"{name}.{field}", info.description or ""
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON schema of a job file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}
+
+
+def _sections() -> dict[str, type[BaseModel]]:
+    return {
+        name: info.annotation
+        for name, info in Job.model_fields.items()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+    }
+
+
+def _find(source: str) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    if (recipe := recipe_path(source)) is not None:
+        return recipe
+    if path.is_dir():
+        raise UserError(f"{source} is a folder; give a job file such as {source.rstrip('/')}/job.toml")
+    raise UserError(f"{source} is neither a file nor a recipe; {nearest(source, recipes())}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text; save the job file as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+
+
+def _parse_overrides(overrides: Sequence[str]) -> Table:
+    table: Table = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        keys = [key.strip() for key in name.split(".")]
+        if not equals or len(keys) < 2 or not all(keys):
+            raise UserError(f"--set {override} is not section.field=value; write for example --set batch.micro_batch=4")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()  # a bare word is a string: shells eat the quotes TOML wants
+        inner = table
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = value
+    return table
+
+
+def _preset_name(*tables: Table) -> str | None:
+    """The preset the last table asks for; anything but a string is left for validation to refuse."""
+    preset = None
+    for table in tables:
+        section = table.get("model")
+        if isinstance(section, dict):
+            preset = section.get("preset", preset)
+    return preset if isinstance(preset, str) else None
+
+
+def _merge(base: Table, over: Table) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = dict(value) if isinstance(value, dict) else value
+
+
+def _leaves(table: Table) -> Iterator[str]:
+    """`section.field` for every field a table sets (deeper tables are one field's value)."""
+    for section, fields in table.items():
+        if isinstance(fields, dict):
+            yield from (f"{section}.{field}" for field in fields)
+
+
+def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:
+    try:
+        # Through JSON, because strict mode then still takes a list for a tuple but no "4" for a 4.
+        return Job.model_validate_json(json.dumps(merged, default=str), strict=True)
+    except ValidationError as error:
+        sentences = [_sentence(dict(problem), origins, path) for problem in error.errors()]
+        raise UserError("\n".join(dict.fromkeys(sentences))) from None
+
+
+def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> str:
+    location = [str(part) for part in problem["loc"]]
+    field = ".".join(location[:2])
+    where = "--set" if origins.get(field) == "override" else str(path)
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: {'.'.join(location)} is not a known setting; {_known_name(location)}"
+    if problem["type"] == "value_error":
+        return f"{where}: {problem['ctx']['error']}"
+    if len(location) == 1:
+        return f"{where}: {field} = {problem['input']!r} should be a table; write [{field}] with fields below it"
+    return f"{where}: {field} = {_shown(problem['input'])} is not allowed; {_expectation(problem)}"
+
+
+def _known_name(location: list[str]) -> str:
+    """The remedy for an unknown key: the closest name in its section, else in the whole job."""
+    sections = _sections()
+    if len(location) == 1:
+        return nearest(location[0], list(sections))
+    section, key = location[0], location[1]
+    if elsewhere := [name for name in field_names() if name.endswith(f".{key}")]:
+        return f"did you mean {elsewhere[0]}?"
+    close = nearest(key, list(sections[section].model_fields))
+    return close.replace("did you mean ", f"did you mean {section}.", 1)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _expectation(problem: dict[str, Any]) -> str:
+    message = str(problem["msg"])
+    if message.startswith("Input should be "):
+        return "it should be " + message.removeprefix("Input should be ").replace("a valid integer", "a whole number")
+    return message[0].lower() + message[1:]

@@ -1,0 +1,97 @@
+"""The [model] section: the shape of a decoder, from a preset, from fields, or from both."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from meshwright.job.section import Section
+
+
+class RopeScaling(Section):
+    """Llama 3.1's stretching of rotary frequencies to sequences longer than those trained on."""
+
+    factor: PositiveFloat
+    """How many times longer the new context is."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original_max_sequence_length / this are stretched in full."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below original_max_sequence_length / this stay as they are."""
+    original_max_sequence_length: PositiveInt = 8192
+    """The context the unscaled frequencies were trained for."""
+
+
+class Model(Section):
+    """The shape of a decoder-only transformer; defaults are Llama's choices."""
+
+    preset: str | None = None
+    """A public shape by name (`llama-3.2-1b`, `gpt2`, …); fields given beside it override it."""
+    init_from: str | None = None
+    """A Hugging Face folder to start from instead of random weights."""
+    vocab_size: PositiveInt = 4096
+    """Rows of the embedding table."""
+    width: PositiveInt = 256
+    """Size of the residual stream."""
+    layers: PositiveInt = 4
+    """Number of transformer blocks."""
+    heads: PositiveInt = 4
+    """Query heads."""
+    kv_heads: PositiveInt = 4
+    """Key and value heads (grouped-query attention when fewer than heads); heads when not given."""
+    head_dim: PositiveInt = 64
+    """Size of one head; width / heads when not given."""
+    ffn_width: PositiveInt = 1024
+    """Inner size of the feed-forward; 4 × width when not given."""
+    max_sequence_length: PositiveInt = 2048
+    """The longest sequence the model is made for (and the rows of learned positions)."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation: RMSNorm (scale only) or LayerNorm (scale and shift)."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance inside every norm."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Feed-forward kind: gated SiLU (three matrices) or tanh-approximated GELU (two)."""
+    positions: Literal["rope", "learned"] = "rope"
+    """Rotary positions in every attention, or a learned table added to the embedding."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1's frequency scaling; none by default."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2, GPT-2)."""
+    linear_bias: bool = False
+    """Bias on the attention output and feed-forward projections (GPT-2)."""
+    qk_norm: bool = False
+    """RMSNorm on every query and key head before the rotation (Qwen3)."""
+    sliding_window: PositiveInt | None = None
+    """Each token sees at most this many latest tokens, itself included (Mistral); all when not given."""
+    tied: bool = False
+    """The head uses the embedding table."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout after the embedding and on both residual branches, keyed by seed, step, layer and position."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: Any) -> Any:
+        """Fill kv_heads, head_dim and ffn_width from the fields they follow when they are not given."""
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        width = filled.get("width", cls.model_fields["width"].default)
+        heads = filled.get("heads", cls.model_fields["heads"].default)
+        if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+            filled.setdefault("kv_heads", heads)
+            filled.setdefault("head_dim", max(1, width // heads))
+            filled.setdefault("ffn_width", 4 * width)
+        return filled
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
+                f"choose a divisor of {self.heads}"
+            )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim = {self.head_dim} is odd, and rotary positions turn pairs; choose an even one"
+            )
+        return self

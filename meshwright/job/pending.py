@@ -1,0 +1,68 @@
+"""Settings that exist with their final names but whose machinery does not yet: each is refused by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.job.job import Job
+
+
+@dataclass(frozen=True)
+class Pending:
+    """One field whose other values wait for machinery."""
+
+    field: str
+    works: Callable[[Any], bool]
+    what: str
+    remedy: str
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+_ONE = "set it to 1"
+PENDING = (
+    Pending("model.init_from", _is(None), "starting from a Hugging Face folder", "leave it out"),
+    Pending("data.weights", _is(None), "blending of sources", "leave it out"),
+    Pending("data.packing", _is("concatenate"), "other packing", 'set it to "concatenate"'),
+    Pending("layout.dp_replicate", _is(1), "data parallelism", _ONE),
+    Pending("layout.dp_shard", _is(1), "sharded data parallelism", _ONE),
+    Pending("layout.zero", _is(0), "sharding of states", "set it to 0"),
+    Pending("layout.tp", _is(1), "tensor parallelism", _ONE),
+    Pending("layout.cp", _is(1), "context parallelism", _ONE),
+    Pending("layout.pp", _is(1), "pipeline parallelism", _ONE),
+    Pending("layout.virtual_stages", _is(1), "pipeline parallelism", _ONE),
+    Pending("layout.split", _is(None), "pipeline parallelism", "leave it out"),
+    Pending("layout.compress", _is("none"), "gradient compression", 'set it to "none"'),
+    Pending("memory.recompute", _is("none"), "recomputation", 'set it to "none"'),
+    Pending("memory.offload", _is(()), "offloading", "leave it out"),
+    Pending("precision.compute", _is("fp32", "bf16"), "this compute format", 'set it to "bf16" or "fp32"'),
+    Pending("precision.gradients", _is("fp32"), "16-bit gradients", 'set it to "fp32"'),
+    Pending("precision.optimizer_states", _is("fp32"), "smaller optimizer states", 'set it to "fp32"'),
+    Pending("optimizer.name", _is("adamw"), "this optimizer", 'set it to "adamw"'),
+    Pending("checkpoint.every_steps", _is(None), "resumable checkpoints", "leave it out"),
+    Pending("checkpoint.every_minutes", _is(None), "resumable checkpoints", "leave it out"),
+    Pending("checkpoint.auto", _is(False), "resumable checkpoints", "leave it out"),
+    Pending("checkpoint.keep_every", _is(None), "resumable checkpoints", "leave it out"),
+    Pending("checkpoint.backup_to", _is(None), "resumable checkpoints", "leave it out"),
+    Pending("run.max_restarts", _is(0), "restarts", "set it to 0"),
+    Pending("run.watchdog_s", _is(0), "the watchdog", "set it to 0"),
+    Pending("log.sinks", _is(()), "other sinks", "leave it out"),
+    Pending("cluster.name", _is(None), "known clusters", "leave it out"),
+    Pending("cluster.nodes", _is(1), "training on several machines", _ONE),
+    Pending("cluster.gpus_per_node", _is(1), "training on several devices", _ONE),
+)
+
+
+def unimplemented(job: Job) -> list[str]:
+    """One sentence for every field whose value nothing implements yet."""
+    sentences = []
+    for pending in PENDING:
+        section, field = pending.field.split(".")
+        value = getattr(getattr(job, section), field)
+        if not pending.works(value):
+            sentences.append(
+                f"{pending.field} = {value!r} is not implemented yet ({pending.what}); {pending.remedy} for now"
+            )
+    return sentences

@@ -1,0 +1,56 @@
+"""The sections that say how the run lives: run, checkpoint, log."""
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from meshwright.job.section import Section
+
+
+class Run(Section):
+    """The run itself: how long, where, on what, from which seed."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps."""
+    folder: str | None = None
+    """Where everything about the run is kept; runs/<job>-<time> when not given."""
+    seed: NonNegativeInt = 0
+    """Decides initial weights, data order and dropout."""
+    device: str = "auto"
+    """auto (the first GPU, else the CPU), cpu, cuda or cuda:N."""
+    compile: bool = False
+    """torch.compile every block."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits every time, at some cost in speed on a GPU."""
+    max_restarts: NonNegativeInt = 0
+    """Restarts after a failure before giving up."""
+    watchdog_s: NonNegativeFloat = 0.0
+    """A rank silent for longer is named and the run restarted; 0 is off."""
+    on_bad_step: Literal["stop", "skip", "keep"] = "stop"
+    """What a non-finite loss or gradient norm does: stop the run, skip that update, or go on."""
+
+
+class Checkpoint(Section):
+    """When the full state is saved and how much of it is kept; the final weights are always saved."""
+
+    every_steps: PositiveInt | None = None
+    """Steps between checkpoints."""
+    every_minutes: PositiveInt | None = None
+    """Minutes between checkpoints."""
+    auto: bool = False
+    """Interval from the measured save cost and cluster.mtbf_hours."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints kept."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints at multiples of this many steps are kept for good."""
+    backup_to: str | None = None
+    """A second place every checkpoint is copied to."""
+
+
+class Log(Section):
+    """What is printed and where else the metrics go."""
+
+    every_steps: PositiveInt = 10
+    """Steps between printed lines; every step is recorded in metrics.jsonl."""
+    sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = ()
+    """Other places the same stream of metrics is sent to."""

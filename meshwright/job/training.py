@@ -1,0 +1,72 @@
+"""The sections that say how one step is made: batch, precision, optimizer, schedule, evaluation."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshwright.job.section import Section
+
+
+class Batch(Section):
+    """How much text one optimizer step sees; accumulation is derived, never set."""
+
+    sequence_length: PositiveInt = 512
+    """Tokens in one sequence."""
+    global_batch: PositiveInt = 16
+    """Sequences in one optimizer step, over all devices."""
+    micro_batch: PositiveInt = 4
+    """Sequences in one forward and backward on one device."""
+
+
+class Precision(Section):
+    """Number formats; the parameters themselves are always a 32-bit master."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Format of forward and backward; below fp32 a working copy of the weights is derived from the master."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
+    optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of the optimizer's moments."""
+
+
+class Optimizer(Section):
+    """The update rule; weight decay touches matrices only, never norms, biases or vectors."""
+
+    name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
+    """Which optimizer."""
+    lr: PositiveFloat = 3e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled decay of the matrices."""
+    clip: NonNegativeFloat = 1.0
+    """The global gradient norm is cut to this; 0 leaves it alone."""
+
+
+class Schedule(Section):
+    """The learning rate over the run, as a factor of optimizer.lr."""
+
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); or warm-up and constant."""
+    warmup_steps: NonNegativeInt | None = None
+    """Steps of linear rise from zero; a tenth of run.steps, at most 1000, when not given."""
+    decay_steps: NonNegativeInt | None = None
+    """wsd only: length of the final decay; a tenth of run.steps when not given."""
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
+    """The floor, as a share of the peak rate."""
+
+
+class Evaluation(Section):
+    """Held-out loss during training, and samples of what the model writes."""
+
+    every_steps: NonNegativeInt = 100
+    """Steps between evaluations (one at the start and one at the end besides); 0 switches evaluation off."""
+    batches: PositiveInt = 16
+    """Micro-batches of held-out text in one evaluation."""
+    sample_prompt: str = "def "
+    """Text the samples of a run continue."""
+    sample_tokens: NonNegativeInt = 128
+    """Length of the sample written at each evaluation; 0 writes none."""

@@ -1,0 +1,212 @@
+"""The run folder: everything about a run in one place, written so that a failure leaves nothing half-made."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from meshwright.errors import UserError
+from meshwright.launch.provenance import describe_code, describe_environment
+
+State = Literal["running", "done", "stopped", "failed"]
+
+_STATES: dict[Any, State] = {"finished": "done", "interrupted": "stopped", "failed": "failed"}
+# JSON has no words for these, and a lost loss must not read as a missing one.
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class RunFolder:
+    """A run's folder: made once by `create`, read and continued by `open`."""
+
+    def __init__(self, path: Path) -> None:
+        """Use `create` or `open`; this only remembers where the folder lies."""
+        self.path = path
+        self._started = datetime.fromisoformat(self.environment()["time"]).timestamp()
+        self._lines: dict[str, int] = {}
+
+    @classmethod
+    def create(cls, path: Path, raw_job: str, resolved_job: dict[str, Any], argv: list[str]) -> Self:
+        """Make the folder with job, code version and environment; all of it or nothing."""
+        path = Path(path)
+        cls.require_free(path)
+        code, diff = describe_code()
+        contents = {
+            "job.toml": raw_job,
+            "job.resolved.json": _pretty(resolved_job),
+            "environment.json": _pretty(describe_environment(argv)),
+            "code.json": _pretty(code),
+            "metrics.jsonl": "",
+            "events.jsonl": "",
+        }
+        if diff:
+            contents["code.diff"] = diff
+        new_parents = [parent for parent in path.parents if not parent.exists()]
+        draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            with _disk_errors(path):
+                draft.mkdir(parents=True)
+                (draft / "samples").mkdir()
+                for name, text in contents.items():
+                    (draft / name).write_text(text, encoding="utf-8")
+                draft.rename(path)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            for parent in new_parents:
+                if parent.exists() and not any(parent.iterdir()):
+                    parent.rmdir()
+            raise
+        return cls(path)
+
+    @staticmethod
+    def require_free(path: Path) -> None:
+        """Refuse a place that holds something already; an empty folder is welcome."""
+        if path.is_dir() and not any(path.iterdir()):
+            return
+        if path.exists():
+            raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another or remove it')
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """An existing run folder, to read or to continue."""
+        path = Path(path)
+        if not (path / "job.resolved.json").is_file():
+            raise UserError(f'"{path}" is not a run folder; give the folder that `meshwright train` printed')
+        return cls(path)
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Append one row of numbers."""
+        self._append("metrics.jsonl", row)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append something that happened, with the time (UTC) and the seconds since the folder was made."""
+        now = time.time()
+        stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
+        self._append(
+            "events.jsonl", {"kind": kind, "time": stamp, "elapsed_s": round(now - self._started, 3), **fields}
+        )
+
+    def sample(self, step: int, text: str) -> None:
+        """Keep a text the model wrote at a step."""
+        with _disk_errors(self.path):
+            (self.path / "samples" / f"step-{step:08d}.txt").write_text(text, encoding="utf-8", errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every row of numbers so far."""
+        return list(_rows(self.path / "metrics.jsonl"))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Everything that happened so far."""
+        return list(_rows(self.path / "events.jsonl"))
+
+    def samples(self) -> dict[int, str]:
+        """The texts the model wrote, by step."""
+        files = sorted((self.path / "samples").glob("step-*.txt"))
+        return {int(file.stem.removeprefix("step-")): file.read_text(encoding="utf-8") for file in files}
+
+    def job(self) -> dict[str, Any]:
+        """The resolved job: section → field → value."""
+        return _object(self.path / "job.resolved.json")
+
+    def raw_job(self) -> str:
+        """The job file as the user wrote it."""
+        return (self.path / "job.toml").read_text(encoding="utf-8")
+
+    def environment(self) -> dict[str, Any]:
+        """The machine the run started on."""
+        return _object(self.path / "environment.json")
+
+    def code(self) -> dict[str, Any]:
+        """The code the run started from."""
+        return _object(self.path / "code.json")
+
+    def state(self) -> State:
+        """What the last start or stop says; a run whose process was killed outright still says running."""
+        state: State = "running"
+        for event in self.events():
+            if event["kind"] in ("start", "restart"):
+                state = "running"
+            elif event["kind"] == "stop":
+                state = _STATES.get(event.get("reason"), "failed")
+        return state
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        line = json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        with _disk_errors(self.path):
+            if name not in self._lines:
+                self._lines[name] = _open_lines(self.path / name)
+            while line:  # unbuffered, so that a line is out of the process when this returns
+                line = line[os.write(self._lines[name], line) :]
+
+    def close(self) -> None:
+        """Close what was opened for writing; a later line opens it again."""
+        for descriptor in self._lines.values():
+            os.close(descriptor)
+        self._lines.clear()
+
+
+def _open_lines(path: Path) -> int:
+    """Open for appending, without the torn line a killed process or a full disk may have left at the end."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+        file.truncate(whole)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The complete lines of a file; a last one that is still being written is left out."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield {key: _restored(value) for key, value in json.loads(line).items()}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    with path.open(encoding="utf-8") as file:
+        loaded: dict[str, Any] = json.load(file)
+    return loaded
+
+
+def _pretty(value: dict[str, Any]) -> str:
+    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _jsonable(value: Any) -> Any:
+    """Plain JSON values: floats that are not finite as words, scalars of torch and numpy as numbers, paths as text."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _restored(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Turn the disk's refusals into one sentence about run.folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem, remedy = "no space is left", "free some or choose a folder on another disk"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            problem, remedy = "writing is not allowed", "choose a folder you can write to"
+        elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
+            problem, remedy = "a file is in its way", "choose another folder"
+        else:
+            raise
+        raise UserError(f'run.folder = "{folder}" cannot be written ({problem}); {remedy}') from error

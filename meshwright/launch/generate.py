@@ -1,0 +1,42 @@
+"""Text from a run folder: its job, its newest weights, its tokenizer."""
+
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint import load_weights, newest_weights
+from meshwright.data.tokenizer import load_tokenizer
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.launch.folder import RunFolder
+from meshwright.model import Decoder
+from meshwright.train import choose_device, generate
+
+
+def generate_from_run(
+    run: Path, prompt: str, tokens: int, temperature: float, top_p: float, seed: int, device: str
+) -> tuple[str, int]:
+    """The prompt and its continuation by a run's newest weights, with the step they were saved at."""
+    saved = Job.model_validate(RunFolder.open(run).job())
+    job = saved.model_copy(update={"run": saved.run.model_copy(update={"device": device})})
+    target = choose_device(job)
+    weights = newest_weights(run)
+    if not (run / "tokenizer.json").is_file():
+        raise UserError(f"{run} has no tokenizer.json (it was trained on synthetic tokens); generate from another run")
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    with torch.device("meta"):
+        model = Decoder(job.model)
+    model.to_empty(device=target)
+    step = load_weights(weights, model)
+    start = tokenizer.encode(prompt) or [tokenizer.end_of_text]
+    written = generate(
+        model,
+        start,
+        tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tokenizer.end_of_text,
+        vocab_size=tokenizer.vocab_size,
+    )
+    return prompt + tokenizer.decode(written), step

@@ -1,0 +1,103 @@
+"""Where a run came from: the code it ran and the machine it ran on."""
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import meshwright
+from meshwright.version import VERSION
+
+_KEPT_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "SLURM_", "TORCH_", "MESHWRIGHT_")
+_SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
+_GIT_TIMEOUT_S = 30
+
+
+def describe_environment(argv: list[str]) -> dict[str, Any]:
+    """Versions, machine, devices, the variables that steer a run, and the command."""
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_KEPT_PREFIXES) and not any(word in name for word in _SECRET_WORDS)
+    }
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "argv": argv,
+        "folder": str(Path.cwd()),
+        "python": platform.python_version(),
+        "torch": _package_version("torch"),
+        "numpy": _package_version("numpy"),
+        "platform": platform.platform(),
+        "hostname": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "devices": _device_names(),
+        "variables": variables,
+    }
+
+
+def describe_code() -> tuple[dict[str, Any], str]:
+    """Versions of the package and of the repositories it and the work lie in, and their uncommitted changes."""
+    package = Path(meshwright.__file__).parent
+    checkout = _repository(package / "__init__.py")
+    here = _repository(Path.cwd())
+    if here and checkout and here["root"] == checkout["root"]:
+        here = None
+    diffs = [(repository["root"], repository.pop("diff")) for repository in (checkout, here) if repository]
+    text = "".join(f"# uncommitted changes in {root}\n{diff}" for root, diff in diffs if diff)
+    return {"meshwright": VERSION, "package": checkout, "working_directory": here}, text
+
+
+def _package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _device_names() -> list[str]:
+    """GPU names from the driver: asking torch would start CUDA in a process that may still fork its ranks."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], Path.cwd())
+    return listed.splitlines() if listed else []
+
+
+def _repository(path: Path) -> dict[str, Any] | None:
+    """Root, commit and uncommitted changes of the git checkout a path belongs to; None outside one, or without git."""
+    folder = path if path.is_dir() else path.parent
+    root = _output(["git", "rev-parse", "--show-toplevel"], folder)
+    if root is None:
+        return None
+    if path.is_file():
+        # An installed package may lie inside someone else's checkout, in an ignored environment: not its code.
+        belongs = _output(["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", path.name], folder)
+        if not belongs:
+            return None
+    status = _output(["git", "status", "--porcelain"], folder) or ""
+    return {
+        "root": root.strip(),
+        "commit": (_output(["git", "rev-parse", "--verify", "-q", "HEAD"], folder) or "").strip() or None,
+        "dirty": bool(status.strip()),
+        "untracked": [line[3:] for line in status.splitlines() if line.startswith("??")],
+        "diff": _output(["git", "diff", "--no-ext-diff", "--no-color", "HEAD"], folder) or "",
+    }
+
+
+def _output(command: list[str], folder: Path) -> str | None:
+    """What a command prints; None when it is not there, fails or takes too long."""
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

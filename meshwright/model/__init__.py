@@ -1,0 +1,31 @@
+"""Single-device model code: the decoder, its costs, its first values, and Hugging Face's names for its parts."""
+
+from meshwright.model.attend import Attend, CausalAttend
+from meshwright.model.cache import KVCache
+from meshwright.model.cost import Cost, flops_per_token, matmul_parameters, parameter_count
+from meshwright.model.decoder import Decoder
+from meshwright.model.dropout import Draws
+from meshwright.model.head import IGNORE
+from meshwright.model.hf_config import model_from_hf_config, model_to_hf_config
+from meshwright.model.huggingface import hf_place, load_hf_state, to_hf_state
+from meshwright.model.initialise import initial_rows, initialise
+
+__all__ = [
+    "IGNORE",
+    "Attend",
+    "CausalAttend",
+    "Cost",
+    "Decoder",
+    "Draws",
+    "KVCache",
+    "flops_per_token",
+    "hf_place",
+    "initial_rows",
+    "initialise",
+    "load_hf_state",
+    "matmul_parameters",
+    "model_from_hf_config",
+    "model_to_hf_config",
+    "parameter_count",
+    "to_hf_state",
+]

@@ -1,0 +1,117 @@
+"""Attention proper, as one replaceable callable. B batch, S queries, T keys, H heads, K kv heads, E head_dim."""
+
+import inspect
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attend(Protocol):
+    """Anything that attends: queries are the last S of the keys' T positions, and no query sees a later key.
+
+    The second result is the log-sum-exp of every query's scores, or None where the kernel keeps it to itself.
+    """
+
+    def __call__(
+        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+class CausalAttend:
+    """Causal attention on one device, within documents where ids are given and within `window` tokens where set.
+
+    The CPU kernel gives the log-sum-exp; on CUDA it is None.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+
+    def __call__(
+        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, document_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if q_BSHE.is_cuda:
+            return self._on_cuda(q_BSHE, k_BTKE, v_BTKE, document_ids), None
+        visible = self.visible(q_BSHE, k_BTKE, document_ids)
+        mask = None if visible is None else _additive(visible, q_BSHE.dtype)
+        out_BHSE, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BSHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), 0.0, mask is None, attn_mask=mask
+        )
+        return out_BHSE.transpose(1, 2), lse_BHS
+
+    def needs_mask(self, queries: int, keys: int) -> bool:
+        """Whether the window or a cache leaves something other than the plain causal triangle."""
+        return queries != keys or (self.window is not None and self.window < keys)
+
+    def visible(self, q_BSHE: Tensor, k_BTKE: Tensor, document_ids: Tensor | None) -> Tensor | None:
+        """Which keys each query sees, (1 or B, 1, S, T) booleans; None for the plain causal triangle."""
+        queries, keys = q_BSHE.shape[1], k_BTKE.shape[1]
+        if document_ids is None and not self.needs_mask(queries, keys):
+            return None
+        column = torch.arange(keys, device=q_BSHE.device)
+        row = column[keys - queries :, None]
+        visible = (column <= row)[None, None]
+        if self.window is not None:
+            visible = visible & (column > row - self.window)
+        if document_ids is not None:
+            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        return visible
+
+    def _on_cuda(self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, document_ids: Tensor | None) -> Tensor:
+        whole = q_BSHE.shape[1] == k_BTKE.shape[1]
+        plain = document_ids is None and not self.needs_mask(q_BSHE.shape[1], k_BTKE.shape[1])
+        if whole and not plain and q_BSHE.dtype in (torch.float16, torch.bfloat16):
+            return self._varlen(q_BSHE, k_BTKE, v_BTKE, document_ids)
+        out_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BTKE.transpose(1, 2),
+            v_BTKE.transpose(1, 2),
+            attn_mask=self.visible(q_BSHE, k_BTKE, document_ids),
+            is_causal=plain,
+            enable_gqa=q_BSHE.shape[2] != k_BTKE.shape[2],
+        )
+        return out_BHSE.transpose(1, 2)
+
+    def _varlen(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, document_ids: Tensor | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        batch, sequence, heads, _ = q_BSHE.shape
+        boundaries = (
+            torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q_BSHE.device)
+            if document_ids is None
+            else document_boundaries(document_ids)
+        )
+        options: dict[str, Any] = {"window_size": (-1 if self.window is None else self.window - 1, 0)}
+        groups = heads // k_BSKE.shape[2]
+        if groups > 1 and _varlen_knows_groups():
+            options["enable_gqa"] = True
+        elif groups > 1:
+            k_BSKE, v_BSKE = (t.repeat_interleave(groups, dim=2) for t in (k_BSKE, v_BSKE))
+        q, k, v = q_BSHE.flatten(0, 1), k_BSKE.flatten(0, 1), v_BSKE.flatten(0, 1)
+        out = cast(Tensor, varlen_attn(q, k, v, boundaries, boundaries, sequence, sequence, **options))
+        return out.view(batch, sequence, heads, -1)
+
+
+def document_boundaries(document_ids_BS: Tensor) -> Tensor:
+    """Where documents begin in the flattened batch, int32, always B × S + 1 long so that compiled code never changes.
+
+    Every row begins one; unused entries repeat the total, which kernels read as empty documents.
+    """
+    total = document_ids_BS.numel()
+    begins = torch.ones_like(document_ids_BS, dtype=torch.bool)
+    begins[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
+    index = torch.arange(total + 1, dtype=torch.int32, device=document_ids_BS.device)
+    return torch.where(F.pad(begins.flatten(), (0, 1)), index, total).sort().values
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+
+
+@cache
+def _varlen_knows_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

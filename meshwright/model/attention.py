@@ -1,0 +1,71 @@
+"""Multi-head attention with its projections. B batch, S sequence, D width, H heads, K kv heads, E head_dim."""
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.job.model import Model
+from meshwright.model.attend import Attend, CausalAttend
+from meshwright.model.cache import KVCache
+from meshwright.model.cost import Cost, linear_cost, saved, wide_dtype
+from meshwright.model.norm import RMSNorm
+from meshwright.model.rotary import RotaryTables, apply_rotary
+
+
+class Attention(nn.Module):
+    """Project, optionally norm and turn every head, attend, project back; `attend` may be replaced."""
+
+    def __init__(self, shape: Model, layer: int) -> None:
+        super().__init__()
+        heads_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.layer = layer
+        self.head_dim = shape.head_dim
+        self.q = nn.Linear(shape.width, heads_width, bias=shape.qkv_bias)
+        self.k = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
+        self.v = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
+        self.o = nn.Linear(heads_width, shape.width, bias=shape.linear_bias)
+        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
+        self.attend: Attend = CausalAttend(shape.sliding_window)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        rotary: RotaryTables | None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        # The number of heads is read off the projections' results: a tensor-parallel rank holds fewer.
+        q_BSHE = self.q(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.k(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKE = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
+        if rotary is not None:
+            q_BSHE, k_BSKE = apply_rotary(q_BSHE, rotary), apply_rotary(k_BSKE, rotary)
+        if cache is not None:
+            k_BSKE, v_BSKE = cache.append(self.layer, k_BSKE, v_BSKE)
+        out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, document_ids)
+        projected: Tensor = self.o(out_BSHE.flatten(-2))
+        return projected
+
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
+        """Cost over whole sequences without documents; only the CPU kernel saves a mask, under a sliding window."""
+        tokens = batch * sequence
+        heads, kv_heads = self.q.out_features // self.head_dim, self.k.out_features // self.head_dim
+        total = sum((linear_cost(linear, tokens) for linear in (self.q, self.k, self.v, self.o)), Cost())
+        if self.q_norm is not None and self.k_norm is not None:
+            total += self.q_norm.cost(batch, sequence, dtype, heads).within("q_norm")
+            total += self.k_norm.cost(batch, sequence, dtype, kv_heads).within("k_norm")
+        pairs_product = 2 * batch * sequence * sequence * self.q.out_features
+        total += Cost(0, 2 * pairs_product, 5 * pairs_product)
+        if isinstance(self.attend, CausalAttend) and self.attend.needs_mask(sequence, sequence):
+            total += saved(mask=(sequence * sequence, dtype))
+        return total + saved(
+            input=(tokens * self.q.in_features, dtype),
+            q=(tokens * self.q.out_features, dtype),
+            k=(tokens * self.k.out_features, dtype),
+            v=(tokens * self.v.out_features, dtype),
+            out=(tokens * self.q.out_features, dtype),
+            lse=(tokens * heads, wide_dtype(dtype)),
+        )

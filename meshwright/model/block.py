@@ -1,0 +1,53 @@
+"""One transformer block. B batch, S sequence, D width."""
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.job.model import Model
+from meshwright.model.attention import Attention
+from meshwright.model.cache import KVCache
+from meshwright.model.cost import Cost, saved
+from meshwright.model.dropout import AFTER_ATTENTION, AFTER_FEEDFORWARD, Draws, dropout
+from meshwright.model.feedforward import FeedForward
+from meshwright.model.norm import make_norm
+from meshwright.model.rotary import RotaryTables
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each on a normed copy of the residual stream and added back to it."""
+
+    def __init__(self, shape: Model, layer: int) -> None:
+        super().__init__()
+        self.dropout = shape.dropout
+        self.attention_norm = make_norm(shape)
+        self.attention = Attention(shape, layer)
+        self.ffn_norm = make_norm(shape)
+        self.ffn = FeedForward(shape)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        rotary: RotaryTables | None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        draws: Draws | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, document_ids, cache)
+        x_BSD = x_BSD + self._drop(mixed_BSD, draws, AFTER_ATTENTION)
+        return x_BSD + self._drop(self.ffn(self.ffn_norm(x_BSD)), draws, AFTER_FEEDFORWARD)
+
+    def _drop(self, x_BSD: Tensor, draws: Draws | None, site: int) -> Tensor:
+        if draws is None or self.dropout == 0.0:
+            return x_BSD
+        return dropout(x_BSD, self.dropout, draws, site)
+
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
+        """The sum of the parts and the dropout masks; the norms' inputs are the residual stream at two points."""
+        total = Cost()
+        for name in ("attention_norm", "attention", "ffn_norm", "ffn"):
+            total += getattr(self, name).cost(batch, sequence, dtype).within(name)
+        if self.dropout > 0.0:
+            mask = (batch * sequence * self.ffn.down.out_features, torch.bool)
+            total += saved(attention_dropout=mask, ffn_dropout=mask)
+        return total

@@ -1,0 +1,106 @@
+"""What a piece of the model costs: parameters, FLOPs and the bytes it keeps for its backward; FLOP totals of a shape.
+
+Only matrix products and attention are counted as FLOPs, a multiply-add as two, attention over every pair of positions
+(a causal kernel does about half of that), and its backward with the scores recomputed, as the fused kernels do it.
+Saved bytes are what eager training without recomputation holds between forward and backward, parameters aside.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from meshwright.job.model import Model
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Parameters, matmul and attention FLOPs, and the saved tensors by name with their bytes."""
+
+    parameters: int = 0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    saved_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def saved_total(self) -> int:
+        """All bytes kept from forward to backward."""
+        return sum(self.saved_bytes.values())
+
+    def __add__(self, other: "Cost") -> "Cost":
+        twice = self.saved_bytes.keys() & other.saved_bytes.keys()
+        if twice:
+            raise ValueError(f"saved tensors named twice: {sorted(twice)}")
+        return Cost(
+            self.parameters + other.parameters,
+            self.forward_flops + other.forward_flops,
+            self.backward_flops + other.backward_flops,
+            {**self.saved_bytes, **other.saved_bytes},
+        )
+
+    def within(self, name: str) -> "Cost":
+        """The same cost as part of something larger: every saved tensor's name gets `name.` in front."""
+        saved = {f"{name}.{key}": value for key, value in self.saved_bytes.items()}
+        return Cost(self.parameters, self.forward_flops, self.backward_flops, saved)
+
+
+def saved(**tensors: tuple[int, torch.dtype]) -> Cost:
+    """A cost of saved tensors alone, each given as (elements, dtype)."""
+    return Cost(saved_bytes={name: count * dtype.itemsize for name, (count, dtype) in tensors.items()})
+
+
+def linear_cost(linear: nn.Linear, tokens: int) -> Cost:
+    """A projection's parameters and FLOPs; its input is named by whoever owns it, since projections share inputs."""
+    product = 2 * tokens * linear.in_features * linear.out_features
+    return Cost(own_parameters(linear), product, 2 * product)
+
+
+def own_parameters(module: nn.Module) -> int:
+    """Number of elements in the module's parameters, each counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and losses: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul_parameters(shape: Model) -> int:
+    """Weights that multiply activations: projections and the head (tied or not); no lookups, norms or biases."""
+    return shape.layers * _layer_matmul_parameters(shape) + shape.vocab_size * shape.width
+
+
+def parameter_count(shape: Model) -> int:
+    """Every trainable element of the shape, a tied table counted once."""
+    heads_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norm = shape.width * (2 if shape.norm == "layernorm" else 1)
+    layer = _layer_matmul_parameters(shape) + 2 * norm
+    if shape.qkv_bias:
+        layer += heads_width + 2 * kv_width
+    if shape.linear_bias:
+        layer += 2 * shape.width + shape.ffn_width * (2 if shape.activation == "swiglu" else 1)
+    if shape.qk_norm:
+        layer += 2 * shape.head_dim
+    table = shape.vocab_size * shape.width
+    position_table = shape.max_sequence_length * shape.width if shape.positions == "learned" else 0
+    return shape.layers * layer + norm + table * (1 if shape.tied else 2) + position_table
+
+
+def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "full"]) -> float:
+    """Model FLOPs to train on one token: 6 per matmul weight and 12 per layer, seen position and attention channel.
+
+    A token sees the whole sequence ("full"), or what its causal mask leaves on average, half of it; a sliding window
+    shorter than the sequence bounds both.
+    """
+    window = min(sequence, shape.sliding_window or sequence)
+    seen = float(window) if attention == "full" else window * (1 - window / (2 * sequence))
+    return 6.0 * matmul_parameters(shape) + 12.0 * shape.layers * seen * shape.heads * shape.head_dim
+
+
+def _layer_matmul_parameters(shape: Model) -> int:
+    attention = 2 * shape.width * (shape.heads + shape.kv_heads) * shape.head_dim
+    feedforward = shape.width * shape.ffn_width * (3 if shape.activation == "swiglu" else 2)
+    return attention + feedforward

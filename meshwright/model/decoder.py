@@ -1,0 +1,120 @@
+"""The decoder: tokens in, loss or logits out, on one device. B batch, S sequence, D width, V vocabulary."""
+
+from collections.abc import Callable
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import UserError
+from meshwright.job.model import Model
+from meshwright.model.block import Block
+from meshwright.model.cache import KVCache
+from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
+from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
+from meshwright.model.head import Head
+from meshwright.model.norm import LayerNorm, RMSNorm, make_norm
+from meshwright.model.rotary import rotary_tables
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer; a pipeline stage is the same with pieces set to None or layers removed."""
+
+    embed: nn.Embedding | None
+    position_embed: nn.Embedding | None
+    final_norm: RMSNorm | LayerNorm | None
+    head: Head | None
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.shape = shape
+        learned = shape.positions == "learned"
+        self.embed = nn.Embedding(shape.vocab_size, shape.width)
+        self.position_embed = nn.Embedding(shape.max_sequence_length, shape.width) if learned else None
+        self.layers = nn.ModuleDict({str(layer): Block(shape, layer) for layer in range(shape.layers)})
+        self.final_norm = make_norm(shape)
+        self.head = Head(shape)
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.shape.tied and self.embed is not None and self.head is not None:
+            self.head.weight = cast(nn.Parameter, self.embed.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Cast or move as usual; torch makes two tables of a tied one when it leaves the meta device."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._tie()
+        return self
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        valid_count: Tensor | int | None = None,
+        *,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        draws: Draws | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Tokens (hidden states where there is no embedding) to loss or logits (hidden states where there is no head).
+
+        positions (B, S) default to 0, 1, … or to what follows the cache; document_ids (B, S) keep attention within
+        documents; draws switch dropout on.
+        """
+        if cache is not None and document_ids is not None:
+            raise ValueError("a cache holds one document a row: give either cache or document_ids")
+        index = self._default_positions(x, cache) if positions is None else positions
+        hidden_BSD = x if self.embed is None else self._embedded(x, index, draws)
+        rotary = rotary_tables(self.shape, index, hidden_BSD.dtype) if self.shape.positions == "rope" else None
+        for name, block in self.layers.items():
+            drawn = None if draws is None else draws.at_layer(int(name))
+            hidden_BSD = block(hidden_BSD, rotary, positions, document_ids, drawn, cache)
+        if self.final_norm is not None:
+            hidden_BSD = self.final_norm(hidden_BSD)
+        if self.head is None:
+            return hidden_BSD
+        result: Tensor = self.head(hidden_BSD, labels, valid_count)
+        return result
+
+    def _default_positions(self, x: Tensor, cache: KVCache | None) -> Tensor:
+        first = 0 if cache is None else cache.length
+        end = first + x.shape[1]
+        if self.shape.positions == "learned" and end > self.shape.max_sequence_length:
+            raise UserError(
+                f"model.max_sequence_length = {self.shape.max_sequence_length} is shorter than the {end} tokens given, "
+                "and learned positions end there; shorten the sequence or raise it"
+            )
+        return torch.arange(first, end, device=x.device).unsqueeze(0)
+
+    def _embedded(self, tokens_BS: Tensor, index: Tensor, draws: Draws | None) -> Tensor:
+        assert self.embed is not None
+        hidden_BSD: Tensor = self.embed(tokens_BS)
+        if self.position_embed is not None:
+            hidden_BSD = hidden_BSD + self.position_embed(index)
+        if draws is None or self.shape.dropout == 0.0:
+            return hidden_BSD
+        return dropout(hidden_BSD, self.shape.dropout, draws, AFTER_EMBEDDING)
+
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
+        """Cost of one training pass over the pieces present, at default positions, with the shape's dropout."""
+        shape, tokens = self.shape, batch * sequence
+        total = Cost()
+        if self.embed is not None:
+            total += Cost(own_parameters(self.embed)) + saved(tokens=(tokens, torch.int64))
+            if shape.dropout > 0.0:
+                total += saved(embed_dropout=(tokens * shape.width, torch.bool))
+        if self.embed is not None and self.position_embed is not None:
+            total += Cost(own_parameters(self.position_embed)) + saved(positions=(sequence, torch.int64))
+        if self.layers and shape.positions == "rope":
+            table = (sequence * shape.head_dim // 2, wide_dtype(dtype))
+            total += saved(cos=table, sin=table)
+        for name, block in self.layers.items():
+            total += cast(Block, block).cost(batch, sequence, dtype).within(f"layers.{name}")
+        if self.final_norm is not None:
+            total += self.final_norm.cost(batch, sequence, dtype).within("final_norm")
+        if self.head is not None:
+            total += self.head.cost(batch, sequence, dtype).within("head")
+            if self.embed is not None and self.head.weight is self.embed.weight:
+                total += Cost(parameters=-self.head.weight.numel())
+        return total

@@ -1,0 +1,61 @@
+"""Dropout without state: masks are hashes of where and when they are used, the same in every layout and recompute.
+
+B batch, S sequence, D width.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AFTER_EMBEDDING, AFTER_ATTENTION, AFTER_FEEDFORWARD = 0, 1, 2
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What keys this step's dropout masks; give `step` as a tensor under torch.compile, or every step recompiles."""
+
+    seed: int
+    step: int | Tensor
+    sample_ids_B: Tensor
+    places: Tensor | None = None
+    """Index in its sequence of every token held, (S,) or (B, S); 0, 1, … when not given. Not a document's position."""
+    layer: int | Tensor = 0
+    """The layer at hand; the decoder sets it."""
+
+    def at_layer(self, layer: int) -> "Draws":
+        """The same draws inside a layer; a tensor, because a number would make torch.compile build every layer anew."""
+        return replace(self, layer=torch.tensor(layer))
+
+
+def dropout(x_BSD: Tensor, rate: float, draws: Draws, site: int) -> Tensor:
+    """Zero a share `rate` of x and scale up the rest; only the boolean mask is kept for the backward."""
+    keep = keep_mask(draws, rate, site, x_BSD.shape[1], x_BSD.shape[2])
+    return torch.where(keep, x_BSD / (1.0 - rate), 0.0)
+
+
+def keep_mask(draws: Draws, rate: float, site: int, sequence: int, width: int) -> Tensor:
+    """The boolean (B, S, D) mask of what stays, by hash of (seed, step, layer, site, sample, place, channel)."""
+    device = draws.sample_ids_B.device
+    places = torch.arange(sequence, device=device) if draws.places is None else draws.places
+    key: Any = 0
+    # Layer and step may be numbers or tensors: the same integers come out of either.
+    for word in (draws.seed & _LOW, (draws.seed >> 32) & _LOW, draws.layer, site, draws.step):
+        key = _mix(word ^ key)
+    sample = draws.sample_ids_B.unsqueeze(-1)
+    row_BS = _mix(_mix(_mix(sample & _LOW ^ key) ^ (sample >> 32 & _LOW)) ^ places)
+    channel = torch.arange(width, device=device)
+    hash_BSD: Tensor = _mix(row_BS.unsqueeze(-1) ^ channel)
+    return hash_BSD >= round(rate * 2**32)
+
+
+def _mix(word: Any) -> Any:
+    """A bijection of 32-bit integers (numbers or tensors) with full avalanche, in signed 64 bits without overflow."""
+    word = word & _LOW
+    word = word ^ word >> 16
+    word = word * 0x7FEB352D & _LOW
+    word = word ^ word >> 15
+    word = word * (0x846CA68B - 2**32) & _LOW  # the same product modulo 2³², and below 2⁶³ in size
+    return word ^ word >> 16

@@ -1,0 +1,37 @@
+"""The feed-forward half of a block. B batch, S sequence, D width, F ffn width."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.job.model import Model
+from meshwright.model.cost import Cost, linear_cost, saved
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) × up(x)), or down(gelu(up(x))) with the tanh approximation when there is no gate."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        gated = shape.activation == "swiglu"
+        self.gate = nn.Linear(shape.width, shape.ffn_width, bias=shape.linear_bias) if gated else None
+        self.up = nn.Linear(shape.width, shape.ffn_width, bias=shape.linear_bias)
+        self.down = nn.Linear(shape.ffn_width, shape.width, bias=shape.linear_bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        if self.gate is None:
+            inner_BSF = F.gelu(self.up(x_BSD), approximate="tanh")
+        else:
+            inner_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
+        out_BSD: Tensor = self.down(inner_BSF)
+        return out_BSD
+
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
+        """The input, the projections' results, the activation and, when gated, the product are saved."""
+        tokens = batch * sequence
+        total = linear_cost(self.up, tokens) + linear_cost(self.down, tokens)
+        inner = (tokens * self.up.out_features, dtype)
+        total += saved(input=(tokens * self.up.in_features, dtype), up=inner, activated=inner)
+        if self.gate is not None:
+            total += linear_cost(self.gate, tokens) + saved(gate=inner, product=inner)
+        return total

@@ -1,0 +1,197 @@
+"""Hugging Face's config.json for Llama, Mistral, Qwen2, Qwen3 and GPT-2, to and from the fields of [model]."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.job.model import Model
+
+
+def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The [model] fields of a Hugging Face config.json; its dropout rates are left out, ours being off by default."""
+    family = config.get("model_type")
+    if family == "gpt2":
+        return _from_gpt2(config)
+    if family not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise UserError(
+            f"model_type = {family!r} is not one Meshwright reads; use a llama, mistral, qwen2, qwen3 or gpt2 model"
+        )
+    _expect(config, "hidden_act", ("silu",), "silu")
+    width, heads = _needed(config, "hidden_size"), _needed(config, "num_attention_heads")
+    bias = _biases(config)
+    fields: dict[str, Any] = {
+        "vocab_size": _needed(config, "vocab_size"),
+        "width": width,
+        "layers": _needed(config, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else width // heads),
+        "ffn_width": _needed(config, "intermediate_size"),
+        "max_sequence_length": _needed(config, "max_position_embeddings"),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "qkv_bias": bias or family == "qwen2",
+        "linear_bias": bias,
+        "qk_norm": family == "qwen3",
+        "sliding_window": _window(config),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+    }
+    return fields | _rope(config)
+
+
+def model_to_hf_config(shape: Model) -> dict[str, Any]:
+    """A config.json that transformers builds the same model from; a shape no family has is refused."""
+    family = _family(shape)
+    if family == "gpt2":
+        config = {
+            "architectures": ["GPT2LMHeadModel"],
+            "n_embd": shape.width,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": shape.ffn_width,
+            "n_positions": shape.max_sequence_length,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": shape.norm_eps,
+        }
+    else:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+        if shape.rope_scaling is not None:
+            rope |= {
+                "rope_type": "llama3",
+                "factor": shape.rope_scaling.factor,
+                "low_freq_factor": shape.rope_scaling.low_freq_factor,
+                "high_freq_factor": shape.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": shape.rope_scaling.original_max_sequence_length,
+            }
+        config = {
+            "architectures": [f"{family.capitalize()}ForCausalLM"],
+            "hidden_size": shape.width,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "intermediate_size": shape.ffn_width,
+            "max_position_embeddings": shape.max_sequence_length,
+            "hidden_act": "silu",
+            "rms_norm_eps": shape.norm_eps,
+            "rope_parameters": rope,
+        }
+    if family == "llama":
+        config |= {"attention_bias": shape.linear_bias, "mlp_bias": shape.linear_bias}
+    if family == "mistral":
+        config["sliding_window"] = shape.sliding_window
+    return config | {"model_type": family, "vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied}
+
+
+def _family(shape: Model) -> str:
+    """The Hugging Face model_type whose architecture this is."""
+    kind = (shape.norm, shape.activation, shape.positions)
+    biases, heads_fill_width = (shape.qkv_bias, shape.linear_bias), shape.heads * shape.head_dim == shape.width
+    window, plain_heads = shape.sliding_window is not None, shape.kv_heads == shape.heads and heads_fill_width
+    if kind == ("layernorm", "gelu", "learned") and biases == (True, True) and plain_heads and not shape.qk_norm:
+        if not window:
+            return "gpt2"
+    elif kind == ("rmsnorm", "swiglu", "rope"):
+        if shape.qk_norm and biases == (False, False) and not window:
+            return "qwen3"
+        if not shape.qk_norm and biases == (True, False) and not window and heads_fill_width:
+            return "qwen2"
+        if not shape.qk_norm and biases == (False, False) and window:
+            return "mistral"
+        if not shape.qk_norm and biases in ((False, False), (True, True)) and not window:
+            return "llama"
+    raise UserError(
+        f"model.norm = {shape.norm}, activation = {shape.activation}, positions = {shape.positions} and its biases, "
+        "windows and head norms are no one Hugging Face family's; choose those of llama, mistral, qwen2, qwen3 or gpt2"
+    )
+
+
+def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
+    _expect(config, "activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
+    _expect(config, "scale_attn_weights", (True,), True)
+    _expect(config, "scale_attn_by_inverse_layer_idx", (False,), False)
+    _expect(config, "add_cross_attention", (False,), False)
+    width = _needed(config, "n_embd")
+    return {
+        "vocab_size": _needed(config, "vocab_size"),
+        "width": width,
+        "layers": _needed(config, "n_layer"),
+        "heads": _needed(config, "n_head"),
+        "ffn_width": config.get("n_inner") or 4 * width,
+        "max_sequence_length": _needed(config, "n_positions"),
+        "norm": "layernorm",
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "activation": "gelu",
+        "positions": "learned",
+        "qkv_bias": True,
+        "linear_bias": True,
+        "tied": bool(config.get("tie_word_embeddings", True)),
+    }
+
+
+def _needed(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise UserError(
+            f"config.json has {key} = {value!r} where a whole number is needed; take it from the model's page"
+        )
+    return value
+
+
+def _expect(config: Mapping[str, Any], key: str, known: tuple[Any, ...], default: Any) -> None:
+    value = config.get(key, default)
+    if value not in known:
+        raise UserError(f"config.json has {key} = {value!r}, which Meshwright does not compute; it knows {known[0]!r}")
+
+
+def _biases(config: Mapping[str, Any]) -> bool:
+    """Whether all projections carry biases; transformers' attention_bias covers q, k, v and o, mlp_bias the rest."""
+    attention, feedforward = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    if attention != feedforward:
+        raise UserError(
+            f"config.json has attention_bias = {attention} but mlp_bias = {feedforward}; use one with both or neither"
+        )
+    return attention
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """The sliding window every layer has, or none; transformers lets Qwen mix layers with and without."""
+    layers, window = _needed(config, "num_hidden_layers"), config.get("sliding_window")
+    sliding = layers if window is not None else 0
+    if config["model_type"].startswith("qwen"):
+        first_sliding = config.get("max_window_layers", 28)
+        sliding = max(0, layers - first_sliding) if window and config.get("use_sliding_window", False) else 0
+    if config.get("layer_types") is not None:
+        kinds = list(config["layer_types"])
+        unknown = set(kinds) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise UserError(
+                f"config.json has layer_types with {sorted(unknown)[0]!r}; use a model of full attention alone"
+            )
+        sliding = kinds.count("sliding_attention")
+    if sliding not in (0, layers):
+        raise UserError(
+            f"config.json has layer_types with sliding attention in {sliding} of {layers} layers; use a model where "
+            "all or none slide"
+        )
+    return window if sliding else None
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling, from rope_parameters or from the two separate keys that older configs have."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(
+            f"config.json has rope_type = {kind!r}, which Meshwright does not compute; use default or llama3"
+        )
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError("config.json has partial_rotary_factor other than 1; use a model that rotates whole heads")
+    fields: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))}
+    if kind == "llama3":
+        fields["rope_scaling"] = {
+            "factor": rope["factor"],
+            "low_freq_factor": rope["low_freq_factor"],
+            "high_freq_factor": rope["high_freq_factor"],
+            "original_max_sequence_length": rope["original_max_position_embeddings"],
+        }
+    return fields

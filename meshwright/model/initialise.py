@@ -1,0 +1,62 @@
+"""First values of every parameter, drawn by (seed, name, block of rows): any piece can be had without the whole."""
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from meshwright.job.model import Model
+from meshwright.model.decoder import Decoder
+
+ROWS_PER_DRAW = 512
+"""Rows one generator gives; a slice costs at most this many more rows than it holds at either end."""
+
+STD = 0.02
+
+
+def initialise(model: Decoder, seed: int) -> None:
+    """Fill every parameter in place, on whatever device it lives; the values depend on seed and names alone."""
+    parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    pieces = [
+        (name, parameter, slice(start, min(start + ROWS_PER_DRAW, parameter.shape[0])))
+        for name, parameter in parameters
+        for start in range(0, parameter.shape[0], ROWS_PER_DRAW)
+    ]
+
+    def fill(piece: tuple[str, Tensor, slice]) -> None:
+        name, parameter, rows = piece
+        parameter[rows].copy_(initial_rows(model.shape, name, parameter.shape, seed, rows))
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(fill, pieces))
+
+
+def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: slice) -> Tensor:
+    """The first values of some rows of the parameter `name`, whose full size is `size`, in float32 on the CPU."""
+    start, stop, _ = rows.indices(size[0])
+    if name.endswith(".bias"):
+        return torch.zeros(stop - start, *size[1:])
+    if len(size) == 1:
+        return torch.ones(stop - start)
+    residual = name.endswith((".o.weight", ".down.weight"))
+    std = STD / math.sqrt(2 * shape.layers) if residual else STD
+    # A tied head held apart from its table, as on a last pipeline stage, begins as the table does.
+    drawn_as = "embed.weight" if shape.tied and name == "head.weight" else name
+    return draw_rows(drawn_as, size, std, seed, rows)
+
+
+def draw_rows(name: str, size: Sequence[int], std: float, seed: int, rows: slice) -> Tensor:
+    """Normal draws for some rows of a matrix, equal to the same rows of any longer slice or padded matrix."""
+    start, stop, _ = rows.indices(size[0])
+    drawn = []
+    for block in range(start // ROWS_PER_DRAW, math.ceil(stop / ROWS_PER_DRAW)):
+        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        whole = torch.randn(ROWS_PER_DRAW, *size[1:], generator=generator, dtype=torch.float32)
+        first = block * ROWS_PER_DRAW
+        drawn.append(whole[max(start - first, 0) : stop - first] * std)
+    return torch.cat(drawn) if drawn else torch.empty(0, *size[1:])

@@ -1,0 +1,68 @@
+"""RMSNorm and LayerNorm over the last dim."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.job.model import Model
+from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) × weight, in float32 or wider, returned in x's dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The fused CUDA kernel keeps x and one statistic a row; torch's CPU path would keep two wide copies of x.
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype, rows_per_token: int = 1) -> Cost:
+        """Cost over (batch, sequence, rows_per_token, size): the input and one statistic a row are saved."""
+        rows = batch * sequence * rows_per_token
+        kept = saved(input=(rows * self.weight.numel(), dtype), rstd=(rows, wide_dtype(dtype)))
+        return Cost(own_parameters(self)) + kept
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x − mean) / sqrt(variance + eps) × weight + bias."""
+
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
+        """The input and two statistics a row are saved (in x's dtype on the CPU; CUDA keeps them in float32)."""
+        rows = batch * sequence
+        kept = saved(input=(rows * self.weight.numel(), dtype), mean=(rows, dtype), rstd=(rows, dtype))
+        return Cost(own_parameters(self)) + kept
+
+
+def make_norm(shape: Model) -> RMSNorm | LayerNorm:
+    """The norm this shape puts before its blocks' halves and before its head."""
+    if shape.norm == "layernorm":
+        return LayerNorm(shape.width, eps=shape.norm_eps)
+    return RMSNorm(shape.width, shape.norm_eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(wide_dtype(x.dtype))
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        grad = grads[0].to(rstd.dtype)
+        normed = x.to(rstd.dtype) * rstd
+        grad_weight = (grad * normed).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        grad_normed = grad * weight
+        grad_x = rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None

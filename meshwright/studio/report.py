@@ -1,0 +1,115 @@
+"""A run as one page that opens anywhere: what it reached, how it went, and what exactly was run."""
+
+import contextlib
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.launch import RunFolder
+from meshwright.studio.chart import Series, line_chart
+from meshwright.studio.curves import curve, smooth
+from meshwright.studio.headline import headline
+from meshwright.studio.page import page
+from meshwright.studio.tables import code_tables, environment_table, events_table, job_tables
+from meshwright.version import VERSION
+
+_MOST_SAMPLES = 12
+_LONGEST_SAMPLE = 4000
+
+
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """Write a run's report, RUN/report.html unless `out` says otherwise, and return where it is."""
+    folder = RunFolder.open(run)
+    metrics, events = folder.metrics(), folder.events()
+    name = folder.path.absolute().name
+    body = "\n".join(
+        [
+            headline(name, folder.state(), folder.job(), metrics, events, folder.environment()),
+            _charts(metrics),
+            _samples(folder.samples()),
+            f"<h2>Events</h2>{events_table(events)}",
+            f"<h2>Job</h2>{job_tables(folder.job(), folder.raw_job())}",
+            f"<h2>Machine</h2>{environment_table(folder.environment())}",
+            f"<h2>Code</h2>{code_tables(folder.code(), folder.path / 'code.diff')}",
+            f"<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by Meshwright {VERSION} from "
+            f"{len(metrics):,} rows of metrics.</footer>",
+        ]
+    )
+    target = out or folder.path / "report.html"
+    _write_whole(target, page(f"{name} · Meshwright", body))
+    return target
+
+
+def _write_whole(target: Path, text: str) -> None:
+    """Write beside, then rename: a reader never sees half a page, and a full disk leaves none."""
+    draft = target.with_name(f".{target.name}.new")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="replace")
+        draft.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise UserError(
+            f'the report cannot be written to "{target}" ({error.strerror}); use --out elsewhere'
+        ) from error
+
+
+def _charts(metrics: list[dict[str, Any]]) -> str:
+    train, validation = curve(metrics, "loss"), curve(metrics, "val_loss")
+    if not train and not validation:
+        return '<h2>Curves</h2><p class="empty">No step has been recorded yet.</p>'
+    restarts, bad = _restarts(metrics), [step for step, value in train if value is None]
+    smoothed = smooth(train)
+    loss = [
+        Series("training loss", "train" if smoothed else "plain", train),
+        Series("smoothed", "smooth", smoothed),
+        Series("validation loss", "validation", validation),
+    ]
+    figures = [line_chart("Loss", "nats per token", loss, wide=True, marks=restarts, bad=bad)]
+    for title, unit, field, scale, from_zero in (
+        ("Throughput", "tokens/s", "tokens_per_s", 1.0, True),
+        ("Model FLOPs utilisation", "% of dense peak", "mfu", 100.0, True),
+        ("Gradient norm", "before clipping", "grad_norm", 1.0, False),
+        ("Learning rate", "learning rate", "lr", 1.0, True),
+        ("Memory", "peak, GiB", "memory_bytes", 2.0**-30, True),
+        ("Waiting for data", "ms a step", "data_wait_s", 1e3, True),
+    ):
+        points = curve(metrics, field, scale)
+        noisy = smooth(points) if field in ("tokens_per_s", "mfu", "data_wait_s") else []
+        if points:
+            series = [Series("each step" if noisy else "value", "train" if noisy else "plain", points)]
+            series.append(Series("smoothed", "smooth", noisy))
+            figures.append(line_chart(title, unit, series, from_zero=from_zero, marks=restarts))
+    note = ""
+    if bad:
+        steps = "one step" if len(bad) == 1 else f"{len(bad):,} steps"
+        note = f'<p class="note alarm">{steps} without a finite loss, the first at step {bad[0]:,.0f}.</p>'
+    return f'<h2>Curves</h2>{note}<div class="charts">{"".join(figures)}</div>'
+
+
+def _restarts(metrics: list[dict[str, Any]]) -> list[float]:
+    """The first step of every attempt after the first."""
+    first_steps: dict[Any, float] = {}
+    for row in metrics:
+        first_steps.setdefault(row.get("attempt", 0), row.get("step", 0))
+    return list(first_steps.values())[1:]
+
+
+def _samples(samples: dict[int, str]) -> str:
+    if not samples:
+        return ""
+    latest, *earlier = sorted(samples, reverse=True)
+    parts = [f'<h2>Samples</h2><div class="sample"><h3>step {latest:,}</h3>{_text(samples[latest])}</div>']
+    shown = earlier[:: max(1, -(-len(earlier) // _MOST_SAMPLES))]
+    if shown:
+        older = "".join(f'<div class="sample"><h3>step {step:,}</h3>{_text(samples[step])}</div>' for step in shown)
+        of = "" if len(shown) == len(earlier) else f" of {len(earlier)}"
+        parts.append(f"<details><summary>{len(shown)}{of} earlier samples</summary>{older}</details>")
+    return "".join(parts)
+
+
+def _text(text: str) -> str:
+    cut = text if len(text) <= _LONGEST_SAMPLE else text[:_LONGEST_SAMPLE] + " …"
+    return f"<pre>{escape(cut)}</pre>"

@@ -1,0 +1,29 @@
+"""Training on one device: the loop, the optimizer, evaluation and generation."""
+
+from meshwright.train.device import choose_device, device_name, prepare_device
+from meshwright.train.evaluate import evaluate
+from meshwright.train.feed import require_enough_text
+from meshwright.train.generate import generate
+from meshwright.train.loop import FLOPS_CONVENTION, Outcome, Training
+from meshwright.train.optimizer import build_optimizer, clip_gradients
+from meshwright.train.progress import ConsoleProgress
+from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.schedule import learning_rate
+
+__all__ = [
+    "FLOPS_CONVENTION",
+    "ConsoleProgress",
+    "Outcome",
+    "Progress",
+    "Recorder",
+    "Training",
+    "build_optimizer",
+    "choose_device",
+    "clip_gradients",
+    "device_name",
+    "evaluate",
+    "generate",
+    "learning_rate",
+    "prepare_device",
+    "require_enough_text",
+]

@@ -1,0 +1,29 @@
+"""Where the loop reports to: the run folder in a real run, anything with these three methods in a test."""
+
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """Takes what happens in a run, one row at a time."""
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """One row of numbers of a step or an evaluation."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened once: start, stop, a bad step."""
+
+    def sample(self, step: int, text: str) -> None:
+        """A text the model wrote at a step."""
+
+
+class Progress(Protocol):
+    """What a person watches while the loop runs."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """A training step ended with these numbers."""
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        """An evaluation ended."""
+
+    def message(self, text: str) -> None:
+        """A line worth keeping on the screen."""

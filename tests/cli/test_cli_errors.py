@@ -1,0 +1,120 @@
+"""Bad input: one sentence that names the field and the fix, exit 2, nothing left behind, no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+CASES = {
+    "unknown key": (["batch.micro_bach=2"], "batch.micro_bach is not a known setting; did you mean batch.micro_batch"),
+    "wrong type": (["batch.micro_batch=two"], 'batch.micro_batch = "two" is not allowed; it should be a whole number'),
+    "batch does not divide": (["batch.micro_batch=3"], "set batch.micro_batch to one of 1, 2, 4"),
+    "sequence too long": (["batch.sequence_length=129"], "batch.sequence_length = 129 is longer than"),
+    "missing data": (['data.sources=["nowhere.txt"]'], "nowhere.txt"),
+    "empty data": (['data.sources=["empty.txt"]'], "empty.txt"),
+    "not JSON": (['data.sources=["bad.jsonl"]'], "bad.jsonl"),
+    "no such field": (['data.sources=["bad.jsonl"]', "data.text_field=body"], "bad.jsonl"),
+    "not UTF-8": (['data.sources=["latin.txt"]'], "latin.txt"),
+    "too little text": (['data.sources=["short.txt"]'], "data.sources"),
+    "tokenizer missing": (["data.tokenizer=no.json"], "data.tokenizer"),
+    "tokenizer too large": (["data.tokenizer=large.json", "model.vocab_size=260"], "model.vocab_size"),
+    "device not there": (["run.device=cuda:7"], 'run.device = "cuda:7" is not there'),
+    "device unknown": (["run.device=tpu"], 'run.device = "tpu" is not a device'),
+    "run folder exists": (["run.folder=corpus"], "run.folder"),
+    "unknown preset": (["model.preset=tiny-lama"], "did you mean tiny-llama"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(cli, tiny_job: Path, case: str) -> None:
+    overrides, sentence = CASES[case]
+    folder = tiny_job.parent
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("too short")
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (folder / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken}\n')
+    from meshwright.data.tokenizer import train_tokenizer
+
+    train_tokenizer(["some words to learn merges from, words and words"] * 9, 300).save(folder / "large.json")
+    before = listing(folder)
+    result = cli("train", "job.toml", *[word for override in overrides for word in ("--set", override)])
+    assert result.code == 2, result
+    assert sentence in result.err
+    assert len(result.err.strip().splitlines()) == 1 and "Traceback" not in result.err
+    left = {path for path in listing(folder) - before if not path.startswith("cache")}
+    assert left == set()
+    assert not [path for path in listing(folder) if "tmp" in path or "partial" in path]
+
+
+def test_a_broken_json_line_is_named_by_file_and_number(cli, tiny_job: Path) -> None:
+    (tiny_job.parent / "bad.jsonl").write_text('{"text": "fine"}\n{"text": broken}\n')
+    result = cli("train", "job.toml", "--set", 'data.sources=["bad.jsonl"]')
+    assert "bad.jsonl" in result.err and "line 2" in result.err.replace(":2", " line 2")
+
+
+def test_a_run_folder_is_never_written_over(cli, tiny_job: Path) -> None:
+    assert cli("train", "job.toml", "--set", "run.steps=1").code == 0
+    before = (tiny_job.parent / "run/metrics.jsonl").read_bytes()
+    result = cli("train", "job.toml", "--set", "run.steps=1")
+    assert result.code == 2 and "run.folder" in result.err
+    assert (tiny_job.parent / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_debug_shows_the_traceback(cli, tiny_job: Path) -> None:
+    from meshwright.errors import UserError
+
+    with pytest.raises(UserError):
+        cli("train", "job.toml", "--set", "run.device=tpu", "--debug")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs the right to mount one")
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(tiny_job: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this sandbox does not let root mount a tmpfs")
+    try:
+        arguments = ["train", "job.toml", "--set", "data.cache=cache", "--set", "run.folder=disk/run"]
+        too_large = _command(tmp_path, *arguments)  # 4 bytes × 124,000 parameters do not fit: refused before it starts
+        assert too_large.returncode == 2 and "run.folder" in too_large.stderr and "GB free" in too_large.stderr
+        assert list(disk.iterdir()) == []
+
+        smaller = ["--set", "model.width=32", "--set", "model.ffn_width=64", "--set", "model.layers=1"]
+        fills = _command(tmp_path, *arguments, *smaller, "--set", "run.steps=4000")
+        assert fills.returncode == 2, fills
+        assert "run.folder" in fills.stderr and len(fills.stderr.strip().splitlines()) == 1
+        assert not list(disk.rglob("*.partial"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def _command(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright", *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_commands_that_only_read(cli, tiny_job: Path) -> None:
+    explained = cli("job", "explain", "job.toml", "--set", "batch.micro_batch=4", "--json")
+    fields = {row["field"]: row for row in json.loads(explained.out)["fields"]}
+    assert fields["batch.micro_batch"]["value"] == 4 and fields["batch.micro_batch"]["origin"] == "override"
+    assert fields["model.width"]["origin"] == "preset tiny-llama"
+    assert all(row["meaning"] for row in fields.values())
+    table = cli("job", "explain", "job.toml")
+    assert table.code == 0 and "micro_batch" in table.out
+    schema = cli("job", "schema")
+    assert json.loads(schema.out)["title"] == "Job"
+    doctor = cli("doctor", "--json")
+    assert doctor.code == 0 and json.loads(doctor.out)["ok"] is True
+    assert cli("--version").out.startswith("meshwright ")
+    assert cli("train", "nothing.toml").code == 2
+    assert cli("train").code == 2

@@ -1,0 +1,104 @@
+"""`meshwright train`, `generate`, `report`: a whole run as a new user makes it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_a_folder_that_is_complete_in_itself(cli, tiny_job: Path) -> None:
+    result = cli("train", "job.toml", "--set", "run.seed=3")
+    assert result.code == 0, result.err
+    run = tiny_job.parent / "run"
+    metrics, events = rows(run / "metrics.jsonl"), rows(run / "events.jsonl")
+    assert [row["step"] for row in metrics if "loss" in row] == list(range(1, 11))
+    assert [row["step"] for row in metrics if "val_loss" in row] == [0, 5, 10]
+    assert [event["kind"] for event in events] == ["start", "weights", "stop"]
+    assert events[-1]["reason"] == "finished"
+    assert (run / "job.toml").read_text().endswith("# --set run.seed=3\n")
+    assert json.loads((run / "job.resolved.json").read_text())["run"]["seed"] == 3
+    assert (run / "checkpoints/step-00000010/model.safetensors").stat().st_size > 0
+    assert not list(run.rglob("*.partial"))
+    for name in ("environment.json", "code.json", "tokenizer.json", "report.html", "samples/step-00000010.txt"):
+        assert (run / name).is_file(), name
+    assert "step 10/10" in result.out and "validation loss" in result.out and "report" in result.out
+
+    text = cli("generate", "run", "--prompt", "def add", "--tokens", "8", "--json")
+    assert text.code == 0 and json.loads(text.out)["text"].startswith("def add")
+    assert json.loads(text.out)["step"] == 10
+    again = cli("generate", "run", "--prompt", "def add", "--tokens", "8", "--json")
+    assert again.out == text.out
+    report = cli("report", "run", "--out", "copy.html", "--json")
+    assert json.loads(report.out) == {"report": "copy.html"} and Path("copy.html").stat().st_size > 1000
+
+
+def test_json_output_holds_its_keys(cli, tiny_job: Path) -> None:
+    result = cli("train", "job.toml", "--json", "--set", "run.steps=2")
+    assert result.code == 0, result.err
+    assert set(json.loads(result.out)) == {
+        "folder", "report", "reason", "step", "loss", "first_val_loss", "val_loss", "tokens", "tokens_per_s", "mfu",
+        "sample",
+    }  # fmt: skip
+
+
+def test_two_runs_give_byte_identical_losses(cli, tiny_job: Path) -> None:
+    for folder in ("one", "two"):
+        assert cli("train", "job.toml", "--set", f"run.folder={folder}").code == 0
+    losses = [
+        [
+            (row.get("step"), row.get("loss"), row.get("val_loss"))
+            for row in rows(tiny_job.parent / folder / "metrics.jsonl")
+        ]
+        for folder in ("one", "two")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_generate_refuses_what_is_not_a_finished_run(cli, tiny_job: Path) -> None:
+    result = cli("generate", "nowhere")
+    assert result.code == 2 and "nowhere" in result.err and "Traceback" not in result.err
+
+
+def test_synthetic_tokens_need_no_files(cli, tiny_job: Path) -> None:
+    result = cli("train", "job.toml", "--set", 'data.sources=["builtin:synthetic"]', "--set", "run.steps=2")
+    assert result.code == 0, result.err
+    refused = cli("generate", "run")
+    assert refused.code == 2 and "synthetic" in refused.err
+
+
+def test_ctrl_c_stops_after_the_step_with_everything_written(tiny_job: Path, tmp_path: Path) -> None:
+    import os
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    metrics = tmp_path / "run/metrics.jsonl"
+    command = [sys.executable, "-m", "meshwright", "train", "job.toml", "--set", "run.steps=100000"]
+    command += ["--set", "data.workers=1", "--set", "data.cache=cache", "--set", "evaluation.every_steps=100000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
+    )
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and metrics.read_text().count('"loss"') > 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    events = rows(tmp_path / "run/events.jsonl")
+    assert events[-1]["reason"] == "interrupted" and events[-1]["signal"] == "SIGINT"
+    last = [row["step"] for row in rows(metrics) if "loss" in row][-1]
+    assert (tmp_path / f"run/checkpoints/step-{last:08d}/model.safetensors").is_file()
+    assert (tmp_path / "run/report.html").is_file()
+
+
+@pytest.mark.gpu
+def test_a_gpu_run(cli, tiny_job: Path) -> None:
+    result = cli("train", "job.toml", "--set", "run.device=cuda", "--set", "precision.compute=bf16", "--json")
+    assert result.code == 0, result.err

@@ -1,0 +1,96 @@
+"""Shared by all rooms: the command line run in this process, a small corpus, a small job."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass
+class CommandResult:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., CommandResult]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """`cli("train", "job.toml", …)` in an empty folder with its own data cache."""
+    from meshwright.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> CommandResult:
+        monkeypatch.setattr(sys, "argv", ["meshwright", *arguments])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return CommandResult(code, captured.out, captured.err)
+
+    return run
+
+
+TINY_JOB = """
+[model]
+preset = "tiny-llama"
+
+[data]
+sources = ["corpus"]
+validation_fraction = 0.2
+workers = 0
+
+[batch]
+sequence_length = 32
+global_batch = 4
+micro_batch = 2
+
+[optimizer]
+lr = 1e-2
+
+[evaluation]
+every_steps = 5
+batches = 2
+sample_tokens = 8
+
+[run]
+steps = 10
+device = "cpu"
+folder = "run"
+"""
+
+
+@pytest.fixture
+def tiny_job(tmp_path: Path) -> Path:
+    """A job file beside a corpus of 60 small documents, in the folder the `cli` fixture runs in."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(60):
+        lines = [f"def add_{number}(a, b):", f'    """Add {number} to the sum."""', f"    return a + b + {number}", ""]
+        (corpus / f"module_{number:02}.py").write_text("\n".join(lines * 4))
+    path = tmp_path / "job.toml"
+    path.write_text(TINY_JOB)
+    return path
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked gpu run where a GPU is and are left out, by count, elsewhere."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]

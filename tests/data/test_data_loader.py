@@ -1,0 +1,200 @@
+"""Samples and the loader: one stream, whatever reads it."""
+
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data import IGNORE, Batch, Loader, prepare, validation_batches
+from meshwright.data.samples import count_windows, read_sample, read_window
+from meshwright.errors import UserError
+from meshwright.job.data import Data
+
+S = 32
+
+
+def loader_of(store, **changes) -> Loader:
+    return Loader(store, **{"seed": 5, "sequence_length": S, "global_batch": 4, "mask_documents": True, **changes})
+
+
+def take(loader: Loader, steps: int) -> list[Batch]:
+    try:
+        return list(itertools.islice(loader, steps))
+    finally:
+        loader.close()
+
+
+def assert_same(a: Batch, b: Batch) -> None:
+    assert torch.equal(a.tokens_BS, b.tokens_BS)
+    assert torch.equal(a.labels_BS, b.labels_BS)
+    assert torch.equal(a.sample_ids_B, b.sample_ids_B)
+    assert torch.equal(a.positions_BS, b.positions_BS)
+    assert torch.equal(a.document_ids_BS, b.document_ids_BS)
+    assert a.valid_counts == b.valid_counts
+
+
+def test_a_sample_depends_on_seed_and_number_alone(corpus):
+    alone = read_sample(corpus.train, 5, S, 1234, mask_documents=False)
+    for other in (0, 77, 1233):
+        read_sample(corpus.train, 5, S, other, mask_documents=False)
+    again = read_sample(corpus.train, 5, S, 1234, mask_documents=False)
+    assert np.array_equal(alone.tokens_S, again.tokens_S)
+    assert alone.tokens_S.dtype == np.int64
+    assert not np.array_equal(alone.tokens_S, read_sample(corpus.train, 6, S, 1234, mask_documents=False).tokens_S)
+
+
+def test_windows_cover_the_store_and_labels_are_the_next_token(corpus):
+    count = count_windows(corpus.train, S)
+    windows = [read_window(corpus.train, S, window, mask_documents=False) for window in range(count)]
+    everything = corpus.train.read(0, count * S + 1)
+    assert np.array_equal(np.concatenate([window.tokens_S for window in windows]), everything[:-1])
+    assert np.array_equal(np.concatenate([window.labels_S for window in windows]), everything[1:])
+    assert windows[0].positions_S is None and windows[0].document_ids_S is None
+
+
+def test_masked_documents_follow_the_end_of_text(corpus):
+    end = corpus.tokenizer.end_of_text
+    boundaries = 0
+    for window in range(count_windows(corpus.train, S)):
+        sample = read_window(corpus.train, S, window, mask_documents=True)
+        document = position = 0
+        for place in range(S):
+            assert (sample.document_ids_S[place], sample.positions_S[place]) == (document, position)
+            if sample.tokens_S[place] == end:
+                assert sample.labels_S[place] == IGNORE
+                document, position, boundaries = document + 1, 0, boundaries + 1
+            else:
+                assert sample.labels_S[place] == corpus.train.read(window * S + place + 1, window * S + place + 2)[0]
+                position += 1
+    assert boundaries > 10
+
+
+def test_the_stream_is_the_same_for_any_number_of_workers(corpus):
+    # Long enough to pass into the second epoch.
+    steps = count_windows(corpus.train, S) // 4 + 5
+    reference = take(loader_of(corpus.train), steps)
+    assert [batch.sample_ids_B.tolist() for batch in reference[:2]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for workers in (1, 2):
+        for expected, batch in zip(reference, take(loader_of(corpus.train, workers=workers), steps), strict=True):
+            assert_same(expected, batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_at_any_position(corpus, workers):
+    reference = take(loader_of(corpus.train), 12)
+    loader = loader_of(corpus.train, workers=workers)
+    assert loader.position == 0
+    take(loader, 3)
+    # Read-ahead does not count: the position is that of the next step handed out.
+    assert loader.position == 12
+    for expected, batch in zip(reference[3:6], take(loader, 3), strict=True):
+        assert_same(expected, batch)
+    # A position need not be a multiple of the step: the step's size may have changed.
+    odd = take(loader_of(corpus.train, position=5, workers=workers, global_batch=3), 2)
+    samples = torch.cat([batch.tokens_BS for batch in reference])
+    assert torch.equal(torch.cat([batch.tokens_BS for batch in odd]), samples[5:11])
+
+
+def test_valid_counts_survive_splitting_and_copying(corpus):
+    (batch,) = take(loader_of(corpus.train, global_batch=10), 1)
+    count = int((batch.labels_BS != IGNORE).sum())
+    assert count < 10 * S
+    assert batch.valid_count() == batch.to("meta").valid_count() == count
+    parts = batch.split(4)
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert [part.valid_count() for part in parts] == [int((part.labels_BS != IGNORE).sum()) for part in parts]
+    assert torch.equal(torch.cat([part.document_ids_BS for part in parts]), batch.document_ids_BS)
+    assert torch.equal(torch.cat([part.sample_ids_B for part in parts]), batch.sample_ids_B)
+
+
+def test_the_loader_leaves_the_global_random_state_alone(corpus):
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        take(loader_of(corpus.train, workers=workers), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_close_ends_the_workers(corpus):
+    loader = loader_of(corpus.train, workers=2)
+    next(loader)
+    assert len(multiprocessing.active_children()) == 2
+    loader.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_leave_signals_to_the_main_process(corpus):
+    loader = loader_of(corpus.train, workers=2, prefetch=1)
+    # One step from each worker, so that both have started.
+    next(loader), next(loader)
+    for worker in multiprocessing.active_children():
+        assert os.getpgid(worker.pid) != os.getpgid(0)
+        os.kill(worker.pid, signal.SIGINT)
+        os.kill(worker.pid, signal.SIGUSR1)
+    assert len(take(loader, 10)) == 10
+
+
+def test_a_dead_worker_is_an_error(corpus):
+    loader = loader_of(corpus.train, workers=1, prefetch=1)
+    next(loader)
+    with pytest.raises(RuntimeError, match="worker"):
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGKILL)
+        take(loader, 10)
+    loader.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tokens_that_vanish_are_named(corpus, tmp_path, workers):
+    source = tmp_path / "a.txt"
+    source.write_text("words " * 500)
+    gone = prepare(Data(sources=(str(source),), cache=str(tmp_path / "cache")), 300)
+    shutil.rmtree(gone.folder)
+    with pytest.raises(UserError, match=r"^data\.cache: .*train\.bin is gone or was cut short .*start again$"):
+        next(loader_of(gone.train, workers=workers))
+    assert multiprocessing.active_children() == []
+
+
+def test_too_little_text_for_one_sequence(corpus):
+    tokens = len(corpus.train)
+    with pytest.raises(
+        UserError,
+        match=rf"data\.sources hold {tokens} training tokens, .* batch\.sequence_length = {tokens}, which takes",
+    ):
+        loader_of(corpus.train, sequence_length=tokens)
+    assert len(take(loader_of(corpus.train, sequence_length=tokens - 1), 1)) == 1
+
+
+def test_validation_is_in_order_and_of_one_shape(corpus):
+    windows = count_windows(corpus.validation, S)
+    assert windows % 4
+    batches = list(validation_batches(corpus.validation, S, 4, 10**6, mask_documents=False))
+    tokens = torch.cat([batch.tokens_BS for batch in batches])
+    assert tokens.shape == (-(-windows // 4) * 4, S)
+    assert tokens[:windows].flatten().tolist() == corpus.validation.read(0, windows * S).tolist()
+    assert torch.cat([batch.sample_ids_B for batch in batches]).tolist()[windows - 1 :] == [
+        windows - 1,
+        *[-1] * (-windows % 4),
+    ]
+    assert sum(batch.valid_count() for batch in batches) == windows * S
+    first = list(validation_batches(corpus.validation, S, 4, 2, mask_documents=True))
+    assert [batch.sample_ids_B.tolist() for batch in first] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_too_little_text_for_validation(corpus):
+    with pytest.raises(UserError, match=r"data\.validation_fraction leaves \d+ tokens .*; raise it or add text"):
+        validation_batches(corpus.validation, len(corpus.validation), 1, 1, mask_documents=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_batches_copy_to_the_gpu(corpus):
+    (batch,) = take(loader_of(corpus.train, workers=1, pin_memory=True), 1)
+    assert batch.tokens_BS.is_pinned() and batch.document_ids_BS.is_pinned()
+    copied = batch.to("cuda")
+    torch.cuda.synchronize()
+    assert_same(batch, copied.to("cpu", non_blocking=False))

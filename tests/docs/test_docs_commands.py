@@ -1,0 +1,43 @@
+"""Every shell block of the README and the guide runs, in order, as a reader would run it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    return [block.strip() for block in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_s_commands_run(page: Path, tmp_path: Path) -> None:
+    """Make targets are only resolved (`make -n`): they are the demo and this very test suite."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "2",
+    }
+    for block in commands(page):
+        script = re.sub(r"^make ", f"make -n -C '{ROOT}' ", block, flags=re.MULTILINE)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, f"{page.name}:\n{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_the_readme_shows_its_two_commands() -> None:
+    assert {"make demo", "make test"} <= set("\n".join(commands(ROOT / "README.md")).splitlines())

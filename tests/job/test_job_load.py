@@ -1,0 +1,106 @@
+"""A job file, presets and overrides become one Job, and every mistake one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.job import load_job
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_value_comes_from_default_preset_file_or_override_in_that_order(tmp_path: Path) -> None:
+    source = write(tmp_path, '[model]\npreset = "llama-3.2-1b"\nlayers = 3\n[batch]\nmicro_batch = 2\n')
+    loaded = load_job(source, ["batch.micro_batch=1", "run.device=cpu"])
+    assert (loaded.job.model.width, loaded.origin("model.width")) == (2048, "preset llama-3.2-1b")
+    assert (loaded.job.model.layers, loaded.origin("model.layers")) == (3, "file")
+    assert (loaded.job.batch.micro_batch, loaded.origin("batch.micro_batch")) == (1, "override")
+    assert (loaded.job.run.device, loaded.origin("run.device")) == ("cpu", "override")
+    assert loaded.origin("optimizer.lr") == "default"
+    assert loaded.raw.endswith("# --set batch.micro_batch=1\n# --set run.device=cpu\n")
+
+
+def test_an_overridden_preset_replaces_the_file_s(tmp_path: Path) -> None:
+    source = write(tmp_path, '[model]\npreset = "llama-3.2-1b"\n')
+    assert load_job(source, ["model.preset=gpt2"]).job.model.width == 768
+
+
+def test_shape_fields_follow_those_they_derive_from(tmp_path: Path) -> None:
+    model = load_job(write(tmp_path, "[model]\nwidth = 96\nheads = 3\n")).job.model
+    assert (model.kv_heads, model.head_dim, model.ffn_width) == (3, 32, 384)
+
+
+def test_accumulation_and_warmup_are_derived(tmp_path: Path) -> None:
+    job = load_job(write(tmp_path, "[batch]\nglobal_batch = 12\nmicro_batch = 4\n[run]\nsteps = 50\n")).job
+    assert (job.accumulation, job.warmup_steps, job.decay_steps) == (3, 5, 0)
+
+
+def test_a_recipe_is_found_by_name() -> None:
+    assert load_job("demo").name == "demo"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        ("[layout]\ntpp = 1", [], "layout.tpp is not a known setting; did you mean layout.tp"),
+        ("[layouts]\ntp = 1", [], "layouts is not a known setting; did you mean layout"),
+        ("[data]\nmicro_batch = 1", [], "data.micro_batch is not a known setting; did you mean batch.micro_batch?"),
+        ("[model]\nzzz = 1", [], "model.zzz is not a known setting; choose one of preset"),
+        ('[batch]\nmicro_batch = "4"', [], 'batch.micro_batch = "4" is not allowed; it should be a whole number'),
+        ("[batch]\nmicro_batch = true", [], "batch.micro_batch = true is not allowed; it should be a whole number"),
+        ("[batch]\nmicro_batch = 0", [], "batch.micro_batch = 0 is not allowed; it should be greater than 0"),
+        ("batch = 4", [], "batch = 4 should be a table; write [batch]"),
+        ("", ["precision.compute=bf17"], '--set: precision.compute = "bf17" is not allowed; it should be'),
+        ("", ["micro_batch=4"], "--set micro_batch=4 is not section.field=value"),
+        ("", ["batch.micro_batch"], "--set batch.micro_batch is not section.field=value"),
+        ("[batch]\nglobal_batch = 6\nmicro_batch = 4", [], "set batch.micro_batch to one of 1, 2, 3, 6"),
+        (
+            "[batch]\nsequence_length = 4096",
+            [],
+            "batch.sequence_length = 4096 is longer than model.max_sequence_length",
+        ),
+        ("[model]\nheads = 4\nkv_heads = 3", [], "model.kv_heads = 3 does not divide model.heads = 4"),
+        ("[model]\nhead_dim = 7", [], "model.head_dim = 7 is odd"),
+        ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 5", [], "do not fit into run.steps = 5"),
+        ('[model]\npreset = "llama-3.2-1B"', [], "did you mean llama-3.2-1b"),
+        ("[model\n", [], "not valid TOML"),
+        ("[layout]\ntp = 4", [], "layout.tp = 4 is not implemented yet (tensor parallelism); set it to 1 for now"),
+        ('[memory]\nrecompute = "full"', [], "memory.recompute = 'full' is not implemented yet"),
+        ("[memory]\nrecompute = {every = 2}", [], "memory.recompute = {'every': 2.0} is not implemented yet"),
+        ('[precision]\ncompute = "fp8"', [], "precision.compute = 'fp8' is not implemented yet"),
+        ("[checkpoint]\nevery_steps = 5", [], "checkpoint.every_steps = 5 is not implemented yet"),
+    ],
+)
+def test_every_mistake_is_one_sentence_with_field_and_remedy(
+    tmp_path: Path, text: str, overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_job(write(tmp_path, text), overrides)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_mistakes_are_all_named_one_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_job(write(tmp_path, "[batch]\nmicro_batch = 0\n[run]\nsteps = -1\n"))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_missing_file_offers_the_recipes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is neither a file nor a recipe; choose one of .*demo"):
+        load_job(str(tmp_path / "zzzzzz.toml"))
+    with pytest.raises(UserError, match="did you mean demo"):
+        load_job("demoo")
+    with pytest.raises(UserError, match="is a folder"):
+        load_job(str(tmp_path))
+
+
+def test_a_job_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_job(str(tmp_path / "job.toml"))

@@ -1,0 +1,53 @@
+"""On a GPU every attention path equals the CPU's in float64, and training passes agree with the CPU."""
+
+import pytest
+import torch
+from model_shapes import TINY, preset
+
+from meshwright.model import CausalAttend, Decoder, Draws, initialise
+
+pytestmark = pytest.mark.gpu
+
+DOCUMENTS = torch.tensor([[0] * 70 + [1] * 3 + [2] * 55, [4] * 127 + [5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 16, 128])
+@pytest.mark.parametrize(("queries", "documents"), [(128, None), (5, None), (1, None), (128, DOCUMENTS)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_every_path_equals_the_cpu(
+    dtype: torch.dtype, window: int | None, documents: torch.Tensor | None, kv_heads: int, queries: int
+) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, queries, 4, 64, dtype=dtype)
+    k, v = (torch.randn(2, 128, kv_heads, 64, dtype=dtype) for _ in range(2))
+    weights = torch.randn(2, queries, 4, 64, dtype=dtype)
+
+    def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
+        inputs = [tensor.to(device, compute).requires_grad_() for tensor in (q, k, v)]
+        ids = None if documents is None else documents.to(device)
+        out, _ = CausalAttend(window)(*inputs, None, ids)
+        gradients = torch.autograd.grad((out * weights.to(device, compute)).sum(), inputs)
+        return [tensor.detach().cpu().double() for tensor in (out, *gradients)]
+
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
+    for ours, expected in zip(run("cuda", dtype), run("cpu", torch.float64), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", TINY)
+def test_loss_and_gradients_equal_the_cpu(name: str, dtype: torch.dtype) -> None:
+    tokens, labels = torch.randint(0, 512, (2, 64)), torch.randint(0, 512, (2, 64))
+
+    def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
+        model = Decoder(preset(name, dropout=0.1)).to(device, compute)
+        initialise(model, 0)
+        draws = Draws(0, 1, torch.tensor([5, 6], device=device))
+        loss = model(tokens.to(device), labels.to(device), 128, draws=draws)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return [tensor.detach().cpu().double() for tensor in (loss, *gradients)]
+
+    for ours, expected in zip(run("cuda", dtype), run("cpu", torch.float64), strict=True):
+        scale = expected.abs().max().clamp(min=1e-6)
+        assert (ours - expected).abs().max() / scale <= (1e-9 if dtype == torch.float64 else 0.1)

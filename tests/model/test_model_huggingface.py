@@ -1,0 +1,161 @@
+"""Logits and every gradient equal transformers' own models after loading their weights through the name maps."""
+
+from typing import Any
+
+import pytest
+import torch
+from model_shapes import preset
+
+from meshwright.errors import UserError
+from meshwright.job.model import Model
+from meshwright.model import Decoder, initialise, load_hf_state, model_from_hf_config, model_to_hf_config, to_hf_state
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama-scaled-tied": ("llama", LLAMA | {"rope_parameters": SCALED, "tie_word_embeddings": True}),
+    "llama-biases": ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", LLAMA | {"sliding_window": 7, "head_dim": 8}),
+    "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", LLAMA | {"head_dim": 12}),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 64, "attn_implementation": "eager"}
+        | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+}
+
+
+def theirs_and_ours(case: str) -> tuple[Any, Decoder]:
+    family, options = FAMILIES[case]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **options)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # away from zero biases and unit norms, which would hide a mistake
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ours = Decoder(Model(**model_from_hf_config(theirs.config.to_dict())))
+    load_hf_state(ours, theirs.state_dict())
+    return theirs, ours
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 0.0) -> float:
+    return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=floor)).item()
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_logits_loss_and_gradients_equal_theirs(case: str) -> None:
+    theirs, ours = theirs_and_ours(case)
+    tokens = torch.randint(0, 97, (2, 33))
+    x, labels = tokens[:, :-1], tokens[:, 1:].clone()
+    labels[0, :5] = -100
+    logits = theirs(x).logits
+    assert relative(ours(x), logits) <= 1e-5
+
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    our_loss = ours(x, labels, int((labels != -100).sum()))
+    our_loss.backward()
+    assert relative(our_loss, loss) <= 1e-5
+    gradients = Decoder(ours.shape)
+    load_hf_state(gradients, {name: parameter.grad for name, parameter in theirs.named_parameters()})
+    largest = max(gradient.abs().max().item() for gradient in gradients.parameters())
+    for name, parameter in ours.named_parameters():
+        # Without rotation a key's bias shifts all of a query's scores alike: its gradient is zero but for rounding.
+        zero = ours.shape.positions == "learned" and name.endswith("attention.k.bias")
+        floor = largest if zero else 1e-6 * largest
+        assert relative(parameter.grad, gradients.get_parameter(name), floor) <= 1e-5, name
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_round_trips_are_bit_equal(case: str) -> None:
+    theirs, ours = theirs_and_ours(case)
+    exported = to_hf_state(ours)
+    state = theirs.state_dict()
+    assert set(state) - set(exported) <= ({"lm_head.weight"} if ours.shape.tied else set())
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, state[name]), name
+    rebuilt = transformers.AutoConfig.for_model(**model_to_hf_config(ours.shape))
+    assert Model(**model_from_hf_config(rebuilt.to_dict())) == ours.shape
+    again = Decoder(ours.shape)
+    initialise(again, 1)
+    load_hf_state(again, exported)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name)), name
+
+
+def test_published_gpt2_names_without_prefix_and_with_masks_load() -> None:
+    decoder = Decoder(preset("tiny-gpt2"))
+    initialise(decoder, 0)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in to_hf_state(decoder).items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    other = Decoder(preset("tiny-gpt2"))
+    load_hf_state(other, bare)
+    assert all(torch.equal(a, b) for a, b in zip(decoder.parameters(), other.parameters(), strict=True))
+
+
+def test_older_configs_keep_rope_in_two_keys() -> None:
+    base = {"model_type": "llama"} | {key: value for key, value in LLAMA.items() if key != "attn_implementation"}
+    scaling = {key: value for key, value in SCALED.items() if key != "rope_theta"}
+    old = model_from_hf_config(base | {"rope_theta": 1000.0, "rope_scaling": scaling})
+    assert old == model_from_hf_config(base | {"rope_parameters": SCALED})
+    assert Model(**old).rope_scaling is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "bert"}, "model_type"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 4},
+            "layer_types",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+            "layer_types",
+        ),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        model_from_hf_config({"model_type": "llama"} | LLAMA | change)
+
+
+def test_incomplete_surplus_and_misshapen_weights_are_refused() -> None:
+    decoder = Decoder(preset("tiny-llama"))
+    initialise(decoder, 0)
+    state = to_hf_state(decoder)
+    with pytest.raises(UserError, match=r"lack model\.norm\.weight"):
+        load_hf_state(decoder, {name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
+    with pytest.raises(UserError, match="no use for"):
+        load_hf_state(decoder, state | {"model.extra.weight": torch.zeros(1)})
+    with pytest.raises(UserError, match="shape"):
+        load_hf_state(decoder, state | {"model.norm.weight": torch.zeros(3)})
+
+
+def test_a_shape_no_family_has_is_not_exported() -> None:
+    with pytest.raises(UserError, match="family"):
+        model_to_hf_config(preset("tiny-llama", norm="layernorm"))

@@ -1,0 +1,94 @@
+"""Public shapes have the public parameter counts, on the meta device and in closed form, and the known FLOPs."""
+
+import time
+
+import pytest
+import torch
+from model_shapes import PRESETS, TINY, preset
+
+from meshwright.model import Decoder, flops_per_token, matmul_parameters, model_to_hf_config, parameter_count
+
+PUBLIC_COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+NAMED_AFTER_SIZE = {"gpt3-175b": 175e9, "10b": 10e9}
+
+
+def test_every_preset_has_a_known_size() -> None:
+    assert set(PRESETS) == {*PUBLIC_COUNTS, *NAMED_AFTER_SIZE, *TINY}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_closed_form_equals_the_built_model(name: str) -> None:
+    with torch.device("meta"):
+        built = Decoder(preset(name))
+    count = sum(parameter.numel() for parameter in built.parameters())
+    assert parameter_count(preset(name)) == count
+    assert built.cost(1, 8, torch.bfloat16).parameters == count
+    if name in PUBLIC_COUNTS:
+        assert count == PUBLIC_COUNTS[name]
+    if name in NAMED_AFTER_SIZE:
+        assert count == pytest.approx(NAMED_AFTER_SIZE[name], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama-2-7b", "llama-3-8b", "llama-3.2-1b", "mistral-7b", "qwen3-0.6b", "qwen3-8b"]
+)
+def test_transformers_builds_the_same_size(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**model_to_hf_config(preset(name)))
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == PUBLIC_COUNTS[name]
+
+
+def test_the_largest_is_built_on_meta_in_well_under_a_second() -> None:
+    began = time.perf_counter()
+    with torch.device("meta"):
+        Decoder(preset("llama-3.1-405b"))
+    assert time.perf_counter() - began < 0.9
+
+
+@pytest.mark.parametrize(("attention", "flops", "days"), [("causal", 7.72e23, 71_600), ("full", 8.69e23, 80_600)])
+def test_llama_3_8b_on_15_trillion_tokens(attention: str, flops: float, days: float) -> None:
+    total = flops_per_token(preset("llama-3-8b"), 8192, attention) * 15e12
+    assert total == pytest.approx(flops, rel=1e-3)
+    assert total / (0.4 * 312e12) / 86400 == pytest.approx(days, rel=1e-3)
+
+
+def test_matmul_parameters_leave_out_lookups_and_norms() -> None:
+    shape = preset("llama-3-8b")
+    norms = (2 * shape.layers + 1) * shape.width
+    assert matmul_parameters(shape) == parameter_count(shape) - shape.vocab_size * shape.width - norms
+    tied = preset("llama-3.2-1b")
+    assert matmul_parameters(tied) == parameter_count(tied) - (2 * tied.layers + 1) * tied.width
+
+
+def test_flops_per_token_count_what_a_mask_leaves() -> None:
+    """Against counting the visible pairs one by one."""
+    shape, sequence = preset("tiny-mistral"), 64
+    seen = sum(min(token + 1, 16) for token in range(sequence)) / sequence
+    attention = flops_per_token(shape, sequence, "causal") - 6 * matmul_parameters(shape)
+    width = shape.heads * shape.head_dim
+    assert attention == pytest.approx(12 * shape.layers * seen * width, rel=0.05)
+    plain = preset("tiny-llama")
+    without = flops_per_token(plain, sequence, "causal") - 6 * matmul_parameters(plain)
+    assert without == 12 * plain.layers * sequence / 2 * width
