@@ -52,7 +52,12 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json."""
-        path.write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+        path.write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The text of the tokenizer.json."""
+        text: str = self._inner.to_str(pretty=True)
+        return text
 
     def fingerprint(self) -> str:
         """A hash by which equal tokenizers are recognised."""

@@ -83,8 +83,8 @@ class Job(Section):
                 else f"make batch.global_batch a multiple of {share}"
             )
             raise ValueError(
-                f"batch.global_batch = {self.batch.global_batch} is not a multiple of batch.micro_batch × data-parallel "
-                f"ranks = {self.batch.micro_batch} × {self.data_parallel}; {remedy}"
+                f"batch.global_batch = {self.batch.global_batch} is not a multiple of batch.micro_batch × "
+                f"data-parallel ranks = {self.batch.micro_batch} × {self.data_parallel}; {remedy}"
             )
         if self.batch.sequence_length > self.model.max_sequence_length:
             raise ValueError(

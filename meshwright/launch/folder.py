@@ -94,8 +94,12 @@ class RunFolder:
 
     def sample(self, step: int, text: str) -> None:
         """Keep a text the model wrote at a step."""
+        self.write(f"samples/step-{step:08d}.txt", text)
+
+    def write(self, name: str, text: str) -> None:
+        """Keep a small text file of the run."""
         with _disk_errors(self.path):
-            (self.path / "samples" / f"step-{step:08d}.txt").write_text(text, encoding="utf-8", errors="replace")
+            (self.path / name).write_text(text, encoding="utf-8", errors="replace")
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every row of numbers so far."""

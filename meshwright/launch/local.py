@@ -26,6 +26,7 @@ from meshwright.train import (
     Training,
     choose_device,
     device_name,
+    emulates_bf16,
     prepare_device,
     require_enough_text,
 )
@@ -54,10 +55,10 @@ def run_local(loaded: LoadedJob, console: Console, on_end: Callable[[Path], obje
         corpus = prepare(job.data, job.model.vocab_size, lambda stage, share: status.update(f"{stage} {share:.0%}"))
     require_enough_text(job, corpus, device)
     folder = RunFolder.create(path, loaded.raw, job.model_dump(mode="json"), sys.argv)
-    if corpus.tokenizer is not None:
-        corpus.tokenizer.save(path / "tokenizer.json")
     console.print(_headline(job, corpus, device, path), markup=False, highlight=False, soft_wrap=True)
     try:
+        if corpus.tokenizer is not None:
+            folder.write("tokenizer.json", corpus.tokenizer.to_json())
         finished = _train(job, corpus, device, folder, path, console)
     except BaseException as error:
         _record_failure(folder, error, on_end)
@@ -114,10 +115,11 @@ def _require_disk(job: Job, path: Path) -> None:
 def _headline(job: Job, corpus: Corpus, device: torch.device, path: Path) -> str:
     parts: list[Any] = [
         f"{parameter_count(job.model):,} parameters",
-        f"{len(corpus.train):,} training tokens" if len(corpus.train) else "synthetic tokens",
+        f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens",
         f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
         f"{job.precision.compute} on {device_name(device)}",
         f"run folder {path}",
     ]
-    return " · ".join(parts)
+    slow = " · note: this CPU has no bf16 arithmetic, fp32 is far faster here"
+    return " · ".join(parts) + (slow if emulates_bf16(job, device) else "")

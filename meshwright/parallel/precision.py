@@ -1,5 +1,7 @@
 """Master weights in fp32 and, below fp32, a working copy of them that the model computes with."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,7 @@ class Weights:
 
     def __init__(self, model: nn.Module, compute: torch.dtype) -> None:
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._working: list[nn.Parameter] = []
+        self._working: list[Tensor] = []
         if compute != torch.float32:
             self._split(compute)
 
@@ -23,7 +25,7 @@ class Weights:
         for name, parameter in list(self.masters.items()):
             master = nn.Parameter(parameter.data)
             parameter.data = parameter.data.to(compute)
-            parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))
+            parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))  # type: ignore[no-untyped-call]
             self.masters[name] = master
             self._working.append(parameter)
 
@@ -39,7 +41,7 @@ class Weights:
             master.grad = None
 
 
-def _move_gradient_to(master: nn.Parameter):  # type: ignore[no-untyped-def]  # torch's hook type is its own
+def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if master.grad is None:

@@ -1,6 +1,6 @@
 """Training on one device: the loop, the optimizer, evaluation and generation."""
 
-from meshwright.train.device import choose_device, device_name, prepare_device
+from meshwright.train.device import choose_device, device_name, emulates_bf16, prepare_device
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import require_enough_text
 from meshwright.train.generate import generate
@@ -21,6 +21,7 @@ __all__ = [
     "choose_device",
     "clip_gradients",
     "device_name",
+    "emulates_bf16",
     "evaluate",
     "generate",
     "learning_rate",

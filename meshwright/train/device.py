@@ -3,6 +3,7 @@
 import os
 import resource
 import sys
+import warnings
 
 import torch
 
@@ -37,11 +38,17 @@ def choose_device(job: Job) -> torch.device:
 def prepare_device(job: Job, device: torch.device) -> None:
     """Process-wide settings of a run: TF32 for fp32 matrix products on a GPU, and determinism where asked for."""
     torch.manual_seed(job.run.seed)
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulates_bf16 says it in plain words
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
         torch.use_deterministic_algorithms(True)
     elif device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+
+
+def emulates_bf16(job: Job, device: torch.device) -> bool:
+    """Whether the job computes in bf16 on a CPU that has no such arithmetic and takes hundreds of times longer."""
+    return job.precision.compute == "bf16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

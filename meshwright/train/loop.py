@@ -113,7 +113,7 @@ class Training:
             "memory_bytes": peak_memory_bytes(self.device),
             "attempt": 0,
         }
-        self.outcome.step, self.outcome.loss, self.outcome.tokens = step, loss_value, row["tokens"]
+        self.outcome.step, self.outcome.loss, self.outcome.tokens = step, loss_value, step * job.tokens_per_step
         self.recorder.metric(row)
         self.progress.step(row)
 

@@ -79,7 +79,7 @@ def test_debug_shows_the_traceback(cli, tiny_job: Path) -> None:
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(tiny_job: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=260k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("this sandbox does not let root mount a tmpfs")
     try:

@@ -92,7 +92,7 @@ def test_several_mistakes_are_all_named_one_a_line(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_offers_the_recipes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is neither a file nor a recipe; choose one of .*demo"):
+    with pytest.raises(UserError, match=r"is neither a file nor a recipe; choose one of .*demo"):
         load_job(str(tmp_path / "zzzzzz.toml"))
     with pytest.raises(UserError, match="did you mean demo"):
         load_job("demoo")
