@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data.samples import IGNORE, Sample
+from meshwright.model import Documents
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Batch:
     sample_ids_B: Tensor
     valid_counts: tuple[int, ...]
     """Valid labels of each sample, counted before any copy to a device so that asking never waits for one."""
+    document_counts: tuple[int, ...]
+    """Documents in each sample, counted likewise; ones where documents are not masked."""
 
     def __len__(self) -> int:
         return len(self.valid_counts)
@@ -30,6 +33,12 @@ class Batch:
     def valid_count(self) -> int:
         """Number of labels that count in the loss."""
         return sum(self.valid_counts)
+
+    def documents(self) -> Documents | None:
+        """What attention needs to stay within documents; the bound is a power of two, so it rarely changes."""
+        if self.document_ids_BS is None:
+            return None
+        return Documents(self.document_ids_BS, at_most=1 << (sum(self.document_counts) - 1).bit_length())
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """The batch on a device; from pinned memory the copy runs beside the computation."""
@@ -45,7 +54,11 @@ class Batch:
 
     def select(self, rows: slice) -> Self:
         """Some of the samples."""
-        return replace(self._map(lambda tensor: tensor[rows]), valid_counts=self.valid_counts[rows])
+        return replace(
+            self._map(lambda tensor: tensor[rows]),
+            valid_counts=self.valid_counts[rows],
+            document_counts=self.document_counts[rows],
+        )
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return replace(
@@ -68,6 +81,7 @@ def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch
         document_ids_BS=_stack_if_given([sample.document_ids_S for sample in samples]),
         sample_ids_B=torch.tensor(sample_ids, dtype=torch.int64),
         valid_counts=tuple((labels_BS != IGNORE).sum(axis=1).tolist()),
+        document_counts=tuple(1 if s.document_ids_S is None else int(s.document_ids_S[-1]) + 1 for s in samples),
     )
 
 

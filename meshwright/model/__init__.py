@@ -4,6 +4,7 @@ from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.cost import Cost, flops_per_token, matmul_parameters, parameter_count
 from meshwright.model.decoder import Decoder
+from meshwright.model.documents import Documents
 from meshwright.model.dropout import Draws
 from meshwright.model.head import IGNORE
 from meshwright.model.hf_config import model_from_hf_config, model_to_hf_config
@@ -16,6 +17,7 @@ __all__ = [
     "CausalAttend",
     "Cost",
     "Decoder",
+    "Documents",
     "Draws",
     "KVCache",
     "flops_per_token",

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.model.documents import Documents
+
 
 class Attend(Protocol):
     """Anything that attends: queries are the last S of the keys' T positions, and no query sees a later key.
@@ -16,7 +18,7 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, document_ids: Tensor | None
+        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -30,11 +32,11 @@ class CausalAttend:
         self.window = window
 
     def __call__(
-        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, document_ids: Tensor | None
+        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor | None]:
         if q_BSHE.is_cuda:
-            return self._on_cuda(q_BSHE, k_BTKE, v_BTKE, document_ids), None
-        visible = self.visible(q_BSHE, k_BTKE, document_ids)
+            return self._on_cuda(q_BSHE, k_BTKE, v_BTKE, documents), None
+        visible = self.visible(q_BSHE, k_BTKE, documents)
         mask = None if visible is None else _additive(visible, q_BSHE.dtype)
         out_BHSE, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BSHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), 0.0, mask is None, attn_mask=mask
@@ -45,44 +47,45 @@ class CausalAttend:
         """Whether the window or a cache leaves something other than the plain causal triangle."""
         return queries != keys or (self.window is not None and self.window < keys)
 
-    def visible(self, q_BSHE: Tensor, k_BTKE: Tensor, document_ids: Tensor | None) -> Tensor | None:
+    def visible(self, q_BSHE: Tensor, k_BTKE: Tensor, documents: Documents | None) -> Tensor | None:
         """Which keys each query sees, (1 or B, 1, S, T) booleans; None for the plain causal triangle."""
         queries, keys = q_BSHE.shape[1], k_BTKE.shape[1]
-        if document_ids is None and not self.needs_mask(queries, keys):
+        if documents is None and not self.needs_mask(queries, keys):
             return None
         column = torch.arange(keys, device=q_BSHE.device)
         row = column[keys - queries :, None]
         visible = (column <= row)[None, None]
         if self.window is not None:
             visible = visible & (column > row - self.window)
-        if document_ids is not None:
-            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        if documents is not None:
+            visible = visible & (documents.ids_BS[:, None, :, None] == documents.ids_BS[:, None, None, :])
         return visible
 
-    def _on_cuda(self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, document_ids: Tensor | None) -> Tensor:
+    def _on_cuda(self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents | None) -> Tensor:
         whole = q_BSHE.shape[1] == k_BTKE.shape[1]
-        plain = document_ids is None and not self.needs_mask(q_BSHE.shape[1], k_BTKE.shape[1])
+        plain = documents is None and not self.needs_mask(q_BSHE.shape[1], k_BTKE.shape[1])
         if whole and not plain and q_BSHE.dtype in (torch.float16, torch.bfloat16):
-            return self._varlen(q_BSHE, k_BTKE, v_BTKE, document_ids)
+            return self._varlen(q_BSHE, k_BTKE, v_BTKE, documents)
         out_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
             k_BTKE.transpose(1, 2),
             v_BTKE.transpose(1, 2),
-            attn_mask=self.visible(q_BSHE, k_BTKE, document_ids),
+            attn_mask=self.visible(q_BSHE, k_BTKE, documents),
             is_causal=plain,
             enable_gqa=q_BSHE.shape[2] != k_BTKE.shape[2],
         )
         return out_BHSE.transpose(1, 2)
 
-    def _varlen(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, document_ids: Tensor | None) -> Tensor:
+    def _varlen(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, documents: Documents | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         batch, sequence, heads, _ = q_BSHE.shape
-        boundaries = (
-            torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q_BSHE.device)
-            if document_ids is None
-            else document_boundaries(document_ids)
-        )
+        if documents is None:
+            boundaries = torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q_BSHE.device)
+        elif documents.boundaries is not None:
+            boundaries = documents.boundaries
+        else:
+            boundaries = cast(Tensor, documents.bounded().boundaries)
         options: dict[str, Any] = {"window_size": (-1 if self.window is None else self.window - 1, 0)}
         groups = heads // k_BSKE.shape[2]
         if groups > 1 and _varlen_knows_groups():
@@ -92,18 +95,6 @@ class CausalAttend:
         q, k, v = q_BSHE.flatten(0, 1), k_BSKE.flatten(0, 1), v_BSKE.flatten(0, 1)
         out = cast(Tensor, varlen_attn(q, k, v, boundaries, boundaries, sequence, sequence, **options))
         return out.view(batch, sequence, heads, -1)
-
-
-def document_boundaries(document_ids_BS: Tensor) -> Tensor:
-    """Where documents begin in the flattened batch, int32, always B × S + 1 long so that compiled code never changes.
-
-    Every row begins one; unused entries repeat the total, which kernels read as empty documents.
-    """
-    total = document_ids_BS.numel()
-    begins = torch.ones_like(document_ids_BS, dtype=torch.bool)
-    begins[:, 1:] = document_ids_BS[:, 1:] != document_ids_BS[:, :-1]
-    index = torch.arange(total + 1, dtype=torch.int32, device=document_ids_BS.device)
-    return torch.where(F.pad(begins.flatten(), (0, 1)), index, total).sort().values
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

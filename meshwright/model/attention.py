@@ -7,6 +7,7 @@ from meshwright.job.model import Model
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.cost import Cost, linear_cost, saved, wide_dtype
+from meshwright.model.documents import Documents
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary
 
@@ -32,7 +33,7 @@ class Attention(nn.Module):
         x_BSD: Tensor,
         rotary: RotaryTables | None,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         # The number of heads is read off the projections' results: a tensor-parallel rank holds fewer.
@@ -45,7 +46,7 @@ class Attention(nn.Module):
             q_BSHE, k_BSKE = apply_rotary(q_BSHE, rotary), apply_rotary(k_BSKE, rotary)
         if cache is not None:
             k_BSKE, v_BSKE = cache.append(self.layer, k_BSKE, v_BSKE)
-        out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, document_ids)
+        out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents)
         projected: Tensor = self.o(out_BSHE.flatten(-2))
         return projected
 

@@ -7,6 +7,7 @@ from meshwright.job.model import Model
 from meshwright.model.attention import Attention
 from meshwright.model.cache import KVCache
 from meshwright.model.cost import Cost, saved
+from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_ATTENTION, AFTER_FEEDFORWARD, Draws, dropout
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.norm import make_norm
@@ -29,11 +30,11 @@ class Block(nn.Module):
         x_BSD: Tensor,
         rotary: RotaryTables | None,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         draws: Draws | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, document_ids, cache)
+        mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, documents, cache)
         x_BSD = x_BSD + self._drop(mixed_BSD, draws, AFTER_ATTENTION)
         return x_BSD + self._drop(self.ffn(self.ffn_norm(x_BSD)), draws, AFTER_FEEDFORWARD)
 

@@ -11,6 +11,7 @@ from meshwright.job.model import Model
 from meshwright.model.block import Block
 from meshwright.model.cache import KVCache
 from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
+from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
 from meshwright.model.head import Head
 from meshwright.model.norm import LayerNorm, RMSNorm, make_norm
@@ -53,23 +54,25 @@ class Decoder(nn.Module):
         valid_count: Tensor | int | None = None,
         *,
         positions: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         draws: Draws | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Tokens (hidden states where there is no embedding) to loss or logits (hidden states where there is no head).
 
-        positions (B, S) default to 0, 1, … or to what follows the cache; document_ids (B, S) keep attention within
-        documents; draws switch dropout on.
+        positions (B, S) default to 0, 1, … or to what follows the cache; documents keep attention
+        within themselves; draws switch dropout on.
         """
-        if cache is not None and document_ids is not None:
-            raise ValueError("a cache holds one document a row: give either cache or document_ids")
+        if cache is not None and documents is not None:
+            raise ValueError("a cache holds one document a row: give either cache or documents")
+        if documents is not None and x.is_cuda:
+            documents = documents.bounded()  # once for all layers
         index = self._default_positions(x, cache) if positions is None else positions
         hidden_BSD = x if self.embed is None else self._embedded(x, index, draws)
         rotary = rotary_tables(self.shape, index, hidden_BSD.dtype) if self.shape.positions == "rope" else None
         for name, block in self.layers.items():
             drawn = None if draws is None else draws.at_layer(int(name))
-            hidden_BSD = block(hidden_BSD, rotary, positions, document_ids, drawn, cache)
+            hidden_BSD = block(hidden_BSD, rotary, positions, documents, drawn, cache)
         if self.final_norm is not None:
             hidden_BSD = self.final_norm(hidden_BSD)
         if self.head is None:

@@ -15,8 +15,6 @@ def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device) -> 
     for batch in batches:
         count += batch.valid_count()
         batch = batch.to(device)
-        loss_sum = model(
-            batch.tokens_BS, batch.labels_BS, 1, positions=batch.positions_BS, document_ids=batch.document_ids_BS
-        )
+        loss_sum = model(batch.tokens_BS, batch.labels_BS, 1, positions=batch.positions_BS, documents=batch.documents())
         total += loss_sum.double()
     return float(total) / max(1, count)

@@ -132,7 +132,7 @@ class Training:
                 micro.labels_BS,
                 valid_count,
                 positions=micro.positions_BS,
-                document_ids=micro.document_ids_BS,
+                documents=micro.documents(),
                 draws=draws,
             )
             micro_loss.backward()

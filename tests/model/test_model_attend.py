@@ -6,8 +6,7 @@ import pytest
 import torch
 from model_shapes import preset
 
-from meshwright.model import CausalAttend, Decoder, KVCache, initialise
-from meshwright.model.attend import document_boundaries
+from meshwright.model import CausalAttend, Decoder, Documents, KVCache, initialise
 
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2, 2], [5, 6, 6, 6, 6, 6, 6, 6, 6, 7]])
 
@@ -34,7 +33,7 @@ def test_equals_attention_written_out(window: int | None, documents: torch.Tenso
     torch.manual_seed(0)
     q = torch.randn(2, queries, 4, 8, dtype=torch.float64, requires_grad=True)
     k, v = (torch.randn(2, 10, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    out, lse = CausalAttend(window)(q, k, v, None, documents)
+    out, lse = CausalAttend(window)(q, k, v, None, None if documents is None else Documents(documents))
     expected, expected_lse = written_out(q, k, v, window, documents)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
@@ -46,11 +45,12 @@ def test_equals_attention_written_out(window: int | None, documents: torch.Tenso
 
 
 def test_boundaries_have_one_length_whatever_the_documents() -> None:
-    boundaries = document_boundaries(DOCUMENTS)
+    boundaries = Documents(DOCUMENTS).bounded().boundaries
     assert boundaries.dtype == torch.int32
     assert boundaries.tolist() == [0, 3, 7, 10, 11, 19] + [20] * 15
-    assert document_boundaries(torch.zeros(2, 10, dtype=torch.int64)).tolist() == [0, 10] + [20] * 19
-    assert document_boundaries(torch.arange(20).view(2, 10)).tolist() == list(range(21))
+    assert Documents(torch.zeros(2, 10, dtype=torch.int64)).bounded().boundaries.tolist() == [0, 10] + [20] * 19
+    assert Documents(torch.arange(20).view(2, 10)).bounded().boundaries.tolist() == list(range(21))
+    assert Documents(DOCUMENTS, at_most=8).bounded().boundaries.tolist() == boundaries[:9].tolist()
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2"])
@@ -60,7 +60,7 @@ def test_a_packed_document_gives_what_it_gives_alone(name: str) -> None:
     tokens = torch.randint(0, 512, (1, 20))
     documents = torch.tensor([[0] * 8 + [1] * 12])
     positions = torch.cat((torch.arange(8), torch.arange(12))).unsqueeze(0)
-    packed = model(tokens, positions=positions, document_ids=documents)
+    packed = model(tokens, positions=positions, documents=Documents(documents))
     alone = torch.cat((model(tokens[:, :8]), model(tokens[:, 8:])), dim=1)
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
 
@@ -80,4 +80,6 @@ def test_generation_step_by_step_equals_one_pass(name: str) -> None:
 
 def test_a_cache_and_documents_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="cache"):
-        Decoder(preset("tiny-llama"))(torch.zeros(1, 2, dtype=torch.int64), document_ids=DOCUMENTS, cache=KVCache())
+        Decoder(preset("tiny-llama"))(
+            torch.zeros(1, 2, dtype=torch.int64), documents=Documents(DOCUMENTS), cache=KVCache()
+        )

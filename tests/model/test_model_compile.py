@@ -5,7 +5,7 @@ import torch
 from model_shapes import preset
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from meshwright.model import Decoder, Draws, initialise
+from meshwright.model import Decoder, Documents, Draws, initialise
 
 
 @pytest.mark.parametrize("name", ["tiny-mistral", "tiny-gpt2"])
@@ -20,7 +20,7 @@ def test_one_graph_serves_every_step(name: str) -> None:
         tokens, labels = torch.randint(0, 512, (2, 24)), torch.randint(0, 512, (2, 24))
         inputs = {
             "positions": torch.arange(24).expand(2, 24),
-            "document_ids": torch.randint(0, 3, (2, 24)).sort(dim=1).values,
+            "documents": Documents(torch.randint(0, 3, (2, 24)).sort(dim=1).values),
             "draws": Draws(0, torch.tensor(step), torch.tensor([2 * step, 2 * step + 1])),
         }
         count = torch.tensor(40 + step)

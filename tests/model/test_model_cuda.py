@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_shapes import TINY, preset
 
-from meshwright.model import CausalAttend, Decoder, Draws, initialise
+from meshwright.model import CausalAttend, Decoder, Documents, Draws, initialise
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def test_every_path_equals_the_cpu(
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [tensor.to(device, compute).requires_grad_() for tensor in (q, k, v)]
-        ids = None if documents is None else documents.to(device)
+        ids = None if documents is None else Documents(documents.to(device), at_most=8)
         out, _ = CausalAttend(window)(*inputs, None, ids)
         gradients = torch.autograd.grad((out * weights.to(device, compute)).sum(), inputs)
         return [tensor.detach().cpu().double() for tensor in (out, *gradients)]
@@ -48,6 +48,9 @@ def test_loss_and_gradients_equal_the_cpu(name: str, dtype: torch.dtype) -> None
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         return [tensor.detach().cpu().double() for tensor in (loss, *gradients)]
 
-    for ours, expected in zip(run("cuda", dtype), run("cpu", torch.float64), strict=True):
-        scale = expected.abs().max().clamp(min=1e-6)
+    exact = run("cpu", torch.float64)
+    # Some gradients are mathematically zero (a key bias cannot move a softmax): their noise is judged against the rest.
+    floor = max(float(gradient.abs().max()) for gradient in exact[1:]) * (1e-6 if dtype == torch.float64 else 1e-2)
+    for ours, expected in zip(run("cuda", dtype), exact, strict=True):
+        scale = max(float(expected.abs().max()), floor)
         assert (ours - expected).abs().max() / scale <= (1e-9 if dtype == torch.float64 else 0.1)

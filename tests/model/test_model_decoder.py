@@ -45,9 +45,9 @@ def test_attention_is_replaceable() -> None:
     seen = []
 
     class Recorder(CausalAttend):
-        def __call__(self, q, k, v, positions, document_ids):
+        def __call__(self, q, k, v, positions, documents):
             seen.append((tuple(q.shape), tuple(k.shape), positions))
-            return super().__call__(q, k, v, positions, document_ids)
+            return super().__call__(q, k, v, positions, documents)
 
     before = model(tokens)
     for block in model.layers.values():

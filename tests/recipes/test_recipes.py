@@ -1,0 +1,58 @@
+"""Every recipe loads as it is and, shrunk to a CPU's size, trains along its golden loss curve.
+
+python tests/recipes/test_recipes.py      writes the golden curves anew, after a change that is meant to move them
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from meshwright.job import load_job, recipes
+from meshwright.launch.local import run_local
+
+GOLDEN = Path(__file__).parent / "golden"
+# The structure of the recipe stays (preset, ties, precision, schedule, masks); sizes and data become small and fixed.
+SHRUNK = [
+    "model.vocab_size=300", "model.width=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.head_dim=8",
+    "model.ffn_width=64", "batch.sequence_length=32", "batch.global_batch=4", "batch.micro_batch=2",
+    "schedule.warmup_steps=2", "evaluation.every_steps=0", "run.device=cpu", "run.compile=false", "run.steps=8",
+    "data.workers=0",
+]  # fmt: skip
+# Other CPUs order their sums differently, and bf16 rounds away more of it.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
+
+
+def losses(name: str, folder: Path) -> list[float]:
+    sources = ["data.sources=[" + json.dumps(str(folder / "text.txt")) + "]", f"data.cache={folder / 'cache'}"]
+    (folder / "text.txt").write_text("\n".join(f"line {i} of {i * i} words and {i % 7} more" for i in range(400)))
+    if load_job(name).job.data.sources == ("builtin:synthetic",):
+        sources = []
+    loaded = load_job(name, [*SHRUNK, *sources, f"run.folder={folder / name}"])
+    run_local(loaded, Console(quiet=True))
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_the_recipe_follows_its_golden_curve(name: str, tmp_path: Path) -> None:
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    tolerance = TOLERANCE[load_job(name).job.precision.compute]
+    assert losses(name, tmp_path) == pytest.approx(golden["losses"], rel=tolerance)
+
+
+def test_no_golden_curve_without_its_recipe() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.json")} == set(recipes())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for recipe in recipes():
+        with tempfile.TemporaryDirectory() as scratch:
+            curve = {"torch": torch.__version__, "losses": losses(recipe, Path(scratch))}
+        (GOLDEN / f"{recipe}.json").write_text(json.dumps(curve, indent=2) + "\n")
+        sys.stdout.write(f"{recipe}: {curve['losses'][0]:.4f} → {curve['losses'][-1]:.4f}\n")
