@@ -14,6 +14,19 @@ from meshwright.model import Documents
 
 
 @dataclass(frozen=True)
+class Step:
+    """What one rank needs of one optimizer step: its samples, and a fact about everyone's."""
+
+    batch: "Batch"
+    valid_count: int
+    """Labels that count in the loss over the whole step, all ranks together."""
+
+    def pin_memory(self) -> "Step":
+        """The step with its batch in page-locked memory."""
+        return replace(self, batch=self.batch.pin_memory())
+
+
+@dataclass(frozen=True)
 class Batch:
     """Tokens and labels of some samples, with what is needed to mask documents where that was asked for."""
 

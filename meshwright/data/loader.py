@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.data.batch import Batch, stack_samples
-from meshwright.data.samples import IGNORE, count_windows, read_sample, read_window
+from meshwright.data.batch import Batch, Step, stack_samples
+from meshwright.data.samples import IGNORE, count_valid, count_windows, read_sample, read_window
 from meshwright.data.store import TokenStore
 from meshwright.errors import UserError
 
 
 class Loader:
-    """An endless iterator over whole steps; which samples they hold depends on seed and position alone."""
+    """An endless iterator over steps; which samples they hold depends on seed and position alone.
+
+    Rank r of n reads the r-th of n equal parts of every step; the position counts the samples of all ranks.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,8 @@ class Loader:
         prefetch: int = 2,
         pin_memory: bool = False,
         mask_documents: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         if count_windows(store, sequence_length) == 0:
             raise UserError(
@@ -40,12 +45,12 @@ class Loader:
                 f"batch.sequence_length = {sequence_length}, which takes {sequence_length + 1}; "
                 "add text or choose a shorter sequence"
             )
-        self._steps = _Steps(store, seed, sequence_length, global_batch, mask_documents)
+        self._steps = _Steps(store, seed, sequence_length, global_batch, mask_documents, rank, ranks)
         self._position = position
         self._workers = workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._iterator: Iterator[Batch | UserError] | None = None
+        self._iterator: Iterator[Step | UserError] | None = None
 
     @property
     def position(self) -> int:
@@ -55,11 +60,11 @@ class Loader:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Step:
         if self._iterator is None:
             self._iterator = self._start()
         try:
-            batch = next(self._iterator)
+            step = next(self._iterator)
         except RuntimeError as error:
             self.close()
             if self._workers == 0:
@@ -68,17 +73,17 @@ class Loader:
                 f"one of data.workers = {self._workers} data worker processes failed ({error}); it may have run out of "
                 "memory or of space in /dev/shm: try fewer workers, or data.workers = 0"
             ) from error
-        if isinstance(batch, UserError):
+        if isinstance(step, UserError):
             self.close()
-            raise batch
+            raise step
         self._position += self._steps.global_batch
-        return batch
+        return step
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
         self._iterator = None
 
-    def _start(self) -> Iterator[Batch | UserError]:
+    def _start(self) -> Iterator[Step | UserError]:
         many = self._workers > 0
         loader = DataLoader(
             self._steps,
@@ -97,23 +102,30 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class _Steps(Dataset[Batch | UserError]):
-    """Whole steps by the number of their first sample."""
+class _Steps(Dataset[Step | UserError]):
+    """A rank's part of every step, by the number of the step's first sample."""
 
     store: TokenStore
     seed: int
     sequence_length: int
     global_batch: int
     mask_documents: bool
+    rank: int
+    ranks: int
 
-    def __getitem__(self, first: int) -> Batch | UserError:
-        ids = range(first, first + self.global_batch)
+    def __getitem__(self, first: int) -> Step | UserError:
+        share = self.global_batch // self.ranks
+        ids = range(first + self.rank * share, first + (self.rank + 1) * share)
+        others = [i for i in range(first, first + self.global_batch) if i not in ids]
+        settings = (self.store, self.seed, self.sequence_length)
         try:
-            samples = [read_sample(self.store, self.seed, self.sequence_length, i, self.mask_documents) for i in ids]
+            samples = [read_sample(*settings, i, self.mask_documents) for i in ids]
+            elsewhere = sum(count_valid(*settings, i, self.mask_documents) for i in others)
         except UserError as error:
             # Handed over as a value: raised in a worker it would arrive as a page of traceback.
             return error
-        return stack_samples(samples, ids)
+        batch = stack_samples(samples, ids)
+        return Step(batch, batch.valid_count() + elsewhere)
 
 
 def validation_batches(

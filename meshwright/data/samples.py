@@ -32,6 +32,14 @@ def read_sample(store: TokenStore, seed: int, sequence_length: int, index: int, 
     return read_window(store, sequence_length, window, mask_documents)
 
 
+def count_valid(store: TokenStore, seed: int, sequence_length: int, index: int, mask_documents: bool) -> int:
+    """Labels of a sample that count in the loss, without reading its tokens."""
+    if not mask_documents:
+        return sequence_length
+    start = window_of(index, count_windows(store, sequence_length), seed) * sequence_length
+    return sequence_length - len(store.starts_between(start + 1, start + sequence_length + 1))
+
+
 def read_window(store: TokenStore, sequence_length: int, window: int, mask_documents: bool) -> Sample:
     """The window as a sample, in the order of the store."""
     start = window * sequence_length

@@ -20,6 +20,8 @@ class Layout(Section):
     """Tensor parallelism: ranks that share every matrix."""
     sp: bool = True
     """Sequence parallelism in the norm regions when tp > 1."""
+    kv_replicate: bool = False
+    """Let tp ranks hold copies of key and value heads that tp does not divide."""
     cp: PositiveInt = 1
     """Context parallelism: ranks that share every sequence."""
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"

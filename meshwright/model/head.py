@@ -78,7 +78,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 share = valid.to(wide) / count
                 grad = logits.sub_(log_total).exp_().mul_(share).scatter_add_(1, target, -share).to(hidden.dtype)
                 grad_hidden_ND[start : start + rows] = grad @ weight_VD
-                _add_product(grad_weight_VD, grad.t(), hidden)
+                add_product(grad_weight_VD, grad.t(), hidden)
 
         if grad_hidden_ND is not None and grad_weight_VD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
@@ -95,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, kept wide where the device can multiply narrow numbers into wide ones."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)

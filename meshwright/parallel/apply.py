@@ -4,17 +4,35 @@ import torch
 
 from meshwright.job import Job
 from meshwright.model import Decoder, initialise
-from meshwright.parallel.precision import DTYPES, Weights
+from meshwright.parallel.materialise import fill
+from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
+from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.world import World
+from meshwright.parallel.zero import ShardedWeights, apply_zero
 
 
-def build(job: Job, device: torch.device) -> tuple[Decoder, Weights]:
-    """The job's model on its device with its first weights: shape → device → initial values → precision → compile."""
+def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Decoder, Weights]:
+    """The job's model as this rank holds it, with its first weights; `dtype` overrides master and compute formats."""
+    master = dtype or torch.float32
+    compute = dtype or DTYPES[job.precision.compute]
     with torch.device("meta"):
-        model = Decoder(job.model)
-    model.to_empty(device=device)
-    initialise(model, job.run.seed)
-    weights = Weights(model, DTYPES[job.precision.compute])
+        model = Decoder(job.model).to(master)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+    if job.layout.tp > 1 and world.mesh is not None:
+        apply_tensor_parallel(model, job, world.mesh["tp"])
     if job.run.compile:
         for block in model.layers.values():
             block.compile()
+    if world.mesh is not None:
+        apply_zero(model, job.layout, world.mesh, compute, master)
+    model.to_empty(device=world.device)
+
+    weights: Weights
+    if world.mesh is not None:
+        weights = ShardedWeights(model, job.layout.zero, shapes)
+        fill(weights.masters, weights.pieces(), job.model, job.run.seed)
+    else:
+        initialise(model, job.run.seed)
+        weights = WholeWeights(model, compute)
     return model, weights

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-import torch
-
 from meshwright.data import Batch, Corpus, Loader, validation_batches
 from meshwright.job import Job
+from meshwright.parallel import World
 
 
-def training_loader(job: Job, corpus: Corpus, device: torch.device) -> Loader:
-    """Whole steps of training data in the job's order; refuses text too short for one sequence."""
+def training_loader(job: Job, corpus: Corpus, world: World) -> Loader:
+    """This rank's part of every step in the job's order; refuses text too short for one sequence."""
     return Loader(
         corpus.train,
         seed=job.run.seed,
@@ -17,8 +16,10 @@ def training_loader(job: Job, corpus: Corpus, device: torch.device) -> Loader:
         global_batch=job.batch.global_batch,
         workers=job.data.workers,
         prefetch=job.data.prefetch,
-        pin_memory=device.type == "cuda",
+        pin_memory=world.device.type == "cuda",
         mask_documents=job.data.mask_documents,
+        rank=world.data_rank,
+        ranks=world.data_ranks,
     )
 
 
@@ -38,8 +39,8 @@ def held_out_batches(job: Job, corpus: Corpus) -> Iterator[Batch]:
     )
 
 
-def require_enough_text(job: Job, corpus: Corpus, device: torch.device) -> None:
+def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
     """Refuse a corpus that either stream could not read from, before anything is written."""
-    training_loader(job, corpus, device)
+    training_loader(job, corpus, world)
     if evaluates(job):
         held_out_batches(job, corpus)

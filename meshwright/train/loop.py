@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from meshwright.data import Batch, Corpus
+from meshwright.data import Corpus, Step
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import Decoder, Draws, flops_per_token
-from meshwright.parallel import Weights
+from meshwright.model import Decoder, Draws, flops_per_token, parameter_count
+from meshwright.parallel import Weights, World
 from meshwright.train.device import device_name, device_peak_flops, gpu_of, peak_memory_bytes
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import evaluates, held_out_batches, training_loader
@@ -45,11 +45,18 @@ class Training:
     """One run on one device: everything the loop needs, built once."""
 
     def __init__(
-        self, job: Job, corpus: Corpus, model: Decoder, weights: Weights, recorder: Recorder, progress: Progress
+        self,
+        job: Job,
+        corpus: Corpus,
+        model: Decoder,
+        weights: Weights,
+        recorder: Recorder,
+        progress: Progress,
+        world: World,
     ) -> None:
         self.job, self.corpus, self.model, self.weights = job, corpus, model, weights
-        self.recorder, self.progress = recorder, progress
-        self.device = next(model.parameters()).device
+        self.recorder, self.progress, self.world = recorder, progress, world
+        self.device = world.device
         self.optimizer = build_optimizer(weights.masters, job)
         self.flops_per_token = flops_per_token(job.model, job.batch.sequence_length, "full")
         self.peak_flops = device_peak_flops(job, self.device)
@@ -60,15 +67,15 @@ class Training:
         """Train until run.steps, or until `stop` says so after a step."""
         job = self.job
         self._record_start()
-        loader = training_loader(job, self.corpus, self.device)
+        loader = training_loader(job, self.corpus, self.world)
         try:
             self._evaluate(0)
             steps = iter(loader)
             for step in range(1, job.run.steps + 1):
-                self._step(step, steps)
+                stopping = self._step(step, next_step=steps, stop=stop)
                 if evaluates(job) and (step % job.evaluation.every_steps == 0 or step == job.run.steps):
                     self._evaluate(step)
-                if stop():
+                if stopping:
                     self.outcome.reason = "interrupted" if step < job.run.steps else "finished"
                     break
         finally:
@@ -78,17 +85,22 @@ class Training:
             self.outcome.mfu = self._mfu(self.outcome.tokens_per_s)
         return self.outcome
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> None:
+    def _step(self, step: int, next_step: Iterator[Step], stop: Callable[[], bool]) -> bool:
+        """One optimizer step; true when some rank was asked to stop."""
         job = self.job
         started = time.perf_counter()
-        batch = next(batches)
+        data = next(next_step)
         data_wait_s = time.perf_counter() - started
 
         rate = learning_rate(job, step)
         set_learning_rate(self.optimizer, rate)
-        loss = self._accumulate(step, batch)
-        norm = clip_gradients(self.weights.masters.values(), job.optimizer.clip)
-        loss_value, norm_value = float(loss), float(norm)
+        loss = self._accumulate(step, data)
+        # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
+        loss_value, squares, stopping = self.world.sum_over_world(
+            [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop())]
+        )
+        norm_value = math.sqrt(squares) if squares >= 0 else squares  # the square root of NaN raises
+        clip_gradients(self.weights.masters.values(), norm_value, job.optimizer.clip)
         if self._may_update(step, loss_value, norm_value):
             self.optimizer.step()
             self.weights.refresh()
@@ -116,28 +128,40 @@ class Training:
         self.outcome.step, self.outcome.loss, self.outcome.tokens = step, loss_value, step * job.tokens_per_step
         self.recorder.metric(row)
         self.progress.step(row)
+        return stopping > 0
 
-    def _accumulate(self, step: int, batch: Batch) -> torch.Tensor:
-        """Forward and backward of every micro-batch; the sum of their losses is the mean over the step's tokens."""
-        valid_count = batch.valid_count()
-        step_tensor = torch.tensor(
-            step
-        )  # a tensor, so that a compiled block does not treat each step as a new constant
+    def _accumulate(self, step: int, data: Step) -> torch.Tensor:
+        """Forward and backward of this rank's micro-batches; all ranks' losses add up to the mean over the step."""
+        job = self.job
+        step_tensor = torch.tensor(step)  # a number would make compiled blocks treat each step as a new constant
         loss = torch.zeros((), device=self.device)
-        for micro in batch.split(self.job.batch.micro_batch):
+        micro_batches = data.batch.split(job.batch.micro_batch)
+        for number, micro in enumerate(micro_batches, start=1):
             micro = micro.to(self.device)
-            draws = Draws(self.job.run.seed, step_tensor, micro.sample_ids_B) if self.job.model.dropout else None
+            draws = None
+            if job.model.dropout:
+                draws = Draws(job.run.seed, step_tensor, micro.sample_ids_B, self._places())
+            self.weights.begin_micro_batch(last=number == len(micro_batches))
             micro_loss = self.model(
                 micro.tokens_BS,
                 micro.labels_BS,
-                valid_count,
+                data.valid_count,
                 positions=micro.positions_BS,
                 documents=micro.documents(),
                 draws=draws,
             )
             micro_loss.backward()
-            loss += micro_loss.detach()
+            loss = loss + micro_loss.detach()
+        self.weights.collect_gradients()
         return loss
+
+    def _places(self) -> torch.Tensor | None:
+        """Which tokens of a sequence the residual stream on this rank holds: sequence parallelism leaves it a slice."""
+        parts = self.world.axis_size("tp")
+        if parts == 1 or not self.job.layout.sp:
+            return None
+        share = self.job.batch.sequence_length // parts
+        return torch.arange(share, device=self.device) + self.world.axis_rank("tp") * share
 
     def _may_update(self, step: int, loss: float, norm: float) -> bool:
         """run.on_bad_step decides what a loss or gradient norm that is not finite does."""
@@ -161,7 +185,8 @@ class Training:
             self.outcome.first_val_loss = val_loss
         self.recorder.metric({"step": step, "val_loss": val_loss, "attempt": 0})
         self.progress.evaluation(step, val_loss)
-        if step and math.isfinite(val_loss):
+        # A model cut over ranks gives losses, not logits to draw text from; `generate` reads the saved weights.
+        if step and math.isfinite(val_loss) and self.world.size == 1:
             self._sample(step)
 
     def _sample(self, step: int) -> None:
@@ -186,7 +211,8 @@ class Training:
         causal = flops_per_token(self.job.model, self.job.batch.sequence_length, "causal")
         start: dict[str, Any] = {
             "device": device_name(self.device),
-            "parameters": sum(p.numel() for p in self.weights.masters.values()),
+            "parameters": parameter_count(self.job.model),
+            "ranks": self.world.size,
             "flops_per_token": self.flops_per_token,
             "flops_per_token_causal": causal,
             "flops_convention": FLOPS_CONVENTION,
@@ -198,4 +224,6 @@ class Training:
         self.recorder.event("start", **start)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        return None if self.peak_flops is None else tokens_per_s * self.flops_per_token / self.peak_flops
+        if self.peak_flops is None:
+            return None
+        return tokens_per_s * self.flops_per_token / (self.peak_flops * self.world.size)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.job import Job
 
@@ -26,10 +26,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(masters: Iterable[nn.Parameter], limit: float) -> Tensor:
-    """The global gradient norm before clipping; gradients are scaled down to the limit where it is over (0: never)."""
-    parameters = list(masters)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if limit > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return norm
+@torch.no_grad()
+def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
+    """Scale gradients whose global norm is over the limit down to it; a limit of 0 leaves them alone."""
+    if limit > 0 and not norm <= limit:
+        torch._foreach_mul_([p.grad for p in masters if p.grad is not None], limit / (norm + 1e-6))

@@ -24,7 +24,7 @@ def loader_of(store, **changes) -> Loader:
 
 def take(loader: Loader, steps: int) -> list[Batch]:
     try:
-        return list(itertools.islice(loader, steps))
+        return [step.batch for step in itertools.islice(loader, steps)]
     finally:
         loader.close()
 
@@ -98,6 +98,23 @@ def test_resume_at_any_position(corpus, workers):
     odd = take(loader_of(corpus.train, position=5, workers=workers, global_batch=3), 2)
     samples = torch.cat([batch.tokens_BS for batch in reference])
     assert torch.equal(torch.cat([batch.tokens_BS for batch in odd]), samples[5:11])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_every_step_and_know_its_whole_count(corpus, ranks: int, masked: bool):
+    settings = {"global_batch": 6, "mask_documents": masked}
+    whole = list(itertools.islice(loader_of(corpus.train, **settings), 5))
+    parts = [
+        list(itertools.islice(loader_of(corpus.train, rank=rank, ranks=ranks, **settings), 5)) for rank in range(ranks)
+    ]
+    for number, step in enumerate(whole):
+        mine = [part[number] for part in parts]
+        assert torch.equal(torch.cat([part.batch.tokens_BS for part in mine]), step.batch.tokens_BS)
+        assert torch.equal(torch.cat([part.batch.sample_ids_B for part in mine]), step.batch.sample_ids_B)
+        assert {part.valid_count for part in mine} == {step.valid_count} == {step.batch.valid_count()}
+    if masked:
+        assert len({part[0].batch.valid_count() for part in parts}) > 1  # unequal shares, or this would prove little
 
 
 def test_valid_counts_survive_splitting_and_copying(corpus):

@@ -11,7 +11,7 @@ from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.model import Decoder, initialise
-from meshwright.parallel import Weights, build
+from meshwright.parallel import WholeWeights, World, build
 from meshwright.train import Outcome, Training, build_optimizer, clip_gradients
 
 
@@ -50,8 +50,9 @@ def run(tiny_job: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
         job = load_job(str(tiny_job), ["data.cache=cache", *overrides]).job
         corpus = prepare(job.data, job.model.vocab_size)
         memory = Memory()
-        model, weights = build(job, torch.device("cpu"))
-        training = Training(job, corpus, model, weights, memory, memory)
+        world = World(torch.device("cpu"))
+        model, weights = build(job, world)
+        training = Training(job, corpus, model, weights, memory, memory, world)
         change(training)
         return memory, training.run(), training
 
@@ -121,7 +122,7 @@ def test_bf16_accumulates_in_fp32_and_leaves_no_second_set_of_gradients(tiny_job
     model = Decoder(job.model)
     initialise(model, 0)
     reference = {name: p.detach().clone() for name, p in model.named_parameters()}
-    weights = Weights(model, torch.bfloat16)
+    weights = WholeWeights(model, torch.bfloat16)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert all(torch.equal(weights.masters[name], reference[name]) for name in reference)
 
@@ -165,10 +166,13 @@ def test_only_matrices_are_decayed(tiny_job: Path) -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
 
 
-def test_clipping_scales_the_global_norm_and_reports_it_unclipped() -> None:
-    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
-    parameters[0].grad, parameters[1].grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0])
-    assert float(clip_gradients(parameters, 0)) == pytest.approx(7.0)
-    assert parameters[1].grad.tolist() == [6.0]
-    assert float(clip_gradients(parameters, 3.5)) == pytest.approx(7.0)
-    assert parameters[0].grad.tolist() == pytest.approx([1.0, 1.5])
+def test_clipping_scales_the_global_norm() -> None:
+    model = nn.ParameterDict({"a": torch.zeros(2), "b": torch.zeros(1)})
+    weights = WholeWeights(model, torch.float32)
+    weights.masters["a"].grad, weights.masters["b"].grad = torch.tensor([2.0, 3.0]), torch.tensor([6.0])
+    assert float(weights.square_sum()) == pytest.approx(49.0)
+    for limit in (0.0, 7.0):
+        clip_gradients(weights.masters.values(), 7.0, limit)
+        assert weights.masters["b"].grad.tolist() == [6.0]
+    clip_gradients(weights.masters.values(), 7.0, 3.5)
+    assert weights.masters["a"].grad.tolist() == pytest.approx([1.0, 1.5])

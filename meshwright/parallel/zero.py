@@ -1,0 +1,97 @@
+"""The ZeRO dial on `fully_shard`: what is sharded, when gradients are reduced, when parameters are gathered.
+
+0  replicated: gradients all-reduced once a step
+1  optimizer states sharded: gradients whole until the last micro-batch, reduced once a step
+2  gradients sharded too: reduced every micro-batch
+3  parameters sharded too: gathered for each use and let go of again
+Every framework's own averaging is off: the loss is already divided by the step's count of valid tokens.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.job.devices import Layout
+from meshwright.model import Decoder
+from meshwright.parallel.pieces import Piece, piece_of
+from meshwright.parallel.precision import square_sum
+
+
+def apply_zero(model: Decoder, layout: Layout, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> None:
+    """Shard a decoder, block by block, in place; working copies are in `compute`, gradients reduced in `master`."""
+    low = compute if compute != master else None
+    # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=master if low else None, cast_forward_inputs=False)
+    reshard = layout.zero == 3
+    data_mesh = mesh["dp_replicate", "dp_shard"]
+    units: list[list[nn.Module]] = [[block] for block in model.layers.values()]
+    if not model.shape.tied:  # a tied table is used at both ends: it stays with the root, one unit
+        units.insert(0, [module for module in (model.embed, model.position_embed) if module is not None])
+        units.append([module for module in (model.final_norm, model.head) if module is not None])
+    for unit in units:
+        fully_shard(unit if len(unit) > 1 else unit[0], mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    blocks = [cast(FSDPModule, block) for block in model.layers.values()]
+    _prefetch(blocks, layout.prefetch)
+
+
+def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
+    """Gather the next `depth` blocks while one computes, forward and backward."""
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, place - depth) : place])))
+
+
+class ShardedWeights:
+    """A rank's shards of the masters, as plain tensors that share memory with what `fully_shard` holds.
+
+    The optimizer works on plain tensors because every update it makes is elementwise: going through DTensor would only
+    add its dispatch to each of them.
+    """
+
+    def __init__(self, model: Decoder, zero: int, shapes: dict[str, tuple[int, ...]]) -> None:
+        self._root = cast(FSDPModule, model)
+        self._zero = zero
+        self._root.unshard()  # torch settles the shards' storage at the first use
+        self._root.reshard()
+        self._parameters = {name: cast(DTensor, p) for name, p in model.named_parameters()}
+        self._pieces = {name: piece_of(p, shapes[name]) for name, p in self._parameters.items()}
+        shards = {name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()}
+        self.masters = {name: nn.Parameter(shard) for name, shard in shards.items()}
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Say when gradients are to be reduced and parameters let go of, as the dial asks."""
+        self._root.set_is_last_backward(last)
+        self._root.set_requires_gradient_sync(last or self._zero >= 2)
+        self._root.set_requires_all_reduce(last)
+        self._root.set_reshard_after_backward(last or self._zero == 3)
+
+    def collect_gradients(self) -> None:
+        """Hand the reduced gradients to the masters."""
+        for name, parameter in self._parameters.items():
+            gradient = cast(DTensor | None, parameter.grad)
+            self.masters[name].grad = None if gradient is None else gradient.to_local()
+
+    def refresh(self) -> None:
+        """Nothing to do: working copies are derived at the next gather."""
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = self.masters[name].grad = None
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each shard lies in its whole parameter."""
+        return self._pieces
+
+    def square_sum(self) -> Tensor:
+        """This rank's share of the squared gradient norm: what several ranks hold alike is shared out among them."""
+        return square_sum(self.masters, self._pieces)

@@ -1,0 +1,113 @@
+"""One layout against one process: run both, compare, and say whether they are equal."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from meshwright.job import Job
+from meshwright.job.devices import Layout
+from meshwright.parallel import ranks_of, require_layout
+from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong
+from meshwright.verify.observe import Observation, observe
+from meshwright.verify.ranks import RankGroup, run_ranks
+
+FORMATS = tuple(BOUNDS)
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of comparing a layout with one process."""
+
+    job: Job
+    dtype: str
+    rows: list[Comparison]
+    seconds: float
+
+    @property
+    def ok(self) -> bool | None:
+        """Equal or not; None where the number format has no bounds."""
+        judged = [row.ok for row in self.rows if row.ok is not None]
+        return all(judged) if judged else None
+
+    @property
+    def first_wrong(self) -> Comparison | None:
+        """Where to begin looking when they are not equal."""
+        return first_wrong(self.rows)
+
+
+@dataclass
+class Check:
+    """A layout being run; `finished` asks for it, `verdict` compares it."""
+
+    job: Job
+    dtype: str
+    _started: float = field(default_factory=time.monotonic)
+    _group: RankGroup | None = None
+
+    def start(self) -> "Check":
+        """Fork the ranks; what the layout cannot do is refused first."""
+        require_layout(self.job, ranks_of(self.job.layout))
+        self._started = time.monotonic()
+        job, master = _in_format(self.job, self.dtype)
+        self._group = RankGroup(observe, ranks_of(job.layout), job, master, timeout_s=TIMEOUT_S)
+        return self
+
+    def finished(self, timeout_s: float) -> bool:
+        """Whether all ranks have answered, waiting at most this long; a failed rank's error is raised."""
+        assert self._group is not None
+        return self._group.poll(timeout_s)
+
+    def verdict(self) -> Verdict:
+        """Compare what the ranks saw with the single process's run."""
+        assert self._group is not None
+        ranks: Sequence[Observation] = self._group.results()
+        self.close()
+        rows = compare(ranks, reference(self.job, self.dtype), self.dtype)
+        return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started)
+
+    def close(self) -> None:
+        """End the ranks."""
+        if self._group is not None:
+            self._group.close()
+
+
+def check(job: Job, dtype: str = "float64") -> Verdict:
+    """Run a (small) job in its layout and in one process, and compare all that DESIGN's parity names."""
+    running = Check(job, dtype).start()
+    try:
+        while not running.finished(1.0):
+            pass
+        return running.verdict()
+    finally:
+        running.close()
+
+
+def reference(job: Job, dtype: str) -> Observation:
+    """The same training in one process, the whole batch at once; computed once for all layouts of a job."""
+    alone = job.model_copy(
+        update={
+            "layout": Layout(),
+            "memory": type(job.memory)(),
+            "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+        }
+    )
+    return _reference(alone.model_dump_json(), dtype)
+
+
+@lru_cache(maxsize=64)
+def _reference(job_json: str, dtype: str) -> Observation:
+    # In a forked process like the ranks: this one stays free of thread pools and can fork safely again.
+    job, master = _in_format(Job.model_validate_json(job_json), dtype)
+    seen: Observation = run_ranks(observe, 1, job, master, timeout_s=TIMEOUT_S)[0]
+    return seen
+
+
+def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
+    """The job computing in a format, and the format of masters where it is not the usual one."""
+    compute = "bf16" if dtype == "bf16" else "fp32"
+    precision = job.precision.model_copy(update={"compute": compute})
+    return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

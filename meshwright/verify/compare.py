@@ -1,0 +1,112 @@
+"""Whether what the ranks saw equals what one process saw: coverage, the measure, and a verdict."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshwright.verify.observe import Observation, Shard
+
+Kind = Literal["loss", "norm", "evaluation", "gradient", "update"]
+
+BOUNDS: dict[str, dict[Kind, float]] = {
+    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update"), 1e-9),
+    # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not mistakes.
+    "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
+    "bf16": {},
+}
+"""Largest error that counts as equal, by number format; kinds without a bound are shown without a verdict."""
+
+FLOOR = 1e-6
+"""Share of the largest gradient entry below which a tensor counts as zero: some gradients are zero by mathematics."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One number or tensor of the layout beside the single process's."""
+
+    kind: Kind
+    name: str
+    error: float
+    bound: float | None
+    note: str = ""
+    """What is wrong beyond the error, such as entries that no rank holds."""
+
+    @property
+    def ok(self) -> bool | None:
+        """Equal or not; None where the format has no bound for this kind."""
+        if self.bound is None:
+            return None
+        return not self.note and self.error <= self.bound  # False for a NaN
+
+
+def compare(ranks: Sequence[Observation], reference: Observation, dtype: str) -> list[Comparison]:
+    """Every loss, norm, first-step gradient and update of all ranks beside the reference's, in that order."""
+    bounds = BOUNDS[dtype]
+    gradients = {name: shard.values for name, shard in reference.gradients.items()}
+    updates = {name: shard.values for name, shard in reference.updates.items()}
+    floor = FLOOR * max(float(gradient.abs().max()) for gradient in gradients.values())
+    rows = _series("loss", [rank.losses for rank in ranks], reference.losses, floor, bounds)
+    rows += _series("norm", [rank.norms for rank in ranks], reference.norms, floor, bounds)
+    rows += _series("evaluation", [rank.evaluations for rank in ranks], reference.evaluations, floor, bounds)
+    rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floor, bounds)
+    rows += _tensors("update", [rank.updates for rank in ranks], updates, floor, bounds)
+    return rows
+
+
+def first_wrong(rows: Sequence[Comparison]) -> Comparison | None:
+    """Where a search for the mistake should begin: the first wrong gradient, else the first wrong row of any kind."""
+    wrong = [row for row in rows if row.ok is False]
+    gradients = [row for row in wrong if row.kind == "gradient"]
+    return (gradients or wrong or [None])[0]
+
+
+def measure(value: Tensor, expected: Tensor, scale: float) -> float:
+    """max|a − b| / scale; NaN where either side has one."""
+    if value.numel() == 0:
+        return 0.0
+    return float((value.double() - expected.double()).abs().max()) / scale
+
+
+def _series(
+    kind: Kind, ranks: list[list[float]], expected: list[float], floor: float, bounds: dict[Kind, float]
+) -> list[Comparison]:
+    """One row a step; the worst rank counts, since every rank reports the whole step's number."""
+    rows = []
+    for step, value in enumerate(expected):
+        given = [series[step] if step < len(series) else math.nan for series in ranks]
+        error = measure(torch.tensor(given), torch.tensor(value), max(abs(value), floor))
+        rows.append(Comparison(kind, f"step {step + 1}", error, bounds.get(kind)))
+    return rows
+
+
+def _tensors(
+    kind: Kind, ranks: list[dict[str, Shard]], expected: dict[str, Tensor], floor: float, bounds: dict[Kind, float]
+) -> list[Comparison]:
+    rows = [
+        _tensor(kind, name, [held[name] for held in ranks if name in held], whole, floor, bounds.get(kind))
+        for name, whole in expected.items()
+    ]
+    for name in dict.fromkeys(name for held in ranks for name in held if name not in expected):
+        rows.append(Comparison(kind, name, math.inf, bounds.get(kind), "one process has no such parameter"))
+    return rows
+
+
+def _tensor(
+    kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: float, bound: float | None
+) -> Comparison:
+    """Every rank's shard is compared, so replicas that drifted apart are seen; padding is expected to be zero."""
+    scale = max(float(whole.abs().max()), floor)
+    covered = torch.zeros(whole.shape, dtype=torch.bool)
+    errors = [0.0]
+    for shard in shards:
+        if shard.piece.shape != tuple(whole.shape):
+            return Comparison(kind, name, math.inf, bound, f"shape {shard.piece.shape}, not {tuple(whole.shape)}")
+        shard.piece.put(covered, torch.ones_like(shard.values, dtype=torch.bool))
+        errors.append(measure(shard.values, shard.piece.take(whole), scale))
+    missing = int((~covered).sum())
+    note = f"{missing} of {whole.numel()} entries are held by no rank" if missing else ""
+    return Comparison(kind, name, float(torch.tensor(errors, dtype=torch.float64).max()), bound, note)

@@ -1,0 +1,96 @@
+"""What a rank sees of a run: the real training loop with a listener on it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.job import Job
+from meshwright.parallel import Piece, Weights, build, join_world
+from meshwright.train import Training
+from meshwright.verify.documents import unequal_corpus
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's values of one parameter and where they lie in the whole."""
+
+    piece: Piece
+    values: Tensor
+
+
+@dataclass
+class Observation:
+    """One rank's view of the first steps of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    gradients: dict[str, Shard] = field(default_factory=dict)
+    """Of the first step, as they are before clipping."""
+    updates: dict[str, Shard] = field(default_factory=dict)
+    """The parameters at the end less those at the start."""
+
+
+def observe(job: Job, master: torch.dtype | None) -> Observation:
+    """Train the job on this rank, in its place in the world, and return what was seen."""
+    world = join_world(job, torch.device("cpu"))
+    model, weights = build(job, world, master)
+    seen = Observation()
+    listener = _Listener(seen)
+    _record_first_gradients(weights, seen)
+    before = _values(weights)
+    Training(job, unequal_corpus(job), model, weights, listener, listener, world).run()
+    pieces = weights.pieces()
+    seen.updates = {name: Shard(pieces[name], after - before[name]) for name, after in _values(weights).items()}
+    return seen
+
+
+def _values(weights: Weights) -> dict[str, Tensor]:
+    return {name: master.detach().clone() for name, master in weights.masters.items()}
+
+
+def _record_first_gradients(weights: Weights, seen: Observation) -> None:
+    """Copy the gradients when the loop first has them whole; a master without one counts as zero."""
+    collect: Callable[[], None] = weights.collect_gradients
+
+    def collect_and_record() -> None:
+        collect()
+        if not seen.gradients:
+            pieces = weights.pieces()
+            for name, master in weights.masters.items():
+                gradient = torch.zeros_like(master) if master.grad is None else master.grad
+                seen.gradients[name] = Shard(pieces[name], gradient.detach().clone())
+
+    weights.collect_gradients = collect_and_record  # type: ignore[method-assign]
+
+
+class _Listener:
+    """Recorder and progress of a run that keep the numbers to be compared."""
+
+    def __init__(self, seen: Observation) -> None:
+        self._seen = seen
+
+    def metric(self, row: dict[str, Any]) -> None:
+        if "val_loss" in row:
+            self._seen.evaluations.append(row["val_loss"])
+        else:
+            self._seen.losses.append(row["loss"])
+            self._seen.norms.append(row["grad_norm"])
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Events are not compared."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Synthetic tokens have no text."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Nobody watches."""
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        """Nobody watches."""
+
+    def message(self, text: str) -> None:
+        """Nobody watches."""

@@ -1,0 +1,186 @@
+"""Ranks on this machine: forked from a process that has imported torch, so that a check costs seconds, not minutes."""
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import UserError
+
+
+class RankError(Exception):
+    """A rank failed; the message names it and carries its traceback."""
+
+
+class RankGroup:
+    """Some ranks running one function each, in processes of their own and in one gloo process group."""
+
+    def __init__(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
+        if torch.cuda.is_initialized():
+            raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in a process of its own")
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._reports: dict[int, _Report] = {}
+        context = multiprocessing.get_context("fork")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            place = _Place(rank, size, rendezvous, timeout_s)
+            # A rank must not hold the parent's ends of the pipes, or it would not notice the parent's death.
+            process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Take what arrives within the time; True once every rank has answered. A failure ends all and is raised."""
+        self._take_reports(timeout_s)
+        failed = [report for report in self._reports.values() if report.failure is not None]
+        if failed:
+            self._take_reports(0.0)
+            self.close()
+            raise _cause([report for report in self._reports.values() if report.failure is not None])
+        if len(self._reports) == len(self._pipes):
+            return True
+        if time.monotonic() > self._deadline:
+            silent = [str(rank) for rank in range(len(self._pipes)) if rank not in self._reports]
+            self.close()
+            raise RankError(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
+        return False
+
+    def results(self) -> list[Any]:
+        """What each rank returned, by rank."""
+        return [self._reports[rank].result for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        """End every process, whatever it is doing."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def _take_reports(self, timeout_s: float) -> None:
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in self._reports}
+        for pipe in wait(list(waiting), timeout_s):
+            assert isinstance(pipe, Connection)
+            rank = waiting[pipe]
+            try:
+                self._reports[rank] = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                self._reports[rank] = self._silent_death(rank)
+
+    def _silent_death(self, rank: int) -> "_Report":
+        process = self._processes[rank]
+        process.join(timeout=5.0)
+        code = process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        # A rank that failed with an error keeps its connections until it is killed, so a death without a word is
+        # never the echo of another rank's error: it is put before all of them.
+        return _Report(rank, 0.0, failure=f"rank {rank} died without a word ({how})")
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Run `function(*args)` on `size` forked gloo ranks and return their results by rank.
+
+    Each sees RANK, WORLD_SIZE and LOCAL_RANK and an initialised default process group. The first error of any rank is
+    raised here, before what it caused in its peers; a user's mistake keeps its type.
+    """
+    group = RankGroup(function, size, *args, timeout_s=timeout_s)
+    try:
+        while not group.poll(1.0):
+            pass
+        return group.results()
+    finally:
+        group.close()
+
+
+@dataclass(frozen=True)
+class _Place:
+    rank: int
+    size: int
+    rendezvous: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Report:
+    rank: int
+    at: float
+    result: Any = None
+    failure: str | None = None
+    users_mistake: bool = False
+
+
+def _cause(failed: list[_Report]) -> Exception:
+    """The failure that came first on the machine's clock."""
+    first = min(failed, key=lambda report: (report.at, report.rank))
+    assert first.failure is not None
+    return UserError(first.failure) if first.users_mistake else RankError(first.failure)
+
+
+def _rank_main(
+    place: _Place, pipe: Connection, parents_ends: list[Connection], function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    for end in parents_ends:
+        end.close()
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.rank))
+    torch.set_num_threads(1)
+    released = threading.Thread(target=_exit_when_released, args=(pipe,), daemon=True)
+    try:
+        dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
+        released.start()
+        message = _pickled(_Report(place.rank, time.monotonic(), result=function(*args)))
+    except UserError as error:
+        message = pickle.dumps(_Report(place.rank, time.monotonic(), failure=str(error), users_mistake=True))
+    except BaseException:
+        text = f"rank {place.rank} of {place.size} failed:\n{traceback.format_exc()}"
+        message = pickle.dumps(_Report(place.rank, time.monotonic(), failure=text))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send_bytes(message)
+    # A rank that left now would break connections its peers may still use; the parent releases all together.
+    time.sleep(place.timeout_s)
+    os._exit(1)
+
+
+def _exit_when_released(pipe: Connection) -> None:
+    """The parent never writes: its end closes when it is done, or when it has died."""
+    wait([pipe])
+    os._exit(0)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors as arrays: torch's own way shares memory, which ends with the rank."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:
+            return torch.from_numpy, (value.detach().numpy(),)
+        return NotImplemented
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(value)
+    return stream.getvalue()

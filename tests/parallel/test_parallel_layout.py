@@ -1,0 +1,50 @@
+"""Layouts that cannot work are refused before any process starts, with the values that would."""
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.parallel import axes, ranks_of, require_layout
+
+MODEL = {"heads": 6, "kv_heads": 2, "width": 48, "head_dim": 8, "ffn_width": 96, "vocab_size": 61}
+
+
+def job(sequence: int = 24, batch: int = 24, **layout: object) -> Job:
+    return Job.model_validate(
+        {
+            "model": MODEL,
+            "batch": {"sequence_length": sequence, "global_batch": batch, "micro_batch": 1},
+            "layout": layout,
+        }
+    )
+
+
+def test_axes_are_outermost_first_and_dp_may_stand_outside_pp() -> None:
+    layout = {"pp": 2, "dp_replicate": 3, "dp_shard": 4, "tp": 2, "zero": 1}
+    assert list(axes(job(**layout).layout)) == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+    assert list(axes(job(**layout, order="dp-outside").layout)) == ["dp_replicate", "dp_shard", "pp", "cp", "tp"]
+    assert ranks_of(job(**layout).layout) == 48
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "sentence"),
+    [
+        ({"dp_shard": 4, "zero": 1}, 6, r"layout is dp_shard 4 = 4 ranks, but there are 6; .*layout.dp_shard = 6"),
+        ({"tp": 2, "dp_shard": 2, "zero": 1}, 3, r"tp 2 = 4 ranks, but there are 3; start it with 4 ranks"),
+        ({}, 2, r"layout is one device = 1 ranks, but there are 2"),
+        ({"dp_shard": 2}, 2, r"layout.zero = 0 shards nothing.*set layout.zero to 1, 2 or 3"),
+        ({"tp": 4}, 4, r"layout.tp = 4 does not divide model.heads = 6; set layout.tp to one of 1, 2, 3, 6"),
+        ({"tp": 3}, 3, r"layout.tp = 3 does not divide model.kv_heads = 2; .*layout.kv_replicate = true"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_sentence(layout: dict[str, int], ranks: int, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        require_layout(job(**layout), ranks)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sequence_that_sequence_parallelism_cannot_cut() -> None:
+    with pytest.raises(UserError, match=r"batch.sequence_length = 25, which layout.sp shards; set layout.sp = false"):
+        require_layout(job(sequence=25, tp=2), 2)
+    require_layout(job(sequence=25, tp=2, sp=False), 2)
+    require_layout(job(tp=3, kv_replicate=True), 3)
