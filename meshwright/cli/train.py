@@ -1,15 +1,45 @@
-"""`meshwright train`: train a job on this machine."""
+"""`meshwright train`: train a job on this machine, alone or with many ranks."""
+
+import os
+import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from meshwright.cli.job import JOB, JSON, SET
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def train(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) -> None:
-    """Train a job on this machine's CPU or GPU."""
-    from dataclasses import asdict
+    from meshwright.launch.local import Finished
+    from meshwright.launch.ranks import Place
 
-    from meshwright.cli.output import print_json, stderr_console, stdout_console
+
+def train(
+    job: str = JOB,
+    overrides: list[str] = SET,
+    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one a GPU or CPU process."),
+    as_json: bool = JSON,
+) -> None:
+    """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
+    from meshwright.cli.output import stderr_console, stdout_console
+    from meshwright.errors import UserError
+    from meshwright.launch.ranks import find_place, slurm_variables
+
+    os.environ.update(slurm_variables(os.environ))
+    place = find_place(os.environ)
+    console = stderr_console() if as_json else stdout_console()
+    if place is not None:
+        if nproc is not None:
+            raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
+        _as_rank(job, overrides, place, console, as_json)
+    elif nproc is not None and nproc > 1:
+        _with_ranks(job, overrides, nproc, console, as_json)
+    else:
+        _alone(job, overrides, console, as_json)
+
+
+def _alone(job: str, overrides: list[str], console: "Console", as_json: bool) -> None:
     from meshwright.job import load_job
 
     loaded = load_job(job, overrides)
@@ -17,26 +47,82 @@ def train(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) -> N
     from meshwright.launch.local import run_local
     from meshwright.studio import write_report
 
-    console = stderr_console() if as_json else stdout_console()
     finished = run_local(loaded, console, on_end=write_report)
+    _show(finished, console, as_json)
+    if finished.outcome.reason == "interrupted":
+        raise typer.Exit(130)
+
+
+def _with_ranks(job: str, overrides: list[str], nproc: int, console: "Console", as_json: bool) -> None:
+    from meshwright.job import load_job
+
+    loaded = load_job(job, overrides)
+
+    from meshwright.launch.elastic import launch
+    from meshwright.launch.failures import RankFailure
+    from meshwright.studio import write_report
+
+    words = ["train", job, *(word for override in overrides for word in ("--set", override))]
+    try:
+        folder = launch(loaded, nproc, [*words, "--json"] if as_json else words, console, on_end=write_report)
+    except RankFailure as failure:
+        if "--debug" in sys.argv:
+            print(failure.rank_traceback, file=sys.stderr)
+        print(f"meshwright: {failure}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if folder.state() == "stopped":
+        raise typer.Exit(130)
+
+
+def _as_rank(job: str, overrides: list[str], place: "Place", console: "Console", as_json: bool) -> None:
+    from meshwright.errors import UserError
+    from meshwright.job import load_job
+    from meshwright.launch.failures import failures_written_down
+    from meshwright.launch.gather import SharedRefusal
+    from meshwright.launch.worker import RUN_FOLDER, run_rank
+    from meshwright.studio import write_report
+
+    console.quiet = place.rank > 0
+    launched = RUN_FOLDER in os.environ
+    try:
+        with failures_written_down():
+            try:
+                loaded = load_job(job, overrides)
+            except UserError as error:
+                raise SharedRefusal(str(error)) from None
+            finished = run_rank(loaded, place, console, on_end=write_report)
+    except Exception as error:
+        told_by_another = launched or (place.rank > 0 and isinstance(error, SharedRefusal))
+        if told_by_another:
+            raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
+        raise
+    if place.rank == 0:
+        _show(finished, console, as_json)
+    if finished.outcome.reason == "interrupted" and not launched:  # to a launcher any other code is a failure
+        raise typer.Exit(130)
+
+
+def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from meshwright.cli.output import print_json
+
     report = finished.folder / "report.html"
     outcome = finished.outcome
     if as_json:
         print_json({"folder": str(finished.folder), "report": str(report), **asdict(outcome)})
-    else:
-        if outcome.sample:
-            console.rule("a sample")
-            console.print(outcome.sample, markup=False, highlight=False, soft_wrap=True)
-            console.rule()
-        first = "" if outcome.first_val_loss is None else f"{outcome.first_val_loss:.4f} → {outcome.val_loss:.4f}"
-        console.print(
-            f"{outcome.reason} at step {outcome.step}"
-            + (f" · validation loss {first}" if first else "")
-            + (f" · {outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s else "")
-            + f"\nreport   {report}\ncontinue meshwright generate {finished.folder} --prompt 'class '",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    if outcome.reason == "interrupted":
-        raise typer.Exit(130)
+        return
+    if outcome.sample:
+        console.rule("a sample")
+        console.print(outcome.sample, markup=False, highlight=False, soft_wrap=True)
+        console.rule()
+    first = "" if outcome.first_val_loss is None else f"{outcome.first_val_loss:.4f} → {outcome.val_loss:.4f}"
+    console.print(
+        f"{outcome.reason} at step {outcome.step}"
+        + (f" · validation loss {first}" if first else "")
+        + (f" · {outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s else "")
+        + f"\nreport   {report}\ncontinue meshwright generate {finished.folder} --prompt 'class '",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshwright.job.section import Section
 
@@ -14,8 +14,8 @@ class Layout(Section):
     """Copies of the whole sharded group (hybrid sharding's outer axis)."""
     dp_shard: PositiveInt = 1
     """Ranks that share one copy of the states by the zero dial."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """0 replicate, 1 shard optimizer states, 2 gradients too, 3 parameters too."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """0 replicate, 1 shard optimizer states, 2 gradients too, 3 parameters too; 2 over dp_shard ranks if not given."""
     tp: PositiveInt = 1
     """Tensor parallelism: ranks that share every matrix."""
     sp: bool = True
@@ -55,8 +55,15 @@ class Layout(Section):
     """powersgd: rank of the approximation."""
     bucket_mb: PositiveFloat = 25.0
     """Gradients are reduced in pieces of about this size."""
-    prefetch: PositiveInt = 1
-    """Layers whose parameters are gathered ahead of use."""
+    prefetch: NonNegativeInt = 1
+    """Layers whose parameters are gathered ahead of use; 0 gathers each when it is needed and overlaps nothing."""
+
+    @property
+    def zero_stage(self) -> int:
+        """The zero dial: as given, else 2 where there are ranks to shard over and 0 where there are none."""
+        if self.zero is not None:
+            return self.zero
+        return 2 if self.dp_shard * self.cp > 1 else 0
 
 
 class Memory(Section):

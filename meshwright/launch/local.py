@@ -1,4 +1,4 @@
-"""A training run in this process: data, model, run folder, loop, weights."""
+"""A training run in this process: data, model, run folder, loop, weights; alone, or as one rank's part of it."""
 
 import contextlib
 import shutil
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -17,9 +17,10 @@ from meshwright.data import Corpus, prepare
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.folder import RunFolder
+from meshwright.launch.gather import gather_weights, on_rank_zero
 from meshwright.launch.signals import stop_on_signal
 from meshwright.model import parameter_count
-from meshwright.parallel import build
+from meshwright.parallel import World, build, ranks_of, require_layout
 from meshwright.train import (
     ConsoleProgress,
     Outcome,
@@ -31,6 +32,8 @@ from meshwright.train import (
     require_enough_text,
 )
 
+OnEnd = Callable[[Path], object]
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -40,31 +43,40 @@ class Finished:
     outcome: Outcome
 
 
-def run_local(loaded: LoadedJob, console: Console, on_end: Callable[[Path], object] = lambda path: None) -> Finished:
-    """Train a job on this machine's device; what can be refused is refused before anything is written.
+class Stop(Protocol):
+    """Says whether the run was asked to stop, and by what."""
+
+    signal: str | None
+
+    def __call__(self) -> bool:
+        """Asked after every step."""
+
+
+def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: None) -> Finished:
+    """Train a job in this process alone; what can be refused is refused before anything is written.
 
     However the run ends, `on_end` is called with its folder (to write the report, which lives in a higher room).
     """
     job = loaded.job
-    device = choose_device(job)
+    if (needed := ranks_of(job.layout)) > 1:
+        raise UserError(f"layout needs {needed} ranks; add --nproc {needed} or start it with torchrun")
+    require_layout(job, 1)
+    world = World(choose_device(job))
     path = run_path(loaded)
-    RunFolder.require_free(path)
-    _require_disk(job, path)
-    prepare_device(job, device)
-    with console.status("preparing data") as status:
-        corpus = prepare(job.data, job.model.vocab_size, lambda stage, share: status.update(f"{stage} {share:.0%}"))
-    require_enough_text(job, corpus, device)
-    folder = RunFolder.create(path, loaded.raw, job.model_dump(mode="json"), sys.argv)
-    console.print(_headline(job, corpus, device, path), markup=False, highlight=False, soft_wrap=True)
+    require_room(job, path)
+    prepare_device(job, world.device)
+    corpus = prepare_data(job, console)
+    require_enough_text(job, corpus, world)
+    folder = create_folder(loaded, path)
+    print_headline(job, corpus, world, folder, console)
     try:
-        if corpus.tokenizer is not None:
-            folder.write("tokenizer.json", corpus.tokenizer.to_json())
-        finished = _train(job, corpus, device, folder, path, console)
+        with stop_on_signal() as stop:
+            outcome = train_in(folder, job, corpus, world, console, stop)
     except BaseException as error:
-        _record_failure(folder, error, on_end)
+        record_failure(folder, f"{type(error).__name__}: {error}", on_end)
         raise
     on_end(path)
-    return finished
+    return Finished(path, outcome)
 
 
 def run_path(loaded: LoadedJob) -> Path:
@@ -74,32 +86,9 @@ def run_path(loaded: LoadedJob) -> Path:
     return Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _train(job: Job, corpus: Corpus, device: torch.device, folder: RunFolder, path: Path, console: Console) -> Finished:
-    try:
-        with stop_on_signal() as stop:
-            model, weights = build(job, device)
-            with ConsoleProgress(job, console) as progress:
-                outcome = Training(job, corpus, model, weights, folder, progress).run(stop)
-            saved = save_weights(path, outcome.step, weights.masters)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{device_name(device)} ran out of memory with batch.micro_batch = {job.batch.micro_batch} and "
-            f"batch.sequence_length = {job.batch.sequence_length}; lower one of them or choose a smaller model"
-        ) from error
-    folder.event("weights", step=outcome.step, path=str(saved.relative_to(path)))
-    folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal)
-    return Finished(path, outcome)
-
-
-def _record_failure(folder: RunFolder, error: BaseException, on_end: Callable[[Path], object]) -> None:
-    # Where the failure is a full disk these writes fail too; the first error is the one the user must see.
-    with contextlib.suppress(UserError):
-        folder.event("stop", reason="failed", error=f"{type(error).__name__}: {error}")
-        on_end(folder.path)
-
-
-def _require_disk(job: Job, path: Path) -> None:
-    """Refuse to start a run whose final weights would not fit on the disk."""
+def require_room(job: Job, path: Path) -> None:
+    """Refuse a run folder that is taken, and a disk on which the final weights would not fit."""
+    RunFolder.require_free(path)
     needed = 4 * parameter_count(job.model)
     parent = path.absolute().parent
     while not parent.exists():
@@ -112,14 +101,88 @@ def _require_disk(job: Job, path: Path) -> None:
         )
 
 
-def _headline(job: Job, corpus: Corpus, device: torch.device, path: Path) -> str:
+def prepare_data(job: Job, console: Console) -> Corpus:
+    """The job's corpus, with a line on the console that follows its making."""
+    with console.status("preparing data") as status:
+        return prepare(job.data, job.model.vocab_size, lambda stage, share: status.update(f"{stage} {share:.0%}"))
+
+
+def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
+    """The run's folder with the job as it was written and as it was understood."""
+    return RunFolder.create(path, loaded.raw, loaded.job.model_dump(mode="json"), sys.argv)
+
+
+def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop) -> Outcome:
+    """Build, train and save the weights; only rank 0 has a folder, the others keep silent."""
+    try:
+        if folder is None:
+            model, weights = build(job, world)
+            silent = _Silent()
+            outcome = Training(job, corpus, model, weights, silent, silent, world).run(stop)
+        else:
+            if corpus.tokenizer is not None:
+                folder.write("tokenizer.json", corpus.tokenizer.to_json())
+            model, weights = build(job, world)
+            with ConsoleProgress(job, console) as progress:
+                outcome = Training(job, corpus, model, weights, folder, progress, world).run(stop)
+        whole = gather_weights(weights, world)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{device_name(world.device)} ran out of memory with batch.micro_batch = {job.batch.micro_batch} and "
+            f"batch.sequence_length = {job.batch.sequence_length}; lower one of them or choose a smaller model"
+        ) from error
+
+    def save() -> None:
+        assert folder is not None
+        saved = save_weights(folder.path, outcome.step, whole)
+        folder.event("weights", step=outcome.step, path=str(saved.relative_to(folder.path)))
+        stop()  # where another rank was asked first, the reason may have arrived here by now
+        folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal)
+
+    on_rank_zero(world, save)
+    return outcome
+
+
+def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
+    """End a failed run's record."""
+    # Where the failure is a full disk these writes fail too; the first error is the one the user must see.
+    with contextlib.suppress(UserError):
+        folder.event("stop", reason="failed", error=error)
+        on_end(folder.path)
+
+
+def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, console: Console) -> None:
+    """One line that says what is about to be trained, on what, and where it is kept."""
     parts: list[Any] = [
         f"{parameter_count(job.model):,} parameters",
         f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens",
         f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
-        f"{job.precision.compute} on {device_name(device)}",
-        f"run folder {path}",
+        f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
+        f"run folder {folder.path}",
     ]
     slow = " · note: this CPU has no bf16 arithmetic, fp32 is far faster here"
-    return " · ".join(parts) + (slow if emulates_bf16(job, device) else "")
+    text = " · ".join(parts) + (slow if emulates_bf16(job, world.device) else "")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Silent:
+    """Recorder and progress of a rank that leaves both to rank 0."""
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Rank 0 keeps it."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Rank 0 keeps it."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Rank 0 keeps it."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Rank 0 shows it."""
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        """Rank 0 shows it."""
+
+    def message(self, text: str) -> None:
+        """Rank 0 shows it."""

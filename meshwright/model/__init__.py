@@ -3,6 +3,7 @@
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.cost import Cost, flops_per_token, matmul_parameters, parameter_count
+from meshwright.model.custom import Architecture, build_architecture, count_parameters
 from meshwright.model.decoder import Decoder
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import Draws
@@ -13,6 +14,7 @@ from meshwright.model.initialise import initial_rows, initialise
 
 __all__ = [
     "IGNORE",
+    "Architecture",
     "Attend",
     "CausalAttend",
     "Cost",
@@ -20,6 +22,8 @@ __all__ = [
     "Documents",
     "Draws",
     "KVCache",
+    "build_architecture",
+    "count_parameters",
     "flops_per_token",
     "hf_place",
     "initial_rows",

@@ -47,7 +47,7 @@ def _require_ranks(job: Job, world_size: int) -> None:
 
 
 def _require_zero(layout: Layout) -> None:
-    if layout.zero == 0 and layout.dp_shard > 1:
+    if layout.zero_stage == 0 and layout.dp_shard > 1:
         raise UserError(
             f"layout.zero = 0 shards nothing, but layout.dp_shard = {layout.dp_shard}; set layout.zero to 1, 2 or 3, "
             f"or use layout.dp_replicate = {layout.dp_shard * layout.dp_replicate} and layout.dp_shard = 1"

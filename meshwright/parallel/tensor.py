@@ -1,93 +1,110 @@
-"""Tensor and sequence parallelism: every module's way to be cut, as DTensor styles.
+"""Tensor and sequence parallelism: every module's role in the sharding table becomes a DTensor style.
 
 Matrices are cut by columns, then by rows, so that one collective on either side serves the pair. Between blocks the
 residual stream is whole on every rank, or with sequence parallelism cut along the sequence (dim 1).
 """
 
+import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import Decoder
-from meshwright.model.attention import Attention
+from meshwright.model import Architecture
 from meshwright.parallel.layout import padded_vocabulary
 from meshwright.parallel.vocabulary import VocabularyParallelHead
 
 
-def apply_tensor_parallel(model: Decoder, job: Job, mesh: DeviceMesh) -> None:
-    """Cut a decoder (on the meta device) over the ranks of a mesh axis, in place; parameter names stay."""
-    between = Shard(1) if job.layout.sp else Replicate()
-    _pad_vocabulary(model, padded_vocabulary(job))
-    _cut_vocabulary(model, job, mesh, between)
-    for block in model.layers.values():
-        parallelize_module(block, mesh, _block_plan(cast(Any, block).attention, job, mesh, between))
+def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh) -> None:
+    """Cut a model (on the meta device) over the ranks of a mesh axis, in place; parameter names stay."""
+    between: Placement = Shard(1) if job.layout.sp else Replicate()
+    model = architecture.model
+    modules = list(_with_roles(architecture))
+    embed = _only(modules, "vocabulary")
+    head = _only(modules, "head")
+    tied = model.get_submodule(head).weight is model.get_submodule(embed).weight
+    _pad_vocabulary(model.get_submodule(embed), model.get_submodule(head), padded_vocabulary(job), tied)
+    for name, role in modules:
+        if role != "head":
+            parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, between))
+    _cut_head(model, head, model.get_submodule(embed), tied, job.model.vocab_size, mesh, between)
 
 
-def _block_plan(attention: Attention, job: Job, mesh: DeviceMesh, between: Placement) -> dict[str, ParallelStyle]:
-    kv_heads_divide = job.model.kv_heads % mesh.size() == 0
-    keys: ParallelStyle = ColwiseParallel() if kv_heads_divide else CopiedHeads(job.model.heads, job.model.kv_heads)
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": Whole(between),
-        "attention": Gathered(between, others=4),
-        "attention.q": ColwiseParallel(),
-        "attention.k": keys,
-        "attention.v": keys,
-        "attention.o": RowwiseParallel(output_layouts=between),
-        "ffn_norm": Whole(between),
-        "ffn": Gathered(between),
-        "ffn.up": ColwiseParallel(),
-        "ffn.down": RowwiseParallel(output_layouts=between),
-    }
-    if job.model.activation == "swiglu":
-        plan["ffn.gate"] = ColwiseParallel()
-    if attention.q_norm is not None:
-        plan["attention.q_norm"] = plan["attention.k_norm"] = Whole(Shard(2))  # heads are dim 2
-    return plan
+def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
+    """Every module's dotted name with its role; a module with parameters of its own and no role is a mistake."""
+    patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), role) for p, role in architecture.sharding.items()]
+    for name, module in architecture.model.named_modules():
+        role = next((role for pattern, role in patterns if pattern.fullmatch(name)), None)
+        if role is not None:
+            yield name, role
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise UserError(f'model.file: SHARDING gives no role to "{name}", which has parameters; add a line for it')
 
 
-def _cut_vocabulary(model: Decoder, job: Job, mesh: DeviceMesh, between: Placement) -> None:
-    assert model.embed is not None and model.final_norm is not None and model.head is not None
-    parallelize_module(model.embed, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=between))
-    if model.position_embed is not None:
-        parallelize_module(model.position_embed, mesh, Whole(between, arrives=Replicate()))
-    parallelize_module(model.final_norm, mesh, Whole(between))
-    if job.model.tied:
-        model.head.weight = cast(nn.Parameter, model.embed.weight)
-    else:
-        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight, mesh, [Shard(0)]))
-    model.head = cast(Any, VocabularyParallelHead(model.head, mesh, job.model.vocab_size, between))
+def _only(modules: list[tuple[str, str]], role: str) -> str:
+    names = [name for name, its_role in modules if its_role == role]
+    if len(names) != 1:
+        raise UserError(f'model.file: SHARDING names {len(names)} modules with the role "{role}"; name exactly one')
+    return names[0]
 
 
-def _pad_vocabulary(model: Decoder, rows: int) -> None:
+def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> ParallelStyle:
+    if role == "vocabulary":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    if role == "positions":
+        return Whole(between, arrives=Replicate())
+    if role == "norm":
+        return Whole(between)
+    if role == "head-norm":
+        return Whole(Shard(2))
+    if role == "gather":
+        return Gathered(between)
+    if role == "row":
+        return RowwiseParallel(output_layouts=between)
+    if role == "kv-column" and job.model.kv_heads % mesh.size():
+        return CopiedHeads(job.model.heads, job.model.kv_heads)
+    return ColwiseParallel()
+
+
+def _pad_vocabulary(embed: nn.Module, head: nn.Module, rows: int, tied: bool) -> None:
     """Give the tables rows that no token uses, so that the vocabulary divides; neither loss nor files see them."""
-    assert model.embed is not None and model.head is not None
-    if rows == model.embed.num_embeddings:
+    embedding = cast(nn.Embedding, embed)
+    if rows == embedding.num_embeddings:
         return
-    model.embed.num_embeddings = rows
-    model.embed.weight = nn.Parameter(model.embed.weight.new_empty(rows, model.embed.embedding_dim))
-    padded_head = model.embed.weight if model.shape.tied else nn.Parameter(torch.empty_like(model.embed.weight))
-    model.head.weight = padded_head
+    embedding.num_embeddings = rows
+    embedding.weight = nn.Parameter(embedding.weight.new_empty(rows, embedding.embedding_dim))
+    cast(Any, head).weight = embedding.weight if tied else nn.Parameter(torch.empty_like(embedding.weight))
 
 
-class Gathered(PrepareModuleInput):
+def _cut_head(
+    model: nn.Module, name: str, embed: nn.Module, tied: bool, vocab_size: int, mesh: DeviceMesh, between: Placement
+) -> None:
+    head = cast(Any, model.get_submodule(name))
+    head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, VocabularyParallelHead(head, mesh, vocab_size, between))
+
+
+class Gathered(ParallelStyle):
     """The module's first input arrives as the residual stream is placed and is made whole, once for all its users."""
 
-    def __init__(self, between: Placement, others: int = 0) -> None:
-        untouched = (None,) * others
-        super().__init__(
-            input_layouts=cast(Any, (between, *untouched)), desired_input_layouts=cast(Any, (Replicate(), *untouched))
-        )
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = DTensor.from_local(inputs[0], device_mesh, [self.between], run_check=False)
+            return (x.redistribute(placements=[Replicate()]), *inputs[1:])
+
+        module.register_forward_pre_hook(enter)
+        return module
 
 
 class Whole(ParallelStyle):

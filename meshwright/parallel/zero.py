@@ -7,6 +7,7 @@
 Every framework's own averaging is off: the loss is already divided by the step's count of valid tokens.
 """
 
+from collections import Counter
 from typing import cast
 
 import torch
@@ -16,38 +17,48 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.job.devices import Layout
-from meshwright.model import Decoder
 from meshwright.parallel.pieces import Piece, piece_of
 from meshwright.parallel.precision import square_sum
 
 
-def apply_zero(model: Decoder, layout: Layout, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> None:
-    """Shard a decoder, block by block, in place; working copies are in `compute`, gradients reduced in `master`."""
+def apply_zero(model: nn.Module, layout: Layout, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> None:
+    """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `master`."""
     low = compute if compute != master else None
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=master if low else None, cast_forward_inputs=False)
-    reshard = layout.zero == 3
+    reshard = layout.zero_stage == 3
     data_mesh = mesh["dp_replicate", "dp_shard"]
-    units: list[list[nn.Module]] = [[block] for block in model.layers.values()]
-    if not model.shape.tied:  # a tied table is used at both ends: it stays with the root, one unit
-        units.insert(0, [module for module in (model.embed, model.position_embed) if module is not None])
-        units.append([module for module in (model.final_norm, model.head) if module is not None])
-    for unit in units:
-        fully_shard(unit if len(unit) > 1 else unit[0], mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
+    blocks = list(cast(nn.ModuleDict, model.layers).values())
+    for unit in [*blocks, *_ends(model, blocks)]:
+        fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    blocks = [cast(FSDPModule, block) for block in model.layers.values()]
-    _prefetch(blocks, layout.prefetch)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    _prefetch([cast(FSDPModule, block) for block in blocks], layout.prefetch)
+
+
+def _ends(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Large modules outside the blocks, sharded on their own; a table used at both ends stays with the root."""
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = [child for child in model.children() if child is not model.layers]
+    uses = Counter(id(p) for child in outside for p in child.parameters())
+    return [
+        child
+        for child in outside
+        if any(p.dim() > 1 for p in child.parameters())
+        and all(uses[id(p)] == 1 and id(p) not in inside for p in child.parameters())
+    ]
 
 
 def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
     """Gather the next `depth` blocks while one computes, forward and backward."""
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
-        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, place - depth) : place])))
+        # Torch gathers one ahead in backward unless told what to gather: told of itself alone, a block gathers nothing.
+        ahead = list(reversed(blocks[max(0, place - depth) : place]))
+        block.set_modules_to_backward_prefetch(ahead if depth else [block])
 
 
 class ShardedWeights:
@@ -57,7 +68,7 @@ class ShardedWeights:
     add its dispatch to each of them.
     """
 
-    def __init__(self, model: Decoder, zero: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]]) -> None:
         self._root = cast(FSDPModule, model)
         self._zero = zero
         self._root.unshard()  # torch settles the shards' storage at the first use

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from meshwright.data import Batch
-from meshwright.model import Decoder
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: Iterable[Batch], device: torch.device) -> float:
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> float:
     """Mean loss per valid token over the batches, in the model's evaluation mode (no dropout)."""
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
     for batch in batches:

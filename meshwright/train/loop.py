@@ -5,14 +5,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 
 from meshwright.data import Corpus, Step
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import Decoder, Draws, flops_per_token, parameter_count
+from meshwright.model import Decoder, Draws, count_parameters, flops_per_token
 from meshwright.parallel import Weights, World
 from meshwright.train.device import device_name, device_peak_flops, gpu_of, peak_memory_bytes
 from meshwright.train.evaluate import evaluate
@@ -48,7 +49,7 @@ class Training:
         self,
         job: Job,
         corpus: Corpus,
-        model: Decoder,
+        model: nn.Module,
         weights: Weights,
         recorder: Recorder,
         progress: Progress,
@@ -58,7 +59,7 @@ class Training:
         self.recorder, self.progress, self.world = recorder, progress, world
         self.device = world.device
         self.optimizer = build_optimizer(weights.masters, job)
-        self.flops_per_token = flops_per_token(job.model, job.batch.sequence_length, "full")
+        self.flops_per_token = _flops_per_token(job, "full")
         self.peak_flops = device_peak_flops(job, self.device)
         self.outcome = Outcome()
         self._throughputs: list[float] = []
@@ -191,12 +192,12 @@ class Training:
 
     def _sample(self, step: int) -> None:
         tokenizer, settings = self.corpus.tokenizer, self.job.evaluation
-        if tokenizer is None or not settings.sample_tokens:
+        if tokenizer is None or not settings.sample_tokens or self.job.model.file:
             return
         prompt = tokenizer.encode(settings.sample_prompt) or [tokenizer.end_of_text]
         room = self.job.model.max_sequence_length - len(prompt)
         written = generate(
-            self.model,
+            cast(Decoder, self.model),
             prompt,
             max(0, min(settings.sample_tokens, room)),
             seed=self.job.run.seed,
@@ -208,13 +209,12 @@ class Training:
 
     def _record_start(self) -> None:
         gpu = gpu_of(self.device)
-        causal = flops_per_token(self.job.model, self.job.batch.sequence_length, "causal")
         start: dict[str, Any] = {
             "device": device_name(self.device),
-            "parameters": parameter_count(self.job.model),
+            "parameters": count_parameters(self.job.model),
             "ranks": self.world.size,
             "flops_per_token": self.flops_per_token,
-            "flops_per_token_causal": causal,
+            "flops_per_token_causal": _flops_per_token(self.job, "causal"),
             "flops_convention": FLOPS_CONVENTION,
             "gpu": gpu.key if gpu else None,
             "gpu_peak_flops": self.peak_flops,
@@ -224,6 +224,11 @@ class Training:
         self.recorder.event("start", **start)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        if self.peak_flops is None:
+        if self.peak_flops is None or self.flops_per_token is None:
             return None
         return tokens_per_s * self.flops_per_token / (self.peak_flops * self.world.size)
+
+
+def _flops_per_token(job: Job, attention: Literal["causal", "full"]) -> float | None:
+    """Model FLOPs of a token; None for a model of the user's own, whose FLOPs nobody stated."""
+    return None if job.model.file else flops_per_token(job.model, job.batch.sequence_length, attention)

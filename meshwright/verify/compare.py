@@ -78,7 +78,7 @@ def _series(
     rows = []
     for step, value in enumerate(expected):
         given = [series[step] if step < len(series) else math.nan for series in ranks]
-        error = measure(torch.tensor(given), torch.tensor(value), max(abs(value), floor))
+        error = measure(_float64(given), _float64(value), max(abs(value), floor))
         rows.append(Comparison(kind, f"step {step + 1}", error, bounds.get(kind)))
     return rows
 
@@ -109,4 +109,8 @@ def _tensor(
         errors.append(measure(shard.values, shard.piece.take(whole), scale))
     missing = int((~covered).sum())
     note = f"{missing} of {whole.numel()} entries are held by no rank" if missing else ""
-    return Comparison(kind, name, float(torch.tensor(errors, dtype=torch.float64).max()), bound, note)
+    return Comparison(kind, name, float(_float64(errors).max()), bound, note)
+
+
+def _float64(numbers: list[float] | float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# torch imports these on first use; every forked rank would do so anew, which takes longer than the check itself.
+import torch._dynamo
+import torch._inductor.utils
 import torch.distributed as dist
 
 from meshwright.errors import UserError

@@ -1,0 +1,32 @@
+"""One GPU for each rank of a machine, or none for all of them."""
+
+import torch
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.launch.ranks import Place
+
+
+def require_devices(job: Job, ranks_here: int) -> None:
+    """Refuse ranks that would have to share a GPU; asks the driver only, so that no memory of a GPU is taken."""
+    name = job.run.device
+    if name.startswith("cuda:"):
+        raise UserError(f'run.device = "{name}" is one GPU, but every rank needs its own; set run.device = "cuda"')
+    count = torch.cuda.device_count()
+    if name in ("auto", "cuda") and count and ranks_here > count:
+        raise UserError(
+            f"{ranks_here} ranks on this machine need as many GPUs, but it has {count}; start at most {count} here "
+            f'or set run.device = "cpu"'
+        )
+
+
+def with_own_device(job: Job, place: Place) -> Job:
+    """The job with run.device set to the rank's own GPU, where the job wants GPUs and there are some."""
+    if place.local_size is not None:
+        require_devices(job, place.local_size)
+    count = torch.cuda.device_count()
+    if job.run.device not in ("auto", "cuda") or not count:
+        return job
+    # A scheduler that binds tasks to GPUs shows each task its own one alone.
+    own = f"cuda:{0 if count == 1 else place.local_rank}"
+    return job.model_copy(update={"run": job.run.model_copy(update={"device": own})})

@@ -1,0 +1,179 @@
+"""Many ranks on this machine, started and watched by torch's elastic agent."""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from uuid import uuid4
+
+import torch
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from meshwright.errors import UserError
+from meshwright.job import LoadedJob
+from meshwright.launch.devices import require_devices
+from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
+from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
+from meshwright.parallel import World, require_layout
+from meshwright.train import require_enough_text
+
+# The agent's own answer to these two ends the ranks within 30 s, saved or not; ours are let finish.
+_OURS = (signal.SIGINT, signal.SIGTERM)
+_AGENTS = (signal.SIGHUP, signal.SIGQUIT)
+
+
+def launch(
+    loaded: LoadedJob, nproc: int, arguments: Sequence[str], console: Console, on_end: OnEnd = lambda path: None
+) -> RunFolder:
+    """Train a job on `nproc` local ranks that run `python -m meshwright ARGUMENTS`; returns the run's folder.
+
+    What can be refused is refused before any process starts. A rank's mistake of the user is raised as UserError, its
+    crash as RankFailure, both after every process has ended.
+    """
+    job = loaded.job
+    require_layout(job, nproc)
+    require_devices(job, nproc)
+    path = run_path(loaded)
+    require_room(job, path)
+    corpus = prepare_data(job, console)
+    require_enough_text(job, corpus, World(torch.device("cpu")))
+    folder = create_folder(loaded, path)
+    logs = folder.path / "logs"
+    logs.mkdir()
+    console.print(f"starting {nproc} ranks", highlight=False)
+    try:
+        _run_agent(folder.path, nproc, arguments)
+    except ChildFailedError as error:
+        for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(failure.pid, signal.SIGKILL)
+        cause = explain(error.failures, logs)
+        _end(folder, cause, on_end)
+        raise cause from None
+    except BaseException as error:
+        _end(folder, error, on_end)
+        raise
+    _tidy(logs)
+    return folder
+
+
+def _run_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=_RankLogs(path, nproc),
+        signals_to_handle=",".join(number.name for number in _AGENTS),
+    )
+    # The agent puts its own values in place of $name in the arguments.
+    words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
+    with _agents_words_in(path / "logs/agent.log"), _signals_kept(path / STOP_FILE):
+        try:
+            elastic_launch(config, sys.executable)(*words)
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+
+
+def _end(folder: RunFolder, error: BaseException, on_end: OnEnd) -> None:
+    """Close the record of a run whose ranks failed; one refused before it began leaves nothing."""
+    if isinstance(error, UserError) and not folder.events():
+        folder.close()
+        shutil.rmtree(folder.path)
+        return
+    _tidy(folder.path / "logs")
+    if folder.state() == "running":
+        told = str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
+        record_failure(folder, told, on_end)
+
+
+def _tidy(logs: Path) -> None:
+    (logs.parent / STOP_FILE).unlink(missing_ok=True)
+    for log in logs.iterdir():
+        if not log.stat().st_size:
+            log.unlink()
+    if not any(logs.iterdir()):
+        logs.rmdir()
+
+
+class _RankLogs(LogsSpecs):
+    """Rank 0 writes to our console, the others to files in the run folder; all are told where to leave an error."""
+
+    def __init__(self, path: Path, nproc: int) -> None:
+        super().__init__(log_dir=str(path / "logs"))
+        self._variables = {RUN_FOLDER: str(path)}
+        if "OMP_NUM_THREADS" not in os.environ:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._variables["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of all logs."""
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Every rank's files; the agent hands over the variables it will start each rank with."""
+        files = LogsDest()
+        for rank, variables in envs.items():
+            base = f"{self.root_log_dir}/rank-{rank}"
+            files.stdouts[rank] = f"{base}.out" if rank else ""
+            files.stderrs[rank] = f"{base}.err" if rank else ""
+            files.error_files[rank] = f"{base}.error.json"
+            variables.update(self._variables)
+            variables[ERROR_FILE] = files.error_files[rank]
+        return files
+
+
+@contextlib.contextmanager
+def _agents_words_in(path: Path) -> Iterator[None]:
+    """What the agent logs is for its developers: into a file, not onto the user's console."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler, before = logging.FileHandler(path), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@contextlib.contextmanager
+def _signals_kept(stop_file: Path) -> Iterator[None]:
+    """Ctrl-C and SIGTERM ask the ranks to stop after the step at hand; a second one ends them at once."""
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if stop_file.exists():
+            raise KeyboardInterrupt
+        draft = stop_file.with_suffix(".new")  # a rank must not read it half-written
+        draft.write_text(signal.Signals(number).name)
+        draft.rename(stop_file)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install handlers
+        return
+    before = {number: signal.getsignal(number) for number in (*_OURS, *_AGENTS)}
+    for number in _OURS:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

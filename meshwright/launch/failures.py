@@ -1,0 +1,121 @@
+"""What a failed rank writes down, and the one sentence made of what all of them wrote."""
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import meshwright
+from meshwright.errors import UserError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# gloo raises plain RuntimeErrors, which only their texts tell from others.
+_LOST_PEER = ("by peer", "Connection refused", "Broken pipe", "connectFullMesh", "Timed out waiting")
+
+
+class RankFailure(Exception):
+    """A rank crashed; the message is one sentence, the rank's own traceback is kept beside it."""
+
+    def __init__(self, sentence: str, rank: int, rank_traceback: str) -> None:
+        super().__init__(sentence)
+        self.rank, self.rank_traceback = rank, rank_traceback
+
+
+@contextmanager
+def failures_written_down() -> Iterator[None]:
+    """Leave an error that ends this rank in the file its launcher named, before its peers can notice its death."""
+    try:
+        yield
+    except Exception as error:
+        if path := os.environ.get(ERROR_FILE):
+            with suppress(OSError):  # on a full disk the exit code still tells that something failed
+                Path(path).write_text(json.dumps(_described(error)), encoding="utf-8")
+        raise
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """The fields torch's agents read, and ours beside them; the time keeps its fraction, which orders the failures."""
+    told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    callstack = "".join(traceback.format_exception(error))
+    return {
+        "message": {"message": told, "extraInfo": {"py_callstack": callstack, "timestamp": time.time()}},
+        "users_mistake": isinstance(error, UserError),
+        "lost_peer": _lost_peer(error),
+        "place": _place(error),
+    }
+
+
+def _lost_peer(error: Exception) -> bool:
+    """Whether this looks like the echo of another rank's death."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
+    )
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of ours that the error went through: in torch's own files nobody finds the cause."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = Path(meshwright.__file__).parent
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(package)] or list(frames)
+    if not own:
+        return "its start"
+    path = Path(own[-1].filename)
+    shown = path.relative_to(package.parent) if path.is_relative_to(package) else path
+    return f"{shown}:{own[-1].lineno}"
+
+
+def explain(failures: dict[int, ProcessFailure], logs: Path) -> UserError | RankFailure:
+    """The cause among the failures of some ranks; each traceback goes to its rank's log."""
+    for rank, failure in failures.items():
+        if callstack := _callstack(failure):
+            with suppress(OSError), (logs / f"rank-{rank}.err").open("a", encoding="utf-8") as file:
+                file.write(callstack)
+    rank = _first(failures)
+    failure = failures[rank]
+    written = failure.error_file_data
+    message = failure.message
+    told = str(message["message"]) if isinstance(message, dict) else str(message)
+    if written.get("users_mistake"):
+        mistake = UserError(told)
+        mistake.add_note(_callstack(failure))  # shown by --debug
+        return mistake
+    if isinstance(message, dict):
+        how = f"failed at {written.get('place', 'an unknown line')}: {told.splitlines()[0]}"
+    elif failure.exitcode < 0:
+        how = f"was killed by {failure.signal_name()}"
+        how += " (the system does so when memory runs out)" if failure.signal_name() == "SIGKILL" else ""
+    else:
+        how = f"ended with exit code {failure.exitcode} and no word"
+    log = logs / f"rank-{rank}.err"
+    where = f"its log is {log}" if log.is_file() and log.stat().st_size else "it left no log"
+    return RankFailure(f"rank {rank} {how}; {where}", rank, _callstack(failure))
+
+
+def _first(failures: dict[int, ProcessFailure]) -> int:
+    """The rank that failed of itself: an error of its own, else a violent death, else whoever the agent saw first.
+
+    A killed rank leaves no time of its death and its peers' complaints come first; the agent itself ends the others
+    with SIGTERM.
+    """
+
+    def order(rank: int) -> tuple[int, float]:
+        failure = failures[rank]
+        if isinstance(failure.message, dict) and not failure.error_file_data.get("lost_peer"):
+            return 0, failure.message["extraInfo"]["timestamp"]
+        if not isinstance(failure.message, dict) and failure.signal_name() != "SIGTERM":
+            return 1, 0.0
+        return 2, 0.0
+
+    return min(failures, key=order)
+
+
+def _callstack(failure: ProcessFailure) -> str:
+    message = failure.message
+    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""

@@ -1,0 +1,63 @@
+"""A model of the user's own: one file with a `build` function and a sharding table."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshwright.errors import UserError
+from meshwright.job.model import Model
+from meshwright.model.cost import parameter_count
+from meshwright.model.decoder import Decoder
+from meshwright.model.sharding import DECODER_SHARDING, ROLES
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model on whatever device it was built on, with the roles of its modules."""
+
+    model: nn.Module
+    sharding: Mapping[str, str]
+
+
+def build_architecture(shape: Model) -> Architecture:
+    """The decoder of a shape, or what the file named by model.file builds for it."""
+    if shape.file is None:
+        return Architecture(Decoder(shape), DECODER_SHARDING)
+    return _from_file(Path(shape.file), shape)
+
+
+def count_parameters(shape: Model) -> int:
+    """Every trainable element of what `build_architecture` would build."""
+    if shape.file is None:
+        return parameter_count(shape)
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_architecture(shape).model.parameters())
+
+
+def _from_file(path: Path, shape: Model) -> Architecture:
+    if not path.is_file():
+        raise UserError(f'model.file = "{path}" is not there; give the path of a Python file that defines build(shape)')
+    spec = importlib.util.spec_from_file_location(f"meshwright_model_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f'model.file = "{path}" cannot be loaded ({type(error).__name__}: {error}); mend it') from error
+    build, sharding = getattr(module, "build", None), getattr(module, "SHARDING", None)
+    if not callable(build) or not isinstance(sharding, Mapping):
+        raise UserError(f'model.file = "{path}" lacks build(shape) or the table SHARDING; define both')
+    if wrong := {role for role in sharding.values() if role not in ROLES}:
+        raise UserError(f'model.file = "{path}": SHARDING knows no role "{min(wrong)}"; use one of {", ".join(ROLES)}')
+    built = build(shape)
+    if not isinstance(getattr(built, "layers", None), nn.ModuleDict):
+        raise UserError(
+            f'model.file = "{path}": the built model keeps its blocks in no ModuleDict named layers; name it so'
+        )
+    return Architecture(built, sharding)

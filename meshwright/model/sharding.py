@@ -1,0 +1,36 @@
+"""How a model's modules may be cut over devices: a table of names and roles, beside the model and free of any device.
+
+A model of your own brings its own table in the same words. A `*` stands for one part of a dotted name.
+
+vocabulary   an embedding cut by rows; its result is the residual stream
+head         the Head cut by rows of the vocabulary
+positions    a table of positions, whole on every rank, looked up for this rank's part of the sequence
+norm         works on the residual stream token by token, parameters whole on every rank
+head-norm    works on one attention head at a time (dim 2 of its input), parameters whole on every rank
+gather       takes the residual stream as its first argument and needs all of it: the entrance to a pair of cuts
+column       a projection cut by its outputs; attention heads and feed-forward widths are cut this way
+kv-column    the same for key and value heads, which may be fewer
+row          a projection cut by its inputs, back to the residual stream: the exit of a pair of cuts
+"""
+
+ROLES = ("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row")
+
+DECODER_SHARDING = {
+    "embed": "vocabulary",
+    "position_embed": "positions",
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather",
+    "layers.*.attention.q": "column",
+    "layers.*.attention.k": "kv-column",
+    "layers.*.attention.v": "kv-column",
+    "layers.*.attention.q_norm": "head-norm",
+    "layers.*.attention.k_norm": "head-norm",
+    "layers.*.attention.o": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.ffn": "gather",
+    "layers.*.ffn.gate": "column",
+    "layers.*.ffn.up": "column",
+    "layers.*.ffn.down": "row",
+    "final_norm": "norm",
+    "head": "head",
+}

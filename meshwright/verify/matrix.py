@@ -1,0 +1,89 @@
+"""The repository's matrix of layouts (matrix.toml): read it, and run it as far at once as there are cores."""
+
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from meshwright.job import Job
+from meshwright.parallel import ranks_of
+from meshwright.verify.check import Check, Verdict, reference
+from meshwright.verify.ranks import RankError
+
+SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "run")
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layout of the matrix."""
+
+    name: str
+    job: Job
+    quick: bool
+
+
+@dataclass(frozen=True)
+class LineResult:
+    """A line's verdict, or the error that kept it from one."""
+
+    line: Line
+    verdict: Verdict | None
+    error: str | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the line was run and found equal (or printed only, in a format without bounds)."""
+        return self.verdict is not None and self.verdict.ok is not False
+
+
+def load_matrix(which: str = "full") -> list[Line]:
+    """The lines of matrix.toml; `quick` keeps those marked so."""
+    table = tomllib.loads((files("meshwright.verify") / "matrix.toml").read_text(encoding="utf-8"))
+    lines = [_line(row, table["models"], table["defaults"]) for row in table["layout"]]
+    return [line for line in lines if line.quick or which == "full"]
+
+
+def run_matrix(
+    lines: Sequence[Line], dtype: str = "float64", began: Callable[[Line], None] = lambda line: None
+) -> Iterator[LineResult]:
+    """Check every line and yield results as they come; lines run together where the machine has cores for their ranks."""
+    waiting, running = list(lines), list[tuple[Line, Check]]()
+    cores = os.cpu_count() or 1
+    with ExitStack() as ending:
+        while waiting or running:
+            busy = sum(ranks_of(line.job.layout) for line, _ in running)
+            if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
+                line = waiting.pop(0)
+                began(line)
+                reference(line.job, dtype)  # before the ranks start, so that its time is not part of their limit
+                check = Check(line.job, dtype).start()
+                ending.callback(check.close)
+                running.append((line, check))
+                continue
+            for line, check in list(running):
+                if (result := _result_if_ready(line, check)) is not None:
+                    running.remove((line, check))
+                    yield result
+
+
+def _result_if_ready(line: Line, check: Check) -> LineResult | None:
+    try:
+        if not check.finished(POLL_S):
+            return None
+        return LineResult(line, check.verdict(), None)
+    except RankError as error:
+        return LineResult(line, None, str(error))
+
+
+def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:
+    row = dict(row)
+    name, quick = row.pop("name"), row.pop("quick", False)
+    job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
+    job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
+    if row:
+        raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
+    return Line(name, Job.model_validate(job), quick)

@@ -1,0 +1,166 @@
+"""`meshwright train --nproc`: real ranks under torch's agent, and the ways they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ENDLESS = ["run.steps=100000", "evaluation.every_steps=0", "layout.dp_replicate=2", "data.cache=cache"]
+
+
+def words(*overrides: str) -> list[str]:
+    return ["train", "job.toml", *(word for override in overrides for word in ("--set", override))]
+
+
+def start(folder: Path, *arguments: str, python_path: str = "") -> "subprocess.Popen[str]":
+    path = os.pathsep.join(filter(None, [python_path, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "meshwright", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ranks(launcher: int) -> list[int]:
+    """The processes a launcher started and that still run."""
+    listed = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout
+    return [int(line) for line in listed.split()]
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes of a run, by the name of its folder in their command line, even when their launcher is gone."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"run.folder={folder}" in command:
+            found.append(command)
+    return found
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", run: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not ((run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").read_text().count('"loss"') > 3):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def stop_event(run: Path) -> dict:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events].count("stop") == 1
+    return events[-1]
+
+
+REFUSED = {
+    "degrees and ranks differ": (3, ["layout.dp_replicate=2"], "--nproc 2"),
+    "heads do not divide": (3, ["layout.tp=3"], "model.heads = 4; set layout.tp to one of 1, 2, 4"),
+    "no ranks for a layout": (None, ["layout.tp=2"], "layout needs 2 ranks; add --nproc 2"),
+    "one GPU for all": (2, ["layout.dp_replicate=2", "run.device=cuda:0"], 'set run.device = "cuda"'),
+    "run folder taken": (2, ["layout.dp_replicate=2", "run.folder=corpus"], "run.folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_any_process_starts(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    from meshwright.launch import elastic
+
+    monkeypatch.setattr(elastic, "elastic_launch", lambda *_: pytest.fail("the agent was started"))
+    nproc, overrides, sentence = REFUSED[case]
+    before = set(tiny_job.parent.iterdir())
+    result = cli(*words(*overrides), *([] if nproc is None else ["--nproc", str(nproc)]))
+    assert result.code == 2 and sentence in result.err, result
+    assert len(result.err.splitlines()) == 1 and "Traceback" not in result.err
+    assert {path for path in tiny_job.parent.iterdir() if path.name != "cache"} == before
+
+
+def test_ranks_are_not_started_inside_ranks(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = cli(*words(), "--nproc", "2")
+    assert result.code == 2 and "--nproc 2 would start ranks inside rank 1 of 2" in result.err
+
+
+def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
+    overrides = [
+        "layout.dp_replicate=2",
+        "data.cache=cache",
+        f"run.folder={tmp_path}/run",
+        "evaluation.sample_prompt=$$x",
+    ]
+    process = start(tmp_path, *words(*overrides), "--nproc", "2", "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    told = json.loads(out)
+    assert told["reason"] == "finished" and told["step"] == 10 and told["folder"] == f"{tmp_path}/run"
+    assert "Traceback" not in err and err.count("validation loss") == 3, "one rank speaks"
+    run = tmp_path / "run"
+    job = json.loads((run / "job.resolved.json").read_text())
+    assert job["evaluation"]["sample_prompt"] == "$$x"
+    assert stop_event(run)["reason"] == "finished"
+    assert (run / "checkpoints/step-00000010/model.safetensors").is_file() and (run / "report.html").is_file()
+    assert left_over(run) == []
+
+
+def test_a_killed_rank_is_named_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
+    wait_for_steps(process, run)
+    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and time.monotonic() - killed < 15
+    assert len(err.splitlines()) == 1 and "rank 1 was killed by SIGKILL" in err, err
+    assert stop_event(run)["reason"] == "failed" and "rank 1" in stop_event(run)["error"]
+    assert (run / "report.html").is_file()
+    assert left_over(run) == []
+
+
+def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -> None:
+    # Python imports this first in every process: rank 1 alone gets a loop that breaks at its third step.
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from meshwright.train import loop\n"
+        "    whole = loop.Training._accumulate\n"
+        "    def breaks(self, step, data):\n"
+        "        if step == 3:\n"
+        "            raise ValueError('the third step')\n"
+        "        return whole(self, step, data)\n"
+        "    loop.Training._accumulate = breaks\n"
+    )
+    run = tmp_path / "run"
+    arguments = [*words(*ENDLESS, f"run.folder={run}"), "--nproc", "2", "--debug"]
+    process = start(tmp_path, *arguments, python_path=str(tmp_path / "broken"))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
+    assert err.count("Traceback") == 1 and err.count("ValueError: the third step") == 2
+    assert (
+        err.splitlines()[-1].startswith("meshwright: rank 1 failed at ") and "logs/rank-1.err" in err.splitlines()[-1]
+    )
+    assert "ValueError: the third step" in (run / "logs/rank-1.err").read_text()
+    assert left_over(run) == []
+
+
+def test_ctrl_c_ends_all_ranks_at_one_step_with_weights(tiny_job: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
+    wait_for_steps(process, run)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    event = stop_event(run)
+    assert event["reason"] == "interrupted" and event["signal"] == "SIGINT"
+    assert (run / f"checkpoints/step-{event['step']:08d}/model.safetensors").is_file()
+    assert left_over(run) == []

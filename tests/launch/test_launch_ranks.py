@@ -1,0 +1,135 @@
+"""A rank finds its place, trains its part, and learns of rank 0's refusals."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import nn
+
+from meshwright.errors import UserError
+from meshwright.job import load_job
+from meshwright.launch.gather import gather_weights
+from meshwright.launch.local import run_local
+from meshwright.launch.ranks import Place, find_place, first_host, slurm_variables
+from meshwright.launch.worker import run_rank
+from meshwright.parallel import Piece, World, join_world
+from meshwright.verify.ranks import run_ranks
+
+STEP = {
+    "SLURM_JOB_ID": "4100",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "gpu[07-08,12],login1",
+}
+
+
+def test_torchrun_and_srun_tell_a_rank_its_place() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert find_place(torchrun) == Place(rank=3, size=4, local_rank=1, local_size=2)
+    variables = slurm_variables(STEP)
+    assert variables["MASTER_ADDR"] == "gpu07" and 15_000 <= int(variables["MASTER_PORT"]) < 31_000
+    assert find_place({**STEP, **variables}) == Place(rank=5, size=8, local_rank=1, local_size=None)
+
+
+def test_a_process_alone_is_no_rank() -> None:
+    assert find_place({}) is None
+    assert find_place({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    batch_script = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    assert slurm_variables(batch_script) == {}
+    assert slurm_variables({**STEP, "SLURM_NTASKS": "1"}) == {}
+    assert slurm_variables({**STEP, "RANK": "0"}) == {}, "torchrun inside a Slurm step speaks for itself"
+    assert slurm_variables({**STEP, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != slurm_variables(STEP)["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node7", "node7"), ("a,b", "a"), ("n[1-4]", "n1"), ("n[003,9],m", "n003"), ("r[1-2]n[05-06].x,q[1]", "r1n05.x")],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def _train(*overrides: str) -> tuple[str, int]:
+    place = find_place(os.environ)
+    assert place is not None
+    finished = run_rank(load_job("job.toml", overrides), place, Console(quiet=True))
+    return finished.outcome.reason, finished.outcome.step
+
+
+def test_ranks_that_something_else_started_train_what_one_process_trains(
+    tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = ["data.cache=cache", "optimizer.eps=1e-3", "batch.micro_batch=1"]
+    run_local(load_job("job.toml", [*settings, "run.folder=alone"]), Console(quiet=True))
+    layout = ["layout.dp_shard=2", "layout.zero=2", "layout.tp=2"]
+    assert run_ranks(_train, 4, *settings, *layout) == [("finished", 10)] * 4
+    alone, ranks = (load_file(f"{folder}/checkpoints/step-00000010/model.safetensors") for folder in ("alone", "run"))
+    assert alone.keys() == ranks.keys()
+    for name, weight in alone.items():
+        torch.testing.assert_close(ranks[name], weight, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name} {text}")
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert [event["kind"] for event in events] == ["start", "weights", "stop"]
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 13, "one rank records, the others are silent"
+
+
+def _refusal(*overrides: str) -> str:
+    try:
+        _train(*overrides)
+    except UserError as error:
+        return str(error)
+    return "no refusal"
+
+
+def test_what_rank_0_refuses_every_rank_refuses(
+    tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = run_ranks(_refusal, 2, "layout.dp_replicate=2", "run.folder=corpus", "data.cache=cache")
+    assert told[0] == told[1] and "run.folder" in told[0]
+    assert "layout" in run_ranks(_refusal, 2, "data.cache=cache")[1], "two ranks for a layout of one"
+
+
+class _Rows:
+    """Two shards of a table with a padding row, kept by two replicas; and a vector cut by columns of nothing."""
+
+    def __init__(self, world: World) -> None:
+        part = world.axis_rank("dp_shard")
+        rows = torch.arange(3) + 3 * part
+        self.table = Piece(rows, None, (5, 4), 2)
+        self.matrix = Piece(torch.arange(2), torch.arange(2) + 2 * part, (2, 4), 2)
+        self.vector = Piece(torch.arange(3) if part == 0 else torch.arange(0), None, (3,), 2)
+        self.masters = {
+            "table": nn.Parameter(rows[:, None] * 10.0 + torch.arange(4)),
+            "matrix": nn.Parameter(torch.arange(2)[:, None] * 10.0 + self.matrix.columns),
+            "vector": nn.Parameter(self.vector.rows * 1.0),
+        }
+
+    def pieces(self) -> dict[str, Piece]:
+        return {"table": self.table, "matrix": self.matrix, "vector": self.vector}
+
+
+def _gather() -> dict[str, torch.Tensor]:
+    layout = ["layout.dp_shard=2", "layout.dp_replicate=2", "layout.zero=1", "batch.micro_batch=1"]
+    world = join_world(load_job("job.toml", layout).job, torch.device("cpu"))
+    whole = gather_weights(_Rows(world), world)  # type: ignore[arg-type]
+    dist.barrier()
+    return {name: weight.detach() for name, weight in whole.items()}
+
+
+def test_rank_0_gathers_whole_weights_of_uneven_pieces(
+    tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gathered = run_ranks(_gather, 4)
+    assert gathered[1:] == [{}, {}, {}]
+    assert torch.equal(gathered[0]["table"], torch.arange(5)[:, None] * 10.0 + torch.arange(4))
+    assert torch.equal(gathered[0]["matrix"], torch.arange(2)[:, None] * 10.0 + torch.arange(4))
+    assert torch.equal(gathered[0]["vector"], torch.arange(3) * 1.0)
