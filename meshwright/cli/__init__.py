@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from meshwright.cli import doctor, generate, job, report, train
+from meshwright.cli import doctor, generate, job, report, train, verify
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.add_typer(job.app, name="job")
 app.command("train")(train.train)
+app.command("verify")(verify.verify)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)

@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # gloo raises plain RuntimeErrors, which only their texts tell from others.
-_LOST_PEER = ("by peer", "Connection refused", "Broken pipe", "connectFullMesh", "Timed out waiting")
+_LOST_PEER = ("by peer", "Connection refused", "Broken pipe", "connectFullMesh", "Timed out", "pair closure")
 
 
 class RankFailure(Exception):
@@ -35,18 +35,24 @@ def failures_written_down() -> Iterator[None]:
         yield
     except Exception as error:
         if path := os.environ.get(ERROR_FILE):
+            draft = Path(f"{path}.new")  # the agent fails itself on a file that is half-written
             with suppress(OSError):  # on a full disk the exit code still tells that something failed
-                Path(path).write_text(json.dumps(_described(error)), encoding="utf-8")
+                draft.write_text(json.dumps(_described(error)), encoding="utf-8")
+                draft.rename(path)
         raise
 
 
 def _described(error: Exception) -> dict[str, Any]:
     """The fields torch's agents read, and ours beside them; the time keeps its fraction, which orders the failures."""
-    told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    mistake = isinstance(error, UserError)
+    told = str(error) if mistake else f"{type(error).__name__}: {error}"
     callstack = "".join(traceback.format_exception(error))
+    # torchrun prints py_callstack; nobody needs one to mend a mistake of their own.
+    extra = {"py_callstack": told if mistake else callstack, "timestamp": time.time()}
     return {
-        "message": {"message": told, "extraInfo": {"py_callstack": callstack, "timestamp": time.time()}},
-        "users_mistake": isinstance(error, UserError),
+        "message": {"message": told, "extraInfo": extra},
+        "callstack": callstack,
+        "users_mistake": mistake,
         "lost_peer": _lost_peer(error),
         "place": _place(error),
     }
@@ -117,5 +123,4 @@ def _first(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _callstack(failure: ProcessFailure) -> str:
-    message = failure.message
-    return str(message["extraInfo"]["py_callstack"]) if isinstance(message, dict) else ""
+    return str(failure.error_file_data.get("callstack", ""))

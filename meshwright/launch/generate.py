@@ -19,6 +19,8 @@ def generate_from_run(
     """The prompt and its continuation by a run's newest weights, with the step they were saved at."""
     saved = Job.model_validate(RunFolder.open(run).job())
     job = saved.model_copy(update={"run": saved.run.model_copy(update={"device": device})})
+    if job.model.file is not None:
+        raise UserError(f"{run} trained model.file = {job.model.file}, which cannot write text; use a preset")
     target = choose_device(job)
     weights = newest_weights(run)
     if not (run / "tokenizer.json").is_file():

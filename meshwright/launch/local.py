@@ -19,7 +19,7 @@ from meshwright.job import Job, LoadedJob
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import gather_weights, on_rank_zero
 from meshwright.launch.signals import stop_on_signal
-from meshwright.model import parameter_count
+from meshwright.model import count_parameters
 from meshwright.parallel import World, build, ranks_of, require_layout
 from meshwright.train import (
     ConsoleProgress,
@@ -89,7 +89,7 @@ def run_path(loaded: LoadedJob) -> Path:
 def require_room(job: Job, path: Path) -> None:
     """Refuse a run folder that is taken, and a disk on which the final weights would not fit."""
     RunFolder.require_free(path)
-    needed = 4 * parameter_count(job.model)
+    needed = 4 * count_parameters(job.model)
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -154,7 +154,7 @@ def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
 def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, console: Console) -> None:
     """One line that says what is about to be trained, on what, and where it is kept."""
     parts: list[Any] = [
-        f"{parameter_count(job.model):,} parameters",
+        f"{count_parameters(job.model):,} parameters",
         f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens",
         f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.errors import UserError
+
 _FIRST_PORT, _PORTS = 15_000, 16_000  # below the range operating systems hand out by themselves
 
 
@@ -22,11 +24,13 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     """The place torchrun's variables give this process; None when it is alone."""
     if "RANK" not in environment or int(environment.get("WORLD_SIZE", "1")) < 2:
         return None
+    if "LOCAL_RANK" not in environment:
+        raise UserError("RANK and WORLD_SIZE are set but LOCAL_RANK is not; set it, or start with torchrun or srun")
     local_size = environment.get("LOCAL_WORLD_SIZE")
     return Place(
         rank=int(environment["RANK"]),
         size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_rank=int(environment["LOCAL_RANK"]),
         local_size=None if local_size is None else int(local_size),
     )
 

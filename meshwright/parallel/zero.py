@@ -7,6 +7,7 @@
 Every framework's own averaging is off: the loss is already divided by the step's count of valid tokens.
 """
 
+import warnings
 from collections import Counter
 from typing import cast
 
@@ -23,6 +24,8 @@ from meshwright.parallel.precision import square_sum
 
 def apply_zero(model: nn.Module, layout: Layout, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> None:
     """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `master`."""
+    # Torch warns of views that an in-place operation would spoil; nothing here works in place on a module's result.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")
     low = compute if compute != master else None
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=master if low else None, cast_forward_inputs=False)

@@ -1,0 +1,33 @@
+"""Layout parity: a small job in its layout on CPU processes, beside the same training in one process."""
+
+from meshwright.verify.check import FORMATS, Check, Verdict, check
+from meshwright.verify.compare import Comparison, compare, worst
+from meshwright.verify.layer import LayerGrade, grade_layer
+from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_lines, run_matrix
+from meshwright.verify.observe import Observation, Shard, observe
+from meshwright.verify.ranks import RankError, RankGroup, run_ranks
+from meshwright.verify.shrink import shrink
+
+__all__ = [
+    "FORMATS",
+    "Check",
+    "Comparison",
+    "LayerGrade",
+    "Line",
+    "LineResult",
+    "Observation",
+    "RankError",
+    "RankGroup",
+    "Shard",
+    "Verdict",
+    "check",
+    "compare",
+    "grade_layer",
+    "load_matrix",
+    "observe",
+    "own_model_lines",
+    "run_matrix",
+    "run_ranks",
+    "shrink",
+    "worst",
+]

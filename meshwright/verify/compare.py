@@ -58,10 +58,22 @@ def compare(ranks: Sequence[Observation], reference: Observation, dtype: str) ->
 
 
 def first_wrong(rows: Sequence[Comparison]) -> Comparison | None:
-    """Where a search for the mistake should begin: the first wrong gradient, else the first wrong row of any kind."""
+    """Where a search for the mistake should begin: a gradient if one is wrong, else what follows from them first."""
     wrong = [row for row in rows if row.ok is False]
-    gradients = [row for row in wrong if row.kind == "gradient"]
-    return (gradients or wrong or [None])[0]
+    return min(wrong, key=_turn, default=None)
+
+
+def _turn(row: Comparison) -> int:
+    if row.kind == "gradient":
+        return 0
+    if row.name.endswith(" 1"):  # the first loss, norm or evaluation
+        return 1
+    return 2 if row.kind == "update" else 3
+
+
+def worst(rows: Sequence[Comparison]) -> Comparison:
+    """The row with the largest error for its bound; wrong ones come first, NaN before all."""
+    return max(rows, key=lambda row: (row.ok is False, math.isnan(row.error), row.error))
 
 
 def measure(value: Tensor, expected: Tensor, scale: float) -> float:
@@ -79,7 +91,8 @@ def _series(
     for step, value in enumerate(expected):
         given = [series[step] if step < len(series) else math.nan for series in ranks]
         error = measure(_float64(given), _float64(value), max(abs(value), floor))
-        rows.append(Comparison(kind, f"step {step + 1}", error, bounds.get(kind)))
+        name = f"{'evaluation' if kind == 'evaluation' else 'step'} {step + 1}"
+        rows.append(Comparison(kind, name, error, bounds.get(kind)))
     return rows
 
 
@@ -95,9 +108,7 @@ def _tensors(
     return rows
 
 
-def _tensor(
-    kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: float, bound: float | None
-) -> Comparison:
+def _tensor(kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: float, bound: float | None) -> Comparison:
     """Every rank's shard is compared, so replicas that drifted apart are seen; padding is expected to be zero."""
     scale = max(float(whole.abs().max()), floor)
     covered = torch.zeros(whole.shape, dtype=torch.bool)

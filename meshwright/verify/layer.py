@@ -129,7 +129,7 @@ def _places(layer: nn.Module, bias: bool) -> dict[str, Tensor]:
     load(numbers[:weights].reshape(OUT_FEATURES, IN_FEATURES), numbers[weights:] if bias else None)
     places = {name: parameter.detach().round().long() for name, parameter in layer.named_parameters()}
     for name, place in places.items():
-        if place.numel() and not (0 <= int(place.min()) and int(place.max()) <= len(numbers)):
+        if place.numel() and not (int(place.min()) >= 0 and int(place.max()) <= len(numbers)):
             raise ValueError(f"load_full put something other than the given values into {name}")
     return places
 
@@ -147,11 +147,11 @@ def _worst(errors: list[float]) -> float:
     return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN wins, unlike with Python's max
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the collectives issued inside, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,10 +174,14 @@ def _load(where: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"--layer {where}: {file} cannot be imported ({type(error).__name__}: {error}); mend it") from error
+        raise UserError(
+            f"--layer {where}: {file} cannot be imported ({type(error).__name__}: {error}); mend it"
+        ) from error
     cls = getattr(module, name, None)
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
         raise UserError(f"--layer {where}: {file} has no nn.Module class {name}; check its name")
     if not hasattr(cls, "load_full"):
-        raise UserError(f"--layer {where}: {name} has no method load_full(weight, bias), which hands it its weights; add it")
+        raise UserError(
+            f"--layer {where}: {name} has no method load_full(weight, bias), which hands it its weights; add it"
+        )
     return cls

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from meshwright.job import Job
@@ -24,6 +25,8 @@ class Line:
     name: str
     job: Job
     quick: bool
+    own_model: bool
+    """Whether `verify --model` puts a user's model into this layout."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,19 @@ def load_matrix(which: str = "full") -> list[Line]:
     return [line for line in lines if line.quick or which == "full"]
 
 
+def own_model_lines(path: str) -> list[Line]:
+    """A user's single-file model, at the matrix's llama shape, in one layout of each kind."""
+    lines = [line for line in load_matrix() if line.own_model]
+    return [
+        Line(line.name.replace("llama", Path(path).name), _with_model_file(line.job, path), line.quick, True)
+        for line in lines
+    ]
+
+
 def run_matrix(
     lines: Sequence[Line], dtype: str = "float64", began: Callable[[Line], None] = lambda line: None
 ) -> Iterator[LineResult]:
-    """Check every line and yield results as they come; lines run together where the machine has cores for their ranks."""
+    """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
     waiting, running = list(lines), list[tuple[Line, Check]]()
     cores = os.cpu_count() or 1
     with ExitStack() as ending:
@@ -81,9 +93,13 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
 
 def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:
     row = dict(row)
-    name, quick = row.pop("name"), row.pop("quick", False)
+    name, quick, own_model = row.pop("name"), row.pop("quick", False), row.pop("own_model", False)
     job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
     job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
     if row:
         raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
-    return Line(name, Job.model_validate(job), quick)
+    return Line(name, Job.model_validate(job), quick, own_model)
+
+
+def _with_model_file(job: Job, path: str) -> Job:
+    return job.model_copy(update={"model": job.model.model_copy(update={"file": path})})

@@ -12,6 +12,9 @@ from meshwright.parallel import Piece, Weights, build, join_world
 from meshwright.train import Training
 from meshwright.verify.documents import unequal_corpus
 
+MATRIX_SCALE = 8.0
+VECTOR_SHIFT = 0.1
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -38,6 +41,7 @@ def observe(job: Job, master: torch.dtype | None) -> Observation:
     """Train the job on this rank, in its place in the world, and return what was seen."""
     world = join_world(job, torch.device("cpu"))
     model, weights = build(job, world, master)
+    _enliven(weights)
     seen = Observation()
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
@@ -46,6 +50,23 @@ def observe(job: Job, master: torch.dtype | None) -> Observation:
     pieces = weights.pieces()
     seen.updates = {name: Shard(pieces[name], after - before[name]) for name, after in _values(weights).items()}
     return seen
+
+
+@torch.no_grad()
+def _enliven(weights: Weights) -> None:
+    """Move the first weights to where mistakes show.
+
+    They are drawn for wide models: at this width attention would be all but uniform, its gradients next to nothing, and
+    with biases at zero and norms at one, what adds a bias twice or forgets a norm's weight would compute the same.
+    """
+    pieces = weights.pieces()
+    for name, master in weights.masters.items():
+        if master.dim() > 1:
+            master.mul_(MATRIX_SCALE)
+        else:
+            pattern = VECTOR_SHIFT * torch.cos(torch.arange(pieces[name].shape[0], dtype=torch.float64))
+            master.add_(pieces[name].take(pattern))
+    weights.refresh()
 
 
 def _values(weights: Weights) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -34,7 +35,7 @@ class RankGroup:
     """Some ranks running one function each, in processes of their own and in one gloo process group."""
 
     def __init__(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in a process of its own")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._timeout_s = timeout_s
@@ -151,6 +152,8 @@ def _rank_main(
         end.close()
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.rank))
     torch.set_num_threads(1)
+    if place.rank > 0:
+        warnings.simplefilter("ignore")  # rank 0 says the same
     released = threading.Thread(target=_exit_when_released, args=(pipe,), daemon=True)
     try:
         dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.size)

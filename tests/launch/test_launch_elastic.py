@@ -85,8 +85,8 @@ def test_refused_before_any_process_starts(cli, tiny_job: Path, monkeypatch: pyt
 
 
 def test_ranks_are_not_started_inside_ranks(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
     result = cli(*words(), "--nproc", "2")
     assert result.code == 2 and "--nproc 2 would start ranks inside rank 1 of 2" in result.err
 

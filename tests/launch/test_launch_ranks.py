@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.job import load_job
+from meshwright.launch.devices import require_devices, with_own_device
 from meshwright.launch.gather import gather_weights
 from meshwright.launch.local import run_local
 from meshwright.launch.ranks import Place, find_place, first_host, slurm_variables
@@ -46,6 +47,25 @@ def test_a_process_alone_is_no_rank() -> None:
     assert slurm_variables({**STEP, "SLURM_NTASKS": "1"}) == {}
     assert slurm_variables({**STEP, "RANK": "0"}) == {}, "torchrun inside a Slurm step speaks for itself"
     assert slurm_variables({**STEP, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != slurm_variables(STEP)["MASTER_PORT"]
+
+
+def test_half_of_the_variables_is_refused() -> None:
+    with pytest.raises(UserError, match="LOCAL_RANK"):
+        find_place({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_every_rank_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job("demo").job
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_devices(job, 2)
+    with pytest.raises(UserError, match="3 ranks on this machine need as many GPUs, but it has 2"):
+        require_devices(job, 3)
+    require_devices(load_job("demo", ["run.device=cpu"]).job, 3)
+    assert with_own_device(job, Place(1, 2, 1, 2)).run.device == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert with_own_device(job, Place(3, 4, 3, None)).run.device == "cuda:0", "bound by the scheduler"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert with_own_device(job, Place(1, 2, 1, 2)).run.device == "auto"
 
 
 @pytest.mark.parametrize(

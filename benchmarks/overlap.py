@@ -1,0 +1,117 @@
+"""What overlapping communication with computation is worth: two ranks in two network namespaces, the wire made slow.
+
+    sudo python benchmarks/overlap.py [--rate 1gbit] [--repeats 3] [--out FILE]
+
+Each rank has a network namespace and a core of its own; the link between them is shaped with a token bucket. The job is
+zero 3 (parameters gathered for every use, forward and backward) with `layout.prefetch` 0 and 1; settings alternate and
+each repeat is a fresh pair of processes. Printed: the median step time of each setting and their ratio.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ADDRESSES = ("10.99.7.1", "10.99.7.2")
+SPACES = ("overlap-0", "overlap-1")
+STEPS = 6
+
+
+def worker(prefetch: int) -> None:
+    """One rank: build the job's model and time its steps; rank 0 prints them."""
+    import torch
+
+    from meshwright.job import Job
+    from meshwright.parallel import build, join_world
+
+    torch.set_num_threads(1)
+    job = Job.model_validate(
+        {
+            "model": {"vocab_size": 256, "width": 512, "layers": 6, "heads": 8, "ffn_width": 1536},
+            "batch": {"sequence_length": 256, "global_batch": 4, "micro_batch": 2},
+            "layout": {"dp_shard": 2, "zero": 3, "prefetch": prefetch},
+        }
+    )
+    world = join_world(job, torch.device("cpu"))
+    model, weights = build(job, world)
+    tokens = torch.randint(0, 256, (2, 256))
+    times = []
+    for _ in range(STEPS):
+        world.barrier()
+        started = time.perf_counter()
+        weights.begin_micro_batch(last=True)
+        model(tokens, tokens, 1024).backward()
+        weights.zero_gradients()
+        world.barrier()
+        times.append(time.perf_counter() - started)
+    if world.rank == 0:
+        print(json.dumps(times[1:]))
+
+
+def shell(command: str) -> None:
+    subprocess.run(command, shell=True, check=True)
+
+
+def measure(prefetch: int) -> list[float]:
+    processes = []
+    for rank, space in enumerate(SPACES):
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": "29507", "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", space, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
+        command += [sys.executable, __file__, "--worker", str(prefetch)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    times: list[float] = json.loads(outputs[0].strip().splitlines()[-1])
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", type=int)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        worker(arguments.worker)
+        return
+    print(__doc__)
+    times: dict[int, list[float]] = {0: [], 1: []}
+    try:
+        for space in SPACES:
+            shell(f"ip netns add {space}")
+        shell(f"ip link add wire netns {SPACES[0]} type veth peer name wire netns {SPACES[1]}")
+        for space, address in zip(SPACES, ADDRESSES, strict=True):
+            shell(f"ip -n {space} addr add {address}/24 dev wire && ip -n {space} link set wire mtu 9000 up")
+            shell(f"ip -n {space} link set lo up")
+            shell(f"tc -n {space} qdisc add dev wire root tbf rate {arguments.rate} burst 128kb limit 20mb")
+        for _ in range(arguments.repeats):
+            for prefetch in times:
+                times[prefetch] += measure(prefetch)
+    finally:
+        for space in SPACES:
+            subprocess.run(f"ip netns del {space}", shell=True, stderr=subprocess.DEVNULL)
+    medians = {prefetch: statistics.median(values) for prefetch, values in times.items()}
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "rate": arguments.rate,
+        "step_s_without_overlap": round(medians[0], 3),
+        "step_s_with_overlap": round(medians[1], 3),
+        "ratio": round(medians[0] / medians[1], 3),
+        "spread_s": {str(prefetch): [round(min(v), 3), round(max(v), 3)] for prefetch, v in times.items()},
+    }
+    print(json.dumps(result, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

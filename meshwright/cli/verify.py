@@ -1,0 +1,232 @@
+"""`meshwright verify`: whether a layout computes the same numbers as one process."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from meshwright.cli.job import JSON, SET
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
+
+JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
+DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
+MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
+MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
+LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
+
+
+def verify(
+    job: str | None = JOB,
+    overrides: list[str] = SET,
+    steps: int = typer.Option(3, "--steps", min=1, help="Training steps to compare."),
+    dtype: str = DTYPE,
+    matrix: str | None = MATRIX,
+    model: str | None = MODEL,
+    layer: str | None = LAYER,
+    as_json: bool = JSON,
+) -> None:
+    """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
+    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer}
+    given = [name for name, value in modes.items() if value is not None]
+    if len(given) != 1:
+        raise UserError(
+            f"verify takes one of {', '.join(modes)}, not {' and '.join(given) or 'none'}; give exactly one"
+        )
+    if matrix is not None and matrix not in ("quick", "full"):
+        raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
+
+    from meshwright.verify import FORMATS, load_matrix, own_model_lines
+
+    if dtype not in FORMATS:
+        raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
+    equal: bool | None
+    if layer is not None:
+        equal = _layer(layer, as_json)
+    elif matrix is not None:
+        equal = _lines({"matrix": matrix}, load_matrix(matrix), dtype, as_json)
+    elif model is not None:
+        equal = _lines({"model": model}, own_model_lines(model), dtype, as_json)
+    else:
+        assert job is not None
+        equal = _job(job, overrides, steps, dtype, as_json)
+    if equal is False:
+        raise typer.Exit(1)
+
+
+def _job(source: str, overrides: list[str], steps: int, dtype: str, as_json: bool) -> bool | None:
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.job import load_job
+    from meshwright.parallel import ranks_of, require_layout
+    from meshwright.verify import check, shrink
+
+    loaded = load_job(source, overrides)
+    require_layout(loaded.job, ranks_of(loaded.job.layout))
+    small, notes = shrink(loaded.job, steps)
+    ranks = ranks_of(small.layout)
+    with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
+        verdict = check(small, dtype)
+    if as_json:
+        first = verdict.first_wrong
+        print_json(
+            {
+                "equal": verdict.ok,
+                "job": loaded.name,
+                "layout": small.layout.model_dump(mode="json", exclude_defaults=True),
+                "ranks": ranks,
+                "dtype": dtype,
+                "steps": steps,
+                "seconds": verdict.seconds,
+                "notes": notes,
+                "first_wrong": None if first is None else _row(first),
+                "rows": [_row(row) for row in verdict.rows],
+            }
+        )
+    else:
+        console = stdout_console()
+        for note in notes:
+            _say(console, f"note  {note}")
+        _print_verdict(console, verdict, ranks)
+    return verdict.ok
+
+
+def _row(row: Comparison) -> dict[str, Any]:
+    error = row.error if math.isfinite(row.error) else None
+    return {"kind": row.kind, "name": row.name, "error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+
+
+def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
+    from rich.table import Table
+
+    from meshwright.verify import worst
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("compared", "number", "worst error", "bound", "where", ""):
+        table.add_column(column, overflow="fold")
+    for kind in dict.fromkeys(row.kind for row in verdict.rows):
+        rows = [row for row in verdict.rows if row.kind == kind]
+        top = worst(rows)
+        mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
+        bound = "–" if top.bound is None else f"{top.bound:.0e}"
+        table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+    console.print(table)
+    _say(console, _sentence(verdict, ranks))
+
+
+def _sentence(verdict: Verdict, ranks: int) -> str:
+    first = verdict.first_wrong
+    if verdict.ok is None:
+        return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
+    if first is None:
+        return f"equal: {ranks} ranks compute what one process computes ({verdict.seconds:.1f} s)"
+    return f"not equal: first diverging is the {_where(first)}"
+
+
+def _where(row: Comparison) -> str:
+    return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
+
+
+def _lines(of: dict[str, str], lines: list[Line], dtype: str, as_json: bool) -> bool:
+    import time
+
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.verify import run_matrix
+
+    results, started = list[Any](), time.monotonic()
+    console = stdout_console()
+    with stderr_console().status("") as status:
+        show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
+        for result in run_matrix(lines, dtype, began=show):
+            results.append(_line(result))
+            if not as_json:
+                _print_line(console, result)
+    seconds = time.monotonic() - started
+    equal = all(result["equal"] is not False for result in results)
+    if as_json:
+        print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
+    else:
+        wrong = sum(result["equal"] is False for result in results)
+        _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
+    return equal
+
+
+def _line(result: LineResult) -> dict[str, Any]:
+    from meshwright.parallel import ranks_of
+    from meshwright.verify import worst
+
+    verdict = result.verdict
+    first = None if verdict is None else verdict.first_wrong
+    return {
+        "name": result.line.name,
+        "ranks": ranks_of(result.line.job.layout),
+        "equal": False if verdict is None else verdict.ok,
+        "worst": None if verdict is None else _row(worst(verdict.rows)),
+        "first_wrong": None if first is None else _row(first),
+        "error": result.error,
+        "seconds": None if verdict is None else verdict.seconds,
+    }
+
+
+def _print_line(console: Console, result: LineResult) -> None:
+    from meshwright.verify import worst
+
+    if result.verdict is None:
+        _say(console, f"failed     {result.line.name}\n{result.error}")
+        return
+    first, top = result.verdict.first_wrong, worst(result.verdict.rows)
+    mark = "equal    " if first is None else "NOT EQUAL"
+    _say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
+    if first is not None:
+        _say(console, f"           first diverging: {_where(first)}")
+
+
+def _layer(where: str, as_json: bool) -> bool:
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.verify import grade_layer
+
+    grades = grade_layer(where)
+    equal = all(grade.ok for grade in grades)
+    if as_json:
+        print_json({"equal": equal, "layer": where, "grades": [_grade(grade) for grade in grades]})
+        return equal
+    console = stdout_console()
+    for grade in grades:
+        _say(console, f"{grade.ranks} ranks, {'with' if grade.bias else 'without'} bias: {_graded(grade)}")
+    _say(console, "equal to nn.Linear" if equal else "not equal to nn.Linear")
+    return equal
+
+
+def _grade(grade: LayerGrade) -> dict[str, Any]:
+    return {
+        "ranks": grade.ranks,
+        "bias": grade.bias,
+        "ok": grade.ok,
+        "first_wrong": grade.first_wrong,
+        "errors": {name: error if math.isfinite(error) else None for name, error in grade.errors.items()},
+        "held": grade.held,
+        "forward": grade.forward,
+        "backward": grade.backward,
+        "problem": grade.problem,
+    }
+
+
+def _graded(grade: LayerGrade) -> str:
+    counted = "; ".join(
+        f"{when}: {', '.join(f'{count} × {name}' for name, count in counts.items()) or 'no collectives'}"
+        for when, counts in (("forward", grade.forward), ("backward", grade.backward))
+    )
+    if grade.problem is not None:
+        return grade.problem
+    if grade.first_wrong is not None:
+        return f"the {grade.first_wrong} is wrong, off by {grade.errors[grade.first_wrong]:.1e} ({counted})"
+    return f"equal, each rank holds at most {max(grade.held):.0%} ({counted})"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

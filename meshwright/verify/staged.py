@@ -1,0 +1,142 @@
+"""A process group whose collectives travel through host memory, so that several ranks can share one GPU.
+
+NCCL refuses two ranks on one device, and gloo crashes on CUDA tensors under `fully_shard`. For proving layouts on one
+card neither speed nor overlap matters: every collective here copies to the host, lets gloo do it, and copies back.
+"""
+
+# mypy: disable-error-code="override, assignment"
+# Torch's stubs list several call forms of each collective; the ones it uses on groups written in Python are here.
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.futures import Future
+
+NAME = "staged"
+
+
+def register() -> None:
+    """Make the group known to torch under NAME, once."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return StagedGroup(store, rank, size, timeout)
+
+
+class StagedGroup(dist.ProcessGroup):
+    """Gloo on host copies; each call is finished when it returns."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self) -> str:
+        """As torch asks for it."""
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of this group: groups written in Python look it up themselves."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def pg_name(self) -> str:
+        """The same, under torch's other name for it."""
+        return self.group_name
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._in_place(tensors, lambda host: self._gloo.allreduce(host, opts or dist.AllreduceOptions()))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        for tensor in tensors:
+            plain = dist.AllreduceOptions()
+            plain.reduceOp = opts.reduceOp
+            self.allreduce([tensor], plain)
+        return _finished(tensors)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._in_place(tensors, lambda host: self._gloo.broadcast(host, opts or dist.BroadcastOptions()))
+
+    def barrier(self, opts: Any = None) -> Any:
+        self._gloo.barrier(opts or dist.BarrierOptions()).wait()
+        return _finished(None)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        host_outputs = [[_host(tensor) for tensor in row] for row in outputs]
+        self._gloo.allgather(host_outputs, [_host(tensor) for tensor in inputs]).wait()
+        for row, host_row in zip(outputs, host_outputs, strict=True):
+            _copy_back(row, host_row)
+        return _finished(outputs)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        parts = [torch.empty(source.shape, dtype=source.dtype) for _ in range(self.size())]
+        self._gloo.allgather([parts], [_host(source)]).wait()
+        output.copy_(torch.cat([part.flatten() for part in parts]).view(output.shape))
+        return _finished(output)
+
+    all_gather_single = _allgather_base  # its name since torch 2.13
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        for output, source in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, source)
+        return _finished(outputs)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
+        whole = _host(source).clone()
+        options = dist.AllreduceOptions()
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
+        self._gloo.allreduce([whole], options).wait()
+        output.copy_(whole.flatten().chunk(self.size())[self.rank()].view(output.shape))
+        return _finished(output)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        for output, source in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, source, opts)
+        return _finished(outputs)
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        host_output = _host(output).clone()
+        self._gloo.alltoall_base(host_output, _host(source), output_sizes, input_sizes, dist.AllToAllOptions()).wait()
+        output.copy_(host_output)
+        return _finished(output)
+
+    all_to_all_single = alltoall_base
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
+        self._gloo.send([_host(tensor) for tensor in tensors], destination, tag).wait()
+        return _finished(None)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        return self._in_place(tensors, lambda host: self._gloo.recv(host, source, tag))
+
+    def _in_place(self, tensors: list[Tensor], run: Any) -> Any:
+        host = [_host(tensor).clone() for tensor in tensors]
+        run(host).wait()
+        _copy_back(tensors, host)
+        return _finished(tensors)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _copy_back(tensors: list[Tensor], host: list[Tensor]) -> None:
+    for tensor, values in zip(tensors, host, strict=True):
+        tensor.copy_(values)
+
+
+def _finished(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)

@@ -1,0 +1,104 @@
+"""The known silent bugs, each made on purpose: verify must see it, and see it where it is."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from verify_jobs import llama_job
+
+from meshwright.job import Job
+from meshwright.parallel import tensor, zero
+from meshwright.train import Training, loop
+from meshwright.verify import Verdict, check
+from meshwright.verify.check import reference
+
+Patch = pytest.MonkeyPatch
+
+
+def broken(job: Job, breaking: Callable[[], None]) -> Verdict:
+    """The verdict on a job after breaking something; the single process's run is made before."""
+    reference(job, "float64")
+    breaking()
+    verdict = check(job)
+    assert verdict.ok is False
+    return verdict
+
+
+def kinds(verdict: Verdict) -> set[str]:
+    return {row.kind for row in verdict.rows if row.ok is False}
+
+
+@pytest.mark.parametrize("layout", [{"dp_replicate": 2}, {"tp": 2}])
+def test_unbroken_all_is_equal(layout: dict[str, Any]) -> None:
+    verdict = check(llama_job(**layout))
+    assert verdict.ok and verdict.first_wrong is None
+
+
+def test_averaging_over_a_rank_s_own_tokens(monkeypatch: Patch) -> None:
+    accumulate = Training._accumulate
+
+    def local_average(self: Training, step: int, data: Any) -> Tensor:
+        return accumulate(self, step, replace(data, valid_count=data.batch.valid_count() * self.world.data_ranks))
+
+    verdict = broken(llama_job(dp_replicate=2), lambda: monkeypatch.setattr(Training, "_accumulate", local_average))
+    assert kinds(verdict) == {"loss", "norm", "gradient", "update"}
+
+
+def test_replicated_gradients_counted_once_for_every_copy_in_the_norm(monkeypatch: Patch) -> None:
+    square_sum = zero.square_sum
+    counted = lambda masters, pieces: square_sum(masters, {n: replace(p, copies=1) for n, p in pieces.items()})  # noqa: E731
+    verdict = broken(llama_job(tp=2), lambda: monkeypatch.setattr(zero, "square_sum", counted))
+    assert "norm" in kinds(verdict) and "gradient" not in kinds(verdict)
+    assert verdict.first_wrong is not None and verdict.first_wrong.kind == "norm"
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2, "zero": 1}])
+def test_the_norm_not_summed_over_an_axis(monkeypatch: Patch, layout: dict[str, Any]) -> None:
+    square_sum = zero.square_sum
+
+    def only_on_the_first(masters: Any, pieces: Any) -> Tensor:
+        return square_sum(masters, pieces) * (2.0 if dist.get_rank() == 0 else 0.0)
+
+    verdict = broken(llama_job(**layout), lambda: monkeypatch.setattr(zero, "square_sum", only_on_the_first))
+    assert "norm" in kinds(verdict) and "gradient" not in kinds(verdict)
+
+
+def test_gradients_of_replicated_norms_not_summed_over_tp(monkeypatch: Patch) -> None:
+    def left_alone(self: Any, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+        return module
+
+    verdict = broken(llama_job(tp=2), lambda: monkeypatch.setattr(tensor.Whole, "_apply", left_alone))
+    wrong = [row.name for row in verdict.rows if row.ok is False and row.kind == "gradient"]
+    assert wrong and all("norm" in name for name in wrong)
+    assert verdict.first_wrong is not None and verdict.first_wrong.name == "layers.0.attention_norm.weight"
+    assert next(row for row in verdict.rows if row.kind == "loss").ok  # the first forward is right: a silent bug
+
+
+@pytest.mark.parametrize("layout", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 3}])
+def test_gradients_divided_by_the_ranks_a_second_time(monkeypatch: Patch, layout: dict[str, Any]) -> None:
+    divide = FSDPModule.set_gradient_divide_factor
+
+    def twice(self: FSDPModule, factor: float) -> None:
+        divide(self, 2.0 * factor)
+
+    job = llama_job(**layout)
+    verdict = broken(job, lambda: monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", twice))
+    assert {"norm", "gradient", "update"} <= kinds(verdict)
+    errors = [row.error for row in verdict.rows if row.kind == "gradient"]
+    assert min(errors) > 0.49 and min(errors) == pytest.approx(max(errors))  # all alike: a factor, nothing else
+
+
+def test_replicas_that_drift_apart_in_the_update_alone(monkeypatch: Patch) -> None:
+    set_rate = loop.set_learning_rate
+
+    def drifting(optimizer: Any, rate: float) -> None:
+        set_rate(optimizer, rate * (1.0 + 1e-6 * dist.get_rank()))
+
+    job = llama_job(dp_replicate=2, steps=1)
+    verdict = broken(job, lambda: monkeypatch.setattr(loop, "set_learning_rate", drifting))
+    assert kinds(verdict) == {"update"}

@@ -1,0 +1,113 @@
+"""`meshwright verify` as a person and as a script use it: tables, JSON, exit codes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "parallel_block.py"
+DEMO = "job.toml"
+ROW_KEYS = {"kind", "name", "error", "bound", "ok", "note"}
+
+
+@pytest.fixture(autouse=True)
+def job_file(tmp_path: Path) -> None:
+    """A job of odd sizes in the folder the commands run in."""
+    shape = "vocab_size = 1001\nwidth = 96\nlayers = 3\nheads = 6\nkv_heads = 2\nmax_sequence_length = 128"
+    (tmp_path / DEMO).write_text(
+        f"[model]\n{shape}\n[batch]\nsequence_length = 128\nglobal_batch = 24\nmicro_batch = 2\n"
+    )
+
+
+def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:  # type: ignore[no-untyped-def]
+    result = cli("verify", DEMO, "--set", "layout.dp_replicate=4", "--steps", "2")
+    assert result.code == 0, result.err
+    assert "layout.dp_replicate 4 → 2" in result.out
+    assert "equal: 2 ranks compute what one process computes" in result.out
+    for kind in ("loss", "norm", "gradient", "update"):
+        assert kind in result.out
+
+
+def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
+    result = cli("verify", DEMO, "--set", "layout.dp_shard=2", "--set", "layout.zero=3", "--steps", "2", "--json")
+    answer = json.loads(result.out)
+    assert result.code == 0 and answer["equal"] is True
+    assert set(answer) == {
+        "equal", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes", "first_wrong", "rows",
+    }  # fmt: skip
+    assert answer["layout"] == {"dp_shard": 2, "zero": 3} and answer["first_wrong"] is None
+    assert all(set(row) == ROW_KEYS for row in answer["rows"])
+    assert sum(row["kind"] == "loss" for row in answer["rows"]) == 2
+
+
+def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    divide = FSDPModule.set_gradient_divide_factor
+    monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2 * factor))
+    job = (DEMO, "--set", "layout.dp_shard=2", "--steps", "1")
+    result = cli("verify", *job)
+    assert result.code == 1
+    assert "not equal: first diverging is the gradient of embed.weight, off by 5.0e-01" in result.out
+    result = cli("verify", *job, "--json")
+    assert result.code == 1 and json.loads(result.out)["first_wrong"]["name"] == "embed.weight"
+
+
+def test_bf16_is_shown_without_a_verdict(cli) -> None:  # type: ignore[no-untyped-def]
+    arguments = (DEMO, "--set", "layout.dp_replicate=2", "--set", "model.layers=1", "--steps", "1", "--json")
+    result = cli("verify", *arguments, "--dtype", "bf16")
+    answer = json.loads(result.out)
+    assert result.code == 0 and answer["equal"] is None
+    assert {row["ok"] for row in answer["rows"]} == {None}
+    assert max(row["error"] for row in answer["rows"] if row["kind"] == "loss") < 0.05
+
+
+def test_float32_is_judged_by_its_own_bounds(cli) -> None:  # type: ignore[no-untyped-def]
+    result = cli("verify", DEMO, "--set", "layout.tp=2", "--dtype", "float32", "--json")
+    answer = json.loads(result.out)
+    assert result.code == 0 and answer["equal"] is True
+    assert {row["bound"] for row in answer["rows"]} == {1e-5, None}
+
+
+def test_a_model_of_one_s_own(cli) -> None:  # type: ignore[no-untyped-def]
+    result = cli("verify", "--model", str(EXAMPLE), "--json")
+    answer = json.loads(result.out)
+    assert result.code == 0 and answer["equal"] is True, result.out
+    assert len(answer["layouts"]) >= 5 and {layout["ranks"] for layout in answer["layouts"]} == {2, 4}
+    assert set(answer["layouts"][0]) == {"name", "ranks", "equal", "worst", "first_wrong", "error", "seconds"}
+
+
+def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n\n\n"
+        "class Whole(nn.Linear):\n"
+        "    def __init__(self, i, o, bias, group):\n        super().__init__(i, o, bias)\n\n"
+        "    @torch.no_grad()\n    def load_full(self, weight, bias):\n        self.weight.copy_(weight)\n"
+        "        if bias is not None:\n            self.bias.copy_(bias)\n"
+    )
+    result = cli("verify", "--layer", "mine.py:Whole")
+    assert result.code == 1 and "2 ranks, with bias: every rank holds the whole weight" in result.out
+    answer = json.loads(cli("verify", "--layer", "mine.py:Whole", "--json").out)
+    assert answer["equal"] is False and [grade["ranks"] for grade in answer["grades"]] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "verify takes one of JOB, --matrix, --model, --layer, not none"),
+        ((DEMO, "--matrix", "quick"), "not JOB and --matrix"),
+        (("--matrix", "small"), "--matrix small is not a matrix; use quick or full"),
+        ((DEMO, "--dtype", "fp64"), "--dtype fp64 is not a number format here; use float64, float32, bf16"),
+        ((DEMO, "--set", "layout.tp=5"), "layout.tp = 5 does not divide"),
+        (("--layer", "mine"), "--layer mine is not file.py:Class"),
+    ],
+)
+def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:  # type: ignore[no-untyped-def]
+    result = cli("verify", *arguments)
+    assert result.code == 2
+    assert sentence in result.err and "Traceback" not in result.err
+
+
+def test_the_parent_never_touches_cuda(cli) -> None:  # type: ignore[no-untyped-def]
+    cli("verify", DEMO, "--set", "layout.dp_replicate=2", "--steps", "1")
+    assert not torch.cuda.is_initialized()

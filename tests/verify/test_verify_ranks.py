@@ -1,0 +1,94 @@
+"""Forked ranks: results by rank, the first error and not its echo, silent deaths, time limits."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import UserError
+from meshwright.verify import RankError, RankGroup, run_ranks
+
+
+def rank_and_sum(start: int) -> dict[str, Any]:
+    total = torch.tensor([float(start + dist.get_rank())], dtype=torch.float64)
+    dist.all_reduce(total)
+    return {"rank": int(os.environ["RANK"]), "size": int(os.environ["WORLD_SIZE"]), "total": total}
+
+
+def test_results_come_back_by_rank_tensors_included() -> None:
+    results = run_ranks(rank_and_sum, 3, 10)
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert all(result["size"] == 3 for result in results)
+    assert all(torch.equal(result["total"], torch.tensor([33.0], dtype=torch.float64)) for result in results)
+
+
+def test_one_rank_is_a_world_too() -> None:
+    assert run_ranks(rank_and_sum, 1, 5)[0]["total"].item() == 5.0
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the cause")
+    dist.barrier()
+
+
+def test_the_failed_rank_is_named_and_not_the_peers_that_waited_for_it() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 3 failed[\s\S]*ValueError: the cause"):
+        run_ranks(fail_on_one, 3)
+    assert time.monotonic() - started < 20
+
+
+def refuse() -> None:
+    raise UserError("layout.tp = 9 is too many; use 3")
+
+
+def test_a_users_mistake_on_a_rank_stays_one() -> None:
+    with pytest.raises(UserError, match=r"^layout\.tp = 9 is too many; use 3$"):
+        run_ranks(refuse, 2)
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
+def test_a_rank_that_dies_without_a_word_is_named_with_its_signal() -> None:
+    with pytest.raises(RankError, match=r"rank 1 died without a word \(signal SIGSEGV\)"):
+        run_ranks(die_on_one, 3)
+
+
+def hang_on_zero() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+
+
+def test_a_hanging_rank_is_named_and_everything_is_ended() -> None:
+    group = RankGroup(hang_on_zero, 2, timeout_s=0.5)
+    pids = [process.pid for process in group._processes]
+    with pytest.raises(RankError, match=r"rank 0 gave no answer within"):
+        while not group.poll(0.1):
+            pass
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def count_threads() -> int:
+    return torch.get_num_threads()
+
+
+def test_ranks_compute_on_one_thread_each() -> None:
+    assert run_ranks(count_threads, 2) == [1, 1]
+
+
+def test_nothing_is_forked_once_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be forked"):
+        run_ranks(count_threads, 2)

@@ -1,0 +1,76 @@
+"""Shrinking keeps what decides how a layout cuts a model."""
+
+from typing import Any
+
+import pytest
+
+from meshwright.job import Job, model_preset
+from meshwright.parallel import ranks_of, require_layout
+from meshwright.verify import shrink
+
+
+def big(preset: str, *, batch: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **layout: Any) -> Job:
+    sizes = {"global_batch": 1680, "micro_batch": 4, "sequence_length": 1024} | (batch or {})
+    return Job.model_validate({"model": model_preset(preset) | (model or {}), "batch": sizes, "layout": layout})
+
+
+CASES = [
+    big("llama-3-8b", tp=8, dp_shard=4, zero=3),
+    big("llama-3-70b", tp=4, dp_replicate=7, sp=False),
+    big("llama-3.1-405b", tp=16, kv_replicate=True, dp_shard=5, zero=2),
+    big("llama-3.2-3b", tp=3, kv_replicate=True, batch={"sequence_length": 1023}, model={"ffn_width": 8190}),
+    big("gpt2", tp=2, dp_replicate=2),
+    big("gpt2-xl", tp=5, dp_replicate=7, sp=False),
+    big("gpt2", dp_shard=3, zero=1, model={"layers": 13}),
+    big("qwen3-0.6b", tp=4, dp_shard=4, dp_replicate=3, zero=1),
+    big("mistral-7b", tp=8, dp_shard=16, zero=3, batch={"global_batch": 64, "sequence_length": 4096}),
+]
+
+
+@pytest.mark.parametrize("job", CASES, ids=lambda job: f"tp{job.layout.tp}-layers{job.model.layers}")
+def test_what_matters_is_kept(job: Job) -> None:
+    require_layout(job, ranks_of(job.layout))
+    small, _ = shrink(job)
+    require_layout(small, ranks_of(small.layout))
+    assert 1 < ranks_of(small.layout) <= 8
+    before, after, tp, small_tp = job.model, small.model, job.layout.tp, small.layout.tp
+    assert after.width <= 64 and after.layers <= 3 and after.vocab_size <= 60 and small.batch.sequence_length <= 24
+    assert (after.kv_heads % small_tp == 0) == (before.kv_heads % tp == 0)
+    assert (after.vocab_size % small_tp == 0) == (before.vocab_size % tp == 0)
+    assert (small.batch.sequence_length % small_tp == 0) == (job.batch.sequence_length % tp == 0)
+    assert (after.heads == after.kv_heads) == (before.heads == before.kv_heads)
+    assert (after.heads * after.head_dim == after.width) == (before.heads * before.head_dim == before.width)
+    assert after.layers % 2 == before.layers % 2
+    assert (small.accumulation == 1) == (job.accumulation == 1)
+    for field in ("tied", "norm", "activation", "positions", "qkv_bias", "linear_bias", "qk_norm", "dropout"):
+        assert getattr(after, field) == getattr(before, field)
+    assert (after.sliding_window is None) == (before.sliding_window is None)
+    for field in ("zero", "sp", "kv_replicate"):
+        assert getattr(small.layout, field) == getattr(job.layout, field)
+
+
+def test_a_reduced_degree_is_noted_and_a_small_one_left_alone() -> None:
+    _, notes = shrink(big("llama-3-8b", tp=8, dp_replicate=2))
+    assert "layout.tp 8 → 2" in notes
+    assert not any(note.startswith("layout.dp_replicate") for note in notes)
+
+
+def test_odd_degrees_become_three_and_the_ranks_stay_few() -> None:
+    small, _ = shrink(big("gpt2", tp=3, sp=False, dp_shard=7, zero=3, batch={"global_batch": 28}))
+    assert (small.layout.tp, small.layout.dp_shard) == (3, 2)  # 3 × 3 would be more than 8 ranks
+
+
+def test_a_learned_table_longer_than_the_sequence_stays_longer() -> None:
+    small, _ = shrink(big("gpt2", tp=2, batch={"sequence_length": 512}))
+    assert small.model.max_sequence_length > small.batch.sequence_length
+    small, _ = shrink(big("gpt2", tp=2))
+    assert small.model.max_sequence_length == small.batch.sequence_length
+
+
+def test_a_window_stays_shorter_or_longer_than_the_sequence() -> None:
+    for sequence, shorter in ((8192, True), (1024, False)):
+        small, _ = shrink(
+            big("mistral-7b", tp=2, model={"max_sequence_length": 8192}, batch={"sequence_length": sequence})
+        )
+        assert small.model.sliding_window is not None
+        assert (small.model.sliding_window < small.batch.sequence_length) == shorter
