@@ -30,6 +30,7 @@ def verify(
     matrix: str | None = MATRIX,
     model: str | None = MODEL,
     layer: str | None = LAYER,
+    device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
@@ -46,21 +47,31 @@ def verify(
 
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
+    _require_device(device)
     equal: bool | None
     if layer is not None:
         equal = _layer(layer, as_json)
     elif matrix is not None:
-        equal = _lines({"matrix": matrix}, load_matrix(matrix), dtype, as_json)
+        equal = _lines({"matrix": matrix}, load_matrix(matrix), dtype, device, as_json)
     elif model is not None:
-        equal = _lines({"model": model}, own_model_lines(model), dtype, as_json)
+        equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps, dtype, as_json)
+        equal = _job(job, overrides, steps, dtype, device, as_json)
     if equal is False:
         raise typer.Exit(1)
 
 
-def _job(source: str, overrides: list[str], steps: int, dtype: str, as_json: bool) -> bool | None:
+def _require_device(device: str) -> None:
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is not a kind of device here; use cpu or cuda")
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
+
+
+def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool | None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.parallel import ranks_of, require_layout
@@ -71,7 +82,7 @@ def _job(source: str, overrides: list[str], steps: int, dtype: str, as_json: boo
     small, notes = shrink(loaded.job, steps)
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
-        verdict = check(small, dtype)
+        verdict = check(small, dtype, device)
     if as_json:
         first = verdict.first_wrong
         print_json(
@@ -132,7 +143,7 @@ def _where(row: Comparison) -> str:
     return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
 
 
-def _lines(of: dict[str, str], lines: list[Line], dtype: str, as_json: bool) -> bool:
+def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_json: bool) -> bool:
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
@@ -142,7 +153,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, as_json: bool) -> 
     console = stdout_console()
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, began=show):
+        for result in run_matrix(lines, dtype, device, began=show):
             results.append(_line(result))
             if not as_json:
                 _print_line(console, result)

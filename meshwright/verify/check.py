@@ -10,6 +10,7 @@ import torch
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.parallel import ranks_of, require_layout
+from meshwright.verify import staged
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankGroup, run_ranks
@@ -45,6 +46,7 @@ class Check:
 
     job: Job
     dtype: str
+    device: str = "cpu"
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
 
@@ -53,7 +55,9 @@ class Check:
         require_layout(self.job, ranks_of(self.job.layout))
         self._started = time.monotonic()
         job, master = _in_format(self.job, self.dtype)
-        self._group = RankGroup(observe, ranks_of(job.layout), job, master, timeout_s=TIMEOUT_S)
+        ranks = ranks_of(job.layout)
+        backend = _backend(self.device, ranks)
+        self._group = RankGroup(observe, ranks, job, master, self.device, timeout_s=TIMEOUT_S, backend=backend)
         return self
 
     def finished(self, timeout_s: float) -> bool:
@@ -66,7 +70,7 @@ class Check:
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
         self.close()
-        rows = compare(ranks, reference(self.job, self.dtype), self.dtype)
+        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype)
         return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started)
 
     def close(self) -> None:
@@ -75,9 +79,9 @@ class Check:
             self._group.close()
 
 
-def check(job: Job, dtype: str = "float64") -> Verdict:
+def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
     """Run a (small) job in its layout and in one process, and compare all that DESIGN's parity names."""
-    running = Check(job, dtype).start()
+    running = Check(job, dtype, device).start()
     try:
         while not running.finished(1.0):
             pass
@@ -86,7 +90,7 @@ def check(job: Job, dtype: str = "float64") -> Verdict:
         running.close()
 
 
-def reference(job: Job, dtype: str) -> Observation:
+def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """The same training in one process, the whole batch at once; computed once for all layouts of a job."""
     alone = job.model_copy(
         update={
@@ -95,15 +99,22 @@ def reference(job: Job, dtype: str) -> Observation:
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
         }
     )
-    return _reference(alone.model_dump_json(), dtype)
+    return _reference(alone.model_dump_json(), dtype, device)
 
 
 @lru_cache(maxsize=64)
-def _reference(job_json: str, dtype: str) -> Observation:
+def _reference(job_json: str, dtype: str, device: str) -> Observation:
     # In a forked process like the ranks: this one stays free of thread pools and can fork safely again.
     job, master = _in_format(Job.model_validate_json(job_json), dtype)
-    seen: Observation = run_ranks(observe, 1, job, master, timeout_s=TIMEOUT_S)[0]
+    seen: Observation = run_ranks(observe, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
     return seen
+
+
+def _backend(device: str, ranks: int) -> str:
+    """NCCL where every rank has a GPU of its own, host memory between ranks that share one, gloo on the CPU."""
+    if device == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else staged.NAME
 
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:

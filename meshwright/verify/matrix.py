@@ -60,7 +60,10 @@ def own_model_lines(path: str) -> list[Line]:
 
 
 def run_matrix(
-    lines: Sequence[Line], dtype: str = "float64", began: Callable[[Line], None] = lambda line: None
+    lines: Sequence[Line],
+    dtype: str = "float64",
+    device: str = "cpu",
+    began: Callable[[Line], None] = lambda line: None,
 ) -> Iterator[LineResult]:
     """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
     waiting, running = list(lines), list[tuple[Line, Check]]()
@@ -71,8 +74,10 @@ def run_matrix(
             if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
-                reference(line.job, dtype)  # before the ranks start, so that its time is not part of their limit
-                check = Check(line.job, dtype).start()
+                reference(
+                    line.job, dtype, device
+                )  # before the ranks start, so that its time is not part of their limit
+                check = Check(line.job, dtype, device).start()
                 ending.callback(check.close)
                 running.append((line, check))
                 continue

@@ -1,5 +1,6 @@
 """What a rank sees of a run: the real training loop with a listener on it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from meshwright.train import Training
 from meshwright.verify.documents import unequal_corpus
 
 MATRIX_SCALE = 8.0
-VECTOR_SHIFT = 0.1
+VECTOR_SHIFT = 0.01
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class Observation:
     """The parameters at the end less those at the start."""
 
 
-def observe(job: Job, master: torch.dtype | None) -> Observation:
+def observe(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
     """Train the job on this rank, in its place in the world, and return what was seen."""
-    world = join_world(job, torch.device("cpu"))
+    world = join_world(job, _own_device(device))
     model, weights = build(job, world, master)
     _enliven(weights)
     seen = Observation()
@@ -69,8 +70,17 @@ def _enliven(weights: Weights) -> None:
     weights.refresh()
 
 
+def _own_device(kind: str) -> torch.device:
+    """The CPU, or this rank's GPU; ranks share GPUs where there are more of them."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def _values(weights: Weights) -> dict[str, Tensor]:
-    return {name: master.detach().clone() for name, master in weights.masters.items()}
+    return {name: master.detach().clone().cpu() for name, master in weights.masters.items()}
 
 
 def _record_first_gradients(weights: Weights, seen: Observation) -> None:
@@ -83,7 +93,7 @@ def _record_first_gradients(weights: Weights, seen: Observation) -> None:
             pieces = weights.pieces()
             for name, master in weights.masters.items():
                 gradient = torch.zeros_like(master) if master.grad is None else master.grad
-                seen.gradients[name] = Shard(pieces[name], gradient.detach().clone())
+                seen.gradients[name] = Shard(pieces[name], gradient.detach().clone().cpu())
 
     weights.collect_gradients = collect_and_record  # type: ignore[method-assign]
 

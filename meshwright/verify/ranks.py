@@ -25,6 +25,7 @@ import torch._inductor.utils
 import torch.distributed as dist
 
 from meshwright.errors import UserError
+from meshwright.verify import staged
 
 
 class RankError(Exception):
@@ -34,7 +35,9 @@ class RankError(Exception):
 class RankGroup:
     """Some ranks running one function each, in processes of their own and in one gloo process group."""
 
-    def __init__(self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+    ) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in a process of its own")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
@@ -50,7 +53,7 @@ class RankGroup:
         for rank in range(size):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
-            place = _Place(rank, size, rendezvous, timeout_s)
+            place = _Place(rank, size, rendezvous, timeout_s, backend)
             # A rank must not hold the parent's ends of the pipes, or it would not notice the parent's death.
             process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
             process.start()
@@ -106,13 +109,15 @@ class RankGroup:
         return _Report(rank, 0.0, failure=f"rank {rank} died without a word ({how})")
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Run `function(*args)` on `size` forked gloo ranks and return their results by rank.
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+) -> list[Any]:
+    """Run `function(*args)` on `size` forked ranks and return their results by rank.
 
     Each sees RANK, WORLD_SIZE and LOCAL_RANK and an initialised default process group. The first error of any rank is
     raised here, before what it caused in its peers; a user's mistake keeps its type.
     """
-    group = RankGroup(function, size, *args, timeout_s=timeout_s)
+    group = RankGroup(function, size, *args, timeout_s=timeout_s, backend=backend)
     try:
         while not group.poll(1.0):
             pass
@@ -127,6 +132,7 @@ class _Place:
     size: int
     rendezvous: str
     timeout_s: float
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,8 @@ def _rank_main(
         warnings.simplefilter("ignore")  # rank 0 says the same
     released = threading.Thread(target=_exit_when_released, args=(pipe,), daemon=True)
     try:
-        dist.init_process_group("gloo", init_method=place.rendezvous, rank=place.rank, world_size=place.size)
+        staged.register()
+        dist.init_process_group(place.backend, init_method=place.rendezvous, rank=place.rank, world_size=place.size)
         released.start()
         message = _pickled(_Report(place.rank, time.monotonic(), result=function(*args)))
     except UserError as error:
