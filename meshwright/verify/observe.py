@@ -66,7 +66,7 @@ def _enliven(weights: Weights) -> None:
             master.mul_(MATRIX_SCALE)
         else:
             pattern = VECTOR_SHIFT * torch.cos(torch.arange(pieces[name].shape[0], dtype=torch.float64))
-            master.add_(pieces[name].take(pattern))
+            master.add_(pieces[name].take(pattern).to(master.device))
     weights.refresh()
 
 

@@ -36,7 +36,7 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
     small["data"] |= {"validation_fraction": 0.01, "weights": None}
     small["evaluation"] |= {"every_steps": steps, "batches": HELD_OUT, "sample_tokens": 0}
     small["schedule"] |= {"warmup_steps": min(job.warmup_steps, 1), "decay_steps": min(job.decay_steps, 1)}
-    small["optimizer"] |= {"lr": 1e-2, "eps": 1e-3}
+    small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
     small["precision"]["compute"] = "fp32"
     small["run"] |= {"steps": steps, "device": "cpu", "compile": False, "on_bad_step": "keep", "folder": None}
     for section in ("checkpoint", "cluster", "log"):
@@ -50,7 +50,7 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
         f"accumulation {job.accumulation} → {accumulation}"
     )
     notes.append("text: synthetic documents of unequal length, masked from each other")
-    notes.append("optimizer: lr 1e-2 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
+    notes.append("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
     if job.run.compile:
         notes.append("run.compile is switched off")
     return Job.model_validate(small), notes
