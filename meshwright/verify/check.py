@@ -11,7 +11,7 @@ from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.parallel import ranks_of, require_layout
 from meshwright.verify import staged
-from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong
+from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankGroup, run_ranks
 
@@ -70,7 +70,8 @@ class Check:
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
         self.close()
-        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype)
+        zeros = zero_gradients(reference(self.job, "float64")) if self.dtype == "float32" else ()
+        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, zeros)
         return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started)
 
     def close(self) -> None:

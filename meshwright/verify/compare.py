@@ -1,7 +1,7 @@
 """Whether what the ranks saw equals what one process saw: coverage, the measure, and a verdict."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,9 @@ BOUNDS: dict[str, dict[Kind, float]] = {
 FLOOR = 1e-6
 """Share of the largest gradient entry below which a tensor counts as zero: some gradients are zero by mathematics."""
 
+ZERO = 1e-12
+"""The same share in float64's single-process run: nothing but rounding is as small."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -43,18 +46,32 @@ class Comparison:
         return not self.note and self.error <= self.bound  # False for a NaN
 
 
-def compare(ranks: Sequence[Observation], reference: Observation, dtype: str) -> list[Comparison]:
-    """Every loss, norm, first-step gradient and update of all ranks beside the reference's, in that order."""
+def compare(
+    ranks: Sequence[Observation], reference: Observation, dtype: str, zeros: Collection[str] = ()
+) -> list[Comparison]:
+    """Every loss, norm, first-step gradient and update of all ranks beside the reference's, in that order.
+
+    `zeros` are parameters whose gradient is zero by mathematics: in float32 they hold rounding far above FLOOR, so they
+    are measured against the largest gradient entry instead.
+    """
     bounds = BOUNDS[dtype]
     gradients = {name: shard.values for name, shard in reference.gradients.items()}
     updates = {name: shard.values for name, shard in reference.updates.items()}
-    floor = FLOOR * max(float(gradient.abs().max()) for gradient in gradients.values())
+    largest = _largest(gradients.values())
+    floor = FLOOR * largest
+    floors = {name: largest if name in zeros else floor for name in gradients}
     rows = _series("loss", [rank.losses for rank in ranks], reference.losses, floor, bounds)
     rows += _series("norm", [rank.norms for rank in ranks], reference.norms, floor, bounds)
     rows += _series("evaluation", [rank.evaluations for rank in ranks], reference.evaluations, floor, bounds)
-    rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floor, bounds)
-    rows += _tensors("update", [rank.updates for rank in ranks], updates, floor, bounds)
+    rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floors, bounds)
+    rows += _tensors("update", [rank.updates for rank in ranks], updates, floors, bounds)
     return rows
+
+
+def zero_gradients(seen: Observation) -> set[str]:
+    """Parameters whose gradient is zero by mathematics, told from a single process's run in float64."""
+    floor = ZERO * _largest([shard.values for shard in seen.gradients.values()])
+    return {name for name, shard in seen.gradients.items() if _largest([shard.values]) <= floor}
 
 
 def first_wrong(rows: Sequence[Comparison]) -> Comparison | None:
@@ -97,10 +114,14 @@ def _series(
 
 
 def _tensors(
-    kind: Kind, ranks: list[dict[str, Shard]], expected: dict[str, Tensor], floor: float, bounds: dict[Kind, float]
+    kind: Kind,
+    ranks: list[dict[str, Shard]],
+    expected: dict[str, Tensor],
+    floors: dict[str, float],
+    bounds: dict[Kind, float],
 ) -> list[Comparison]:
     rows = [
-        _tensor(kind, name, [held[name] for held in ranks if name in held], whole, floor, bounds.get(kind))
+        _tensor(kind, name, [held[name] for held in ranks if name in held], whole, floors[name], bounds.get(kind))
         for name, whole in expected.items()
     ]
     for name in dict.fromkeys(name for held in ranks for name in held if name not in expected):
@@ -121,6 +142,10 @@ def _tensor(kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: fl
     missing = int((~covered).sum())
     note = f"{missing} of {whole.numel()} entries are held by no rank" if missing else ""
     return Comparison(kind, name, float(_float64(errors).max()), bound, note)
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max(float(tensor.abs().max()) for tensor in tensors)
 
 
 def _float64(numbers: list[float] | float) -> Tensor:

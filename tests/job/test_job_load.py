@@ -69,7 +69,7 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 5", [], "do not fit into run.steps = 5"),
         ('[model]\npreset = "llama-3.2-1B"', [], "did you mean llama-3.2-1b"),
         ("[model\n", [], "not valid TOML"),
-        ("[layout]\ntp = 4", [], "layout.tp = 4 is not implemented yet (tensor parallelism); set it to 1 for now"),
+        ("[layout]\npp = 4", [], "layout.pp = 4 is not implemented yet (pipeline parallelism); set it to 1 for now"),
         ('[memory]\nrecompute = "full"', [], "memory.recompute = 'full' is not implemented yet"),
         ("[memory]\nrecompute = {every = 2}", [], "memory.recompute = {'every': 2.0} is not implemented yet"),
         ('[precision]\ncompute = "fp8"', [], "precision.compute = 'fp8' is not implemented yet"),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.parallel import Piece
 from meshwright.verify import Comparison, Observation, Shard, compare
+from meshwright.verify.compare import zero_gradients
 
 WEIGHT = torch.tensor([[1.0, -2.0], [3.0, 4.0], [5.0, 0.5]], dtype=torch.float64)
 ZERO = torch.full((2,), 1e-19, dtype=torch.float64)
@@ -95,3 +96,11 @@ def test_nan_and_missing_steps_are_never_equal(field: str) -> None:
 
 def test_a_shard_of_another_shape_is_not_equal() -> None:
     assert "shape" in wrong([observation(whole(WEIGHT.T.contiguous()))])[0].note
+
+
+def test_in_float32_such_a_gradient_is_measured_against_the_largest() -> None:
+    assert zero_gradients(REFERENCE) == {"bias"}
+    rounding, real = (observation(whole(WEIGHT), whole(ZERO + value)) for value in (1e-8, 1e-3))
+    gradients = [r for r in compare([rounding], REFERENCE, "float32", {"bias"}) if r.kind == "gradient"]
+    assert all(row.ok for row in gradients)
+    assert not all(row.ok for row in compare([real], REFERENCE, "float32", {"bias"}) if row.kind == "gradient")
