@@ -32,19 +32,19 @@ def worker(prefetch: int) -> None:
     job = Job.model_validate(
         {
             "model": {"vocab_size": 256, "width": 512, "layers": 6, "heads": 8, "ffn_width": 1536},
-            "batch": {"sequence_length": 256, "global_batch": 4, "micro_batch": 2},
+            "batch": {"sequence_length": 128, "global_batch": 4, "micro_batch": 2},
             "layout": {"dp_shard": 2, "zero": 3, "prefetch": prefetch},
         }
     )
     world = join_world(job, torch.device("cpu"))
     model, weights = build(job, world)
-    tokens = torch.randint(0, 256, (2, 256))
+    tokens = torch.randint(0, 256, (2, 128))
     times = []
     for _ in range(STEPS):
         world.barrier()
         started = time.perf_counter()
         weights.begin_micro_batch(last=True)
-        model(tokens, tokens, 1024).backward()
+        model(tokens, tokens, 512).backward()
         weights.zero_gradients()
         world.barrier()
         times.append(time.perf_counter() - started)

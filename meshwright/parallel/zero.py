@@ -39,6 +39,9 @@ def apply_zero(model: nn.Module, layout: Layout, mesh: DeviceMesh, compute: torc
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if mesh.device_type == "cpu" and layout.prefetch:
+        # On a GPU gathers run in a stream of their own; without streams only an asynchronous call lets them run ahead.
+        cast(FSDPModule, model)._set_unshard_async_op(True)
     _prefetch([cast(FSDPModule, block) for block in blocks], layout.prefetch)
 
 
