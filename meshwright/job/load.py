@@ -187,6 +187,8 @@ def _shown(value: Any) -> str:
 
 def _expectation(problem: dict[str, Any]) -> str:
     message = str(problem["msg"])
+    if problem["type"] == "too_short":
+        return f"it needs at least {problem['ctx']['min_length']} item"
     if message.startswith("Input should be "):
         return "it should be " + message.removeprefix("Input should be ").replace("a valid integer", "a whole number")
     return message[0].lower() + message[1:]

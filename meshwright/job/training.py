@@ -1,10 +1,12 @@
 """The sections that say how one step is made: batch, precision, optimizer, schedule, evaluation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshwright.job.section import Section
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Batch(Section):
@@ -36,7 +38,7 @@ class Optimizer(Section):
     """Which optimizer."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moments."""
     eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""

@@ -38,12 +38,13 @@ def _require_ranks(job: Job, world_size: int) -> None:
     needed = ranks_of(job.layout)
     if needed == world_size:
         return
+    plural = "s" if needed > 1 else ""
     degrees = " × ".join(f"{name} {size}" for name, size in axes(job.layout).items() if size > 1) or "one device"
     others = needed // job.layout.dp_shard
-    remedy = f"start it with {needed} ranks (--nproc {needed})"
+    remedy = f"start it with {needed} rank{plural} (--nproc {needed})"
     if world_size % others == 0:
         remedy += f" or set layout.dp_shard = {world_size // others}"
-    raise UserError(f"layout is {degrees} = {needed} ranks, but there are {world_size}; {remedy}")
+    raise UserError(f"layout is {degrees} = {needed} rank{plural}, but there are {world_size}; {remedy}")
 
 
 def _require_zero(layout: Layout) -> None:

@@ -180,7 +180,7 @@ class Training:
     def _evaluate(self, step: int) -> None:
         if not evaluates(self.job):
             return
-        val_loss = evaluate(self.model, held_out_batches(self.job, self.corpus), self.device)
+        val_loss = evaluate(self.model, held_out_batches(self.job, self.corpus), self.world)
         self.outcome.val_loss = val_loss
         if self.outcome.first_val_loss is None:
             self.outcome.first_val_loss = val_loss

@@ -69,6 +69,8 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 5", [], "do not fit into run.steps = 5"),
         ('[model]\npreset = "llama-3.2-1B"', [], "did you mean llama-3.2-1b"),
         ("[model\n", [], "not valid TOML"),
+        ("[optimizer]\nbetas = [2.0, 0.9]", [], "optimizer.betas = 2.0 is not allowed; it should be less than 1"),
+        ("[data]\nsources = []", [], "data.sources = [] is not allowed; it needs at least 1 item"),
         ("[layout]\npp = 4", [], "layout.pp = 4 is not implemented yet (pipeline parallelism); set it to 1 for now"),
         ('[memory]\nrecompute = "full"', [], "memory.recompute = 'full' is not implemented yet"),
         ("[memory]\nrecompute = {every = 2}", [], "memory.recompute = {'every': 2.0} is not implemented yet"),

@@ -31,7 +31,7 @@ def test_axes_are_outermost_first_and_dp_may_stand_outside_pp() -> None:
     [
         ({"dp_shard": 4, "zero": 1}, 6, r"layout is dp_shard 4 = 4 ranks, but there are 6; .*layout.dp_shard = 6"),
         ({"tp": 2, "dp_shard": 2, "zero": 1}, 3, r"tp 2 = 4 ranks, but there are 3; start it with 4 ranks"),
-        ({}, 2, r"layout is one device = 1 ranks, but there are 2"),
+        ({}, 2, r"layout is one device = 1 rank, but there are 2"),
         ({"dp_shard": 2, "zero": 0}, 2, r"layout.zero = 0 shards nothing.*set layout.zero to 1, 2 or 3"),
         ({"tp": 4}, 4, r"layout.tp = 4 does not divide model.heads = 6; set layout.tp to one of 1, 2, 3, 6"),
         ({"tp": 3}, 3, r"layout.tp = 3 does not divide model.kv_heads = 2; .*layout.kv_replicate = true"),
