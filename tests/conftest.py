@@ -1,7 +1,7 @@
 """Shared by all rooms: the command line run in this process, a small corpus, a small job."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +21,13 @@ Cli = Callable[..., CommandResult]
 
 
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
     """`cli("train", "job.toml", …)` in an empty folder with its own data cache."""
+    import torch
+
     from meshwright.cli import main
+
+    precision = torch.get_float32_matmul_precision()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -39,7 +43,8 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         captured = capsys.readouterr()
         return CommandResult(code, captured.out, captured.err)
 
-    return run
+    yield run
+    torch.set_float32_matmul_precision(precision)  # a run on a GPU allows TF32 for the whole process
 
 
 TINY_JOB = """
