@@ -208,7 +208,6 @@ def test_too_little_text_for_validation(corpus):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pinned_batches_copy_to_the_gpu(corpus):
     (batch,) = take(loader_of(corpus.train, workers=1, pin_memory=True), 1)
     assert batch.tokens_BS.is_pinned() and batch.document_ids_BS.is_pinned()
