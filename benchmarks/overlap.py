@@ -37,7 +37,8 @@ def worker(prefetch: int) -> None:
         }
     )
     world = join_world(job, torch.device("cpu"))
-    model, weights = build(job, world)
+    engine, weights = build(job, world)
+    [model] = engine.modules
     tokens = torch.randint(0, 256, (2, 128))
     times = []
     for _ in range(STEPS):

@@ -61,7 +61,14 @@ class Block(nn.Module):
 
 
 class ParallelBlockModel(nn.Module):
-    """Tokens in, loss (or logits) out; blocks live in a ModuleDict named layers."""
+    """Tokens in, loss (or logits) out; blocks live in a ModuleDict named layers.
+
+    A pipeline stage is this class with pieces set to None: hidden states come in or go out where they are missing.
+    """
+
+    embed: nn.Embedding | None
+    final_norm: RMSNorm | None
+    head: Head | None
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -73,7 +80,7 @@ class ParallelBlockModel(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        x: Tensor,
         labels: Tensor | None = None,
         valid_count: Tensor | int | None = None,
         *,
@@ -81,11 +88,14 @@ class ParallelBlockModel(nn.Module):
         documents: Documents | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        index = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0) if positions is None else positions
-        x = self.embed(tokens)
+        index = torch.arange(x.shape[1], device=x.device).unsqueeze(0) if positions is None else positions
+        if self.embed is not None:
+            x = self.embed(x)
         rotary = rotary_tables(self.shape, index, x.dtype)
         for block in self.layers.values():
             x = block(x, rotary, documents)
+        if self.head is None or self.final_norm is None:
+            return x
         return self.head(self.final_norm(x), labels, valid_count)
 
 

@@ -41,8 +41,8 @@ class Layout(Section):
         "pipedream",
     ] = "1f1b"
     """Order of forwards and backwards in the pipeline."""
-    virtual_stages: PositiveInt = 1
-    """Stages each pipeline rank holds."""
+    virtual_stages: PositiveInt | None = None
+    """Stages each pipeline rank holds; the schedule's own number when not given."""
     split: tuple[int, ...] | None = None
     """Layers per stage; balanced by cost when not given."""
     order: Literal["pp-outside", "dp-outside"] = "pp-outside"

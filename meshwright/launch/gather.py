@@ -45,23 +45,27 @@ def gather_weights(weights: Weights, world: World) -> dict[str, nn.Parameter]:
     everyone: list[dict[str, Piece]] = [{}] * world.size
     dist.gather_object(pieces if sends else {}, everyone if world.rank == 0 else None)
     if world.rank == 0:
-        return {name: nn.Parameter(_receive(name, weights.masters[name], everyone)) for name in pieces}
+        # Stages hold different parameters; each rank's own order is kept, since its messages come in that order.
+        names = dict.fromkeys(name for held in everyone for name in held)
+        return {name: nn.Parameter(_receive(name, weights.masters.get(name), everyone)) for name in names}
     for name, piece in pieces.items():
         if sends and _local_shape(piece)[0]:
             dist.send(weights.masters[name].detach().cpu().contiguous(), dst=0)
     return {}
 
 
-def _receive(name: str, own: Tensor, everyone: list[dict[str, Piece]]) -> Tensor:
-    whole = torch.empty(everyone[0][name].shape, dtype=own.dtype)
-    for rank, pieces in enumerate(everyone):
-        if name not in pieces or not _local_shape(pieces[name])[0]:
+def _receive(name: str, own: Tensor | None, everyone: list[dict[str, Piece]]) -> Tensor:
+    holders = [(rank, pieces[name]) for rank, pieces in enumerate(everyone) if name in pieces]
+    whole = torch.empty(holders[0][1].shape, dtype=torch.float32)
+    for rank, piece in holders:
+        if not _local_shape(piece)[0]:
             continue
-        local = own.detach().cpu()
-        if rank:
-            local = torch.empty(_local_shape(pieces[name]), dtype=own.dtype)
+        if rank == 0 and own is not None:
+            local = own.detach().cpu()
+        else:
+            local = torch.empty(_local_shape(piece), dtype=torch.float32)
             dist.recv(local, src=rank)
-        pieces[name].put(whole, local)
+        piece.put(whole, local)
     return whole
 
 

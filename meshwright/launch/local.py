@@ -24,10 +24,10 @@ from meshwright.parallel import World, build, ranks_of, require_layout
 from meshwright.train import (
     ConsoleProgress,
     Outcome,
-    Training,
     choose_device,
     device_name,
     emulates_bf16,
+    make_training,
     prepare_device,
     require_enough_text,
 )
@@ -116,15 +116,15 @@ def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, c
     """Build, train and save the weights; only rank 0 has a folder, the others keep silent."""
     try:
         if folder is None:
-            model, weights = build(job, world)
+            engine, weights = build(job, world)
             silent = _Silent()
-            outcome = Training(job, corpus, model, weights, silent, silent, world).run(stop)
+            outcome = make_training(job, corpus, engine, weights, silent, silent, world).run(stop)
         else:
             if corpus.tokenizer is not None:
                 folder.write("tokenizer.json", corpus.tokenizer.to_json())
-            model, weights = build(job, world)
+            engine, weights = build(job, world)
             with ConsoleProgress(job, console) as progress:
-                outcome = Training(job, corpus, model, weights, folder, progress, world).run(stop)
+                outcome = make_training(job, corpus, engine, weights, folder, progress, world).run(stop)
         whole = gather_weights(weights, world)
     except torch.OutOfMemoryError as error:
         raise UserError(

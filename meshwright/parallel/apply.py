@@ -1,42 +1,131 @@
 """What turns a single-device model into the one a rank runs: the order of transformations, readable as a recipe."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import build_architecture
+from meshwright.model import CausalAttend, build_architecture
+from meshwright.parallel.context import make_context_attend
+from meshwright.parallel.dualpipe import copies_of_chains
+from meshwright.parallel.engine import Engine, OneStage
+from meshwright.parallel.layout import is_asynchronous, table_of
 from meshwright.parallel.materialise import fill
+from meshwright.parallel.pipedream import PipeDream, VersionedWeights
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
+from meshwright.parallel.staged_weights import Copy, StagedWeights
+from meshwright.parallel.stages import keep_stage, split_layers
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
 
 
-def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[nn.Module, Weights]:
-    """The job's model as this rank holds it, with its first weights; `dtype` overrides master and compute formats."""
+def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Engine | PipeDream, Weights]:
+    """The job's model as this rank holds and runs it, with its first weights.
+
+    `dtype` overrides the formats of masters and of computation.
+    """
     master = dtype or torch.float32
     compute = dtype or DTYPES[job.precision.compute]
+    engine: Engine | PipeDream
+    weights: Weights
+    if job.layout.pp == 1:
+        model, shapes = _piece(job, world, master, compute, range(job.model.layers), first=True, last=True)
+        weights = WholeWeights(model, compute) if world.mesh is None else _sharded(job, model, shapes)
+        engine = OneStage(job, world, model, weights)
+    elif is_asynchronous(job):
+        engine, weights = _build_pipedream(job, world, master, compute)
+    else:
+        engine, weights = _build_pipeline(job, world, master, compute)
+    fill(weights.masters, weights.pieces(), job.model, job.run.seed)
+    weights.refresh()
+    return engine, weights
+
+
+def _build_pipeline(
+    job: Job, world: World, master: torch.dtype, compute: torch.dtype
+) -> tuple[Pipeline, StagedWeights]:
+    assert world.mesh is not None
+    table = table_of(job)
+    layers = split_layers(job, table.stages // table.parameter_copies)
+    modules: dict[int, nn.Module] = {}
+    parts: dict[int, ShardedWeights] = {}
+    for stage in table.stages_of(world.axis_rank("pp")):
+        chain = table.chain_of(stage)
+        own, first, last = layers[stage - chain[0]], stage == chain[0], stage == chain[-1]
+        model, shapes = _piece(job, world, master, compute, own, first=first, last=last)
+        modules[stage], parts[stage] = model, _sharded(job, model, shapes)
+    tied = _tied(job, table.chains[0][-1])
+    copies = tied + copies_of_chains(table, {stage: list(part.masters) for stage, part in parts.items()}, tied)
+    weights = StagedWeights(parts, copies, table.stage_ranks, world.mesh["pp"].get_group())
+    return Pipeline(job, world, modules, weights, table, compute), weights
+
+
+def _build_pipedream(
+    job: Job, world: World, master: torch.dtype, compute: torch.dtype
+) -> tuple[PipeDream, VersionedWeights]:
+    rank, last = world.axis_rank("pp"), world.axis_size("pp") - 1
+    if _tied(job, last):
+        raise UserError(
+            f'layout.schedule = "pipedream" cannot keep the tables of the first and the last stage equal, which '
+            f'model.file = {job.model.file} ties; untie them or set layout.schedule = "1f1b"'
+        )
+    own = split_layers(job, last + 1)[rank]
+    model, _ = _piece(job, world, master, compute, own, first=rank == 0, last=rank == last)
+    weights = VersionedWeights(model, master, compute)
+    return PipeDream(job, world, model, weights, compute), weights
+
+
+def _tied(job: Job, last: int) -> list[Copy]:
+    """The head's table on the last stage where it is the embedding's of the first."""
+    with torch.device("meta"):
+        architecture = build_architecture(job.model)
+    model, names = architecture.model, {role: name for name, role in architecture.sharding.items()}
+    embed, head = model.get_submodule(names["vocabulary"]), model.get_submodule(names["head"])
+    if embed.weight is not head.weight:
+        return []
+    return [Copy(0, f"{names['vocabulary']}.weight", last, f"{names['head']}.weight")]
+
+
+def _piece(
+    job: Job, world: World, master: torch.dtype, compute: torch.dtype, layers: range, *, first: bool, last: bool
+) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
+    """Some layers of the model on this rank's device, without values yet, and the whole shapes of its parameters."""
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     model = architecture.model.to(master)
+    keep_stage(architecture, layers, first, last)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     if job.layout.tp > 1 and world.mesh is not None:
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
+    if world.context_group is not None:
+        _attend_together(model, job, world.context_group)
     if job.run.compile:
         for block in cast(nn.ModuleDict, model.layers).values():
             block.compile()
-    if world.mesh is not None:
+    if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages go their own ways
         apply_zero(model, job.layout, world.mesh, compute, master)
     model.to_empty(device=world.device)
+    return model, shapes
 
-    weights: Weights
-    if world.mesh is None:
-        weights = WholeWeights(model, compute)
-    else:
-        weights = ShardedWeights(model, job.layout.zero_stage, shapes)
-    fill(weights.masters, weights.pieces(), job.model, job.run.seed)
-    weights.refresh()
-    return model, weights
+
+def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> ShardedWeights:
+    return ShardedWeights(model, job.layout.zero_stage, shapes)
+
+
+def _attend_together(model: nn.Module, job: Job, group: ProcessGroup) -> None:
+    """Let attention span the ranks that share a sequence."""
+    modules = [module for module in model.modules() if isinstance(getattr(module, "attend", None), CausalAttend)]
+    if not modules:
+        raise UserError(
+            f"layout.cp = {job.layout.cp} needs a module with an attribute `attend` of CausalAttend to replace, and "
+            f"model.file = {job.model.file} has none; add it or set layout.cp = 1"
+        )
+    for module in modules:
+        attending = cast(Any, module)
+        attending.attend = make_context_attend(job.layout.cp_method, group, attending.attend.window)

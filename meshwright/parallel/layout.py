@@ -1,19 +1,36 @@
 """The layout's arithmetic, checked before any process starts: which degrees fit the ranks and the model."""
 
+from functools import lru_cache
 from math import prod
 
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
+from meshwright.parallel.stages import require_stages
+from meshwright.pipeline import Table, build_table, require_schedule
 
 
 def axes(layout: Layout) -> dict[str, int]:
-    """Mesh axes and their sizes, outermost first."""
-    inner = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
-    rest = {"cp": layout.cp, "tp": layout.tp}
+    """Mesh axes and their sizes, outermost first: as ranks are numbered."""
+    data = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
+    inner = {"cp": layout.cp, "tp": layout.tp}
     if layout.order == "dp-outside":
-        return {**inner, "pp": layout.pp, **rest}
-    return {"pp": layout.pp, **inner, **rest}
+        return {**data, "pp": layout.pp, **inner}
+    return {"pp": layout.pp, **data, **inner}
+
+
+def table_of(job: Job) -> Table:
+    """The order in which the pipeline's ranks run the micro-batches of a step."""
+    layout = job.layout
+    return _table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
+
+
+def is_asynchronous(job: Job) -> bool:
+    """Whether the stages of a pipeline update themselves without waiting for each other."""
+    return job.layout.pp > 1 and job.layout.schedule == "pipedream"
+
+
+_table = lru_cache(maxsize=16)(build_table)  # a table of many ranks and micro-batches takes seconds to make and check
 
 
 def ranks_of(layout: Layout) -> int:
@@ -32,6 +49,8 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_ranks(job, world_size)
     _require_zero(job.layout)
     _require_tensor(job)
+    _require_context(job)
+    _require_pipeline(job)
 
 
 def _require_ranks(job: Job, world_size: int) -> None:
@@ -67,10 +86,95 @@ def _require_tensor(job: Job) -> None:
             f"layout.tp = {tp} does not divide model.kv_heads = {model.kv_heads}; {_degrees(model.kv_heads)}, or set "
             f"layout.kv_replicate = true to copy them"
         )
-    if job.layout.sp and job.batch.sequence_length % tp:
+    length = job.batch.sequence_length // job.layout.cp
+    if job.layout.sp and length % tp:
+        share = " / layout.cp" if job.layout.cp > 1 else ""
         raise UserError(
-            f"layout.tp = {tp} does not divide batch.sequence_length = {job.batch.sequence_length}, which layout.sp "
-            f"shards; set layout.sp = false or {_degrees(job.batch.sequence_length)}"
+            f"layout.tp = {tp} does not divide batch.sequence_length{share} = {length}, which layout.sp "
+            f"shards; set layout.sp = false or {_degrees(length)}"
+        )
+
+
+def _require_context(job: Job) -> None:
+    cp, tp, model = job.layout.cp, job.layout.tp, job.model
+    if cp == 1:
+        return
+    if job.batch.sequence_length % (2 * cp):
+        longer = -(-job.batch.sequence_length // (2 * cp)) * 2 * cp
+        raise UserError(
+            f"layout.cp = {cp} needs batch.sequence_length to be a multiple of 2·cp = {2 * cp} (each rank holds two "
+            f"pieces of it), but it is {job.batch.sequence_length}; set it to {longer} or lower layout.cp"
+        )
+    if job.layout.cp_method != "ulysses":
+        return
+    # Where tp copies key-value heads, a rank holds one for each of its queries.
+    kv_heads = model.kv_heads if model.kv_heads % tp == 0 else model.heads
+    for field, value in (("heads", model.heads), ("kv_heads", kv_heads)):
+        if value // tp % cp:
+            of = f" / layout.tp = {value // tp}" if tp > 1 else f" = {value}"
+            raise UserError(
+                f'layout.cp_method = "ulysses" spreads heads over layout.cp = {cp} ranks, which does not divide '
+                f'model.{field}{of}; lower layout.cp or set layout.cp_method = "ring"'
+            )
+
+
+def _require_pipeline(job: Job) -> None:
+    layout = job.layout
+    if layout.pp == 1:
+        for field, given in (("virtual_stages", layout.virtual_stages not in (None, 1)), ("split", layout.split)):
+            if given:
+                raise UserError(
+                    f"layout.{field} = {getattr(layout, field)} cuts a pipeline, but layout.pp = 1; raise layout.pp or "
+                    "leave it out"
+                )
+        return
+    require_schedule(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
+    if is_asynchronous(job):
+        _require_pipedream(job)
+    table = table_of(job)
+    require_stages(job, table.stages // table.parameter_copies)
+    if table.splits_backward:
+        _require_split_backward(job)
+
+
+def _require_split_backward(job: Job) -> None:
+    """Refuse what torch gets wrong when the backward runs as two halves."""
+    layout = job.layout
+    if layout.zero_stage == 3:
+        raise UserError(
+            f"layout.zero = 3 lets go of parameters between the two halves of a backward that layout.schedule = "
+            f'"{layout.schedule}" splits, and gradients come out wrong; set layout.zero = 2 or layout.schedule = "1f1b"'
+        )
+    if job.run.compile:
+        raise UserError(
+            f'run.compile = true hangs with layout.schedule = "{layout.schedule}", which splits the backward in two; '
+            f'set run.compile = false or layout.schedule = "1f1b"'
+        )
+
+
+def _require_pipedream(job: Job) -> None:
+    schedule = 'layout.schedule = "pipedream"'
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp"):
+        if (size := getattr(job.layout, axis)) > 1:
+            raise UserError(
+                f"{schedule} runs over layout.pp alone, but layout.{axis} = {size}; set it to 1 or "
+                'layout.schedule = "1f1b"'
+            )
+    if job.accumulation > 1:
+        raise UserError(
+            f"{schedule} updates after every micro-batch, but batch.micro_batch = {job.batch.micro_batch} makes "
+            f"{job.accumulation} of them a step; set batch.micro_batch = {job.batch.global_batch}, as "
+            "batch.global_batch is"
+        )
+    if job.model.tied:
+        raise UserError(
+            f"{schedule} updates the first and the last stage at different times, so model.tied = true cannot keep "
+            'their tables equal; set model.tied = false or layout.schedule = "1f1b"'
+        )
+    if job.run.compile:
+        raise UserError(
+            f"{schedule} exchanges a block's weights from one mini-batch to the next, which run.compile = true is not "
+            "proven with; set run.compile = false"
         )
 
 

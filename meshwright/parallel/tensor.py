@@ -26,14 +26,19 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
     between: Placement = Shard(1) if job.layout.sp else Replicate()
     model = architecture.model
     modules = list(_with_roles(architecture))
-    embed = _only(modules, "vocabulary")
-    head = _only(modules, "head")
-    tied = model.get_submodule(head).weight is model.get_submodule(embed).weight
-    _pad_vocabulary(model.get_submodule(embed), model.get_submodule(head), padded_vocabulary(job), tied)
+    whole = job.layout.pp == 1
+    embed, head = _only(model, modules, "vocabulary", whole), _only(model, modules, "head", whole)
+    tied = embed is not None and head is not None and embed.weight is head.weight
+    _pad_vocabulary(embed, head, padded_vocabulary(job), tied)
     for name, role in modules:
         if role != "head":
             parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, between))
-    _cut_head(model, head, model.get_submodule(embed), tied, job.model.vocab_size, mesh, between)
+    if head is not None:
+        name = next(name for name, role in modules if role == "head")
+        head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
+        parent, _, leaf = name.rpartition(".")
+        cut = VocabularyParallelHead(head, mesh, job.model.vocab_size, between)
+        setattr(model.get_submodule(parent), leaf, cut)
 
 
 def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
@@ -47,11 +52,12 @@ def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
             raise UserError(f'model.file: SHARDING gives no role to "{name}", which has parameters; add a line for it')
 
 
-def _only(modules: list[tuple[str, str]], role: str) -> str:
+def _only(model: nn.Module, modules: list[tuple[str, str]], role: str, whole: bool) -> Any:
+    """The one module with a role; a pipeline stage may be without it."""
     names = [name for name, its_role in modules if its_role == role]
-    if len(names) != 1:
+    if len(names) > 1 or (whole and not names):
         raise UserError(f'model.file: SHARDING names {len(names)} modules with the role "{role}"; name exactly one')
-    return names[0]
+    return model.get_submodule(names[0]) if names else None
 
 
 def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> ParallelStyle:
@@ -72,23 +78,13 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
     return ColwiseParallel()
 
 
-def _pad_vocabulary(embed: nn.Module, head: nn.Module, rows: int, tied: bool) -> None:
+def _pad_vocabulary(embed: Any, head: Any, rows: int, tied: bool) -> None:
     """Give the tables rows that no token uses, so that the vocabulary divides; neither loss nor files see them."""
-    embedding = cast(nn.Embedding, embed)
-    if rows == embedding.num_embeddings:
-        return
-    embedding.num_embeddings = rows
-    embedding.weight = nn.Parameter(embedding.weight.new_empty(rows, embedding.embedding_dim))
-    cast(Any, head).weight = embedding.weight if tied else nn.Parameter(torch.empty_like(embedding.weight))
-
-
-def _cut_head(
-    model: nn.Module, name: str, embed: nn.Module, tied: bool, vocab_size: int, mesh: DeviceMesh, between: Placement
-) -> None:
-    head = cast(Any, model.get_submodule(name))
-    head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, VocabularyParallelHead(head, mesh, vocab_size, between))
+    if embed is not None and rows != embed.num_embeddings:
+        embed.num_embeddings = rows
+        embed.weight = nn.Parameter(embed.weight.new_empty(rows, embed.embedding_dim))
+    if head is not None and rows != head.weight.shape[0]:
+        head.weight = embed.weight if tied else nn.Parameter(head.weight.new_empty(rows, head.weight.shape[1]))
 
 
 class Gathered(ParallelStyle):

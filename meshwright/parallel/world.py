@@ -1,12 +1,12 @@
 """Who this process is among its peers, and the one mesh they form."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.job import Job
 from meshwright.parallel.layout import axes, require_layout
@@ -20,15 +20,21 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    axes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """This rank's place along each of the layout's axes and the axis's size."""
     mesh: DeviceMesh | None = None
+    """(pp, replicas, shards, tp): ranks that share a sequence hold the same parameters, so cp is part of the shards,
+    or of the replicas where nothing is sharded."""
+    context_group: dist.ProcessGroup | None = None
+    """The ranks that share this one's sequences; None where cp is 1."""
 
     def axis_size(self, name: str) -> int:
-        """Ranks along a mesh axis."""
-        return 1 if self.mesh is None else self.mesh[name].size()
+        """Ranks along an axis."""
+        return self.axes[name][1] if self.axes else 1
 
     def axis_rank(self, name: str) -> int:
-        """This rank's place along a mesh axis."""
-        return 0 if self.mesh is None else self.mesh.get_local_rank(name)
+        """This rank's place along an axis."""
+        return self.axes[name][0] if self.axes else 0
 
     @property
     def data_ranks(self) -> int:
@@ -39,6 +45,11 @@ class World:
     def data_rank(self) -> int:
         """Which share of the batch this rank reads; ranks that split the model or the sequence read the same."""
         return self.axis_rank("dp_replicate") * self.axis_size("dp_shard") + self.axis_rank("dp_shard")
+
+    @property
+    def leads_data(self) -> bool:
+        """Whether this is the first of the ranks that read the same share of the batch."""
+        return not any(self.axis_rank(name) for name in ("pp", "cp", "tp"))
 
     def sum_over_world(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The sums of some scalars over all ranks, in float64 and in one collective."""
@@ -64,9 +75,22 @@ def join_world(job: Job, device: torch.device) -> World:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=size)
-    sizes = axes(job.layout)
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return World(device, rank, size, local_rank, mesh)
+    layout = job.layout
+    sizes = axes(layout)
+    numbered = torch.arange(size).view(*sizes.values())
+    places = [int(place) for place in (numbered == rank).nonzero()[0]]
+    # However ranks are numbered, cp is the neighbour of the axis whose states it shares.
+    beside = ("cp", "dp_shard") if layout.zero_stage == 0 else ("dp_shard", "cp")
+    order = [list(sizes).index(name) for name in ("pp", "dp_replicate", *beside, "tp")]
+    replicas = layout.dp_replicate * (layout.cp if layout.zero_stage == 0 else 1)
+    ranks = numbered.permute(order).reshape(layout.pp, replicas, -1, layout.tp)
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "replicas", "shards", "tp"))
+    context_group = None
+    if layout.cp > 1:
+        sharing = numbered.movedim(list(sizes).index("cp"), -1).reshape(-1, layout.cp)
+        context_group, _ = dist.new_subgroups_by_enumeration(sharing.tolist())  # type: ignore[no-untyped-call]
+    here = {name: (place, sizes[name]) for name, place in zip(sizes, places, strict=True)}
+    return World(device, rank, size, local_rank, here, mesh, context_group)
 
 
 def _identity() -> tuple[int, int, int]:

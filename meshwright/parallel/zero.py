@@ -30,7 +30,7 @@ def apply_zero(model: nn.Module, layout: Layout, mesh: DeviceMesh, compute: torc
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=master if low else None, cast_forward_inputs=False)
     reshard = layout.zero_stage == 3
-    data_mesh = mesh["dp_replicate", "dp_shard"]
+    data_mesh = mesh["replicas", "shards"]
     blocks = list(cast(nn.ModuleDict, model.layers).values())
     for unit in [*blocks, *_ends(model, blocks)]:
         fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)

@@ -1,17 +1,20 @@
-"""Training on one device: the loop, the optimizer, evaluation and generation."""
+"""Training: the loops, the optimizer, evaluation and generation."""
 
+from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
 from meshwright.train.device import choose_device, device_name, emulates_bf16, prepare_device
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import require_enough_text
 from meshwright.train.generate import generate
-from meshwright.train.loop import FLOPS_CONVENTION, Outcome, Training
+from meshwright.train.loop import Training
 from meshwright.train.optimizer import build_optimizer, clip_gradients
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.run import FLOPS_CONVENTION, Outcome
 from meshwright.train.schedule import learning_rate
 
 __all__ = [
     "FLOPS_CONVENTION",
+    "AsynchronousTraining",
     "ConsoleProgress",
     "Outcome",
     "Progress",
@@ -25,6 +28,8 @@ __all__ = [
     "evaluate",
     "generate",
     "learning_rate",
+    "make_training",
     "prepare_device",
     "require_enough_text",
+    "windows",
 ]

@@ -3,27 +3,22 @@
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 from meshwright.data import Batch
-from meshwright.parallel import World
+from meshwright.parallel import Engine, PipeDream, World
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: World) -> float:
+def evaluate(engine: Engine | PipeDream, batches: Iterable[Batch], world: World) -> float:
     """Mean loss per valid token over the batches, without dropout; the same on every rank."""
     everyones = list(batches)
+    turns = [everyones[first : first + world.data_ranks] for first in range(0, len(everyones), world.data_ranks)]
+    # Sharded parameters are gathered together: a rank without a batch of its own keeps step on another's.
+    mine = [turn[world.data_rank] if world.data_rank < len(turn) else turn[0] for turn in turns]
     total, count = torch.zeros((), dtype=torch.float64, device=world.device), 0
-    for first in range(0, len(everyones), world.data_ranks):
-        turn = everyones[first : first + world.data_ranks]
-        counts = world.data_rank < len(turn)
-        # Sharded parameters are gathered together: a rank without a batch of its own keeps step on another's.
-        batch = turn[world.data_rank] if counts else turn[0]
-        here = batch.to(world.device)
-        loss_sum = model(here.tokens_BS, here.labels_BS, 1, positions=here.positions_BS, documents=here.documents())
-        if counts:
+    for turn, batch, loss_sum in zip(turns, mine, engine.held_out(mine), strict=True):
+        if world.data_rank < len(turn):
             total += loss_sum.double()
             count += batch.valid_count()
-    # Tensor-parallel ranks repeat both sums alike, which leaves the quotient as it is.
-    loss_total, valid_total = world.sum_over_world([total, count])
+    # Tensor-parallel ranks repeat the same loss; of all ranks that read the same tokens one counts them.
+    loss_total, valid_total = world.sum_over_world([total / world.axis_size("tp"), count if world.leads_data else 0])
     return loss_total / max(1.0, valid_total)

@@ -28,6 +28,11 @@ def evaluates(job: Job) -> bool:
     return job.evaluation.every_steps > 0 and job.data.validation_fraction > 0
 
 
+def evaluation_due(job: Job, step: int) -> bool:
+    """Whether held-out text is looked at after a step."""
+    return evaluates(job) and (step % job.evaluation.every_steps == 0 or step == job.run.steps)
+
+
 def held_out_batches(job: Job, corpus: Corpus) -> Iterator[Batch]:
     """The same held-out micro-batches every time; refuses held-out text too short for one sequence."""
     return validation_batches(

@@ -9,11 +9,12 @@ import torch
 
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.parallel import ranks_of, require_layout
+from meshwright.parallel import is_asynchronous, ranks_of, require_layout
 from meshwright.verify import staged
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankGroup, run_ranks
+from meshwright.verify.stale import observe_stale
 
 FORMATS = tuple(BOUNDS)
 TIMEOUT_S = 180.0
@@ -92,7 +93,12 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
-    """The same training in one process, the whole batch at once; computed once for all layouts of a job."""
+    """The same training in one process, the whole batch at once; computed once for all layouts of a job.
+
+    An asynchronous pipeline is no training with fresh weights: it has a reference of its own, with the same staleness.
+    """
+    if is_asynchronous(job):
+        return _reference(job.model_dump_json(), dtype, device)
     alone = job.model_copy(
         update={
             "layout": Layout(),
@@ -107,7 +113,8 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
 def _reference(job_json: str, dtype: str, device: str) -> Observation:
     # In a forked process like the ranks: this one stays free of thread pools and can fork safely again.
     job, master = _in_format(Job.model_validate_json(job_json), dtype)
-    seen: Observation = run_ranks(observe, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
+    run = observe_stale if is_asynchronous(job) else observe
+    seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
     return seen
 
 

@@ -1,4 +1,4 @@
-"""The repository's matrix of layouts (matrix.toml): read it, and run it as far at once as there are cores."""
+"""The repository's matrix of layouts: read it, and run it as far at once as there are cores."""
 
 import os
 import tomllib
@@ -14,6 +14,8 @@ from meshwright.parallel import ranks_of
 from meshwright.verify.check import Check, Verdict, reference
 from meshwright.verify.ranks import RankError
 
+FILES = ("matrix.toml", "matrix_depth.toml")
+"""The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "run")
 POLL_S = 0.05
 
@@ -44,9 +46,10 @@ class LineResult:
 
 
 def load_matrix(which: str = "full") -> list[Line]:
-    """The lines of matrix.toml; `quick` keeps those marked so."""
-    table = tomllib.loads((files("meshwright.verify") / "matrix.toml").read_text(encoding="utf-8"))
-    lines = [_line(row, table["models"], table["defaults"]) for row in table["layout"]]
+    """The lines of all files of the matrix; `quick` keeps those marked so."""
+    tables = [tomllib.loads((files("meshwright.verify") / name).read_text(encoding="utf-8")) for name in FILES]
+    models, defaults = tables[0]["models"], tables[0]["defaults"]
+    lines = [_line(row, models, defaults) for table in tables for row in table["layout"]]
     return [line for line in lines if line.quick or which == "full"]
 
 

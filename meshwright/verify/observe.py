@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.job import Job
 from meshwright.parallel import Piece, Weights, build, join_world
-from meshwright.train import Training
+from meshwright.train import make_training
 from meshwright.verify.documents import unequal_corpus
 
 MATRIX_SCALE = 8.0
@@ -38,16 +38,18 @@ class Observation:
     """The parameters at the end less those at the start."""
 
 
-def observe(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
-    """Train the job on this rank, in its place in the world, and return what was seen."""
+def observe(
+    job: Job, master: torch.dtype | None, device: str = "cpu", make: Callable[..., Any] = make_training
+) -> Observation:
+    """Train the job on this rank, in its place in the world and in the loop that `make` makes; return what was seen."""
     world = join_world(job, _own_device(device))
-    model, weights = build(job, world, master)
+    engine, weights = build(job, world, master)
     _enliven(weights)
     seen = Observation()
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
     before = _values(weights)
-    Training(job, unequal_corpus(job), model, weights, listener, listener, world).run()
+    make(job, unequal_corpus(job), engine, weights, listener, listener, world).run()
     pieces = weights.pieces()
     seen.updates = {name: Shard(pieces[name], after - before[name]) for name, after in _values(weights).items()}
     return seen

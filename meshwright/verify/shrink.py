@@ -1,11 +1,16 @@
 """A job made small enough for CPU processes, with everything kept that decides how a layout cuts it."""
 
+from itertools import count
 from math import prod
 from typing import Any
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
+from meshwright.parallel import is_asynchronous
+from meshwright.pipeline import build_table, require_schedule
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.stale import STALE_REFERENCE
 
 MOST_RANKS = 8
 AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
@@ -21,7 +26,7 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
     layout, notes = _layout(job.layout)
     sequence = _sequence(job, layout)
     model = _model(job, layout, sequence)
-    accumulation = _few(job.accumulation)
+    accumulation = _accumulation(job, layout)
     micro_batch = min(job.batch.micro_batch, 2)
     data_parallel = layout.dp_replicate * layout.dp_shard
     small: dict[str, Any] = job.model_dump()
@@ -34,7 +39,13 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
     }
     small["data"] |= {"sources": ("builtin:synthetic",), "tokenizer": None, "mask_documents": True, "workers": 0}
     small["data"] |= {"validation_fraction": 0.01, "weights": None}
-    small["evaluation"] |= {"every_steps": steps, "batches": HELD_OUT, "sample_tokens": 0}
+    evaluate_every = steps
+    if is_asynchronous(job):
+        # A stage's first update shows in its forward up to pp steps later; then the pipeline empties and fills again.
+        evaluate_every = layout.pp + 1
+        steps = max(steps, evaluate_every + layout.pp)
+        notes.append(f"{STALE_REFERENCE}, over {steps} steps")
+    small["evaluation"] |= {"every_steps": evaluate_every, "batches": HELD_OUT, "sample_tokens": 0}
     small["schedule"] |= {"warmup_steps": min(job.warmup_steps, 1), "decay_steps": min(job.decay_steps, 1)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
     small["precision"]["compute"] = "fp32"
@@ -67,7 +78,32 @@ def _layout(layout: Layout) -> tuple[Layout, list[str]]:
         for axis, degree in degrees.items()
         if degree != getattr(layout, axis)
     ]
-    return layout.model_copy(update=degrees), notes
+    held = layout.virtual_stages
+    pipeline = {"virtual_stages": None if held is None or degrees["pp"] == 1 else _few(held), "split": None}
+    if layout.split is not None:
+        notes.append("layout.split → balanced")
+    return layout.model_copy(update=degrees | pipeline), notes
+
+
+def _accumulation(job: Job, layout: Layout) -> int:
+    """A few micro-batches, as many more as the pipeline's schedule asks for."""
+    few = _few(job.accumulation)
+    return few if layout.pp == 1 else next(m for m in count(few) if _runs(layout, m))
+
+
+def _runs(layout: Layout, micro_batches: int) -> bool:
+    try:
+        require_schedule(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    except UserError:
+        return False
+    return True
+
+
+def _stages(layout: Layout, micro_batches: int) -> int:
+    if layout.pp == 1:
+        return 1
+    table = build_table(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    return table.stages // table.parameter_copies
 
 
 def _few(count: int) -> int:
@@ -80,7 +116,8 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     heads, kv_heads = _heads(job, layout)
     head_dim = 8 if heads <= 6 else 4
     as_wide_as_heads = shape.heads * shape.head_dim == shape.width
-    least = 1 if shape.layers == 1 else max(2, layout.pp)
+    stages_before, stages = _stages(was, job.accumulation), _stages(layout, _accumulation(job, layout))
+    least = 1 if shape.layers == 1 else max(2, stages)
     window = shape.sliding_window
     return shape.model_dump() | {
         "preset": None,
@@ -90,7 +127,7 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "head_dim": head_dim,
         "width": heads * head_dim if as_wide_as_heads else (heads + layout.tp) * head_dim,
         "ffn_width": 20 * layout.tp,
-        "layers": _alike(least, shape.layers, (2, 2), (was.pp, layout.pp)),
+        "layers": _alike(least, shape.layers, (2, 2), (stages_before, stages)),
         "vocab_size": _alike(50, shape.vocab_size, (2, 2), (was.tp, layout.tp)),
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,
@@ -100,19 +137,24 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
 def _heads(job: Job, layout: Layout) -> tuple[int, int]:
     """Query and key-value heads: the same answer to whether tp divides the latter, and the same kind of grouping."""
     shape, tp = job.model, layout.tp
+    spreads = layout.cp_method == "ulysses"  # then cp must divide the heads of a tensor-parallel rank, and did
+    before, parts = (each.tp * (each.cp if spreads else 1) for each in (job.layout, layout))
     grouping = _few(shape.heads // shape.kv_heads)
     if shape.kv_heads % job.layout.tp == 0:
-        kv_heads = tp * min(2, shape.kv_heads // job.layout.tp)
+        kv_heads = parts * min(2, shape.kv_heads // before)
         return kv_heads * grouping, kv_heads
     kv_heads = 1 if job.layout.tp % shape.kv_heads == 0 else tp + 1
-    while kv_heads * grouping % tp:
+    while kv_heads * grouping % parts:
         grouping += 1
     return kv_heads * grouping, kv_heads
 
 
 def _sequence(job: Job, layout: Layout) -> int:
-    pairs = ((job.layout.tp, layout.tp), (2 * job.layout.cp, 2 * layout.cp))
-    return _alike(16, job.batch.sequence_length, *pairs)
+    if layout.cp == 1:
+        return _alike(16, job.batch.sequence_length, (job.layout.tp, layout.tp))
+    # 2·cp divides the sequence, or it would have been refused; the share of a rank is divided by tp as before.
+    share = _alike(16 // layout.cp, job.batch.sequence_length // job.layout.cp, (job.layout.tp, layout.tp), (2, 2))
+    return layout.cp * (share if share % 2 == 0 else 2 * share)
 
 
 def _alike(least: int, value: int, *divisors: tuple[int, int]) -> int:

@@ -30,7 +30,10 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Proces
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Gloo on host copies; each call is finished when it returns."""
+    """Gloo on host copies; collectives are finished when they return, messages between two ranks when waited for.
+
+    A pipeline asks for what it will need long before its peer sends it: a receive that waited would wait for ever.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -114,11 +117,11 @@ class StagedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
-        self._gloo.send([_host(tensor) for tensor in tensors], destination, tag).wait()
-        return _finished(None)
+        return self._gloo.send([_host(tensor) for tensor in tensors], destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
-        return self._in_place(tensors, lambda host: self._gloo.recv(host, source, tag))
+        host = [_host(tensor).clone() for tensor in tensors]
+        return _Arriving(self._gloo.recv(host, source, tag), tensors, host)
 
     def _in_place(self, tensors: list[Tensor], run: Any) -> Any:
         host = [_host(tensor).clone() for tensor in tensors]
@@ -127,13 +130,26 @@ class StagedGroup(dist.ProcessGroup):
         return _finished(tensors)
 
 
+class _Arriving(dist.Work):
+    """A message on its way to the host, copied to its place when it is waited for."""
+
+    def __init__(self, work: Any, tensors: list[Tensor], host: list[Tensor]) -> None:
+        super().__init__()
+        self._work, self._tensors, self._host_tensors = work, tensors, host
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait()
+        _copy_back(self._tensors, self._host_tensors)
+        return True
+
+
 def _host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
 def _copy_back(tensors: list[Tensor], host: list[Tensor]) -> None:
     for tensor, values in zip(tensors, host, strict=True):
-        tensor.copy_(values)
+        tensor.detach().copy_(values)  # a pipeline receives into leaves of its graph
 
 
 def _finished(result: Any) -> Any:

@@ -71,7 +71,7 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[model\n", [], "not valid TOML"),
         ("[optimizer]\nbetas = [2.0, 0.9]", [], "optimizer.betas = 2.0 is not allowed; it should be less than 1"),
         ("[data]\nsources = []", [], "data.sources = [] is not allowed; it needs at least 1 item"),
-        ("[layout]\npp = 4", [], "layout.pp = 4 is not implemented yet (pipeline parallelism); set it to 1 for now"),
+        ('[layout]\ncompress = "topk"', [], "layout.compress = 'topk' is not implemented yet (gradient compression)"),
         ('[memory]\nrecompute = "full"', [], "memory.recompute = 'full' is not implemented yet"),
         ("[memory]\nrecompute = {every = 2}", [], "memory.recompute = {'every': 2.0} is not implemented yet"),
         ('[precision]\ncompute = "fp8"', [], "precision.compute = 'fp8' is not implemented yet"),

@@ -3,7 +3,10 @@
 import pytest
 
 from meshwright.data import Loader
-from meshwright.parallel import ranks_of, require_layout
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.parallel import ranks_of, require_layout, table_of
+from meshwright.pipeline import SCHEDULES, require_schedule
 from meshwright.verify import LineResult, load_matrix, run_matrix
 from meshwright.verify.check import reference
 from meshwright.verify.documents import unequal_corpus
@@ -25,11 +28,11 @@ def test_layout_equals_one_process(name: str, results: dict[str, LineResult]) ->
     assert result.verdict.ok, result.verdict.first_wrong
 
 
-def test_every_line_is_a_layout_of_its_own_that_fits_eight_processes() -> None:
-    assert len({line.name for line in LINES}) == len(LINES) >= 30
+def test_every_line_is_a_layout_of_its_own() -> None:
+    assert len({line.name for line in LINES}) == len(LINES) >= 80
     for line in LINES:
         require_layout(line.job, ranks_of(line.job.layout))
-        assert 2 <= ranks_of(line.job.layout) <= 8
+    assert {2, 3, 4, 6, 8, 12, 16} == {ranks_of(line.job.layout) for line in LINES}
 
 
 def test_the_matrix_holds_what_breaks_layouts() -> None:
@@ -46,6 +49,32 @@ def test_the_matrix_holds_what_breaks_layouts() -> None:
     assert {job.data.mask_documents for job in jobs} == {True, False}
     assert any(job.model.dropout for job in cut)
     assert {job.optimizer.clip for job in jobs} >= {0.0, 0.05, 100.0}
+
+
+def test_the_matrix_holds_every_method_and_schedule() -> None:
+    layouts = [line.job.layout for line in LINES]
+    shared = {(layout.cp_method, layout.cp) for layout in layouts if layout.cp > 1}
+    assert shared >= {(method, cp) for method in ("ring", "allgather", "ulysses") for cp in (2, 4)}
+    runs = {(line.job.layout.schedule, line.job.layout.pp) for line in LINES if line.job.layout.pp > 1}
+    assert runs >= {(schedule, pp) for schedule in SCHEDULES for pp in (2, 4)}
+    for schedule in SCHEDULES:
+        jobs = [line.job for line in LINES if line.job.layout.pp > 1 and line.job.layout.schedule == schedule]
+        assert schedule == "pipedream" or {job.model.tied for job in jobs} == {True, False}
+        assert any(job.model.layers % table_of(job).stages for job in jobs)  # stages of unequal length
+        assert any(not _runs_with_fewer(job) for job in jobs) and any(_runs_with_fewer(job) for job in jobs)
+
+
+def _runs_with_fewer(job: Job) -> bool:
+    fewer = range(1, job.accumulation)
+    return any(_runs(job, micro_batches) for micro_batches in fewer)
+
+
+def _runs(job: Job, micro_batches: int) -> bool:
+    try:
+        require_schedule(job.layout.schedule, job.layout.pp, micro_batches, job.layout.virtual_stages)
+    except UserError:
+        return False
+    return True
 
 
 def test_every_parameter_has_a_gradient_worth_comparing() -> None:

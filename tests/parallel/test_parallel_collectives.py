@@ -51,7 +51,8 @@ def layer_traffic(sp: bool) -> tuple[dict[str, int], dict[str, int]]:
                 "layout": {"tp": T, "sp": sp},
             }
         )
-        model, weights = build(job, join_world(job, torch.device("cpu")))
+        engine, weights = build(job, join_world(job, torch.device("cpu")))
+        [model] = engine.modules
         weights.begin_micro_batch(last=True)
         tokens = torch.zeros(B, S, dtype=torch.int64)
         with Collectives() as seen_here:
@@ -123,7 +124,8 @@ def gather_order(depth: int) -> list[str]:
             "layout": {"dp_shard": 2, "zero": 3, "prefetch": depth},
         }
     )
-    model, _ = build(job, join_world(job, torch.device("cpu")))
+    engine, _ = build(job, join_world(job, torch.device("cpu")))
+    [model] = engine.modules
     events: list[str] = []
     unshard = FSDPParamGroup.unshard
 

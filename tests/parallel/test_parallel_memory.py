@@ -12,9 +12,12 @@ from math import prod
 import pytest
 import torch
 
+from meshwright.data import Loader
 from meshwright.job import Job
 from meshwright.parallel import build, join_world
+from meshwright.pipeline import Action
 from meshwright.train import build_optimizer
+from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
 # Every dim divides by the ranks, so that torch pads nothing and the count is exact; vectors are few.
@@ -51,7 +54,8 @@ def census(job: Job) -> dict[str, int]:
     """The most bytes of each kind a rank holds between the passes of its second step (the first allocates states)."""
     gc.freeze()  # what was there before the rank is not looked at
     world = join_world(job, torch.device("cpu"))
-    model, weights = build(job, world)
+    engine, weights = build(job, world)
+    [model] = engine.modules
     optimizer = build_optimizer(weights.masters, job)
     masters = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in weights.masters.values()}
     tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -110,3 +114,27 @@ def test_bytes_a_parameter_equal_the_documented_row(row: str, accumulation: int)
             rank["gradients"] -= 4 * rank["last_unit"]
         counted = {kind: rank[kind] / rank["parameters"] for kind in expected(accumulation)}
         assert counted == pytest.approx(expected(accumulation), rel=1e-9), (row, accumulation, counted)
+
+
+def gradients_at_the_end_of_a_pipeline_step(job: Job) -> tuple[int, int]:
+    """Bytes of fp32 gradients a rank holds after its last backward, and the parameters of its stage."""
+    gc.freeze()
+    world = join_world(job, torch.device("cpu"))
+    engine, weights = build(job, world)
+    masters = {p.untyped_storage().data_ptr() for p in weights.masters.values()}
+    data = iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=8, global_batch=job.accumulation))
+    counted = [0]
+
+    def look(action: Action, started: float, ended: float, held: int) -> None:
+        if held == 0:
+            gc.collect()
+            counted[0] = sum(size for size in storages(torch.float32, masters).values() if size >= 64)
+
+    engine.watch(look)
+    engine.accumulate(next(data), 1)
+    return counted[0], sum(prod(piece.shape) for piece in weights.pieces().values())
+
+
+def test_a_pipeline_holds_its_gradients_whole_until_the_step_ends() -> None:
+    for gradients, parameters in run_ranks(gradients_at_the_end_of_a_pipeline_step, 4, make_job(3, dp_shard=2, pp=2)):
+        assert gradients == 4 * parameters  # dp_shard = 2 would leave half of it on a rank

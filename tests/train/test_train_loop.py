@@ -51,8 +51,8 @@ def run(tiny_job: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
         corpus = prepare(job.data, job.model.vocab_size)
         memory = Memory()
         world = World(torch.device("cpu"))
-        model, weights = build(job, world)
-        training = Training(job, corpus, model, weights, memory, memory, world)
+        engine, weights = build(job, world)
+        training = Training(job, corpus, engine, weights, memory, memory, world)
         change(training)
         return memory, training.run(), training
 

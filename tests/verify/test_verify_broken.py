@@ -12,8 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from verify_jobs import llama_job
 
 from meshwright.job import Job
-from meshwright.parallel import tensor, zero
-from meshwright.train import Training, loop
+from meshwright.parallel import inputs, tensor, zero
+from meshwright.parallel.engine import OneStage
+from meshwright.parallel.staged_weights import StagedWeights
+from meshwright.train import loop
 from meshwright.verify import Verdict, check
 from meshwright.verify.check import reference
 
@@ -40,12 +42,12 @@ def test_unbroken_all_is_equal(layout: dict[str, Any]) -> None:
 
 
 def test_averaging_over_a_rank_s_own_tokens(monkeypatch: Patch) -> None:
-    accumulate = Training._accumulate
+    accumulate = OneStage.accumulate
 
-    def local_average(self: Training, step: int, data: Any) -> Tensor:
-        return accumulate(self, step, replace(data, valid_count=data.batch.valid_count() * self.world.data_ranks))
+    def local_average(self: OneStage, data: Any, step: int) -> Tensor:
+        return accumulate(self, replace(data, valid_count=data.batch.valid_count() * 2), step)
 
-    verdict = broken(llama_job(dp_replicate=2), lambda: monkeypatch.setattr(Training, "_accumulate", local_average))
+    verdict = broken(llama_job(dp_replicate=2), lambda: monkeypatch.setattr(OneStage, "accumulate", local_average))
     assert kinds(verdict) == {"loss", "norm", "gradient", "update"}
 
 
@@ -102,3 +104,25 @@ def test_replicas_that_drift_apart_in_the_update_alone(monkeypatch: Patch) -> No
     job = llama_job(dp_replicate=2, steps=1)
     verdict = broken(job, lambda: monkeypatch.setattr(loop, "set_learning_rate", drifting))
     assert kinds(verdict) == {"update"}
+
+
+def test_a_tied_head_s_gradient_that_stays_on_the_last_stage(monkeypatch: Patch) -> None:
+    def left_there(self: StagedWeights) -> None:
+        for weights in self._stages.values():
+            weights.collect_gradients()
+
+    tied = llama_job(pp=2).model_dump()
+    tied["model"]["tied"] = True
+    verdict = broken(
+        Job.model_validate(tied), lambda: monkeypatch.setattr(StagedWeights, "collect_gradients", left_there)
+    )
+    wrong = [row.name for row in verdict.rows if row.ok is False and row.kind == "gradient"]
+    assert wrong == ["embed.weight"]
+
+
+def test_a_sequence_cut_in_halves_where_attention_expects_two_pieces_a_rank(monkeypatch: Patch) -> None:
+    def halves(sequence: int, rank: int, ranks: int, device: Any) -> Tensor:
+        return torch.arange(sequence, device=device).chunk(ranks)[rank]
+
+    verdict = broken(llama_job(cp=2), lambda: monkeypatch.setattr(inputs, "zigzag_places", halves))
+    assert {"loss", "norm", "gradient", "update"} <= kinds(verdict)

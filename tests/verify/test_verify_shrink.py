@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from meshwright.job import Job, model_preset
-from meshwright.parallel import ranks_of, require_layout
+from meshwright.parallel import ranks_of, require_layout, table_of
 from meshwright.verify import shrink
 
 
@@ -24,6 +24,12 @@ CASES = [
     big("gpt2", dp_shard=3, zero=1, model={"layers": 13}),
     big("qwen3-0.6b", tp=4, dp_shard=4, dp_replicate=3, zero=1),
     big("mistral-7b", tp=8, dp_shard=16, zero=3, batch={"global_batch": 64, "sequence_length": 4096}),
+    big("llama-3-70b", tp=8, cp=4, pp=4, dp_shard=2, batch={"sequence_length": 8192}, model={"layers": 81}),
+    big("llama-3-8b", cp=8, cp_method="ulysses", zero=3),
+    big("llama-3-8b", tp=4, cp=2, cp_method="ulysses", pp=2, schedule="zb-v"),
+    big("qwen3-0.6b", pp=7, schedule="zb-interleaved", virtual_stages=4, batch={"micro_batch": 3}),
+    big("gpt2", pp=4, schedule="dualpipe-v", dp_replicate=2, model={"layers": 13}),
+    big("gpt2", pp=3, split=[2, 4, 6]),
 ]
 
 
@@ -34,7 +40,9 @@ def test_what_matters_is_kept(job: Job) -> None:
     require_layout(small, ranks_of(small.layout))
     assert 1 < ranks_of(small.layout) <= 8
     before, after, tp, small_tp = job.model, small.model, job.layout.tp, small.layout.tp
-    assert after.width <= 64 and after.layers <= 3 and after.vocab_size <= 60 and small.batch.sequence_length <= 24
+    stages = 1 if small.layout.pp == 1 else table_of(small).stages
+    assert after.width <= 64 and after.layers <= stages + 3 and after.vocab_size <= 60
+    assert small.batch.sequence_length <= 24
     assert (after.kv_heads % small_tp == 0) == (before.kv_heads % tp == 0)
     assert (after.vocab_size % small_tp == 0) == (before.vocab_size % tp == 0)
     assert (small.batch.sequence_length % small_tp == 0) == (job.batch.sequence_length % tp == 0)
@@ -45,7 +53,7 @@ def test_what_matters_is_kept(job: Job) -> None:
     for field in ("tied", "norm", "activation", "positions", "qkv_bias", "linear_bias", "qk_norm", "dropout"):
         assert getattr(after, field) == getattr(before, field)
     assert (after.sliding_window is None) == (before.sliding_window is None)
-    for field in ("zero", "sp", "kv_replicate"):
+    for field in ("zero", "sp", "kv_replicate", "schedule", "cp_method"):
         assert getattr(small.layout, field) == getattr(job.layout, field)
 
 

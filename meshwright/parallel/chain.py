@@ -1,0 +1,66 @@
+"""A forward pass through stages on several ranks, without gradients."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.data import Batch
+from meshwright.job import Job
+from meshwright.parallel.inputs import Inputs
+from meshwright.parallel.world import World
+
+
+class Chain:
+    """This rank's stages between their neighbours: what flows from one to the next, and who holds whom."""
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        stages: Mapping[int, nn.Module],
+        stage_ranks: tuple[int, ...],
+        compute: torch.dtype,
+    ) -> None:
+        assert world.mesh is not None
+        self.group = world.mesh["pp"].get_group()
+        self.compute = compute
+        places = job.batch.sequence_length // world.axis_size("cp") // (world.axis_size("tp") if job.layout.sp else 1)
+        self.hidden_shape = (job.batch.micro_batch, places, job.model.width)
+        """Of what flows between stages."""
+        self._rank, self._device = world.axis_rank("pp"), world.device
+        self._stages, self._stage_ranks = stages, stage_ranks
+        self._inputs = Inputs(job, world)
+
+    @torch.no_grad()
+    def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The loss sums of some batches, on the ranks of the last stage; zeros on the others.
+
+        By hand because torch's pipeline runtime is bound to one table and one shape; stage by stage, each over all
+        batches, so that the ranks work at the same time.
+        """
+        given = [self._inputs.held_out(batch) for batch in batches]
+        results: list[Tensor] = [tokens for tokens, _ in given]
+        sends: list[Any] = []
+        last = len(self._stage_ranks) - 1
+        for stage, module in self._stages.items():
+            for number, (_, arguments) in enumerate(given):
+                if stage > 0 and self._stage_ranks[stage - 1] != self._rank:
+                    results[number] = self._received(len(batches[number]), self._stage_ranks[stage - 1])
+                results[number] = module(results[number], **arguments)
+                if stage < last and self._stage_ranks[stage + 1] != self._rank:
+                    # The tensor is kept with its handle: it must outlive the transfer.
+                    sent = results[number].contiguous()
+                    sends.append((dist.isend(sent, group=self.group, group_dst=self._stage_ranks[stage + 1]), sent))
+        for handle, _sent in sends:
+            handle.wait()
+        if self._stage_ranks[last] == self._rank:
+            return results
+        return [torch.zeros((), device=self._device) for _ in batches]
+
+    def _received(self, sequences: int, source: int) -> Tensor:
+        hidden = torch.empty((sequences, *self.hidden_shape[1:]), dtype=self.compute, device=self._device)
+        dist.recv(hidden, group=self.group, group_src=source)
+        return hidden

@@ -1,0 +1,60 @@
+"""How a rank runs the micro-batches of a step; the one-stage way here, the pipeline's in `pipeline`."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.data import Batch, Step
+from meshwright.job import Job
+from meshwright.parallel.inputs import Inputs
+from meshwright.parallel.precision import Weights
+from meshwright.parallel.world import World
+
+
+class Engine(Protocol):
+    """A rank's model (or the stages of it that the rank holds) and the order in which it is run."""
+
+    modules: list[nn.Module]
+    """The model, or this rank's stages of it."""
+
+    def accumulate(self, data: Step, step: int) -> Tensor:
+        """Forward and backward of this rank's micro-batches; all ranks' losses add up to tp times the step's mean."""
+
+    def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The losses of some batches, each a sum over its tokens, without gradients; zeros where others have them."""
+
+
+class OneStage:
+    """The whole depth of the model on this rank: micro-batches one after the other."""
+
+    def __init__(self, job: Job, world: World, model: nn.Module, weights: Weights) -> None:
+        self.modules = [model]
+        self._job, self._device, self._weights = job, world.device, weights
+        self._inputs = Inputs(job, world)
+
+    def accumulate(self, data: Step, step: int) -> Tensor:
+        """Forward and backward of every micro-batch; gradients are with the masters afterwards."""
+        [model] = self.modules
+        step_tensor = torch.tensor(step)  # a number would make compiled blocks treat each step as a new constant
+        loss = torch.zeros((), device=self._device)
+        micro_batches = data.batch.split(self._job.batch.micro_batch)
+        for number, micro in enumerate(micro_batches, start=1):
+            tokens, arguments = self._inputs.training(micro, data.valid_count, step_tensor)
+            self._weights.begin_micro_batch(last=number == len(micro_batches))
+            micro_loss = model(tokens, **arguments)
+            micro_loss.backward()
+            loss = loss + micro_loss.detach()
+        self._weights.collect_gradients()
+        return loss
+
+    @torch.no_grad()
+    def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The loss sums of some batches."""
+        [model] = self.modules
+        losses = []
+        for batch in batches:
+            tokens, arguments = self._inputs.held_out(batch)
+            losses.append(model(tokens, **arguments))
+        return losses

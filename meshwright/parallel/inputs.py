@@ -1,0 +1,57 @@
+"""What of a micro-batch this rank's model is given: its part of the sequence, and what keys its dropout."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.data import Batch
+from meshwright.job import Job
+from meshwright.model import Draws
+from meshwright.parallel.context import zigzag_places
+from meshwright.parallel.world import World
+
+
+class Inputs:
+    """Makes a model's arguments from micro-batches; ranks that split the sequence each get their own tokens of it."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self._job, self._device = job, world.device
+        self._places = None
+        if world.axis_size("cp") > 1:
+            sequence = job.batch.sequence_length
+            self._places = zigzag_places(sequence, world.axis_rank("cp"), world.axis_size("cp"), world.device)
+        self._drawn_places = self._of_residual_stream(world)
+
+    def _of_residual_stream(self, world: World) -> Tensor | None:
+        """Which tokens of a sequence the residual stream on this rank holds: sequence parallelism leaves it a slice."""
+        parts = world.axis_size("tp") if self._job.layout.sp else 1
+        if parts == 1:
+            return self._places
+        places = self._places
+        if places is None:
+            places = torch.arange(self._job.batch.sequence_length, device=self._device)
+        return places.chunk(parts)[world.axis_rank("tp")]
+
+    def training(self, micro: Batch, valid_count: int, step: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens and keyword arguments of a training forward; `step` keys the dropout."""
+        draws = None
+        if self._job.model.dropout:
+            draws = Draws(self._job.run.seed, step, micro.sample_ids_B.to(self._device), self._drawn_places)
+        return self._arguments(micro, valid_count, draws)
+
+    def held_out(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """Tokens and keyword arguments of an evaluation forward: no dropout, and the loss is a sum."""
+        return self._arguments(batch, 1, None)
+
+    def _arguments(self, micro: Batch, valid_count: int, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
+        micro = micro.to(self._device)
+        # Attention over a split sequence asks for the documents of all of it; see `make_context_attend`.
+        arguments = {"valid_count": valid_count, "documents": micro.documents(), "draws": draws}
+        if self._places is None:
+            return micro.tokens_BS, arguments | {"labels": micro.labels_BS, "positions": micro.positions_BS}
+        positions = self._places.unsqueeze(0) if micro.positions_BS is None else micro.positions_BS[:, self._places]
+        return micro.tokens_BS[:, self._places], arguments | {
+            "labels": micro.labels_BS[:, self._places],
+            "positions": positions,
+        }

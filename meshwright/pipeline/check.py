@@ -1,0 +1,85 @@
+"""Whether a table can run: every piece of work once, nothing before what it needs, no rank waiting for ever."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from meshwright.pipeline.table import Action, Kind, Table
+
+# What an action leaves behind: ("F" | "I" | "W", stage, micro-batch). A whole backward leaves "I" and "W".
+Result = tuple[str, int, int]
+
+
+def results(action: Action) -> tuple[Result, ...]:
+    """What running an action makes available to others."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind is Kind.BACKWARD:
+        return (("I", stage, micro_batch), ("W", stage, micro_batch))
+    return ((action.kind, stage, micro_batch),)
+
+
+def needs(table: Table, action: Action) -> tuple[Result, ...]:
+    """What must be there before an action can start."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind is Kind.FORWARD:
+        return () if stage in table.first_stages else (("F", stage - 1, micro_batch),)
+    if action.kind is Kind.WEIGHT:
+        return (("I", stage, micro_batch),)
+    own = ("F", stage, micro_batch)
+    return (own,) if stage in table.last_stages else (own, ("I", stage + 1, micro_batch))
+
+
+def steps_of(table: Table, rank: int) -> list[tuple[Action, ...]]:
+    """A rank's order with each overlapped pair as one step."""
+    steps: list[tuple[Action, ...]] = []
+    for action in table.orders[rank]:
+        if steps and (steps[-1][-1], action) in table.overlapped:
+            steps[-1] += (action,)
+        else:
+            steps.append((action,))
+    return steps
+
+
+def in_dependency_order(table: Table) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    """Every rank's steps, each rank's in its own order and none before what it needs; ValueError on a deadlock."""
+    waiting = [steps_of(table, rank)[::-1] for rank in range(table.ranks)]
+    available: set[Result] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(waiting):
+            while steps and all(need in available for action in steps[-1] for need in needs(table, action)):
+                step = steps.pop()
+                available.update(result for action in step for result in results(action))
+                moved = True
+                yield rank, step
+    stuck = [f"rank {rank} at {steps[-1][0]}" for rank, steps in enumerate(waiting) if steps]
+    if stuck:
+        raise ValueError(f"{table.schedule} table deadlocks: {', '.join(stuck)}")
+
+
+def require_consistent(table: Table) -> None:
+    """ValueError unless each stage runs each of its micro-batches once, on its own rank, and no rank waits for ever."""
+    for rank, order in enumerate(table.orders):
+        for action in order:
+            if table.stage_ranks[action.stage] != rank:
+                raise ValueError(f"{table.schedule} table has {action} on rank {rank}, which does not hold that stage")
+    made = Counter(result for order in table.orders for action in order for result in results(action))
+    wanted = {
+        (letter, stage, micro_batch)
+        for stage in range(table.stages)
+        for micro_batch in table.micro_batches_of(stage)
+        for letter in "FIW"
+    }
+    wrong = sorted((made.keys() ^ wanted) | {result for result, times in made.items() if times > 1})
+    if wrong:
+        letter, stage, micro_batch = wrong[0]
+        raise ValueError(
+            f"{table.schedule} table runs {letter}{micro_batch} of stage {stage} {made[wrong[0]]} times "
+            f"where {int(wrong[0] in wanted)} is right"
+        )
+    neighbours = {pair for order in table.orders for pair in pairwise(order)}
+    for forward, backward in table.overlapped - neighbours:
+        raise ValueError(f"{table.schedule} table overlaps {forward} with {backward}, which are not neighbours")
+    for _ in in_dependency_order(table):
+        pass

@@ -1,0 +1,109 @@
+"""The loop of an asynchronous pipeline: every stage updates itself after each of its backwards, without the others.
+
+Steps run in windows, at whose ends the pipeline is empty: there all ranks agree whether to stop, and held-out text is
+looked at with one state of the weights.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from meshwright.data import Corpus, Step
+from meshwright.job import Job
+from meshwright.parallel import Engine, PipeDream, Weights, World
+from meshwright.pipeline import Kind
+from meshwright.train.feed import evaluation_due
+from meshwright.train.loop import Training
+from meshwright.train.optimizer import clip_gradients, set_learning_rate
+from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.run import StepNumbers, TrainingRun
+from meshwright.train.schedule import learning_rate
+
+LONGEST_WINDOW = 100
+"""Steps after which the pipeline is emptied even where nothing asks for it, so that a stop is noticed."""
+
+
+def windows(job: Job) -> Iterator[range]:
+    """The run's steps cut where the pipeline empties: at evaluations, at the end, and every LONGEST_WINDOW steps."""
+    first = 1
+    for step in range(1, job.run.steps + 1):
+        if evaluation_due(job, step) or step == job.run.steps or step - first + 1 == LONGEST_WINDOW:
+            yield range(first, step + 1)
+            first = step + 1
+
+
+class AsynchronousTraining(TrainingRun[PipeDream]):
+    """One stage's run; a step's row is written when its backward reaches rank 0, the last to see it."""
+
+    def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
+        for window in windows(self.job):
+            stopping = self._agree(self._run_window(window, data), stop)
+            last = window[-1]
+            if evaluation_due(self.job, last):
+                self._evaluate(last)
+            if stopping:
+                self.outcome.reason = "interrupted" if last < self.job.run.steps else "finished"
+                break
+        self._record_versions()
+
+    def _run_window(self, window: range, data: Iterator[Step]) -> list[StepNumbers]:
+        """All of this stage's work on some steps; on ranks other than 0 losses and norms lack the stages before."""
+        steps, waits_s = list[StepNumbers](), dict[int, float]()
+        ended = time.perf_counter()
+        for kind, step in self.engine.actions(window):
+            if kind is Kind.FORWARD:
+                given, waits_s[step] = self._next(data)
+                self.engine.forward(given, step)
+                continue
+            loss, norm, rate = self._backward_and_update(step)
+            began, ended = ended, time.perf_counter()
+            steps.append(StepNumbers(step, loss, norm, rate, waits_s.pop(step), ended - began))
+            if self.world.rank == 0:
+                self._record(steps[-1])
+        return steps
+
+    def _backward_and_update(self, step: int) -> tuple[float, float, float]:
+        """The step's loss, the gradient norm of this stage and all after it, and the rate of this stage's update."""
+        rate = learning_rate(self.job, step)
+        set_learning_rate(self.optimizer, rate)
+        result = self.engine.backward(step)
+        # The norm over all stages would be known only after waiting for every one of them.
+        clip_gradients(self.weights.masters.values(), math.sqrt(result.own_squares), self.job.optimizer.clip)
+        norm = math.sqrt(result.squares)
+        if self._may_update(step, result.loss, norm):
+            self.optimizer.step()
+            self.weights.refresh()
+        self.weights.zero_gradients()
+        return result.loss, norm, rate
+
+    def _agree(self, steps: list[StepNumbers], stop: Callable[[], bool]) -> bool:
+        """Bring rank 0's losses and norms to the others, which record them; true when some rank was asked to stop."""
+        leads = self.world.rank == 0
+        told = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
+        *known, stopping = self.world.sum_over_world([*(told if leads else [0.0] * len(told)), float(stop())])
+        if not leads:
+            for numbers, loss, norm in zip(steps, known[::2], known[1::2], strict=True):
+                self._record(replace(numbers, loss=loss, norm=norm))
+        return stopping > 0
+
+    def _record_versions(self) -> None:
+        """Write down how many versions of its weights each rank held at most."""
+        own = self.engine.weights.most_versions
+        counts = self.world.sum_over_world([own * (rank == self.world.rank) for rank in range(self.world.size)])
+        self.recorder.event("weight_versions", most=[int(count) for count in counts])
+
+
+def make_training(
+    job: Job,
+    corpus: Corpus,
+    engine: Engine | PipeDream,
+    weights: Weights,
+    recorder: Recorder,
+    progress: Progress,
+    world: World,
+) -> Training | AsynchronousTraining:
+    """The loop that fits the engine `build` made."""
+    if isinstance(engine, PipeDream):
+        return AsynchronousTraining(job, corpus, engine, weights, recorder, progress, world)
+    return Training(job, corpus, engine, weights, recorder, progress, world)

@@ -1,0 +1,191 @@
+"""What every way of training shares: the start, evaluation in between, a row for each step, and how it ended."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Generic, Literal, TypeVar, cast
+
+from meshwright.data import Corpus, Step
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.model import Decoder, count_parameters, flops_per_token
+from meshwright.parallel import Engine, PipeDream, Weights, World
+from meshwright.train.device import device_name, device_peak_flops, gpu_of, peak_memory_bytes
+from meshwright.train.evaluate import evaluate
+from meshwright.train.feed import evaluates, held_out_batches, training_loader
+from meshwright.train.generate import generate
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.recorder import Progress, Recorder
+
+FLOPS_CONVENTION = "6·P_matmul + 12·L·S·A per token (full attention, no recompute)"
+
+E = TypeVar("E", bound=Engine | PipeDream)
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    reason: str = "finished"
+    """finished, or interrupted when a stop was asked for."""
+    step: int = 0
+    loss: float | None = None
+    first_val_loss: float | None = None
+    val_loss: float | None = None
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    sample: str | None = None
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step came to."""
+
+    step: int
+    loss: float
+    norm: float
+    rate: float
+    data_wait_s: float
+    step_s: float
+
+
+class TrainingRun(ABC, Generic[E]):
+    """One rank's run: everything it needs, built once; how steps are made is the subclass's."""
+
+    def __init__(
+        self,
+        job: Job,
+        corpus: Corpus,
+        engine: E,
+        weights: Weights,
+        recorder: Recorder,
+        progress: Progress,
+        world: World,
+    ) -> None:
+        self.job, self.corpus, self.engine, self.weights = job, corpus, engine, weights
+        self.recorder, self.progress, self.world = recorder, progress, world
+        self.device = world.device
+        self.optimizer = build_optimizer(weights.masters, job)
+        self.flops_per_token = _flops_per_token(job, "full")
+        self.peak_flops = device_peak_flops(job, self.device)
+        self.outcome = Outcome()
+        self._throughputs: list[float] = []
+
+    @abstractmethod
+    def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
+        """Make all steps and the evaluations between them, unless asked to stop."""
+
+    def run(self, stop: Callable[[], bool] = lambda: False) -> Outcome:
+        """Train until run.steps, or until `stop` says so."""
+        self._record_start()
+        loader = training_loader(self.job, self.corpus, self.world)
+        try:
+            self._evaluate(0)
+            self._train(iter(loader), stop)
+        finally:
+            loader.close()
+        if self._throughputs:
+            self.outcome.tokens_per_s = median(self._throughputs)
+            self.outcome.mfu = self._mfu(self.outcome.tokens_per_s)
+        return self.outcome
+
+    def _next(self, data: Iterator[Step]) -> tuple[Step, float]:
+        """The next step's data, and how long it kept us waiting."""
+        started = time.perf_counter()
+        return next(data), time.perf_counter() - started
+
+    def _record(self, numbers: StepNumbers) -> None:
+        """Write a step's row and remember it as the last."""
+        step, job = numbers.step, self.job
+        tokens_per_s = job.tokens_per_step / numbers.step_s
+        if step > 1:  # the first step pays for allocation and compilation
+            self._throughputs.append(tokens_per_s)
+        row = {
+            "step": step,
+            "loss": numbers.loss,
+            "grad_norm": numbers.norm,
+            "lr": numbers.rate,
+            "tokens": step * job.tokens_per_step,
+            "tokens_per_s": tokens_per_s,
+            "mfu": self._mfu(tokens_per_s),
+            "data_wait_s": numbers.data_wait_s,
+            "step_s": numbers.step_s,
+            "memory_bytes": peak_memory_bytes(self.device),
+            "attempt": 0,
+        }
+        self.outcome.step, self.outcome.loss, self.outcome.tokens = step, numbers.loss, step * job.tokens_per_step
+        self.recorder.metric(row)
+        self.progress.step(row)
+
+    def _may_update(self, step: int, loss: float, norm: float) -> bool:
+        """run.on_bad_step decides what a loss or gradient norm that is not finite does."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return True
+        policy = self.job.run.on_bad_step
+        self.recorder.event("bad_step", step=step, loss=loss, grad_norm=norm, policy=policy)
+        if policy == "stop":
+            raise UserError(
+                f"step {step} gave loss {loss} and gradient norm {norm}; lower optimizer.lr = {self.job.optimizer.lr} "
+                f'or set run.on_bad_step = "skip"'
+            )
+        return policy == "keep"
+
+    def _evaluate(self, step: int) -> None:
+        if not evaluates(self.job):
+            return
+        val_loss = evaluate(self.engine, held_out_batches(self.job, self.corpus), self.world)
+        self.outcome.val_loss = val_loss
+        if self.outcome.first_val_loss is None:
+            self.outcome.first_val_loss = val_loss
+        self.recorder.metric({"step": step, "val_loss": val_loss, "attempt": 0})
+        self.progress.evaluation(step, val_loss)
+        # A model cut over ranks gives losses, not logits to draw text from; `generate` reads the saved weights.
+        if step and math.isfinite(val_loss) and self.world.size == 1:
+            self._sample(step)
+
+    def _sample(self, step: int) -> None:
+        tokenizer, settings = self.corpus.tokenizer, self.job.evaluation
+        if tokenizer is None or not settings.sample_tokens or self.job.model.file:
+            return
+        prompt = tokenizer.encode(settings.sample_prompt) or [tokenizer.end_of_text]
+        room = self.job.model.max_sequence_length - len(prompt)
+        written = generate(
+            cast(Decoder, self.engine.modules[0]),
+            prompt,
+            max(0, min(settings.sample_tokens, room)),
+            seed=self.job.run.seed,
+            stop=tokenizer.end_of_text,
+            vocab_size=tokenizer.vocab_size,
+        )
+        self.outcome.sample = tokenizer.decode(prompt + written)
+        self.recorder.sample(step, self.outcome.sample)
+
+    def _record_start(self) -> None:
+        gpu = gpu_of(self.device)
+        start: dict[str, Any] = {
+            "device": device_name(self.device),
+            "parameters": count_parameters(self.job.model),
+            "ranks": self.world.size,
+            "flops_per_token": self.flops_per_token,
+            "flops_per_token_causal": _flops_per_token(self.job, "causal"),
+            "flops_convention": FLOPS_CONVENTION,
+            "gpu": gpu.key if gpu else None,
+            "gpu_peak_flops": self.peak_flops,
+            "tokens_per_step": self.job.tokens_per_step,
+            "accumulation": self.job.accumulation,
+        }
+        self.recorder.event("start", **start)
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        if self.peak_flops is None or self.flops_per_token is None:
+            return None
+        return tokens_per_s * self.flops_per_token / (self.peak_flops * self.world.size)
+
+
+def _flops_per_token(job: Job, attention: Literal["causal", "full"]) -> float | None:
+    """Model FLOPs of a token; None for a model of the user's own, whose FLOPs nobody stated."""
+    return None if job.model.file else flops_per_token(job.model, job.batch.sequence_length, attention)

@@ -1,0 +1,39 @@
+"""How layers are shared out: balanced by cost, with the ends counted in."""
+
+from itertools import combinations
+
+import pytest
+
+from meshwright.job.model import Model
+from meshwright.job.presets import model_preset
+from meshwright.parallel.stages import balanced_counts, piece_costs
+
+
+def costliest(counts: tuple[int, ...], shape: Model, sequence: int) -> float:
+    layer, embedding, head = piece_costs(shape, sequence)
+    costs = [layer * count for count in counts]
+    costs[0] += embedding
+    costs[-1] += head
+    return max(costs)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 7])
+@pytest.mark.parametrize("vocabulary", [64, 5_000, 130_000])
+def test_no_other_split_has_a_cheaper_costliest_stage(stages: int, vocabulary: int) -> None:
+    shape = Model(vocab_size=vocabulary, width=256, layers=9, heads=4, ffn_width=1024)
+    cuts = combinations(range(1, 9), stages - 1)
+    every = [tuple(b - a for a, b in zip((0, *cut), (*cut, 9), strict=True)) for cut in cuts]
+    counts = balanced_counts(shape, 512, stages)
+    assert counts in every
+    assert costliest(counts, shape, 512) == min(costliest(split, shape, 512) for split in every)
+
+
+def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
+    llama = Model(**model_preset("llama-3-8b"))
+    counts = balanced_counts(llama, 8192, 4)
+    assert sum(counts) == 32 and counts[-1] == min(counts) < counts[0]
+
+
+def test_equal_costs_are_spread_evenly() -> None:
+    shape = Model(vocab_size=2, width=1024, layers=10, heads=8, ffn_width=4096)
+    assert sorted(balanced_counts(shape, 64, 4)) == [2, 2, 3, 3]
