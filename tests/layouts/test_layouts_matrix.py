@@ -59,8 +59,10 @@ def test_the_matrix_holds_every_method_and_schedule() -> None:
     assert runs >= {(schedule, pp) for schedule in SCHEDULES for pp in (2, 4)}
     for schedule in SCHEDULES:
         jobs = [line.job for line in LINES if line.job.layout.pp > 1 and line.job.layout.schedule == schedule]
-        assert schedule == "pipedream" or {job.model.tied for job in jobs} == {True, False}
         assert any(job.model.layers % table_of(job).stages for job in jobs)  # stages of unequal length
+        if schedule == "pipedream":  # no ties, and each mini-batch an update of its own
+            continue
+        assert {job.model.tied for job in jobs} == {True, False}
         assert any(not _runs_with_fewer(job) for job in jobs) and any(_runs_with_fewer(job) for job in jobs)
 
 

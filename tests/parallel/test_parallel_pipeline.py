@@ -14,7 +14,7 @@ from meshwright.pipeline import Action, Kind, StageTimes, simulate
 from meshwright.verify import check, run_ranks
 from meshwright.verify.documents import unequal_corpus
 
-UNIT_S = 0.04
+UNIT_S = 0.1
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v", "dualpipe-v", "dualpipe")
 
@@ -67,12 +67,12 @@ def test_a_rank_does_what_its_table_says_and_holds_as_many_activations(schedule:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_idle_time_is_the_simulated(schedule: str) -> None:
     """Sleeping stages, so that cores do not matter; a busy machine may still delay a whole try, hence three."""
-    job = pipeline_job(schedule)
+    job = pipeline_job(schedule, ranks=3, micro_batches=3)
     times = StageTimes(*(TIMES[kind] * UNIT_S for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)))
     simulated = simulate(table_of(job), times)
     errors = []
     for _ in range(3):
-        ranks = [spans for spans, _ in run_ranks(watched_step, 4, job, UNIT_S)]
+        ranks = [spans for spans, _ in run_ranks(watched_step, 3, job, UNIT_S)]
         started = min(start for spans in ranks for _, start, _ in spans)
         makespan = max(end for spans in ranks for _, _, end in spans) - started
         idle = [makespan - sum(end - start for _, start, end in spans) for spans in ranks]
