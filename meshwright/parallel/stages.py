@@ -29,9 +29,11 @@ def require_stages(job: Job, stages: int) -> None:
     """Refuse more stages than layers and a split that is not one of these layers into these stages."""
     split, layers = job.layout.split, job.model.layers
     if stages > layers:
+        held = stages // job.layout.pp
+        each = f" with {held} stages a rank" if held > 1 else ""
         raise UserError(
-            f"layout.pp = {job.layout.pp} with {stages // job.layout.pp} stages a rank makes {stages} stages, more "
-            f"than model.layers = {layers}; lower layout.pp or layout.virtual_stages"
+            f"layout.pp = {job.layout.pp}{each} makes {stages} stages, more than model.layers = {layers}; lower "
+            f"layout.pp{' or layout.virtual_stages' if held > 1 else ''}"
         )
     if split is None:
         return
