@@ -104,7 +104,10 @@ def test_zero_3_with_a_split_backward_would_be_wrong(monkeypatch: pytest.MonkeyP
     ("overrides", "sentence"),
     [
         ({"schedule": "zb-h1", "compile": True}, r'run.compile = true hangs with layout.schedule = "zb-h1"'),
-        ({"schedule": "1f1b", "layers": 3}, r"layout.pp = 4 makes 4 stages, more than model.layers = 3; lower layout.pp"),
+        (
+            {"schedule": "1f1b", "layers": 3},
+            r"layout.pp = 4 makes 4 stages, more than model.layers = 3; lower layout.pp",
+        ),
         ({"schedule": "interleaved", "micro_batches": 6}, r"a multiple of 4, but .* = 6; set batch.global_batch"),
         ({"schedule": "dualpipe-v", "micro_batches": 4}, r"at least 8 \(2 × layout.pp\), but .* = 4"),
         ({"schedule": "zb-v", "virtual_stages": 3}, r"layout.virtual_stages = 3 does not go with"),
