@@ -132,13 +132,13 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
     (tmp_path / "broken/sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from meshwright.train import loop\n"
-        "    whole = loop.Training._accumulate\n"
-        "    def breaks(self, step, data):\n"
+        "    from meshwright.parallel.engine import OneStage\n"
+        "    whole = OneStage.accumulate\n"
+        "    def breaks(self, data, step):\n"
         "        if step == 3:\n"
         "            raise ValueError('the third step')\n"
-        "        return whole(self, step, data)\n"
-        "    loop.Training._accumulate = breaks\n"
+        "        return whole(self, data, step)\n"
+        "    OneStage.accumulate = breaks\n"
     )
     run = tmp_path / "run"
     arguments = [*words(*ENDLESS, f"run.folder={run}"), "--nproc", "2", "--debug"]
