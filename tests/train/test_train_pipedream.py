@@ -117,12 +117,17 @@ def _count_versions_in_memory(training: Any) -> None:
     training.recorder.counted = counted
     update = training._backward_and_update
 
+    def alike() -> set[int]:
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+        return {t.data_ptr() for t in tensors if t.shape == master.shape and t.is_leaf and t.requires_grad}
+
+    # What the process that forked this rank had left lying around is not this run's.
+    strangers = alike() - {t.data_ptr() for t in training.weights.newest.tensors.values()}
+
     def counting(step: int) -> Any:
         result = update(step)
         if step in (2, training.job.run.steps):
-            tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-            leaves = [t for t in tensors if t.shape == master.shape and t.is_leaf and t.requires_grad]
-            counted.append(len({t.data_ptr() for t in leaves} - {master.data_ptr()}))
+            counted.append(len(alike() - strangers - {master.data_ptr()}))
         return result
 
     training._backward_and_update = counting
