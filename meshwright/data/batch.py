@@ -18,8 +18,8 @@ class Step:
     """What one rank needs of one optimizer step: its samples, and a fact about everyone's."""
 
     batch: "Batch"
-    valid_count: int
-    """Labels that count in the loss over the whole step, all ranks together."""
+    valid_count: float
+    """Labels that count in the loss over the whole step, all ranks together; a loss scale divides it."""
 
     def pin_memory(self) -> "Step":
         """The step with its batch in page-locked memory."""

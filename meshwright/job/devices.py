@@ -1,8 +1,17 @@
 """The sections that say where the work goes: layout, memory, cluster."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from meshwright.job.section import Section
 
@@ -66,13 +75,39 @@ class Layout(Section):
         return 2 if self.dp_shard * self.cp > 1 else 0
 
 
+class Every(Section):
+    """Full recomputation of one block in so many."""
+
+    every: PositiveInt
+    """Blocks 0, k, 2k, … are recomputed."""
+
+
+class Budget(Section):
+    """As little recomputation as fits."""
+
+    budget_gib: PositiveFloat
+    """GiB of activations a rank may hold for its backwards."""
+
+
 class Memory(Section):
     """What is given up to hold less on the device."""
 
-    recompute: Literal["none", "selective", "full"] | dict[str, float] = "none"
+    recompute: Literal["none", "selective", "full"] | Every | Budget = "none"
     """Activations dropped and recomputed: none, selective, full, {every = k} or {budget_gib = x}."""
     offload: tuple[Literal["optimizer", "params", "activations"], ...] = ()
-    """States kept in host memory."""
+    """Kept in host memory: optimizer (masters, gradients, states), params (the working copy too), activations."""
+
+    @field_validator("recompute", mode="wrap")
+    @classmethod
+    def _one_of_five(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            shown = "{" + ", ".join(f"{k} = {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else value
+            raise ValueError(
+                f'memory.recompute = {shown} is not allowed; it should be "none", "selective", "full", {{every = k}} '
+                "with a whole number of blocks or {budget_gib = x} with x above 0"
+            ) from None
 
 
 class Cluster(Section):

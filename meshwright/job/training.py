@@ -23,25 +23,28 @@ class Batch(Section):
 class Precision(Section):
     """Number formats; the parameters themselves are always a 32-bit master."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """Format of forward and backward; below fp32 a working copy of the weights is derived from the master."""
+    compute: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "fp32"
+    """Format of forward and backward; below fp32 a working copy of the weights is derived from the master. tf32 rounds
+    only what is multiplied, fp16 has a dynamic loss scale, fp8 is bf16 with fp8 products inside the blocks."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of the optimizer's moments."""
+    """Format of the optimizer's moments of matrices; int8 has a scale for every 128 columns of a row."""
 
 
 class Optimizer(Section):
     """The update rule; weight decay touches matrices only, never norms, biases or vectors."""
 
     name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
-    """Which optimizer."""
+    """Which optimizer; muon updates projections, and leaves embedding, head and vectors to adamw."""
     lr: PositiveFloat = 3e-4
-    """Peak learning rate."""
+    """Peak learning rate; adafactor's is relative to a parameter's own size (1e-2 is usual)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """Decay of the first and second moments; for lion of the momentum in the update and of the momentum kept."""
+    momentum: Share = 0.95
+    """sgd and muon: decay of the momentum."""
     eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the square root of the second moment; for adafactor the least this root can be."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled decay of the matrices."""
     clip: NonNegativeFloat = 1.0

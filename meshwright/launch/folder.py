@@ -92,6 +92,10 @@ class RunFolder:
             "events.jsonl", {"kind": kind, "time": stamp, "elapsed_s": round(now - self._started, 3), **fields}
         )
 
+    def memory(self, row: dict[str, Any]) -> None:
+        """Append one sample of the memory curve."""
+        self._append("memory.jsonl", row)
+
     def sample(self, step: int, text: str) -> None:
         """Keep a text the model wrote at a step."""
         self.write(f"samples/step-{step:08d}.txt", text)
@@ -108,6 +112,11 @@ class RunFolder:
     def events(self) -> list[dict[str, Any]]:
         """Everything that happened so far."""
         return list(_rows(self.path / "events.jsonl"))
+
+    def memory_curve(self) -> list[dict[str, Any]]:
+        """What was held in the first steps; empty where nobody watched."""
+        path = self.path / "memory.jsonl"
+        return list(_rows(path)) if path.is_file() else []
 
     def samples(self) -> dict[int, str]:
         """The texts the model wrote, by step."""

@@ -26,7 +26,7 @@ from meshwright.train import (
     Outcome,
     choose_device,
     device_name,
-    emulates_bf16,
+    emulated_format,
     make_training,
     prepare_device,
     require_enough_text,
@@ -124,7 +124,9 @@ def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, c
                 folder.write("tokenizer.json", corpus.tokenizer.to_json())
             engine, weights = build(job, world)
             with ConsoleProgress(job, console) as progress:
-                outcome = make_training(job, corpus, engine, weights, folder, progress, world).run(stop)
+                training = make_training(job, corpus, engine, weights, folder, progress, world)
+                training.watch_memory(folder.memory)
+                outcome = training.run(stop)
         whole = gather_weights(weights, world)
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -137,7 +139,8 @@ def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, c
         saved = save_weights(folder.path, outcome.step, whole)
         folder.event("weights", step=outcome.step, path=str(saved.relative_to(folder.path)))
         stop()  # where another rank was asked first, the reason may have arrived here by now
-        folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal)
+        memory = {"peak_memory_bytes": outcome.peak_memory_bytes, "steady_memory_bytes": outcome.steady_memory_bytes}
+        folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal, **memory)
 
     on_rank_zero(world, save)
     return outcome
@@ -161,8 +164,9 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
         f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
         f"run folder {folder.path}",
     ]
-    slow = " · note: this CPU has no bf16 arithmetic, fp32 is far faster here"
-    text = " · ".join(parts) + (slow if emulates_bf16(job, world.device) else "")
+    text = " · ".join(parts)
+    if slow := emulated_format(job, world.device):
+        text += f" · note: this CPU has no {slow} arithmetic, fp32 is far faster here"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

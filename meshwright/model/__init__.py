@@ -11,9 +11,12 @@ from meshwright.model.head import IGNORE
 from meshwright.model.hf_config import model_from_hf_config, model_to_hf_config
 from meshwright.model.huggingface import hf_place, load_hf_state, to_hf_state
 from meshwright.model.initialise import initial_rows, initialise
+from meshwright.model.recompute import KEPT_OPERATIONS, MODES, Mode, remade_bytes
 
 __all__ = [
     "IGNORE",
+    "KEPT_OPERATIONS",
+    "MODES",
     "Architecture",
     "Attend",
     "CausalAttend",
@@ -22,6 +25,7 @@ __all__ = [
     "Documents",
     "Draws",
     "KVCache",
+    "Mode",
     "build_architecture",
     "count_parameters",
     "flops_per_token",
@@ -33,5 +37,6 @@ __all__ = [
     "model_from_hf_config",
     "model_to_hf_config",
     "parameter_count",
+    "remade_bytes",
     "to_hf_state",
 ]

@@ -1,6 +1,6 @@
 """The decoder: tokens in, loss or logits out, on one device. B batch, S sequence, D width, V vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self, cast
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
 from meshwright.model.head import Head
 from meshwright.model.norm import LayerNorm, RMSNorm, make_norm
+from meshwright.model.recompute import Mode
 from meshwright.model.rotary import rotary_tables
 
 
@@ -51,7 +52,7 @@ class Decoder(nn.Module):
         self,
         x: Tensor,
         labels: Tensor | None = None,
-        valid_count: Tensor | int | None = None,
+        valid_count: Tensor | float | None = None,
         *,
         positions: Tensor | None = None,
         documents: Documents | None = None,
@@ -99,8 +100,11 @@ class Decoder(nn.Module):
             return hidden_BSD
         return dropout(hidden_BSD, self.shape.dropout, draws, AFTER_EMBEDDING)
 
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
-        """Cost of one training pass over the pieces present, at default positions, with the shape's dropout."""
+    def cost(self, batch: int, sequence: int, dtype: torch.dtype, recompute: Mapping[int, Mode] | None = None) -> Cost:
+        """Cost of one training pass over the pieces present, at default positions, with the shape's dropout.
+
+        `recompute` gives layers their modes; those not named keep everything.
+        """
         shape, tokens = self.shape, batch * sequence
         total = Cost()
         if self.embed is not None:
@@ -113,7 +117,8 @@ class Decoder(nn.Module):
             table = (sequence * shape.head_dim // 2, wide_dtype(dtype))
             total += saved(cos=table, sin=table)
         for name, block in self.layers.items():
-            total += cast(Block, block).cost(batch, sequence, dtype).within(f"layers.{name}")
+            mode = (recompute or {}).get(int(name), "none")
+            total += cast(Block, block).cost(batch, sequence, dtype, mode).within(f"layers.{name}")
         if self.final_norm is not None:
             total += self.final_norm.cost(batch, sequence, dtype).within("final_norm")
         if self.head is not None:

@@ -24,7 +24,7 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.width))
 
     def forward(
-        self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | int | None = None
+        self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None
     ) -> Tensor:
         """Logits without labels; with them Σ cross-entropy over labels other than IGNORE / valid_count.
 
@@ -52,14 +52,22 @@ class Head(nn.Module):
         return Cost(own_parameters(self), 3 * product, 0) + kept
 
 
+def divisor(valid_count: Tensor | float) -> Tensor | float:
+    """What losses are divided by: a step without a single valid token has loss 0, not 0 / 0."""
+    if isinstance(valid_count, Tensor):
+        return torch.where(valid_count > 0, valid_count, 1)
+    return valid_count or 1
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Cross-entropy by chunks of tokens, each giving its share of both gradients before the next begins."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_count: Tensor | int) -> Tensor:
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_count: Tensor | float
+    ) -> Tensor:
         wide = wide_dtype(hidden_ND.dtype)
-        # A step without a single valid token has loss 0, not 0 / 0.
-        count = valid_count.clamp(min=1) if isinstance(valid_count, Tensor) else max(valid_count, 1)
+        count = divisor(valid_count)
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None

@@ -1,26 +1,43 @@
 """What turns a single-device model into this rank's piece."""
 
+from meshwright.parallel.activations import holdings_of_rank, stages_of_rank
 from meshwright.parallel.apply import build
+from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.engine import Engine
+from meshwright.parallel.held import held_gradients, held_parameters
+from meshwright.parallel.host import Traffic, take_traffic
 from meshwright.parallel.layout import axes, is_asynchronous, ranks_of, require_layout, table_of
+from meshwright.parallel.offload import OffloadedWeights, update
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipedream import PipeDream
 from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
+from meshwright.parallel.recompute import budget_span, recompute_modes
 from meshwright.parallel.world import World, join_world
 
 __all__ = [
     "DTYPES",
+    "CompressedWeights",
     "Engine",
+    "OffloadedWeights",
     "Piece",
     "PipeDream",
+    "Traffic",
     "Weights",
     "WholeWeights",
     "World",
     "axes",
+    "budget_span",
     "build",
+    "held_gradients",
+    "held_parameters",
+    "holdings_of_rank",
     "is_asynchronous",
     "join_world",
     "ranks_of",
+    "recompute_modes",
     "require_layout",
+    "stages_of_rank",
     "table_of",
+    "take_traffic",
+    "update",
 ]

@@ -9,14 +9,20 @@ from torch.distributed import ProcessGroup
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import CausalAttend, build_architecture
+from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.context import make_context_attend
 from meshwright.parallel.dualpipe import copies_of_chains
 from meshwright.parallel.engine import Engine, OneStage
+from meshwright.parallel.fp8 import use_fp8
 from meshwright.parallel.layout import is_asynchronous, table_of
 from meshwright.parallel.materialise import fill
+from meshwright.parallel.offload import OffloadedWeights, offloads, share_cores
+from meshwright.parallel.offload_activations import offload_activations
+from meshwright.parallel.offload_sharded import count_traffic, materialise_on_host, offload_policy
 from meshwright.parallel.pipedream import PipeDream, VersionedWeights
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
+from meshwright.parallel.recompute import apply_recompute, recompute_modes
 from meshwright.parallel.staged_weights import Copy, StagedWeights
 from meshwright.parallel.stages import keep_stage, split_layers
 from meshwright.parallel.tensor import apply_tensor_parallel
@@ -27,15 +33,21 @@ from meshwright.parallel.zero import ShardedWeights, apply_zero
 def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Engine | PipeDream, Weights]:
     """The job's model as this rank holds and runs it, with its first weights.
 
-    `dtype` overrides the formats of masters and of computation.
+    `dtype` overrides the formats of masters, gradients and computation.
     """
     master = dtype or torch.float32
     compute = dtype or DTYPES[job.precision.compute]
+    if offloads(job, "optimizer", "params") and world.device.type == "cuda":
+        share_cores()
     engine: Engine | PipeDream
     weights: Weights
     if job.layout.pp == 1:
         model, shapes = _piece(job, world, master, compute, range(job.model.layers), first=True, last=True)
-        weights = WholeWeights(model, compute) if world.mesh is None else _sharded(job, model, shapes)
+        if world.mesh is None:
+            weights = _whole(job, world, model, master, compute)
+        else:
+            weights = _sharded(job, model, shapes, master)
+        weights = _between_replicas(job, world, weights)
         engine = OneStage(job, world, model, weights)
     elif is_asynchronous(job):
         engine, weights = _build_pipedream(job, world, master, compute)
@@ -46,9 +58,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     return engine, weights
 
 
-def _build_pipeline(
-    job: Job, world: World, master: torch.dtype, compute: torch.dtype
-) -> tuple[Pipeline, StagedWeights]:
+def _build_pipeline(job: Job, world: World, master: torch.dtype, compute: torch.dtype) -> tuple[Pipeline, Weights]:
     assert world.mesh is not None
     table = table_of(job)
     layers = split_layers(job, table.stages // table.parameter_copies)
@@ -58,10 +68,11 @@ def _build_pipeline(
         chain = table.chain_of(stage)
         own, first, last = layers[stage - chain[0]], stage == chain[0], stage == chain[-1]
         model, shapes = _piece(job, world, master, compute, own, first=first, last=last)
-        modules[stage], parts[stage] = model, _sharded(job, model, shapes)
+        modules[stage], parts[stage] = model, _sharded(job, model, shapes, master)
     tied = _tied(job, table.chains[0][-1])
     copies = tied + copies_of_chains(table, {stage: list(part.masters) for stage, part in parts.items()}, tied)
-    weights = StagedWeights(parts, copies, table.stage_ranks, world.mesh["pp"].get_group())
+    staged = StagedWeights(parts, copies, table.stage_ranks, world.mesh["pp"].get_group())
+    weights = _between_replicas(job, world, staged)
     return Pipeline(job, world, modules, weights, table, compute), weights
 
 
@@ -103,19 +114,54 @@ def _piece(
 
     if job.layout.tp > 1 and world.mesh is not None:
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
+    if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
+        use_fp8(cast(nn.Module, model.layers))
     if world.context_group is not None:
         _attend_together(model, job, world.context_group)
+    modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
+    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
     if job.run.compile:
         for block in cast(nn.ModuleDict, model.layers).values():
             block.compile()
+    if offloads(job, "activations"):
+        offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages go their own ways
-        apply_zero(model, job.layout, world.mesh, compute, master)
-    model.to_empty(device=world.device)
+        offload = offload_policy(job, world.device)
+        apply_zero(model, job.layout, world.mesh, compute, master, _gradients(job, master), offload)
+    _materialise(model, job, world)
     return model, shapes
 
 
-def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> ShardedWeights:
-    return ShardedWeights(model, job.layout.zero_stage, shapes)
+def _materialise(model: nn.Module, job: Job, world: World) -> None:
+    """Give a model memory: on the device, or where the job keeps its weights."""
+    if not offloads(job, "optimizer", "params"):
+        model.to_empty(device=world.device)
+    elif world.mesh is not None:  # a model alone gets its memory with its weights
+        materialise_on_host(model, world.device)
+        count_traffic(model)
+
+
+def _whole(job: Job, world: World, model: nn.Module, master: torch.dtype, compute: torch.dtype) -> Weights:
+    if offloads(job, "optimizer", "params"):
+        gradients, stream = _gradients(job, master), offloads(job, "params")
+        return OffloadedWeights(model, world.device, master, compute, gradients, stream=stream)
+    return WholeWeights(model, compute, _gradients(job, master))
+
+
+def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]], master: torch.dtype) -> ShardedWeights:
+    return ShardedWeights(model, job.layout.zero_stage, shapes, _gradients(job, master))
+
+
+def _gradients(job: Job, master: torch.dtype) -> torch.dtype:
+    """The format gradients are added up in; where another one than fp32 is asked of everything, that."""
+    return DTYPES[job.precision.gradients] if master == torch.float32 else master
+
+
+def _between_replicas(job: Job, world: World, weights: Weights) -> Weights:
+    """The weights, with gradients compressed on their way between replicas where the job asks for it."""
+    if job.layout.compress == "none" or world.mesh is None:
+        return weights
+    return CompressedWeights(weights, job.layout, world.mesh["replicas"].get_group())
 
 
 def _attend_together(model: nn.Module, job: Job, group: ProcessGroup) -> None:

@@ -117,6 +117,29 @@ class _Backward:
         return self.grad_q_BLHE.to(dtype), grad_kv[0].to(dtype), grad_kv[1].to(dtype)
 
 
+# ---- One operation: what selective recomputation keeps is results of operations, not of functions. ----
+
+_Work = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+_under_way: list[_Work] = []
+_library = torch.library.Library("meshwright", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "shared_attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)"
+)
+_library.impl(  # type: ignore[no-untyped-call]
+    "shared_attention", lambda q, k, v: _under_way[-1](q, k, v), "CompositeExplicitAutograd"
+)
+
+
+def _as_one(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp by `work`, as one operation to torch; where its result was kept, nothing is sent."""
+    _under_way.append(work)
+    try:
+        out, lse = torch.ops.meshwright.shared_attention(q, k, v)
+    finally:
+        _under_way.pop()
+    return out, lse
+
+
 # ---- Ring: keys and values go round, one rank further at every step, while the block at hand is computed. ----
 
 
@@ -216,8 +239,10 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, order: Order, group: dist.ProcessGroup
     ) -> tuple[Tensor, ...]:
-        out, lse = _around(ring_forward(q, torch.stack((k, v)), order), group)
-        return _keep(ctx, q, k, v, out, lse, order, group)
+        def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return _around(ring_forward(q, torch.stack((k, v)), order), group)
+
+        return _keep(ctx, q, k, v, *_as_one(work, q, k, v), order, group)
 
     @staticmethod
     @once_differentiable
@@ -235,11 +260,14 @@ class _AllGather(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, order: Order, group: dist.ProcessGroup
     ) -> tuple[Tensor, ...]:
-        everyones = _gathered(k, v, group)
-        state = _Forward(q, order)
-        for source in order.sources():
-            state.meet(source, everyones[source])
-        return _keep(ctx, q, k, v, *state.result(), order, group)
+        def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            everyones = _gathered(k, v, group)
+            state = _Forward(q, order)
+            for source in order.sources():
+                state.meet(source, everyones[source])
+            return state.result()
+
+        return _keep(ctx, q, k, v, *_as_one(work, q, k, v), order, group)
 
     @staticmethod
     @once_differentiable

@@ -33,7 +33,7 @@ class Inputs:
             places = torch.arange(self._job.batch.sequence_length, device=self._device)
         return places.chunk(parts)[world.axis_rank("tp")]
 
-    def training(self, micro: Batch, valid_count: int, step: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def training(self, micro: Batch, valid_count: float, step: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and keyword arguments of a training forward; `step` keys the dropout."""
         draws = None
         if self._job.model.dropout:
@@ -44,7 +44,7 @@ class Inputs:
         """Tokens and keyword arguments of an evaluation forward: no dropout, and the loss is a sum."""
         return self._arguments(batch, 1, None)
 
-    def _arguments(self, micro: Batch, valid_count: int, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
+    def _arguments(self, micro: Batch, valid_count: float, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
         micro = micro.to(self._device)
         # Attention over a split sequence asks for the documents of all of it; see `make_context_attend`.
         arguments = {"valid_count": valid_count, "documents": micro.documents(), "draws": draws}

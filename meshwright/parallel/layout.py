@@ -6,6 +6,8 @@ from math import prod
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
+from meshwright.parallel.formats import require_precision
+from meshwright.parallel.recompute import require_recompute
 from meshwright.parallel.stages import require_stages
 from meshwright.pipeline import Table, build_table, require_schedule
 
@@ -51,6 +53,11 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_tensor(job)
     _require_context(job)
     _require_pipeline(job)
+    require_recompute(job, table_of(job) if job.layout.pp > 1 else None)
+    require_precision(job)
+    _require_optimizer(job)
+    _require_compression(job)
+    _require_offload(job)
 
 
 def _require_ranks(job: Job, world_size: int) -> None:
@@ -175,6 +182,45 @@ def _require_pipedream(job: Job) -> None:
         raise UserError(
             f"{schedule} exchanges a block's weights from one mini-batch to the next, which run.compile = true is not "
             "proven with; set run.compile = false"
+        )
+
+
+def _require_compression(job: Job) -> None:
+    compress = f'layout.compress = "{job.layout.compress}"'
+    if job.layout.compress == "none":
+        return
+    if job.layout.dp_replicate == 1:
+        raise UserError(
+            f"{compress} is for gradients between replicas, but layout.dp_replicate = 1; raise it or set "
+            'layout.compress = "none"'
+        )
+    if job.precision.compute == "fp16":
+        raise UserError(
+            f'{compress} keeps what it does not send for later steps, when precision.compute = "fp16" may scale '
+            'gradients otherwise; set precision.compute = "bf16" or layout.compress = "none"'
+        )
+
+
+def _require_optimizer(job: Job) -> None:
+    states = job.precision.optimizer_states
+    if job.optimizer.name == "adafactor" and states != "fp32":
+        raise UserError(
+            f'precision.optimizer_states = "{states}" has nothing to shrink, since optimizer.name = "adafactor" keeps '
+            'only a row and a column of each matrix; set it to "fp32"'
+        )
+
+
+def _require_offload(job: Job) -> None:
+    shown = f"memory.offload = {list(job.memory.offload)}".replace("'", '"')
+    if job.memory.offload and is_asynchronous(job):
+        raise UserError(
+            f'{shown} has no place for the versions of the weights that layout.schedule = "pipedream" keeps; leave it '
+            'out or set layout.schedule = "1f1b"'
+        )
+    if {"optimizer", "params"} & set(job.memory.offload) and job.layout.compress != "none":
+        raise UserError(
+            f'{shown} takes gradients off the device before layout.compress = "{job.layout.compress}" could compress '
+            'them; set layout.compress = "none" or leave "optimizer" and "params" out of memory.offload'
         )
 
 

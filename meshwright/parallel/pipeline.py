@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.utils.checkpoint import GraphExecGroup
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
@@ -139,7 +140,9 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Torch's half of the backward for the weights."""
         run = self._whole_backward if self.is_first else super().backward_weight_one_chunk
-        result = self._told(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
+        # Torch runs a backward for every group of weights: together they recompute a block once, not once each.
+        with GraphExecGroup():
+            result = self._told(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
         self._graphs.pop(bwd_chunk_id, None)
         return result
 

@@ -1,21 +1,32 @@
 """The face of a model's weights, and its one-device form: fp32 masters and, below fp32, a working copy of them."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.pieces import Piece, piece_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""Formats of what is kept in memory: tf32 and fp8 are formats of matrix products alone."""
+WIDENED_AT_ONCE = 8
+"""Masters whose 16-bit gradients are widened together for an update: about a layer's. Counted, not weighed, so that
+ranks with shards of unequal size take the same ones together."""
 
 
 class Weights(Protocol):
     """What the loop needs of a model's weights, on one device or as one rank's shards."""
 
     masters: dict[str, nn.Parameter]
-    """What the optimizer updates, by the parameters' names: plain tensors of this device."""
+    """What the optimizer updates, by the parameters' names: plain tensors of this device, or in its host's memory."""
 
     def begin_micro_batch(self, last: bool) -> None:
         """Called before every micro-batch of a step."""
@@ -39,22 +50,24 @@ class Weights(Protocol):
 class WholeWeights:
     """The weights of a model on one device; the model computes with them, or with a working copy in lower precision.
 
-    Gradients of the working copy are moved into the masters' gradients as soon as backward makes them, so that
-    accumulation over micro-batches never adds in 16 bits and no second set of gradients stays alive.
+    Gradients of the working copy are moved into the masters' gradients as soon as backward makes them, so that no
+    second set of gradients stays alive and accumulation over micro-batches adds in the format of `gradients`: the
+    masters' own unless told otherwise.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, compute: torch.dtype, gradients: torch.dtype | None = None) -> None:
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._pieces = {name: piece_of(p, tuple(p.shape)) for name, p in self.masters.items()}
         self._working: list[Tensor] = []
         if any(compute != p.dtype for p in self.masters.values()):
-            self._split(compute)
+            self._split(compute, gradients)
 
-    def _split(self, compute: torch.dtype) -> None:
+    def _split(self, compute: torch.dtype, gradients: torch.dtype | None) -> None:
         for name, parameter in list(self.masters.items()):
             master = nn.Parameter(parameter.data)
+            master.grad_dtype = gradients or master.dtype
             parameter.data = parameter.data.to(compute)
-            parameter.register_post_accumulate_grad_hook(_move_gradient_to(master))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(move_gradient_to(master))  # type: ignore[no-untyped-call]
             self.masters[name] = master
             self._working.append(parameter)
 
@@ -87,18 +100,55 @@ class WholeWeights:
 def square_sum(masters: dict[str, nn.Parameter], pieces: dict[str, Piece]) -> Tensor:
     """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same piece."""
     named = [(name, p.grad) for name, p in masters.items() if p.grad is not None]
-    norms = torch.stack(torch._foreach_norm([gradient for _, gradient in named])).double()
+    wide = masters[named[0][0]].dtype  # a norm in 16 bits would be off in its third digit
+    if named[0][1].is_cpu:
+        norms = torch.stack([norm(gradient, wide) for _, gradient in named]).double()
+    else:
+        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in named], 2, wide)).double()
     copies = torch.tensor([pieces[name].copies for name, _ in named], dtype=torch.float64, device=norms.device)
     return (norms.square() / copies).sum()
 
 
-def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+def norm(tensor: Tensor, wide: torch.dtype | None = None) -> Tensor:
+    """A tensor's norm in float64, by rows: a CPU adds up in the tensor's format, which over 60M entries loses 1 %."""
+    rows: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=wide).double()
+    whole: Tensor = rows.norm()
+    return whole
+
+
+def make_step(optimizer: Any, masters: Iterable[nn.Parameter]) -> None:
+    """One step of an optimizer, which wants gradients in the masters' format.
+
+    Narrower ones are widened a few at a time, since an optimizer leaves alone what has no gradient; they are gone
+    afterwards.
+    """
+    narrow = [(master, master.grad) for master in masters if master.grad is not None]
+    if all(gradient.dtype == master.dtype for master, gradient in narrow):
+        optimizer.step()
+        return
+    for master, _ in narrow:
+        master.grad = None
+    while narrow:
+        some, narrow = narrow[:WIDENED_AT_ONCE], narrow[WIDENED_AT_ONCE:]
+        for master, gradient in some:
+            master.grad_dtype = master.dtype
+            master.grad = gradient.to(master.dtype)
+        optimizer.step()
+        for master, gradient in some:
+            master.grad = None
+            master.grad_dtype = gradient.dtype
+
+
+def move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's gradient to a master's, in the master's grad_dtype, and forgets it."""
+
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         if master.grad is None:
-            master.grad = parameter.grad.to(master.dtype)
+            master.grad = gradient.to(master.grad_dtype)
         else:
-            master.grad.add_(parameter.grad)
+            master.grad.add_(gradient)
         parameter.grad = None
 
     return hook

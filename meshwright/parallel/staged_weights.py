@@ -55,9 +55,10 @@ class StagedWeights:
             weights.collect_gradients()
         for copy in self._copies:
             here, there = self._master(copy.stage, copy.name), self._master(copy.owner_stage, copy.owner_name)
-            arrived = self._moved(None if here is None else _gradient(here), there, copy.stage, copy.owner_stage)
-            if arrived is not None and there is not None:
-                there.grad = _gradient(there).add_(arrived)
+            given, total = (None if master is None else _gradient(master) for master in (here, there))
+            arrived = self._moved(given, total, copy.stage, copy.owner_stage)
+            if arrived is not None and there is not None and total is not None:
+                there.grad = total.add_(arrived)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -100,4 +101,4 @@ class StagedWeights:
 
 def _gradient(master: nn.Parameter) -> Tensor:
     """A master's gradient; zero where no micro-batch of its stage used it, for one of its copy's may have."""
-    return torch.zeros_like(master) if master.grad is None else master.grad
+    return torch.zeros_like(master, dtype=master.grad_dtype) if master.grad is None else master.grad

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.model.cost import wide_dtype
-from meshwright.model.head import CHUNK_LOGITS_BYTES, IGNORE, Head, add_product
+from meshwright.model.head import CHUNK_LOGITS_BYTES, IGNORE, Head, add_product, divisor
 
 
 class VocabularyParallelHead(nn.Module):
@@ -25,7 +25,7 @@ class VocabularyParallelHead(nn.Module):
         self.mesh, self.vocab_size, self.placement = mesh, vocab_size, placement
 
     def forward(
-        self, hidden: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | int | None = None
+        self, hidden: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None
     ) -> Tensor:
         """Σ cross-entropy over labels other than IGNORE / valid_count, equal on every tensor-parallel rank."""
         if labels_BS is None or valid_count is None:
@@ -58,13 +58,13 @@ class _VocabularyLoss(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         labels_N: Tensor,
-        valid_count: Tensor | int,
+        valid_count: Tensor | float,
         first_row: int,
         vocab_size: int,
         group: dist.ProcessGroup,
     ) -> Tensor:
         wide = wide_dtype(hidden_ND.dtype)
-        count = valid_count.clamp(min=1) if isinstance(valid_count, Tensor) else max(valid_count, 1)
+        count = divisor(valid_count)
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None

@@ -14,27 +14,36 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.job.devices import Layout
 from meshwright.parallel.pieces import Piece, piece_of
-from meshwright.parallel.precision import square_sum
+from meshwright.parallel.precision import move_gradient_to, square_sum
 
 
-def apply_zero(model: nn.Module, layout: Layout, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> None:
-    """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `master`."""
+def apply_zero(
+    model: nn.Module,
+    layout: Layout,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    master: torch.dtype,
+    gradients: torch.dtype,
+    offload: OffloadPolicy,
+) -> None:
+    """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `gradients`."""
     # Torch warns of views that an in-place operation would spoil; nothing here works in place on a module's result.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     low = compute if compute != master else None
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=master if low else None, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=gradients if low else None, cast_forward_inputs=False)
     reshard = layout.zero_stage == 3
-    data_mesh = mesh["replicas", "shards"]
+    # Where gradients are compressed between replicas, torch knows of the shards only; see `compress`.
+    data_mesh = mesh["replicas", "shards"] if layout.compress == "none" else mesh["shards"]
     blocks = list(cast(nn.ModuleDict, model.layers).values())
     for unit in [*blocks, *_ends(model, blocks)]:
-        fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -74,7 +83,7 @@ class ShardedWeights:
     add its dispatch to each of them.
     """
 
-    def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]], gradients: torch.dtype) -> None:
         self._root = cast(FSDPModule, model)
         self._zero = zero
         self._root.unshard()  # torch settles the shards' storage at the first use
@@ -83,6 +92,11 @@ class ShardedWeights:
         self._pieces = {name: piece_of(p, shapes[name]) for name, p in self._parameters.items()}
         shards = {name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()}
         self.masters = {name: nn.Parameter(shard) for name, shard in shards.items()}
+        self._moved = any(gradients != master.dtype for master in self.masters.values())
+        if self._moved:  # torch hands out reduced gradients in the parameters' format, whatever it reduced them in
+            for name, parameter in self._parameters.items():
+                self.masters[name].grad_dtype = gradients
+                parameter.register_post_accumulate_grad_hook(move_gradient_to(self.masters[name]))  # type: ignore[no-untyped-call]
 
     def begin_micro_batch(self, last: bool) -> None:
         """Say when gradients are to be reduced and parameters let go of, as the dial asks."""
@@ -93,6 +107,8 @@ class ShardedWeights:
 
     def collect_gradients(self) -> None:
         """Hand the reduced gradients to the masters."""
+        if self._moved:
+            return  # as they came
         for name, parameter in self._parameters.items():
             gradient = cast(DTensor | None, parameter.grad)
             self.masters[name].grad = None if gradient is None else gradient.to_local()

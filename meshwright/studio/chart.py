@@ -9,7 +9,8 @@ from html import escape
 from meshwright.studio.curves import Point, finite, thin
 from meshwright.studio.numbers import short
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40
+"""Margins around a chart's area, in its own pixels."""
 _LOG_ABOVE = 50  # a curve whose largest value is this many times its smallest reads better on a logarithmic axis
 _MOST_MARKS = 40
 
@@ -53,7 +54,7 @@ def line_chart(
     """A figure of curves over steps; `marks` are dashed lines (restarts), `bad` are steps without a finite value."""
     width, height = (1080, 330) if wide else (530, 250)
     drawn = [Series(one.label, one.style, thin(one.points)) for one in series if finite(one.points)]
-    head = f"<figcaption><h3>{escape(title)}</h3>{_legend(drawn)}</figcaption>"
+    head = f"<figcaption><h3>{escape(title)}</h3>{legend(drawn)}</figcaption>"
     size = "wide" if wide else "half"
     if not drawn:
         return f'<figure class="chart {size}">{head}<p class="empty">No finite value was recorded.</p></figure>'
@@ -64,11 +65,11 @@ def line_chart(
     y = _value_scale(min(values), max(values), from_zero, height)
     body = "".join(
         [
-            _axes(x, y, unit, width, height),
-            "".join(_vertical(x(step), "mark", height) for step in list(marks)[:_MOST_MARKS]),
+            axes(x, y, unit, width, height),
+            "".join(vertical(x(step), "mark", height) for step in list(marks)[:_MOST_MARKS]),
             "".join(_bad_mark(x(step), height) for step, _ in thin([(step, 0.0) for step in bad])),
             "".join(_path(one, x, y) for one in drawn),
-            f'<g class="cursor" visibility="hidden">{_vertical(0, "hair", height)}</g>',
+            f'<g class="cursor" visibility="hidden">{vertical(0, "hair", height)}</g>',
         ]
     )
     label = escape(f"{title}: {', '.join(one.label for one in drawn)} over steps")
@@ -95,7 +96,7 @@ def _step_scale(low: float, high: float, width: int) -> Scale:
         low = 0  # an axis that begins at step 1 has no round number to begin with
     ticks = nice_ticks(low, high, 8 if width > 600 else 5)
     whole = tuple(tick for tick in ticks if tick == int(tick))
-    return Scale(low, high, _LEFT, width - _RIGHT, False, whole)
+    return Scale(low, high, LEFT, width - RIGHT, False, whole)
 
 
 def _value_scale(low: float, high: float, from_zero: bool, height: int) -> Scale:
@@ -109,27 +110,28 @@ def _value_scale(low: float, high: float, from_zero: bool, height: int) -> Scale
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
         low, high = (min(0.0, low) if from_zero else low - margin), high + margin
         ticks = nice_ticks(low, high, 5)
-    return Scale(low, high, height - _BOTTOM, _TOP, log, tuple(tick for tick in ticks if low <= tick <= high))
+    return Scale(low, high, height - BOTTOM, TOP, log, tuple(tick for tick in ticks if low <= tick <= high))
 
 
-def _axes(x: Scale, y: Scale, unit: str, width: int, height: int) -> str:
+def axes(x: Scale, y: Scale, unit: str, width: int, height: int) -> str:
+    """Both axes with their ticks and names, and a grid at the values' ticks."""
     parts = []
     for tick in y.ticks:
         at = y(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" text-anchor="end" x="{_LEFT - 8}" y="{at + 3.5:.1f}">{short(tick)}</text>')
-    base = height - _BOTTOM
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{base}" y2="{base}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{at + 3.5:.1f}">{short(tick)}</text>')
+    base = height - BOTTOM
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{width - RIGHT}" y1="{base}" y2="{base}"/>')
     for tick in x.ticks:
         at = x(tick)
         parts.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{base}" y2="{base + 4}"/>')
         parts.append(f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{base + 17}">{short(tick)}</text>')
-    middle = (_TOP + base) / 2
+    middle = (TOP + base) / 2
     unit = f"{unit}, log scale" if y.log else unit
     parts.append(
         f'<text class="unit" text-anchor="middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
         f"{escape(unit)}</text>"
-        f'<text class="unit" text-anchor="middle" x="{(_LEFT + width - _RIGHT) / 2:.0f}" y="{height - 6}">step</text>'
+        f'<text class="unit" text-anchor="middle" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 6}">step</text>'
     )
     return "".join(parts)
 
@@ -150,16 +152,18 @@ def _path(one: Series, x: Scale, y: Scale) -> str:
     return (f'<path class="line {one.style}" d="{lines}"/>' if lines else "") + dots
 
 
-def _vertical(at: float, style: str, height: int) -> str:
-    return f'<line class="{style}" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{height - _BOTTOM}"/>'
+def vertical(at: float, style: str, height: int) -> str:
+    """A line from top to bottom at a place along the steps."""
+    return f'<line class="{style}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
 
 
 def _bad_mark(at: float, height: int) -> str:
-    base = height - _BOTTOM
+    base = height - BOTTOM
     return f'<path class="bad" d="M{at - 3:.1f} {base - 7}l6 6m0-6l-6 6"/>'
 
 
-def _legend(series: Sequence[Series]) -> str:
+def legend(series: Sequence[Series]) -> str:
+    """The curves' names beside their colours; one curve needs none."""
     if len(series) < 2:
         return ""
     keys = "".join(f'<span><i class="key {one.style}"></i>{escape(one.label)}</span>' for one in series)

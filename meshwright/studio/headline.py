@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from meshwright.studio.curves import Point, curve, finite, smooth
-from meshwright.studio.numbers import count, duration
+from meshwright.studio.numbers import count, duration, size
 
 _WORDS = {"done": "finished", "running": "running", "stopped": "stopped", "failed": "failed"}
 
@@ -28,6 +28,7 @@ def headline(
         _throughput_tile(metrics),
         _mfu_tile(metrics, start),
         _time_tile(metrics, events),
+        *_memory_tile(events),
     ]
     return (
         f'<header><div class="name"><h1>{escape(name)}</h1><span class="state {state}">{_WORDS[state]}</span></div>'
@@ -116,6 +117,15 @@ def _time_tile(metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> s
     stepping = sum(finite(curve(metrics, "step_s")))
     total = max(elapsed, stepping)
     return _tile("Wall time", duration(total) if total else None, f"{duration(stepping)} in steps" if stepping else "")
+
+
+def _memory_tile(events: list[dict[str, Any]]) -> list[str]:
+    """Peak and steady memory, once a run has ended with a step to tell of."""
+    stop: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
+    peak, steady = stop.get("peak_memory_bytes"), stop.get("steady_memory_bytes")
+    if peak is None:
+        return []
+    return [_tile("Peak memory", size(peak), f"{size(steady)} between steps" if steady is not None else "")]
 
 
 def _settled(points: list[Point]) -> list[float]:

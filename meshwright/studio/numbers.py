@@ -37,6 +37,18 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def size(bytes_: float) -> str:
+    """Bytes as people say them: 512 B, 1.5 MiB, 41.2 GiB."""
+    unit, name = size_unit(bytes_)
+    return f"{_trimmed(bytes_ / unit, 3)} {name}"
+
+
+def size_unit(largest_bytes: float) -> tuple[int, str]:
+    """A unit in which numbers up to this size read well."""
+    power = 3 if largest_bytes >= 2**30 else 2 if largest_bytes >= 2**20 else 1 if largest_bytes >= 2**10 else 0
+    return 2 ** (10 * power), ("B", "KiB", "MiB", "GiB")[power]
+
+
 def duration(seconds: float) -> str:
     """Seconds in the two largest units that matter: 2 h 05 min, 3 min 20 s, 4.2 s."""
     if seconds < 60:

@@ -27,7 +27,7 @@ header .facts span+span::before{content:"·";margin:0 8px;color:var(--faint)}
 .tile .what{font-size:12.5px;color:var(--soft)}
 .tile .value{font-size:25px;font-weight:600;letter-spacing:-.02em;line-height:1.25;margin-top:3px;
 font-variant-numeric:tabular-nums}
-.tile .value.words{font-size:15.5px;line-height:2;letter-spacing:-.01em;white-space:nowrap}
+.tile .value.words{font-size:13.5px;line-height:2.3;letter-spacing:-.01em;white-space:nowrap}
 .tile .more{font-size:12px;line-height:1.4;color:var(--soft);margin-top:3px;overflow-wrap:anywhere}
 .note{color:var(--soft);font-size:13.5px}.note.alarm{color:var(--red);margin:-4px 0 16px}
 .note.foot{font-size:12px;margin-top:10px}
@@ -48,6 +48,9 @@ svg .unit{fill:var(--faint)}
 .line.train{stroke:var(--pale);stroke-width:1.1}.line.smooth,.line.plain{stroke:var(--blue)}
 .line.validation{stroke:var(--orange)}
 circle.train{fill:var(--pale)}circle.smooth,circle.plain{fill:var(--blue)}circle.validation{fill:var(--orange)}
+.area{fill:currentColor;opacity:.8}.cursor circle[class^=kind]{fill:currentColor}
+.kind-other{color:var(--grey)}.kind-parameters{color:var(--blue)}.kind-optimizer{color:var(--pale)}
+.kind-gradients{color:var(--orange)}.kind-activations{color:var(--green)}
 .bad{stroke:var(--red);stroke-width:1.5;fill:none}
 .readout{font-size:12.5px;color:var(--soft);font-variant-numeric:tabular-nums;min-height:19px;text-align:right}
 .readout b{font-weight:600;color:var(--ink)}
@@ -103,10 +106,10 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     const wanted = lowX + (at - startX) / (endX - startX) * (highX - lowX);
     const step = longest.x[nearest(longest.x, wanted)];
     hair.setAttribute("x1", atX(step)); hair.setAttribute("x2", atX(step));
-    out.replaceChildren("step ", bold(show(step)));
+    out.replaceChildren(...(data.labels ? [data.labels[longest.x.indexOf(step)]] : ["step ", bold(show(step))]));
     data.series.forEach((s, i) => {
       const n = nearest(s.x, step);
-      dots[i].setAttribute("cx", atX(s.x[n])); dots[i].setAttribute("cy", atY(s.y[n]));
+      dots[i].setAttribute("cx", atX(s.x[n])); dots[i].setAttribute("cy", atY((s.top || s.y)[n]));
       out.append(` \\u2002${s.label} `, bold(show(s.y[n])), s.x[n] === step ? "" : ` (step ${show(s.x[n])})`);
     });
     cursor.setAttribute("visibility", "visible");

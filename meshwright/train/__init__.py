@@ -1,21 +1,23 @@
 """Training: the loops, the optimizer, evaluation and generation."""
 
 from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
-from meshwright.train.device import choose_device, device_name, emulates_bf16, prepare_device
+from meshwright.train.device import choose_device, device_name, emulated_format, prepare_device
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import require_enough_text
 from meshwright.train.generate import generate
 from meshwright.train.loop import Training
-from meshwright.train.optimizer import build_optimizer, clip_gradients
+from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.run import FLOPS_CONVENTION, Outcome
+from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
 
 __all__ = [
     "FLOPS_CONVENTION",
     "AsynchronousTraining",
     "ConsoleProgress",
+    "LossScale",
     "Outcome",
     "Progress",
     "Recorder",
@@ -23,13 +25,15 @@ __all__ = [
     "build_optimizer",
     "choose_device",
     "clip_gradients",
+    "cuts_blocks",
     "device_name",
-    "emulates_bf16",
+    "emulated_format",
     "evaluate",
     "generate",
     "learning_rate",
     "make_training",
     "prepare_device",
     "require_enough_text",
+    "states_of",
     "windows",
 ]

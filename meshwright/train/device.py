@@ -1,8 +1,6 @@
 """The device of a run, and what it can do."""
 
 import os
-import resource
-import sys
 import warnings
 
 import torch
@@ -10,6 +8,9 @@ import torch
 from meshwright.errors import UserError
 from meshwright.hardware import Gpu, find_gpu, peak_flops
 from meshwright.job import Job
+
+NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+"""NVIDIA's compute capability from which on a format is part of the hardware: Ampere, and Ada for fp8."""
 
 
 def choose_device(job: Job) -> torch.device:
@@ -28,27 +29,46 @@ def choose_device(job: Job) -> torch.device:
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if job.precision.compute == "bf16" and not torch.cuda.is_bf16_supported():
-            raise UserError(
-                f'precision.compute = "bf16" is not supported by {torch.cuda.get_device_name(device)}; set it to "fp32"'
-            )
+    _require_format(job.precision.compute, device)
     return device
 
 
+def _require_format(compute: str, device: torch.device) -> None:
+    """Refuse a format the device's arithmetic has not."""
+    if device.type == "cpu":
+        if compute == "tf32":
+            raise UserError('precision.compute = "tf32" is a format of GPUs, but run.device is the CPU; set "fp32"')
+        return
+    capability, needed = torch.cuda.get_device_capability(device), NEEDS_CAPABILITY.get(compute, (0, 0))
+    if torch.version.hip is None and capability < needed:
+        raise UserError(
+            f'precision.compute = "{compute}" needs compute capability {needed[0]}.{needed[1]}, but '
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; set it to "
+            f'"{"bf16" if capability >= NEEDS_CAPABILITY["bf16"] else "fp16"}"'
+        )
+
+
 def prepare_device(job: Job, device: torch.device) -> None:
-    """Process-wide settings of a run: TF32 for fp32 matrix products on a GPU, and determinism where asked for."""
+    """Process-wide settings of a run: whether fp32 products may be TF32, and determinism where asked for."""
     torch.manual_seed(job.run.seed)
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulates_bf16 says it in plain words
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format says it in plain words
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
         torch.use_deterministic_algorithms(True)
-    elif device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if job.precision.compute == "fp32" else "high")
 
 
-def emulates_bf16(job: Job, device: torch.device) -> bool:
-    """Whether the job computes in bf16 on a CPU that has no such arithmetic and takes hundreds of times longer."""
-    return job.precision.compute == "bf16" and device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def emulated_format(job: Job, device: torch.device) -> str | None:
+    """The job's compute format where it runs on a CPU without such arithmetic, and takes many times longer."""
+    compute = job.precision.compute
+    if device.type == "cuda" or compute in ("fp32", "tf32"):
+        return None
+    if compute == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    if compute == "fp16" and torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return None
+    return compute
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
@@ -60,20 +80,14 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def device_peak_flops(job: Job, device: torch.device) -> float | None:
-    """The dense peak of the job's arithmetic on this device; None where it is not known, so that no MFU is printed."""
+    """The dense peak of the job's arithmetic on this device; None where it is not known, so that no MFU is printed.
+
+    fp8's is bf16's: head and attention stay bf16, and with one yardstick the gain shows in the MFU.
+    """
     gpu = gpu_of(device)
     if gpu is None:
         return None
-    compute = "tf32" if job.precision.compute == "fp32" and not job.run.deterministic else job.precision.compute
-    return peak_flops(gpu, compute)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held so far: allocated by torch on a GPU, resident in the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak_flops(gpu, "bf16" if job.precision.compute == "fp8" else job.precision.compute)
 
 
 def device_name(device: torch.device) -> str:

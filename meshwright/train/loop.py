@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from meshwright.data import Step
-from meshwright.parallel import Engine
+from meshwright.parallel import Engine, update
 from meshwright.train.feed import evaluation_due
 from meshwright.train.optimizer import clip_gradients, set_learning_rate
 from meshwright.train.run import StepNumbers, TrainingRun
@@ -19,7 +20,8 @@ class Training(TrainingRun[Engine]):
 
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
         for step in range(1, self.job.run.steps + 1):
-            stopping = self._step(step, data, stop)
+            with self._watched(step):
+                stopping = self._step(step, data, stop)
             if evaluation_due(self.job, step):
                 self._evaluate(step)
             if stopping:
@@ -33,17 +35,20 @@ class Training(TrainingRun[Engine]):
 
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
-        loss = self.engine.accumulate(given, step)
+        loss = self.engine.accumulate(self.scaling.applied_to(given), step)
         # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
-        loss_value, squares, stopping = self.world.sum_over_world(
+        scaled_loss, squares, stopping = self.world.sum_over_world(
             [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop())]
         )
-        norm_value = math.sqrt(squares) if squares >= 0 else squares  # the square root of NaN raises
+        self._sample_memory("reduced")
+        loss_value = scaled_loss / self.scaling.scale
+        norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # of NaN the root raises
         self._clip(norm_value)
-        if self._may_update(step, loss_value, norm_value):
-            self.optimizer.step()
-            self.weights.refresh()
+        if not self._overflowed(step, loss_value, norm_value) and self._may_update(step, loss_value, norm_value):
+            update(self.optimizer, self.weights)
+        self._sample_memory("updated")
         self.weights.zero_gradients()
+        self._sample_memory("end")
 
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -51,5 +56,23 @@ class Training(TrainingRun[Engine]):
         self._record(StepNumbers(step, loss_value, norm_value, rate, data_wait_s, step_s))
         return stopping > 0
 
+    def _watched(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._curve is None else self._curve.step(step)
+
+    def _sample_memory(self, at: str) -> None:
+        if self._curve is not None:
+            self._curve.sample(at)
+
     def _clip(self, norm: float) -> None:
-        clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip)
+        clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
+
+    def _overflowed(self, step: int, loss: float, norm: float) -> bool:
+        """Whether a step is skipped because its scaled gradients left the format's range."""
+        before = self.scaling.scale
+        if not self.scaling.overflowed(loss, norm):
+            return False
+        now, skipped = self.scaling.scale, self.scaling.skipped
+        self.recorder.event("overflow", step=step, loss_scale=now, skipped_steps=skipped)
+        scales = f"loss scale {before:,.0f} → {now:,.0f}"
+        self.progress.message(f"step {step}: gradients overflowed; update skipped, {scales}")
+        return True

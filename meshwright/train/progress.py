@@ -61,6 +61,8 @@ def _numbers(row: dict[str, Any], val_loss: float | None) -> str:
     if val_loss is not None:
         parts.append(f"val {val_loss:.4f}")
     parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    if row.get("skipped_steps"):
+        parts.append(f"{row['skipped_steps']} skipped")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%}")
     return "  ".join(parts)

@@ -4,7 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -12,13 +12,16 @@ from meshwright.data import Corpus, Step
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Decoder, count_parameters, flops_per_token
-from meshwright.parallel import Engine, PipeDream, Weights, World
-from meshwright.train.device import device_name, device_peak_flops, gpu_of, peak_memory_bytes
+from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, World, take_traffic
+from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import evaluates, held_out_batches, training_loader
+from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
+from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.scaling import LossScale
 
 FLOPS_CONVENTION = "6·P_matmul + 12·L·S·A per token (full attention, no recompute)"
 
@@ -38,6 +41,10 @@ class Outcome:
     tokens: int = 0
     tokens_per_s: float | None = None
     mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    """The most that was held since the first step ended: allocated on a GPU, resident on a CPU."""
+    steady_memory_bytes: int | None = None
+    """What was held between the last two steps."""
     sample: str | None = None
 
 
@@ -69,11 +76,20 @@ class TrainingRun(ABC, Generic[E]):
         self.job, self.corpus, self.engine, self.weights = job, corpus, engine, weights
         self.recorder, self.progress, self.world = recorder, progress, world
         self.device = world.device
-        self.optimizer = build_optimizer(weights.masters, job)
+        self.optimizer = build_optimizer(weights.masters, job, weights.pieces(), world)
+        self.scaling = LossScale.of(job)
         self.flops_per_token = _flops_per_token(job, "full")
         self.peak_flops = device_peak_flops(job, self.device)
         self.outcome = Outcome()
         self._throughputs: list[float] = []
+        self._gauge = MemoryGauge(self.device)
+        self._curve: MemoryCurve | None = None
+
+    def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
+        """Have the memory curve of the first steps recorded, a row a sample; an asynchronous pipeline has none."""
+        self._curve = MemoryCurve(
+            self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank, record
+        )
 
     @abstractmethod
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
@@ -88,13 +104,17 @@ class TrainingRun(ABC, Generic[E]):
             self._train(iter(loader), stop)
         finally:
             loader.close()
+        self.outcome.peak_memory_bytes, self.outcome.steady_memory_bytes = self._gauge.peak, self._gauge.steady
         if self._throughputs:
-            self.outcome.tokens_per_s = median(self._throughputs)
+            # Watched steps take longer; the first is not among these anyway.
+            unwatched = self._throughputs[WATCHED_STEPS - 1 :] if self._curve else self._throughputs
+            self.outcome.tokens_per_s = median(unwatched or self._throughputs)
             self.outcome.mfu = self._mfu(self.outcome.tokens_per_s)
         return self.outcome
 
     def _next(self, data: Iterator[Step]) -> tuple[Step, float]:
         """The next step's data, and how long it kept us waiting."""
+        take_traffic()  # what moved before, in an evaluation, is no step's
         started = time.perf_counter()
         return next(data), time.perf_counter() - started
 
@@ -114,9 +134,15 @@ class TrainingRun(ABC, Generic[E]):
             "mfu": self._mfu(tokens_per_s),
             "data_wait_s": numbers.data_wait_s,
             "step_s": numbers.step_s,
-            "memory_bytes": peak_memory_bytes(self.device),
+            "memory_bytes": self._gauge.after_step(step),
             "attempt": 0,
         }
+        if job.memory.offload:
+            row |= {f"offload_{name}": value for name, value in asdict(take_traffic()).items()}
+        if isinstance(self.weights, CompressedWeights) and (sent := self.weights.reduction.sent):
+            row |= {"sent_bytes": sent.bytes, "compression_ratio": sent.ratio}
+        if self.scaling.dynamic:
+            row |= {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
         self.outcome.step, self.outcome.loss, self.outcome.tokens = step, numbers.loss, step * job.tokens_per_step
         self.recorder.metric(row)
         self.progress.step(row)

@@ -12,6 +12,7 @@ from meshwright.job.devices import Layout
 from meshwright.parallel import is_asynchronous, ranks_of, require_layout
 from meshwright.verify import staged
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
+from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankGroup, run_ranks
 from meshwright.verify.stale import observe_stale
@@ -95,9 +96,10 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """The same training in one process, the whole batch at once; computed once for all layouts of a job.
 
-    An asynchronous pipeline is no training with fresh weights: it has a reference of its own, with the same staleness.
+    An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
+    have references of their own, as stale and as lossy.
     """
-    if is_asynchronous(job):
+    if is_asynchronous(job) or is_lossy(job.layout):
         return _reference(job.model_dump_json(), dtype, device)
     alone = job.model_copy(
         update={
@@ -113,7 +115,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
 def _reference(job_json: str, dtype: str, device: str) -> Observation:
     # In a forked process like the ranks: this one stays free of thread pools and can fork safely again.
     job, master = _in_format(Job.model_validate_json(job_json), dtype)
-    run = observe_stale if is_asynchronous(job) else observe
+    run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe
     seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
     return seen
 

@@ -14,9 +14,9 @@ from meshwright.parallel import ranks_of
 from meshwright.verify.check import Check, Verdict, reference
 from meshwright.verify.ranks import RankError
 
-FILES = ("matrix.toml", "matrix_depth.toml")
+FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml")
 """The first one holds the models and the defaults."""
-SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "run")
+SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Layout
-from meshwright.parallel import is_asynchronous
+from meshwright.job.devices import Budget, Layout
+from meshwright.parallel import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
+from meshwright.train import cuts_blocks
+from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.stale import STALE_REFERENCE
 
@@ -48,7 +50,7 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
     small["evaluation"] |= {"every_steps": evaluate_every, "batches": HELD_OUT, "sample_tokens": 0}
     small["schedule"] |= {"warmup_steps": min(job.warmup_steps, 1), "decay_steps": min(job.decay_steps, 1)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
-    small["precision"]["compute"] = "fp32"
+    small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
     small["run"] |= {"steps": steps, "device": "cpu", "compile": False, "on_bad_step": "keep", "folder": None}
     for section in ("checkpoint", "cluster", "log"):
         del small[section]
@@ -62,9 +64,29 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
     )
     notes.append("text: synthetic documents of unequal length, masked from each other")
     notes.append("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
+    if job.precision.compute in ("fp16", "fp8"):
+        notes.append(f'precision.compute "{job.precision.compute}" → the format of the check')
+    if job.precision.gradients != "fp32":
+        notes.append(f'precision.gradients "{job.precision.gradients}" → the format of the check')
+    tp_columns = (model["heads"] * model["head_dim"], model["ffn_width"])
+    if job.precision.optimizer_states == "int8" and any(cuts_blocks(columns, layout.tp) for columns in tp_columns):
+        small["precision"]["optimizer_states"] = "fp32"
+        notes.append('precision.optimizer_states "int8" → "fp32": layout.tp cuts blocks that share a scale here')
     if job.run.compile:
         notes.append("run.compile is switched off")
+    if isinstance(job.memory.recompute, Budget):
+        small["memory"]["recompute"] = "none"
+        small["memory"]["recompute"] = _budget(job, job.memory.recompute, Job.model_validate(small))
+        notes.append("memory.recompute: the same share between all blocks recomputed and none")
     return Job.model_validate(small), notes
+
+
+def _budget(job: Job, budget: Budget, small: Job) -> Budget:
+    """The budget that leaves a small job as much room as the job has."""
+    spans = [budget_span(each, table_of(each) if each.layout.pp > 1 else None) for each in (job, small)]
+    (least, most), (small_least, small_most) = spans
+    share = min(1.0, (budget.budget_gib * 2**30 - least) / max(1, most - least))
+    return Budget(budget_gib=(small_least + max(0.0, share) * (small_most - small_least) + 1) / 2**30)
 
 
 def _layout(layout: Layout) -> tuple[Layout, list[str]]:
@@ -82,7 +104,22 @@ def _layout(layout: Layout) -> tuple[Layout, list[str]]:
     pipeline = {"virtual_stages": None if held is None or degrees["pp"] == 1 else _few(held), "split": None}
     if layout.split is not None:
         notes.append("layout.split → balanced")
-    return layout.model_copy(update=degrees | pipeline), notes
+    small = layout.model_copy(update=degrees | pipeline)
+    if is_lossy(layout):
+        compression, note = _compression(small)
+        small = small.model_copy(update=compression)
+        notes.append(note)
+    return small, notes
+
+
+def _compression(layout: Layout) -> tuple[dict[str, Any], str]:
+    """How a lossy compression is checked, and a note that says so."""
+    was = f'layout.compress "{layout.compress}"'
+    if layout.dp_replicate == 1:
+        return {"compress": "none"}, f'{was} → "none", as no replicas are left'
+    if only_replicates(layout):
+        return {}, COMPRESSED_REFERENCE
+    return LOSSLESS, f'{was} → "topk" with compress_ratio 1.0, which loses nothing'
 
 
 def _accumulation(job: Job, layout: Layout) -> int:

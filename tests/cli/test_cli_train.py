@@ -23,7 +23,9 @@ def test_a_run_leaves_a_folder_that_is_complete_in_itself(cli, tiny_job: Path) -
     assert json.loads((run / "job.resolved.json").read_text())["run"]["seed"] == 3
     assert (run / "checkpoints/step-00000010/model.safetensors").stat().st_size > 0
     assert not list(run.rglob("*.partial"))
-    for name in ("environment.json", "code.json", "tokenizer.json", "report.html", "samples/step-00000010.txt"):
+    for name in (
+        "environment.json", "code.json", "tokenizer.json", "memory.jsonl", "report.html", "samples/step-00000010.txt",
+    ):  # fmt: skip
         assert (run / name).is_file(), name
     assert "step 10/10" in result.out and "validation loss" in result.out and "report" in result.out
 
@@ -41,7 +43,7 @@ def test_json_output_holds_its_keys(cli, tiny_job: Path) -> None:
     assert result.code == 0, result.err
     assert set(json.loads(result.out)) == {
         "folder", "report", "reason", "step", "loss", "first_val_loss", "val_loss", "tokens", "tokens_per_s", "mfu",
-        "sample",
+        "peak_memory_bytes", "steady_memory_bytes", "sample",
     }  # fmt: skip
 
 

@@ -71,11 +71,11 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[model\n", [], "not valid TOML"),
         ("[optimizer]\nbetas = [2.0, 0.9]", [], "optimizer.betas = 2.0 is not allowed; it should be less than 1"),
         ("[data]\nsources = []", [], "data.sources = [] is not allowed; it needs at least 1 item"),
-        ('[layout]\ncompress = "topk"', [], "layout.compress = 'topk' is not implemented yet (gradient compression)"),
-        ('[memory]\nrecompute = "full"', [], "memory.recompute = 'full' is not implemented yet"),
-        ("[memory]\nrecompute = {every = 2}", [], "memory.recompute = {'every': 2.0} is not implemented yet"),
-        ('[precision]\ncompute = "fp8"', [], "precision.compute = 'fp8' is not implemented yet"),
+        ('[memory]\nrecompute = "often"', [], 'memory.recompute = often is not allowed; it should be "none", '),
+        ("[memory]\nrecompute = {every = 0}", [], "memory.recompute = {every = 0} is not allowed; it should be"),
+        ("", ["memory.recompute={budget=3}"], "memory.recompute = {budget = 3} is not allowed; it should be"),
         ("[checkpoint]\nevery_steps = 5", [], "checkpoint.every_steps = 5 is not implemented yet"),
+        ("[run]\nmax_restarts = 2", [], "run.max_restarts = 2 is not implemented yet (restarts); set it to 0 for now"),
     ],
 )
 def test_every_mistake_is_one_sentence_with_field_and_remedy(

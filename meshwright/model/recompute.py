@@ -1,0 +1,68 @@
+"""Recomputation, the part without devices: what a block keeps in each mode, and the table of operations to keep.
+
+none       every tensor the backward needs is kept
+selective  results of the operations in KEPT_OPERATIONS are kept, everything else is made again from them
+full       only the block's input is kept, and its forward runs again in the backward
+A forward run again stops as soon as all that was not kept is there: a block's last projection runs again, or is kept,
+only where dropout follows it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from meshwright.model.cost import Cost
+
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+
+PROJECTIONS = {
+    "aten.mm": "a projection",
+    "aten.addmm": "a projection with bias",
+    "aten._scaled_mm": "a projection in fp8",
+}
+KEPT_OPERATIONS = {
+    **PROJECTIONS,
+    "aten._scaled_dot_product_flash_attention_for_cpu": "attention on a CPU",
+    "aten._scaled_dot_product_flash_attention": "attention on CUDA, 16-bit",
+    "aten._scaled_dot_product_cudnn_attention": "attention on CUDA, 16-bit, where cuDNN is preferred",
+    "aten._scaled_dot_product_efficient_attention": "attention on CUDA, fp32 or with a mask",
+    "torch_attn._varlen_attn": "attention within documents or a window on CUDA, 16-bit",
+    "meshwright.shared_attention": "attention over a sequence that ranks share by ring or all-gather",
+}
+"""What selective recomputation keeps: results that take many FLOPs a byte. Norms, rotations, activation functions,
+products of gate and up, dropout masks, copies and collectives are made again. Change it before a model is built."""
+
+SELECTIVE_TENSORS = (
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.out",
+    "attention.lse",
+    "ffn.up",
+    "ffn.gate",
+)
+"""Saved tensors of a block as large as what selective recomputation keeps for them."""
+
+
+def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:
+    """A block's cost in a mode, from that without recomputation; forward work done again is part of the backward.
+
+    `stream_bytes` are the residual stream's; `spared_flops` the last projection's, 0 where something after it is saved.
+    """
+    if mode == "none":
+        return whole
+    if mode == "full":
+        backward = whole.backward_flops + whole.forward_flops - spared_flops
+        return replace(whole, backward_flops=backward, saved_bytes={"input": stream_bytes})
+    kept = {name: whole.saved_bytes[name] for name in SELECTIVE_TENSORS if name in whole.saved_bytes}
+    projected = {"attention.projected": stream_bytes} | ({} if spared_flops else {"ffn.projected": stream_bytes})
+    return replace(whole, saved_bytes={"input": stream_bytes} | kept | projected)
+
+
+def remade_bytes(none: Mapping[str, int], kept: Mapping[str, int]) -> int:
+    """Bytes of saved tensors that a recomputation brings back at once, beside what was kept (at most: q and k may be
+    kept as they are, where nothing turns them)."""
+    shared = {"input": "attention_norm.input"} | {name: name for name in kept if name in none}
+    as_they_were = {shared[name] for name in kept if name in shared} - {"attention.q", "attention.k"}
+    return sum(size for name, size in none.items() if name not in as_they_were)

@@ -1,0 +1,109 @@
+"""What a rank keeps of a micro-batch from forward to backward: the model's own count, cut as the layout cuts it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from meshwright.job import Job
+from meshwright.model import MODES, Decoder, Mode, remade_bytes
+from meshwright.parallel.budget import BlockBytes, Holding, StageBytes
+from meshwright.parallel.precision import DTYPES
+from meshwright.parallel.stages import split_layers
+from meshwright.pipeline import Kind, Table
+
+BY_TENSOR = {
+    "attention.q": "tp", "attention.k": "tp", "attention.v": "tp", "attention.out": "tp", "attention.lse": "tp",
+    "attention.q_norm.input": "tp", "attention.q_norm.rstd": "tp",
+    "attention.k_norm.input": "tp", "attention.k_norm.rstd": "tp",
+    "ffn.gate": "tp", "ffn.up": "tp", "ffn.activated": "tp", "ffn.product": "tp",
+    "attention.input": "", "attention.mask": "", "ffn.input": "",
+    "attention.projected": "", "ffn.projected": "",
+    "input": "sp", "attention_dropout": "sp", "ffn_dropout": "sp",
+    "attention_norm.input": "sp", "attention_norm.mean": "sp", "attention_norm.rstd": "sp",
+    "ffn_norm.input": "sp", "ffn_norm.mean": "sp", "ffn_norm.rstd": "sp",
+    "final_norm.input": "sp", "final_norm.mean": "sp", "final_norm.rstd": "sp", "embed_dropout": "sp",
+    "tokens": "", "positions": "", "cos": "", "sin": "",
+    "head.hidden_gradient": "", "head.weight_gradient": "tp",
+}  # fmt: skip
+"""Which of a saved tensor's ranks share it: all tensor-parallel ones, those with sequence parallelism, or none. What
+enters a pair of projections is gathered whole, and what leaves it is kept before it is summed over the ranks."""
+
+
+def stages_of_rank(job: Job, table: Table | None, rank: int) -> list[tuple[range, StageBytes]]:
+    """The layers of each stage a pipeline rank holds, and the bytes it keeps of them; `table` is None without one."""
+    if table is None:
+        return [(range(job.model.layers), _stage(job, job.model.layers, first=True, last=True))]
+    layers = split_layers(job, table.stages // table.parameter_copies)
+    stages = []
+    for stage in table.stages_of(rank):
+        chain = table.chain_of(stage)
+        own = layers[stage - chain[0]]
+        stages.append((own, _stage(job, len(own), first=stage == chain[0], last=stage == chain[-1])))
+    return stages
+
+
+def holdings_of_rank(table: Table | None, rank: int) -> list[Holding]:
+    """The moments at which a rank holds most micro-batches, as the number each of its stages holds."""
+    if table is None:
+        return [(1,)]
+    stages = table.stages_of(rank)
+    held, seen = [0] * len(stages), set[Holding]()
+    for action in table.orders[rank]:
+        change = {Kind.FORWARD: 1, Kind.INPUT: 0}.get(action.kind, -1)
+        held[stages.index(action.stage)] += change
+        seen.add(tuple(held))
+    return [one for one in seen if not any(_covers(other, one) for other in seen - {one})]
+
+
+def _covers(more: Holding, less: Holding) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))
+
+
+def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
+    shape = job.model.model_copy(update={"layers": 1})
+    with torch.device("meta"):
+        model = Decoder(shape)
+    if not first:
+        model.embed = model.position_embed = None
+    if not last:
+        model.head = model.final_norm = None
+    per_mode = {mode: _bytes(job, model, mode) for mode in MODES}
+    block = {mode: {name: size for (place, name), size in sizes.items() if place} for mode, sizes in per_mode.items()}
+    fixed = sum(size for (place, _), size in per_mode["none"].items() if not place)
+    sent = 0 if last else block["full"]["input"]  # the pipeline holds a stage's result until its gradient is there
+    modes = {
+        mode: BlockBytes(
+            sum(kept.values()), 0 if mode == "none" else remade_bytes(block["none"], kept), _again(job, model, mode)
+        )
+        for mode, kept in block.items()
+    }
+    return StageBytes(blocks, modes, fixed + sent)
+
+
+def _bytes(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, str], int]:
+    """A rank's bytes of every saved tensor, by ("layers.0." or "", name within)."""
+    layout, sequence = job.layout, job.batch.sequence_length // job.layout.cp
+    parts = {"tp": layout.tp, "sp": layout.tp if layout.sp else 1, "": 1}
+    whole = model.cost(job.batch.micro_batch, sequence, DTYPES[job.precision.compute], {0: mode}).saved_bytes
+    sizes = {}
+    for full_name, size in whole.items():
+        place = "layers.0." if full_name.startswith("layers.0.") else ""
+        name = full_name.removeprefix(place)
+        if name == "attention.mask" and layout.cp > 1:
+            continue  # attention over a shared sequence makes its masks anew
+        sizes[place, name] = -(-size // parts[BY_TENSOR[name]])
+    if layout.cp > 1 and layout.cp_method == "ulysses" and mode == "none":  # as it was made, and as it came back
+        sizes["layers.0.", "attention.returned"] = sizes["layers.0.", "attention.out"]
+    if job.model.kv_heads % layout.tp:  # then every rank has a key-value head for each of its queries
+        for name in ("attention.k", "attention.v"):
+            sizes["layers.0.", name] = (
+                sizes["layers.0.", "attention.q"] if mode == "none" else whole[f"layers.0.{name}"]
+            )
+    return sizes
+
+
+def _again(job: Job, model: Decoder, mode: Mode) -> int:
+    """FLOPs of a block's forward that its backward repeats, over all ranks that share it."""
+    batch, dtype = job.batch, DTYPES[job.precision.compute]
+    costs = [model.cost(batch.micro_batch, batch.sequence_length, dtype, {0: each}) for each in (mode, "none")]
+    return costs[0].backward_flops - costs[1].backward_flops

@@ -1,0 +1,69 @@
+"""Which number formats go with which layouts and shapes, checked before any process starts."""
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+
+FP8_MULTIPLE = 16
+"""The hardware multiplies fp8 matrices whose sides are multiples of this."""
+
+
+def require_precision(job: Job) -> None:
+    """Refuse formats that the layout, the shape of the model or each other leave no room for."""
+    if job.precision.compute == "fp16":
+        _require_one_decision(job)
+    if job.precision.compute == "fp8":
+        _require_sides(job)
+    if job.precision.gradients == "bf16":
+        _require_narrow_gradients(job)
+
+
+def _require_one_decision(job: Job) -> None:
+    if job.layout.pp > 1 and job.layout.schedule == "pipedream":
+        raise UserError(
+            'precision.compute = "fp16" skips steps that overflow on all ranks or none, but the stages of '
+            'layout.schedule = "pipedream" update without each other; set precision.compute = "bf16"'
+        )
+
+
+def _require_sides(job: Job) -> None:
+    model, tp = job.model, job.layout.tp
+    kv_parts = tp if model.kv_heads % tp == 0 else 1
+    sides = {
+        "model.width": (model.width, 1),
+        "model.heads × model.head_dim": (model.heads * model.head_dim, tp),
+        "model.kv_heads × model.head_dim": (model.kv_heads * model.head_dim, kv_parts),
+        "model.ffn_width": (model.ffn_width, tp),
+        "batch.micro_batch × batch.sequence_length": (job.batch.micro_batch * job.batch.sequence_length, job.layout.cp),
+    }
+    for name, (size, parts) in sides.items():
+        if size // parts % FP8_MULTIPLE:
+            share = f"{size}, {size // parts} on a rank," if parts > 1 else f"{size}"
+            raise UserError(
+                f'precision.compute = "fp8" multiplies matrices whose sides are multiples of {FP8_MULTIPLE}, but '
+                f'{name} = {share} is none; change it or set precision.compute = "bf16"'
+            )
+
+
+def _require_narrow_gradients(job: Job) -> None:
+    gradients = 'precision.gradients = "bf16"'
+    if job.precision.compute in ("fp32", "tf32"):
+        raise UserError(
+            f'{gradients} is for gradients that are made in 16 bits, but precision.compute = "{job.precision.compute}" '
+            'makes them in 32; set precision.compute = "bf16" or precision.gradients = "fp32"'
+        )
+    if job.layout.pp > 1 and job.layout.schedule == "pipedream":
+        raise UserError(
+            f'{gradients} saves nothing with layout.schedule = "pipedream", whose stages use each gradient at once; '
+            'set precision.gradients = "fp32"'
+        )
+    layout, offloaded = job.layout, {"optimizer", "params"} & set(job.memory.offload)
+    if offloaded and layout.dp_replicate * layout.dp_shard * layout.tp * layout.cp * layout.pp > 1:
+        raise UserError(
+            f"{gradients} is rounded as soon as a gradient is reduced, when with memory.offload = "
+            f'["{min(offloaded)}"] torch may still be copying it to the host; set precision.gradients = "fp32"'
+        )
+    if layout.compress != "none":
+        raise UserError(
+            f'{gradients} would round what layout.compress = "{layout.compress}" keeps exact until it is sent; set '
+            'precision.gradients = "fp32"'
+        )

@@ -1,0 +1,105 @@
+"""Matrix products of the blocks in fp8: one dynamic scale a tensor, e4m3 forward, e5m2 for gradients.
+
+x × weightᵀ and both of its gradients are products of 8-bit numbers, added up in float32. Everything else (norms,
+attention, embedding, head, the working copy of the weights) stays bf16, masters and optimizer fp32. What is kept for
+the backward is the bf16 input and the bf16 weight, as without fp8: q, k and v share one input, and a weight that zero 3
+lets go of stays gone. M tokens, N outputs, K inputs.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from meshwright.errors import UserError
+from meshwright.parallel.formats import FP8_MULTIPLE
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def use_fp8(blocks: nn.Module) -> None:
+    """Let every linear inside some blocks compute in fp8, in place; parameters and their names stay."""
+    for name, module in blocks.named_modules():
+        if type(module) is nn.Linear:
+            if module.in_features % FP8_MULTIPLE or module.out_features % FP8_MULTIPLE:
+                raise UserError(
+                    f'precision.compute = "fp8" needs matrices with sides that are multiples of {FP8_MULTIPLE}, but '
+                    f'"layers.{name}" is {module.out_features} × {module.in_features}; widen it or set '
+                    'precision.compute = "bf16"'
+                )
+            module.__class__ = Fp8Linear
+
+
+class Fp8Linear(nn.Linear):
+    """A linear whose products are fp8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, self.weight, self.bias)
+
+
+def fp8_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x × weightᵀ + bias with fp8 products; tensor-parallel pieces are scaled each on its own."""
+    out = _on_pieces(cast(DTensor, x), weight_NK) if isinstance(weight_NK, DTensor) else _products(x, weight_NK)
+    return out if bias_N is None else out + bias_N
+
+
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(q, scale) with x ≈ q × scale: the largest entry of x becomes the format's largest."""
+    scale = (x.abs().amax().float() / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
+    return _cast(x, scale, dtype), scale
+
+
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def _products(x: Tensor, weight_NK: Tensor) -> Tensor:
+    out_MN: Tensor = _Fp8Product.apply(x.flatten(0, -2), weight_NK)  # type: ignore[no-untyped-call]
+    return out_MN.view(*x.shape[:-1], -1)
+
+
+def _on_pieces(x: DTensor, weight: DTensor) -> DTensor:
+    """The product on this rank's piece of a weight cut by outputs, by inputs, or not at all."""
+    [placement], last = weight.placements, x.dim() - 1
+    ways: dict[Placement, tuple[Placement, Placement]] = {
+        Shard(0): (Shard(last), Partial()),  # each rank's outputs give a part of the input's gradient
+        Shard(1): (Partial(), Shard(last)),
+        Replicate(): (Replicate(), Replicate()),
+    }
+    out, grad_x = ways[placement]
+    local = _products(x.to_local(grad_placements=[grad_x]), weight.to_local())
+    return DTensor.from_local(local, weight.device_mesh, [out], run_check=False)
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        x, x_scale = quantise(x_MK, FORWARD)
+        weight, weight_scale = quantise(weight_NK, FORWARD)
+        ctx.save_for_backward(x_MK, weight_NK, x_scale, weight_scale)
+        # Fast accumulation adds up in fewer bits than float32 (about 14 on Hopper, arXiv:2412.19437 section 3.3.2),
+        # more than bf16 keeps of the result; gradients, which are summed over all tokens, do without it.
+        return _scaled(x, weight, x_scale, weight_scale, x_MK.dtype, fast=True)
+
+    # The gradient has a name because torch 2.11's compiler gave zero gradients for functions that take `*grads`.
+    @staticmethod
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_MK, weight_NK, x_scale, weight_scale = ctx.saved_tensors
+        grad, grad_scale = quantise(grad_MN, GRADIENT)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            weight_KN = _cast(weight_NK, weight_scale, FORWARD).t().contiguous()
+            grad_x = _scaled(grad, weight_KN, grad_scale, weight_scale, x_MK.dtype, fast=False)
+        if ctx.needs_input_grad[1]:
+            x_KM = _cast(x_MK, x_scale, FORWARD).t().contiguous()
+            grad_weight = _scaled(grad.t().contiguous(), x_KM, grad_scale, x_scale, weight_NK.dtype, fast=False)
+        return grad_x, grad_weight
+
+
+def _scaled(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, out: torch.dtype, fast: bool
+) -> Tensor:
+    """left × rightᵀ; the hardware wants both with the summed dim last in memory."""
+    return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=out, use_fast_accum=fast)

@@ -1,0 +1,43 @@
+"""How much memory a run takes: at most, and between steps."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+class MemoryGauge:
+    """Reads the device's memory after every step: allocated by torch on a GPU, resident in the process on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._most_in_first_step = 0
+        self.peak: int | None = None
+        """The most held since the first step, which compiles and has no optimizer states yet, ended."""
+        self.steady: int | None = None
+        """What was held after the last step's gradients were forgotten; None where the system does not tell."""
+
+    def after_step(self, step: int) -> int:
+        """Read; the answer is the most held so far."""
+        if self._device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self._device)
+            self.steady = torch.cuda.memory_allocated(self._device)
+            most = max(self._most_in_first_step, self.peak)
+            if step == 1:
+                self._most_in_first_step = most
+                torch.cuda.reset_peak_memory_stats(self._device)
+            return most
+        self.peak, self.steady = _resident_peak_bytes(), _resident_bytes()
+        return self.peak
+
+
+def _resident_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _resident_bytes() -> int | None:
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None

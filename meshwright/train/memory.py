@@ -1,0 +1,275 @@
+"""The memory curve: what a rank holds at every block and phase of its first steps, by kind.
+
+parameters   masters, working copies, and gathered copies while they stand
+gradients    of masters and parameters, and whole ones that wait for their reduction
+optimizer    the optimizer's states
+activations  what the step has made beyond these: tensors kept for backward, temporary ones, buffers of communication
+other        what stood beyond these when the step began; it is not known on a CPU
+host         any of the first three in host memory while the device is another
+
+On a GPU the total is the allocator's. A CPU has no such counter: there the memory of every operation's result is
+followed until it is freed, which compiled code does not allow.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from meshwright.parallel import Weights, held_gradients, held_parameters
+from meshwright.train.optimizer import Optimizer
+
+WATCHED_STEPS = 4
+"""Enough for the first allocation, the first with states, and two that should be alike."""
+WATCHED_MICRO_BATCHES = 4
+"""Of a step, whose blocks are looked at one by one; of the others only the ends."""
+
+Record = Callable[[dict[str, Any]], None]
+
+
+class MemoryCurve:
+    """Samples of one rank's memory in the first steps of a run; later ones cost nothing."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        weights: Weights,
+        optimizer: Optimizer,
+        device: torch.device,
+        rank: int,
+        record: Record,
+    ) -> None:
+        self._modules, self._weights, self._optimizer = modules, weights, optimizer
+        self._device, self._rank, self._record = device, rank, record
+        self._results = None if device.type == "cuda" or _compiled(modules) else _Results()
+        self._step = 0
+        """The step that is watched; 0 between and after them."""
+        self._started: float | None = None
+        self._micro_batches: dict[nn.Module, int] = {}
+        self._micro_batch = 0
+        self._standing_bytes = 0
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Watch what runs inside where it is one of the first steps."""
+        if step > WATCHED_STEPS:
+            yield
+            return
+        with ExitStack() as watching:
+            for module in self._modules:
+                watching.enter_context(_around_calls(module, self._around_model))
+                for layer, block in cast(nn.ModuleDict, module.layers).items():
+                    watching.enter_context(_around_calls(block, self._around_block(layer)))
+                    for part in () if _compiled([block]) else block.children():
+                        watching.enter_context(_around_calls(part, self._around_part(layer)))
+            if self._results is not None:
+                watching.enter_context(self._results)
+            watching.callback(setattr, self, "_step", 0)
+            self._step = step
+            self._begin()
+            yield
+
+    def sample(self, at: str, micro_batch: int | None = None, layer: str | None = None) -> None:
+        """Record what is held now; outside the first steps nothing happens."""
+        if not self._step:
+            return
+        kinds, host_bytes, known = self._known()
+        activations = self._beyond(sum(kinds.values()), known)
+        other = None
+        if self._device.type == "cuda":
+            assert activations is not None
+            other = min(activations, self._standing_bytes)
+            activations -= other
+        now = time.perf_counter()
+        self._started = self._started or now
+        self._record(
+            {
+                "step": self._step,
+                "at": at,
+                "micro_batch": micro_batch,
+                "layer": layer,
+                **{f"{kind}_bytes": size for kind, size in kinds.items()},
+                "activations_bytes": activations,
+                "other_bytes": other,
+                "host_bytes": host_bytes,
+                "elapsed_s": round(now - self._started, 6),
+                "rank": self._rank,
+                "how": self._how,
+            }
+        )
+
+    @property
+    def _how(self) -> str:
+        if self._device.type == "cuda":
+            return "allocator"
+        return "parameters, gradients and states only" if self._results is None else "results followed"
+
+    def _begin(self) -> None:
+        kinds, _, known = self._known()
+        if self._results is not None:
+            self._results.leave_out_what_stands()
+        elif self._device.type == "cuda":
+            self._standing_bytes = self._beyond(sum(kinds.values()), known) or 0
+        self._micro_batches = dict.fromkeys(self._modules, 0)
+        self.sample("start")
+
+    def _known(self) -> tuple[dict[str, int], int, set[int]]:
+        """Bytes of distinct memory by kind, those in host memory apart, and all of that memory's keys."""
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        groups: dict[str, Iterable[Tensor]] = {
+            "parameters": held_parameters(self._modules, self._weights),
+            "gradients": held_gradients(self._modules, self._weights),
+            "optimizer": (value for value in states if isinstance(value, Tensor)),
+        }
+        seen: set[int] = set()
+        kinds, host_bytes = dict.fromkeys(groups, 0), 0
+        for kind, tensors in groups.items():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage._cdata in seen:
+                    continue
+                seen.add(storage._cdata)
+                if tensor.device.type == self._device.type:
+                    kinds[kind] += storage.nbytes()
+                else:
+                    host_bytes += storage.nbytes()
+        return kinds, host_bytes, seen
+
+    def _beyond(self, known_bytes: int, known: set[int]) -> int | None:
+        """What is held besides what is known; None where nobody counts."""
+        if self._device.type == "cuda":
+            return max(0, torch.cuda.memory_allocated(self._device) - known_bytes)
+        return None if self._results is None else self._results.bytes_but(known)
+
+    def _around_model(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._micro_batches[module] += 1
+            number = self._micro_batch = self._micro_batches[module]
+            result = call(*args, **kwargs)
+            self.sample("forward_end", number)
+            # The hook runs inside the backward, whose end is told to who asks from there.
+            _on_gradient(result, lambda: _at_end_of_backward(lambda: self.sample("backward_end", number)))
+            return result
+
+        return watched
+
+    def _around_block(self, layer: str) -> "Around":
+        def around(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                result = call(*args, **kwargs)
+                number = self._micro_batch
+                if number > WATCHED_MICRO_BATCHES:
+                    return result
+                self.sample("forward", number, layer)
+                _on_gradient(result, lambda: self.sample("backward", number, layer))
+                return result
+
+            return watched
+
+        return around
+
+    def _around_part(self, layer: str) -> "Around":
+        """Around a block's own modules, which are called in a backward only where it makes the block's results anew."""
+
+        def around(part: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return call(*args, **kwargs)
+                finally:  # torch ends a recomputation by raising, once it has all it needs
+                    number = self._micro_batch
+                    if torch._C._current_graph_task_id() != -1 and number <= WATCHED_MICRO_BATCHES:
+                        self.sample("recompute", number, layer)
+
+            return watched
+
+        return around
+
+
+Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def _around_calls(module: nn.Module, around: Around) -> Iterator[None]:
+    """Put something around every call of a module: hooks would be compiled with it, what a call ends in is not."""
+    called: Any = module
+    name = "_call_impl" if called._compiled_call_impl is None else "_compiled_call_impl"
+    own = called.__dict__.get(name)
+    setattr(called, name, around(module, getattr(called, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(called, name)
+        else:
+            setattr(called, name, own)
+
+
+def _on_gradient(result: Any, act: Callable[[], None]) -> None:
+    """Act when a result's gradient arrives: the backward of what made it is about to begin."""
+    if isinstance(result, Tensor) and result.requires_grad:
+        result.register_hook(lambda _gradient: act())  # type: ignore[no-untyped-call]
+
+
+def _at_end_of_backward(act: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def _compiled(modules: Sequence[nn.Module]) -> bool:
+    calls: list[Any] = [each for module in modules for each in module.modules()]
+    return any(each._compiled_call_impl is not None for each in calls)
+
+
+class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory of every operation's results without keeping it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._living: dict[int, StorageWeakRef] = {}
+        self._standing: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and note where its results lie."""
+        results = func(*args, **(kwargs or {}))
+        for result in tree_iter(results):
+            if isinstance(result, Tensor):
+                for plain in _plain(result):
+                    self._follow(plain.untyped_storage())
+        return results
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._living:  # the reference keeps the key from being given to another storage
+            self._living[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def leave_out_what_stands(self) -> None:
+        """Count only what is made from now on."""
+        self.bytes_but(set())
+        self._standing = set(self._living)
+
+    def bytes_but(self, known: set[int]) -> int:
+        """Bytes of what lives, but for some."""
+        total = 0
+        for key, reference in list(self._living.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._living[key]
+                self._standing.discard(key)
+            elif key not in known and key not in self._standing:
+                total += storage.nbytes()
+        return total
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What a distributed tensor holds on this rank; a plain one as it is."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, Tensor):  # from torch 2.13 on, the mesh is among them
+            yield from _plain(inner)

@@ -1,0 +1,108 @@
+"""Adafactor (arXiv:1804.04235): of a matrix's second moment only the row and column means are kept.
+
+As in the paper's Algorithm 4: the decay of the means grows with the steps, no first moment, the update's size is cut at
+1 and is relative to that of the parameter. The rate itself is the job's schedule.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel import Piece
+from meshwright.train.optimizer.elementwise import row_spans
+from meshwright.train.optimizer.holders import Holders, span_of
+
+DECAY_POWER = 0.8
+"""Means over about step ** 0.8 steps."""
+LEAST_SCALE = 1e-3
+"""A parameter nearer zero than this moves as if it were as large."""
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Row and column means over whole matrices, summed over the ranks that share them; gradients are overwritten.
+
+    Every rank keeps the means of the whole matrix: they are few.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], pieces: Mapping[nn.Parameter, Piece], holders: Holders, **defaults: Any
+    ) -> None:
+        super().__init__(groups, defaults)
+        self._pieces, self._holders = pieces, holders
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every master that has a gradient."""
+        moving = [
+            (master, master.grad.to(master.dtype), group)
+            for group in self.param_groups
+            for master in group["params"]
+            if master.grad is not None
+        ]
+        if not moving:
+            return
+        pieces = [self._pieces[master] for master, _, _ in moving]
+        scales = self._root_mean_squares([master for master, _, _ in moving], pieces)
+        sums = self._line_sums([(master, gradient) for master, gradient, _ in moving if master.dim() == 2])
+        for master, gradient, group in moving:
+            self._precondition(master, gradient, sums.get(master), group["eps"])
+        sizes = self._root_mean_squares([direction for _, direction, _ in moving], pieces)
+        for (master, direction, group), scale, size in zip(moving, scales, sizes, strict=True):
+            rate = group["lr"] * scale.clamp(min=LEAST_SCALE) / size.clamp(min=1.0)
+            master.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction.mul_(rate))
+
+    def _precondition(
+        self, master: nn.Parameter, gradient: Tensor, sums: tuple[Tensor, Tensor] | None, eps: float
+    ) -> None:
+        """Take a gradient into its second moment and divide it by that one's root, in place."""
+        state, piece = self.state[master], self._pieces[master]
+        if not state:
+            self._make(state, master, piece)
+        state["step"] += 1
+        weight = float(state["step"]) ** -DECAY_POWER
+        if sums is None:
+            state["second"].lerp_(gradient.square(), weight)
+            gradient.mul_(state["second"].clamp(min=eps**2).rsqrt_())
+            return
+        state["rows"].lerp_(sums[0] / piece.shape[1], weight)
+        state["columns"].lerp_(sums[1] / piece.shape[0], weight)
+        rows, columns = span_of(piece)
+        row = state["rows"][rows] / state["rows"].mean().clamp(min=eps**2)
+        column = state["columns"][columns]
+        for some in row_spans(gradient[: len(row)]):
+            moment = row[some].unsqueeze(1) * column
+            gradient[some].mul_(moment.clamp_(min=eps**2).rsqrt_())
+
+    def _make(self, state: dict[str, Tensor], master: nn.Parameter, piece: Piece) -> None:
+        state["step"] = torch.zeros((), dtype=torch.int64)
+        if master.dim() == 2:
+            state["rows"], state["columns"] = master.new_zeros(piece.shape[0]), master.new_zeros(piece.shape[1])
+        else:
+            state["second"] = torch.zeros_like(master)
+
+    def _line_sums(self, matrices: Sequence[tuple[nn.Parameter, Tensor]]) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """For each matrix the sums of its squared gradient along rows and along columns, of the whole matrix."""
+        parts = []
+        for master, gradient in matrices:
+            piece = self._pieces[master]
+            copies, (rows, columns) = self._holders.copies(piece), span_of(piece)
+            along_rows, along_columns = gradient.new_zeros(piece.shape[0]), gradient.new_zeros(piece.shape[1])
+            own_rows, own_columns = along_rows[rows], along_columns[columns]
+            for some in row_spans(gradient[: len(own_rows)]):
+                squares = gradient[some].square()
+                own_rows[some] = squares.sum(1) / copies
+                own_columns += squares.sum(0) / copies
+            parts += [along_rows, along_columns]
+        summed = self._holders.sum(parts)
+        return {master: (summed[2 * i], summed[2 * i + 1]) for i, (master, _) in enumerate(matrices)}
+
+    def _root_mean_squares(self, values: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+        """Of the whole tensors of which `values` are pieces."""
+        norms = torch.stack([torch.linalg.vector_norm(value) for value in values])
+        shares = torch.tensor([self._holders.copies(p) for p in pieces], dtype=norms.dtype, device=norms.device)
+        counts = torch.tensor([prod(p.shape) for p in pieces], dtype=norms.dtype, device=norms.device)
+        [squares] = self._holders.sum([norms.square() / shares])
+        return list((squares / counts).sqrt())

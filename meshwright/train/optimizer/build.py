@@ -1,0 +1,137 @@
+"""The job's optimizer: which rule updates which masters, and in which format their moments are kept."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.job import Job
+from meshwright.model import build_architecture
+from meshwright.parallel import Piece, World
+from meshwright.parallel.pieces import piece_of
+from meshwright.train.optimizer.adafactor import Adafactor
+from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
+from meshwright.train.optimizer.holders import Holders
+from meshwright.train.optimizer.muon import Muon
+
+PROJECTIONS = ("column", "kv-column", "row")
+"""Roles of the modules whose matrices Muon updates; embedding, head and vectors are AdamW's."""
+
+
+class Together:
+    """Several optimizers over different masters as one."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them."""
+        return [group for part in self._parts for group in part.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The states of all of them, by parameter."""
+        return {master: state for part in self._parts for master, state in part.state.items()}
+
+    def step(self) -> None:
+        """Update every master that has a gradient."""
+        for part in self._parts:
+            part.step()
+
+
+Optimizer = torch.optim.Optimizer | Together
+
+
+def build_optimizer(
+    masters: Mapping[str, nn.Parameter],
+    job: Job,
+    pieces: Mapping[str, Piece] | None = None,
+    world: World | None = None,
+) -> Optimizer:
+    """The job's optimizer over named masters, which are `pieces` of whole parameters in a world, or whole without.
+
+    Norms, biases and other vectors are never decayed. All ranks of a world call this together.
+    """
+    whole = {name: piece_of(master, tuple(master.shape)) for name, master in masters.items()}
+    places = {master: (pieces or whole)[name] for name, master in masters.items()}
+    everything = list(masters.values())
+    if job.optimizer.name == "adafactor":
+        holders = Holders(world or _alone(everything))
+        return Adafactor(_groups(everything, job), places, holders, lr=job.optimizer.lr, eps=job.optimizer.eps)
+    if job.optimizer.name != "muon":
+        return _elementwise(job.optimizer.name, everything, job, places)
+    names = _projections(job, masters)
+    projections = [masters[name] for name in names]
+    others = [master for name, master in masters.items() if name not in names]
+    holders = Holders(world or _alone(everything))
+    settings = {"lr": job.optimizer.lr, "momentum": job.optimizer.momentum}
+    parts: list[torch.optim.Optimizer] = []
+    if projections:
+        parts.append(Muon(_groups(projections, job), places, holders, **settings))
+    if others:
+        parts.append(_elementwise("adamw", others, job, places))
+    return Together(parts)
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give every group the same rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
+    """Scale gradients whose global norm is over the limit down to it; a limit of 0 leaves them alone.
+
+    Where they are `scale` times too large (the norm is not), that is taken back in the same pass.
+    """
+    factor = limit / (norm + 1e-6) if limit > 0 and not norm <= limit else 1.0
+    if factor / scale != 1.0:
+        torch._foreach_mul_([p.grad for p in masters if p.grad is not None], factor / scale)
+
+
+def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
+    """Every tensor the optimizer keeps, by the parameter's name and its own; empty before the first step."""
+    return {name: dict(optimizer.state.get(master, {})) for name, master in masters.items()}
+
+
+def _elementwise(
+    name: str, masters: list[nn.Parameter], job: Job, pieces: Mapping[nn.Parameter, Piece]
+) -> torch.optim.Optimizer:
+    settings = job.optimizer
+    common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas}
+    if name == "adamw" and job.precision.optimizer_states == "fp32":
+        decays = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in _groups(masters, job)]
+        return torch.optim.AdamW(decays, eps=settings.eps, fused=True, **common)
+    rule = {"adamw": adamw(), "sgd": sgd(settings.momentum), "lion": lion()}[name]
+    return Elementwise(_groups(masters, job), rule, pieces, eps=settings.eps, momentum=settings.momentum, **common)
+
+
+def _groups(masters: list[nn.Parameter], job: Job) -> list[dict[str, Any]]:
+    """Matrices with decay and in the job's format; vectors, which are few, without decay and exact."""
+    matrices, vectors = [p for p in masters if p.dim() >= 2], [p for p in masters if p.dim() < 2]
+    return [
+        {"params": matrices, "weight_decay": job.optimizer.weight_decay, "format": job.precision.optimizer_states},
+        {"params": vectors, "weight_decay": 0.0, "format": "fp32"},
+    ]
+
+
+def _projections(job: Job, masters: Mapping[str, nn.Parameter]) -> list[str]:
+    """The masters that are matrices of projections, by the roles of the model's sharding table."""
+    with torch.device("meta"):
+        sharding = build_architecture(job.model).sharding
+    patterns = [
+        re.compile(re.escape(name).replace(r"\*", r"[^.]+")) for name, role in sharding.items() if role in PROJECTIONS
+    ]
+    return [
+        name
+        for name, master in masters.items()
+        if master.dim() == 2 and any(pattern.fullmatch(name.rpartition(".")[0]) for pattern in patterns)
+    ]
+
+
+def _alone(masters: list[nn.Parameter]) -> World:
+    return World(masters[0].device)

@@ -1,0 +1,96 @@
+"""Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982): the momentum of a matrix, made orthogonal.
+
+Every projection is a matrix of its own here, so queries, keys and values, gate and up, are orthogonalised apart.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel import Piece
+from meshwright.train.optimizer.elementwise import Kept, row_spans
+from meshwright.train.optimizer.holders import Holders
+from meshwright.train.optimizer.states import Moment
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the odd polynomial that brings singular values near 1: steep at zero, so that five rounds are enough."""
+ROUNDS = 5
+UPDATE_RMS = 0.2
+"""Size of an update's entries, as AdamW's usually are: one learning rate and decay then serve both."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum of each matrix orthogonalised; each of the ranks that share the matrices makes some of them."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], pieces: Mapping[nn.Parameter, Piece], holders: Holders, **defaults: Any
+    ) -> None:
+        super().__init__(groups, defaults)
+        self._pieces, self._holders = pieces, holders
+        masters = [master for group in self.param_groups for master in group["params"]]
+        # Matrices of one size together: the ranks' shares of a round are then equal.
+        self._order = sorted(masters, key=lambda master: -math.prod(pieces[master].shape))
+        self._spans = dict(zip(self._order, holders.spans([pieces[master] for master in self._order]), strict=True))
+        self._kept = {
+            master: Kept(master, pieces[master], (Moment("momentum"),), group["format"])
+            for group in self.param_groups
+            for master in group["params"]
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every matrix that has a gradient."""
+        groups = {master: group for group in self.param_groups for master in group["params"]}
+        moving = [master for master in self._order if master.grad is not None]
+        for master, direction in zip(moving, self._directions(moving, groups), strict=True):
+            group, rate = groups[master], groups[master]["lr"]
+            stretch = UPDATE_RMS * math.sqrt(max(self._pieces[master].shape))
+            master.mul_(1 - rate * group["weight_decay"])
+            master.add_(direction.to(master), alpha=-rate * stretch)
+
+    def _directions(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> Iterator[Tensor]:
+        return self._holders.on_wholes(
+            [partial(self._momentum, master, groups[master]) for master in masters],
+            [self._pieces[master].shape for master in masters],
+            [self._spans[master] for master in masters],
+            orthogonalise,
+        )
+
+    def _momentum(self, master: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+        """A matrix's new Nesterov momentum, on the device and in the format in which it is orthogonalised."""
+        assert master.grad is not None
+        gradient, kept, state = master.grad.to(master.dtype), self._kept[master], self.state[master]
+        kept.begin(state)
+        device = self._holders.device
+        ahead = torch.empty(master.shape, dtype=_working_format(master, device), device=device)
+        for rows in row_spans(master):
+            [momentum] = kept.read(state, rows)
+            momentum = momentum.lerp(gradient[rows], 1 - group["momentum"])
+            kept.write(state, rows, [momentum])
+            ahead[rows].copy_(gradient[rows].lerp(momentum, group["momentum"]))
+        return ahead
+
+
+def orthogonalise(matrix: Tensor) -> Tensor:
+    """The matrix with its singular values brought near 1 (0.7 to 1.2 where they were not tiny), by Newton and Schulz.
+
+    All of it is matrix products of the shorter side, and so is fit for bf16 and for tensor cores.
+    """
+    a, b, c = COEFFICIENTS
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x: Tensor = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(ROUNDS):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+
+
+def _working_format(master: Tensor, device: torch.device) -> torch.dtype:
+    """bf16 where there are tensor cores for it; float64 stays float64, for proofs."""
+    if master.dtype == torch.float32 and device.type == "cuda":
+        return torch.bfloat16
+    return master.dtype

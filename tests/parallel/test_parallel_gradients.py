@@ -1,0 +1,169 @@
+"""16-bit gradients: how they are added up, what they save, and that the update is the usual one."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.parallel import WholeWeights, build, join_world, ranks_of, require_layout, update
+from meshwright.parallel.precision import WIDENED_AT_ONCE, make_step
+from meshwright.train import build_optimizer
+from meshwright.verify import observe, run_ranks, shrink
+
+# Every dim divides by the ranks, so that torch pads nothing and the count is exact.
+MODEL = {
+    "vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_width": 64,
+    "max_sequence_length": 16, "tied": True,
+}  # fmt: skip
+
+
+def make_job(gradients: str = "bf16", compute: str = "bf16", accumulation: int = 2, **layout: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": MODEL,
+            "data": {"sources": ["builtin:synthetic"], "workers": 0},
+            "batch": {"sequence_length": 8, "global_batch": 2 * accumulation, "micro_batch": 1},
+            "precision": {"compute": compute, "gradients": gradients},
+            "optimizer": {"lr": 1e-3, "eps": 1e-3},
+            "schedule": {"warmup_steps": 0},
+            "evaluation": {"every_steps": 0},
+            "layout": layout,
+            "run": {"steps": 3},
+        }
+    )
+
+
+def held_bytes(dtype: torch.dtype, but: set[int]) -> int:
+    """Bytes of all live tensors of a dtype, but for some storages and what has a few entries."""
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and thing.dtype == dtype:
+            local = thing.to_local() if hasattr(thing, "to_local") else thing
+            storage = local.untyped_storage()
+            if storage.nbytes() >= 64 and storage.data_ptr() not in but:
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def bytes_a_parameter(job: Job) -> dict[str, float]:
+    """What a rank holds after its last backward and after an update, by kind."""
+    gc.freeze()
+    world = join_world(job, torch.device("cpu"))
+    engine, weights = build(job, world)
+    [model] = engine.modules
+    optimizer = build_optimizer(weights.masters, job, weights.pieces(), world)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for _ in range(2):
+        for last in (False, True):
+            weights.begin_micro_batch(last)
+            model(tokens, tokens, 8).backward()
+        weights.collect_gradients()
+        gc.collect()
+        masters = {p.untyped_storage().data_ptr() for p in weights.masters.values()}
+        states = {v.untyped_storage().data_ptr(): v for s in optimizer.state.values() for v in s.values() if v.dim()}
+        gradients = [p.grad for p in weights.masters.values() if p.grad is not None]
+        counted = {
+            "masters": sum(p.nbytes for p in weights.masters.values()),
+            "gradients": sum(gradient.nbytes for gradient in gradients),
+            "states": sum(state.untyped_storage().nbytes() for state in states.values()),
+            "other wide": held_bytes(torch.float32, masters | set(states)),
+        }
+        update(optimizer, weights)
+        weights.zero_gradients()
+    parameters = sum(piece.shape[0] * (piece.shape[1] if piece.shape[1:] else 1) for piece in weights.pieces().values())
+    return {kind: size / parameters for kind, size in counted.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"), [({}, 1), ({"dp_replicate": 2}, 1), ({"dp_shard": 2}, 2), ({"dp_shard": 2, "zero": 3}, 2)]
+)
+def test_gradients_take_two_bytes_and_no_wide_copy_stays(layout: dict[str, Any], share: int) -> None:
+    job = make_job(**layout)
+    for rank in run_ranks(bytes_a_parameter, ranks_of(job.layout), job):
+        expected = {"masters": 4 / share, "gradients": 2 / share, "states": 8 / share, "other wide": 0.0}
+        assert rank == pytest.approx(expected)
+
+
+def test_micro_batches_are_added_in_bf16() -> None:
+    model = nn.ParameterDict({"a": torch.ones(3)})
+    weights = WholeWeights(model, torch.bfloat16, torch.bfloat16)
+    for size in (1.0, 2**-9):  # the second is half a step of bf16 at 1
+        (model["a"] * size).sum().backward()
+    assert weights.masters["a"].grad.dtype == torch.bfloat16 and weights.masters["a"].grad.tolist() == [1.0, 1.0, 1.0]
+    assert float(weights.square_sum()) == pytest.approx(3.0, rel=1e-6)  # the norm is not rounded to bf16
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "pp": 2}], ids=str)
+def test_layouts_stay_with_one_device_and_with_wide_gradients(layout: dict[str, Any]) -> None:
+    [alone] = run_ranks(observe, 1, make_job(), None)
+    [wide] = run_ranks(observe, 1, make_job("fp32"), None)
+    assert alone.losses != wide.losses and alone.losses == pytest.approx(wide.losses, rel=3e-3)
+    job = make_job(**layout)
+    for rank in run_ranks(observe, ranks_of(job.layout), job, None):
+        assert rank.losses == pytest.approx(alone.losses, rel=2e-3)
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-2)
+
+
+def test_verify_says_that_it_uses_another_format() -> None:
+    small, notes = shrink(make_job(compute="fp8", dp_shard=2))
+    assert (small.precision.compute, small.precision.gradients) == ("fp32", "fp32")
+    assert 'precision.compute "fp8" → the format of the check' in notes
+    assert 'precision.gradients "bf16" → the format of the check' in notes
+
+
+def test_an_update_by_parts_is_the_update() -> None:
+    count = 2 * WIDENED_AT_ONCE + 3
+
+    def masters() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        return [nn.Parameter(torch.randn(3, generator=generator)) for _ in range(count)]
+
+    narrow, wide = masters(), masters()
+    optimizers = [torch.optim.AdamW(params, lr=0.1, fused=True) for params in (narrow, wide)]
+    for step in range(3):
+        for ours, theirs in zip(narrow[step:], wide[step:], strict=True):  # some have no gradient
+            gradient = torch.randn(3).bfloat16()
+            ours.grad_dtype = torch.bfloat16
+            ours.grad, theirs.grad = gradient, gradient.float()
+        make_step(optimizers[0], narrow)
+        make_step(optimizers[1], wide)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(narrow, wide, strict=True))
+        assert all(ours.grad is None for ours in narrow)
+        optimizers[1].zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"compute": "fp32"}, r'but precision.compute = "fp32" makes them in 32; set precision.compute = "bf16"'),
+        ({"dp_replicate": 2, "compress": "topk"}, r'layout.compress = "topk" keeps exact until it is sent'),
+        ({"pp": 2, "schedule": "pipedream", "accumulation": 1}, r'saves nothing with layout.schedule = "pipedream"'),
+    ],
+)
+def test_impossible_combinations_are_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+    job = make_job(**fields)
+    untied = job.model.model_copy(update={"tied": False})
+    batch = job.batch.model_copy(update={"micro_batch": job.batch.global_batch // job.data_parallel})
+    job = job.model_copy(update={"model": untied, "batch": batch})
+    with pytest.raises(UserError, match=sentence) as caught:
+        require_layout(job, ranks_of(job.layout))
+    assert "\n" not in str(caught.value)
+
+
+def test_fp16_and_offloaded_shards_are_refused_where_they_cannot_work() -> None:
+    pipedream = {"pp": 2, "schedule": "pipedream", "accumulation": 1}
+    job = make_job("fp32", "fp16", **pipedream)
+    untied = job.model.model_copy(update={"tied": False})
+    batch = job.batch.model_copy(update={"micro_batch": 2})
+    with pytest.raises(
+        UserError, match=r'"fp16" skips steps that overflow on all ranks or none.*set precision.compute'
+    ):
+        require_layout(job.model_copy(update={"model": untied, "batch": batch}), 2)
+    job = make_job(dp_shard=2)
+    offloading = job.model_copy(update={"memory": job.memory.model_copy(update={"offload": ("optimizer",)})})
+    with pytest.raises(UserError, match=r'memory.offload = \["optimizer"\].*set precision.gradients = "fp32"'):
+        require_layout(offloading, 2)
