@@ -105,11 +105,12 @@ def train(name: str, steps: int) -> dict[str, Any]:
     from meshwright.job import Job, model_preset
     from meshwright.model import count_parameters
     from meshwright.parallel import World, build, require_layout
-    from meshwright.train import choose_device, device_name, make_training, prepare_device
+    from meshwright.train import choose_device, device_name, make_training, prepare_device, training_loader
 
     cap_gib, sections = SETTINGS[name]
     common = {
         "data": {"sources": ["builtin:synthetic"]},
+        "optimizer": {"lr": 2e-5},
         "schedule": {"warmup_steps": 1},
         "evaluation": {"every_steps": 0},
         "run": {"steps": steps, "on_bad_step": "stop"},
@@ -126,11 +127,13 @@ def train(name: str, steps: int) -> dict[str, Any]:
     world = World(device)
     rates = copy_rates(device) if cuda else {}
     corpus = prepare(job.data, job.model.vocab_size, lambda stage, share: None)
+    loader = training_loader(job, corpus, world)
+    loader.start()
     started = time.perf_counter()
     engine, weights = build(job, world)
     build_s = time.perf_counter() - started
     rows = Rows()
-    outcome = make_training(job, corpus, engine, weights, rows, rows, world).run()
+    outcome = make_training(job, corpus, engine, weights, rows, rows, world).run(loader=loader)
     timed = rows.rows[1:]
 
     def middle(field: str) -> float:

@@ -160,9 +160,9 @@ def main() -> None:
     for name, states in SETTINGS:
         row: dict[str, Any] = {"optimizer": name, "states": states, "lr": RATES[name]}
         overrides = [f"optimizer.name={name}", f"precision.optimizer_states={states}"]
-        shape = CPU_SHAPE if device.type == "cpu" else ["model.preset=llama-3.2-1b"]
+        recipe, shape = ("demo", CPU_SHAPE) if device.type == "cpu" else ("pretrain-1b", [])
         try:
-            row |= measure_states(load_job("demo", [*overrides, *shape]).job, device, steps=4)
+            row |= measure_states(load_job(recipe, [*overrides, *shape]).job, device, steps=4)
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
         gc.collect()

@@ -7,7 +7,8 @@ until the seconds of a setting are over, three at least. Speed is the median of 
 CUDA every step ends with a device synchronisation.
 
 CUDA: Llama-3.2-1B's blocks (8 of its 16, a vocabulary of 32,768), S 2048, bf16, 4 sequences a micro-batch, 2 of these
-a step, eager; all settings in one process, one after another; memory is the allocator's peak in steps after the first.
+a step, eager; all settings in one process, one after another; memory is the allocator's peak in steps
+after the first, less what was allocated before the model was built.
 
 CPU: a model of 3.9 million parameters, S 64, fp32, on all cores; each setting is a process of its own, and its memory
 is the peak of its resident set less what was resident before the model was built. Two ranks take a core each, are
@@ -18,6 +19,7 @@ the machine itself varied.
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -163,9 +165,12 @@ def train(job: Any, seconds: float) -> dict[str, Any]:
     prepare_device(job, device)
     world = join_world(job, device)
     corpus = prepare(job.data, job.model.vocab_size, lambda stage, share: None)
-    before = resident_bytes("VmRSS") if device.type == "cpu" else 0
-    if device.type == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        before = resident_bytes("VmHWM")
     engine, weights = build(job, world)
     speeds = Speeds()
     started = time.monotonic()
@@ -174,14 +179,15 @@ def train(job: Any, seconds: float) -> dict[str, Any]:
         return len(speeds.tokens_per_s) >= 2 and time.monotonic() - started > seconds
 
     outcome = make_training(job, corpus, engine, weights, speeds, speeds, world).run(over)
-    peak = outcome.peak_memory_bytes if device.type == "cuda" else resident_bytes("VmHWM") - before
-    steady = outcome.steady_memory_bytes if device.type == "cuda" else None
+    peak, steady = resident_bytes("VmHWM"), None
     if device.type == "cuda":
+        assert outcome.peak_memory_bytes is not None and outcome.steady_memory_bytes is not None
+        peak, steady = outcome.peak_memory_bytes, outcome.steady_memory_bytes - before
         torch.cuda.synchronize()
     return {
         "tokens_per_s": statistics.median(speeds.tokens_per_s[1:]),
         "steps": len(speeds.tokens_per_s),
-        "peak_bytes": peak,
+        "peak_bytes": peak - before,
         "steady_bytes": steady,
     }
 

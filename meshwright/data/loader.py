@@ -61,8 +61,8 @@ class Loader:
         return self
 
     def __next__(self) -> Step:
-        if self._iterator is None:
-            self._iterator = self._start()
+        self.start()
+        assert self._iterator is not None
         try:
             step = next(self._iterator)
         except RuntimeError as error:
@@ -79,11 +79,20 @@ class Loader:
         self._position += self._steps.global_batch
         return step
 
+    def start(self) -> None:
+        """Have the workers read ahead from now on; the first step asked for would start them too.
+
+        Workers are forked, and whatever this process changes later of the memory it holds now is copied: so they had
+        better start before the weights are made.
+        """
+        if self._iterator is None:
+            self._iterator = self._read_ahead()
+
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
         self._iterator = None
 
-    def _start(self) -> Iterator[Step | UserError]:
+    def _read_ahead(self) -> Iterator[Step | UserError]:
         many = self._workers > 0
         loader = DataLoader(
             self._steps,

@@ -30,6 +30,7 @@ from meshwright.train import (
     make_training,
     prepare_device,
     require_enough_text,
+    training_loader,
 )
 
 OnEnd = Callable[[Path], object]
@@ -114,25 +115,28 @@ def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
 
 def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop) -> Outcome:
     """Build, train and save the weights; only rank 0 has a folder, the others keep silent."""
+    loader = training_loader(job, corpus, world)
     try:
+        loader.start()
+        engine, weights = build(job, world)
         if folder is None:
-            engine, weights = build(job, world)
             silent = _Silent()
-            outcome = make_training(job, corpus, engine, weights, silent, silent, world).run(stop)
+            outcome = make_training(job, corpus, engine, weights, silent, silent, world).run(stop, loader)
         else:
             if corpus.tokenizer is not None:
                 folder.write("tokenizer.json", corpus.tokenizer.to_json())
-            engine, weights = build(job, world)
             with ConsoleProgress(job, console) as progress:
                 training = make_training(job, corpus, engine, weights, folder, progress, world)
                 training.watch_memory(folder.memory)
-                outcome = training.run(stop)
+                outcome = training.run(stop, loader)
         whole = gather_weights(weights, world)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{device_name(world.device)} ran out of memory with batch.micro_batch = {job.batch.micro_batch} and "
             f"batch.sequence_length = {job.batch.sequence_length}; lower one of them or choose a smaller model"
         ) from error
+    finally:
+        loader.close()
 
     def save() -> None:
         assert folder is not None

@@ -20,11 +20,11 @@ from meshwright.model.cost import wide_dtype
 from meshwright.model.documents import Documents
 from meshwright.parallel.context_blocks import block_backward, block_forward
 from meshwright.parallel.context_order import Order, order_of, zigzag_places
+from meshwright.parallel.world import all_gather
 
 __all__ = ["METHODS", "make_context_attend", "merge", "ring_backward", "ring_forward", "together", "zigzag_places"]
 
-# Torch 2.13 warns of the older names and 2.11 has no others.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# As world.all_gather: two names of one call.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 METHODS = ("ring", "allgather", "ulysses")
@@ -286,7 +286,7 @@ class _AllGather(torch.autograd.Function):
 def _gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
     kv = torch.stack((k, v))
     everyones = torch.empty((dist.get_world_size(group), *kv.shape), dtype=kv.dtype, device=kv.device)
-    _all_gather(everyones.flatten(0, 1), kv, group=group)
+    all_gather(everyones.flatten(0, 1), kv, group=group)
     return everyones
 
 

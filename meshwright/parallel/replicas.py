@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.parallel.world import all_gather
+
 
 class Replicas:
     """Asynchronous collectives over the replicas of a shard, and the bytes this rank sent in them."""
@@ -26,7 +28,7 @@ class Replicas:
         """Everyone's payload, in the order of replicas."""
         arriving = payload.new_empty(self.size * len(payload), *payload.shape[1:])
         self.sent_bytes += _bytes(payload) * (self.size - 1)
-        return arriving, _started(dist.all_gather_into_tensor(arriving, payload, group=self._group, async_op=True))
+        return arriving, _started(all_gather(arriving, payload, group=self._group, async_op=True))
 
     def sum(self, values: Tensor) -> dist.Work:
         """Add up in place."""

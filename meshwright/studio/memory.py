@@ -15,6 +15,7 @@ KINDS = ("other", "parameters", "optimizer", "gradients", "activations")
 
 _WIDTH, _HEIGHT = 1080, 360
 _MOST_SAMPLES = 800
+_WORTH_TELLING_BYTES = 2**20  # optimizers keep counters on the host
 _MOMENTS = {
     "start": "start",
     "forward": "after layer {layer}’s forward",
@@ -140,7 +141,7 @@ def _note(samples: Sequence[dict[str, Any]]) -> str:
         parts.append("What stood beyond the known kinds before a step is not counted on a CPU.")
     if any(row["activations_bytes"] is None for row in samples):
         parts.append("Activations of compiled blocks are not counted on a CPU.")
-    if host := max(row["host_bytes"] for row in samples):
+    if (host := max(row["host_bytes"] for row in samples)) >= _WORTH_TELLING_BYTES:
         parts.append(f"In host memory: {size(host)} at most.")
     return " ".join(parts)
 

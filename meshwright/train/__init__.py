@@ -3,7 +3,7 @@
 from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
 from meshwright.train.device import choose_device, device_name, emulated_format, prepare_device
 from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import require_enough_text
+from meshwright.train.feed import require_enough_text, training_loader
 from meshwright.train.generate import generate
 from meshwright.train.loop import Training
 from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
@@ -35,5 +35,6 @@ __all__ = [
     "prepare_device",
     "require_enough_text",
     "states_of",
+    "training_loader",
     "windows",
 ]

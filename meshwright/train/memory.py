@@ -3,7 +3,8 @@
 parameters   masters, working copies, and gathered copies while they stand
 gradients    of masters and parameters, and whole ones that wait for their reduction
 optimizer    the optimizer's states
-activations  what the step has made beyond these: tensors kept for backward, temporary ones, buffers of communication
+activations  what the step has made beyond these: tensors kept for backward, temporary ones, the batch, buffers of
+             communication
 other        what stood beyond these when the step began; it is not known on a CPU
 host         any of the first three in host memory while the device is another
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from meshwright.data import Corpus, Step
+from meshwright.data import Corpus, Loader, Step
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Decoder, count_parameters, flops_per_token
@@ -95,10 +95,10 @@ class TrainingRun(ABC, Generic[E]):
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
         """Make all steps and the evaluations between them, unless asked to stop."""
 
-    def run(self, stop: Callable[[], bool] = lambda: False) -> Outcome:
-        """Train until run.steps, or until `stop` says so."""
+    def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | None = None) -> Outcome:
+        """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
         self._record_start()
-        loader = training_loader(self.job, self.corpus, self.world)
+        loader = loader or training_loader(self.job, self.corpus, self.world)
         try:
             self._evaluate(0)
             self._train(iter(loader), stop)

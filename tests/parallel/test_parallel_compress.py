@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.parallel import CompressedWeights, build, join_world, require_layout
+from meshwright.parallel import CompressedWeights, build, join_world, replicas, require_layout
 from meshwright.parallel.codecs import Cast, Int8, TopK
 from meshwright.parallel.compress import Reduction
 from meshwright.train import make_training
@@ -121,8 +121,9 @@ def sent_in_a_step(layout: dict[str, Any]) -> tuple[int, int, int]:
 
         return collective
 
-    for name, share in (("all_to_all_single", 1 / n), ("all_gather_into_tensor", 1), ("all_reduce", 2 / n)):
-        setattr(dist, name, counted(getattr(dist, name), (n - 1) * share))
+    calls = ((dist, "all_to_all_single", 1 / n), (replicas, "all_gather", 1), (dist, "all_reduce", 2 / n))
+    for room, name, share in calls:
+        setattr(room, name, counted(getattr(room, name), (n - 1) * share))
     _, reduction = reduced({"bucket_mb": 25.0} | layout, draw(0, dist.get_rank(), torch.float32))
     assert reduction.sent is not None
     return reduction.sent.bytes, handed, reduction.sent.plain_bytes

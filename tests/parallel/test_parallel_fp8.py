@@ -213,6 +213,8 @@ def test_a_users_own_linear_that_does_not_fit_is_named() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_eager_and_compiled_follow_the_reference() -> None:
     x, weight, grad = operands("cuda")
+    with torch.no_grad():  # scales that are powers of two: however a device divides, the same numbers round up
+        x[0, 0, 0], weight[0, 0], grad[0, 0, 0] = 448 / 16, 448 / 2**12, 57344 / 2**36
     expected = sequential_reference(x.detach().cpu(), weight.detach().cpu(), grad.cpu())
     for function in (fp8_linear, torch.compile(fp8_linear, fullgraph=True)):
         for value, reference in zip(run(function, x, weight, grad), expected, strict=True):

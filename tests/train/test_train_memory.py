@@ -1,5 +1,6 @@
 """The memory curve: exact bytes of every kind at every block, the same losses as without it, nothing left behind."""
 
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -248,6 +249,7 @@ def test_peak_and_steady_memory_are_told() -> None:
 def test_on_a_gpu_kinds_add_up_to_what_the_allocator_says() -> None:
     job = make_job(run={"device": "cuda"}, precision={"compute": "bf16"})
     device = torch.device("cuda")
+    gc.collect()  # what earlier tests left behind must not be freed between two looks
     world = World(device)
     engine, weights = build(job, world)
     quiet, rows = Losses(), Rows()
