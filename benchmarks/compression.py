@@ -1,7 +1,7 @@
 """What compressing gradients between replicas is worth, and what it costs.
 
     sudo python benchmarks/compression.py wire [--rate 200mbit] [--steps 8] [--out FILE]
-    python benchmarks/compression.py demo [--steps 700] [--out FILE]
+    python benchmarks/compression.py demo [--steps 700] [--only NAME …] [--out FILE]
 
 `wire`: two replicas in two network namespaces, each with a core of its own, joined by a link shaped to a rate. Every
 setting of layout.compress trains the same job in a fresh pair of processes. Printed: the median and the least time of a
@@ -10,7 +10,7 @@ step, how often each fits into the uncompressed one's, and the bytes a rank sent
 
 `demo`: the demo recipe on four CPU processes, uncompressed and compressed, to the same number of steps; as many
 settings at once as there are cores. Printed: each validation loss and its distance from the uncompressed one; once
-without error feedback, by forgetting it every step.
+without error feedback, by forgetting it every step. "after 200": the first 200 steps are not compressed.
 """
 
 import argparse
@@ -37,10 +37,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 RANKS = 4
 """Of the demo."""
-FORGETFUL = "topk 10%, no feedback"
-ON_DEMO = {name: SETTINGS[name] for name in ("none", "int8", "topk 10%")}
-ON_DEMO |= {FORGETFUL: SETTINGS["topk 10%"]}
-ON_DEMO |= {name: SETTINGS[name] for name in ("powersgd rank 4", "topk 1%")}
+LATER = {"compress_after": 200}
+FORGETFUL = "topk 10% after 200, no feedback"
+ON_DEMO = {name: SETTINGS[name] for name in ("none", "int8")}
+ON_DEMO |= {"topk 10% after 200": SETTINGS["topk 10%"] | LATER, FORGETFUL: SETTINGS["topk 10%"] | LATER}
+ON_DEMO |= {"powersgd rank 4 after 200": SETTINGS["powersgd rank 4"] | LATER}
+ON_DEMO |= {name: SETTINGS[name] for name in ("topk 10%", "powersgd rank 4", "topk 1%")}
 
 
 class Rows:
@@ -157,15 +159,16 @@ def summary(rows: list[dict[str, Any]], plain: dict[str, Any] | None) -> dict[st
     return figures
 
 
-def demo(steps: int) -> dict[str, Any]:
-    """Validation losses of the demo recipe with four replicas."""
+def demo(steps: int, chosen: list[str]) -> dict[str, Any]:
+    """Validation losses of the demo recipe with four replicas; the uncompressed one is always among them."""
     from meshwright.data import prepare
     from meshwright.job import load_job
     from meshwright.verify.ranks import RankGroup
 
     base = load_job("demo", [f"run.steps={steps}", f"evaluation.every_steps={steps}", "batch.micro_batch=4"]).job
     prepare(base.data, base.model.vocab_size)
-    waiting, running, rows = list(ON_DEMO), dict[str, RankGroup](), dict[str, list[dict[str, Any]]]()
+    names = ["none", *(name for name in chosen if name != "none")]
+    waiting, running, rows = list(names), dict[str, RankGroup](), dict[str, list[dict[str, Any]]]()
     while waiting or running:
         if waiting and RANKS * len(running) < max(RANKS, os.cpu_count() or 1):
             setting = waiting.pop(0)
@@ -176,15 +179,15 @@ def demo(steps: int) -> dict[str, Any]:
             if group.poll(0.2):
                 rows[setting] = group.results()[0]
                 running.pop(setting).close()
-                print(f"{setting:22} val_loss {_last(rows[setting], 'val_loss'):.4f}", flush=True)
+                print(f"{setting:32} val_loss {_last(rows[setting], 'val_loss'):.4f}", flush=True)
     plain = _last(rows["none"], "val_loss")
     results = {
         setting: {
             "val_loss": round(_last(rows[setting], "val_loss"), 4),
             "over_none": f"{_last(rows[setting], 'val_loss') / plain - 1:+.2%}",
-            "compression_ratio": round(_last(rows[setting], "compression_ratio"), 2) if layout else 1.0,
+            "compression_ratio": round(_last(rows[setting], "compression_ratio"), 2) if ON_DEMO[setting] else 1.0,
         }
-        for setting, layout in ON_DEMO.items()
+        for setting in names
     }
     print(json.dumps(results, indent=2))
     return {"ranks": RANKS, "steps": steps, "settings": results}
@@ -201,6 +204,7 @@ def main() -> None:
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--setting", choices=SETTINGS)
+    parser.add_argument("--only", nargs="+", choices=ON_DEMO, default=list(ON_DEMO), help="settings of the demo")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.what == "rank":
@@ -209,7 +213,10 @@ def main() -> None:
             print(json.dumps(rows))
         return
     print(__doc__)
-    measured = wire(arguments.rate, arguments.steps or 8) if arguments.what == "wire" else demo(arguments.steps or 700)
+    if arguments.what == "wire":
+        measured = wire(arguments.rate, arguments.steps or 8)
+    else:
+        measured = demo(arguments.steps or 700, arguments.only)
     result = {"date": time.strftime("%Y-%m-%d"), "what": arguments.what, **measured}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")

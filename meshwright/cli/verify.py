@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
+ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
 LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
 
@@ -28,6 +29,7 @@ def verify(
     steps: int = typer.Option(3, "--steps", min=1, help="Training steps to compare."),
     dtype: str = DTYPE,
     matrix: str | None = MATRIX,
+    only: str | None = ONLY,
     model: str | None = MODEL,
     layer: str | None = LAYER,
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
@@ -42,6 +44,8 @@ def verify(
         )
     if matrix is not None and matrix not in ("quick", "full"):
         raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
+    if only is not None and matrix is None:
+        raise UserError(f'--only "{only}" chooses among the layouts of a matrix; give --matrix quick or full with it')
 
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
@@ -52,7 +56,7 @@ def verify(
     if layer is not None:
         equal = _layer(layer, as_json)
     elif matrix is not None:
-        equal = _lines({"matrix": matrix}, load_matrix(matrix), dtype, device, as_json)
+        equal = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, as_json)
     elif model is not None:
         equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
     else:
@@ -60,6 +64,13 @@ def verify(
         equal = _job(job, overrides, steps, dtype, device, as_json)
     if equal is False:
         raise typer.Exit(1)
+
+
+def _chosen(lines: list[Line], only: str | None) -> list[Line]:
+    chosen = [line for line in lines if only is None or only in line.name]
+    if not chosen:
+        raise UserError(f'--only "{only}" is in no layout\'s name; names are like "{lines[0].name}"')
+    return chosen
 
 
 def _require_device(device: str) -> None:

@@ -60,6 +60,8 @@ class Layout(Section):
     """Gradient compression between replicas, with error feedback."""
     compress_ratio: float = Field(default=0.01, gt=0.0, le=1.0)
     """topk: share of the entries sent."""
+    compress_after: NonNegativeInt = 0
+    """Steps at the start of training whose gradients travel uncompressed: their large gradients do most harm late."""
     compress_rank: PositiveInt = 4
     """powersgd: rank of the approximation."""
     bucket_mb: PositiveFloat = 25.0

@@ -55,8 +55,10 @@ class Reduction:
     """Of the last step."""
 
     def __init__(self, masters: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self._after = group, layout.compress_after
+        self._step = self._after + 1
         limit_bytes = int(layout.bucket_mb * 1e6)
+        self._uncompressed = [Plain(slices) for slices in cut(masters, limit_bytes)]
         self._buckets: list[Bucket] = []
         self.starts = {}
         if layout.compress == "powersgd":
@@ -73,6 +75,10 @@ class Reduction:
             kind = Gathered if layout.compress == "topk" else Owned
             self._buckets += [kind(slices, codec, self.memories) for slices in cut(masters, limit_bytes)]
 
+    def begin(self, step: int) -> None:
+        """Say which step comes next: the first layout.compress_after are summed as they are."""
+        self._step = step
+
     @torch.no_grad()
     def reduce(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Put the sum over all replicas in place of every master's gradient."""
@@ -81,7 +87,8 @@ class Reduction:
             name: torch.zeros_like(master) if master.grad is None else master.grad for name, master in masters.items()
         }
         replicas = Replicas(self._group)
-        waiting = deque(bucket.reduce(gradients, replicas) for bucket in self._buckets)
+        buckets = self._buckets if self._step > self._after else self._uncompressed
+        waiting = deque(bucket.reduce(gradients, replicas) for bucket in buckets)
         running: deque[Iterator[None]] = deque()
         # Buckets take turns in an order that no timing changes: a collective must meet its like on the other ranks.
         while waiting or running:

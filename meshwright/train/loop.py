@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from meshwright.data import Step
-from meshwright.parallel import Engine, update
+from meshwright.parallel import CompressedWeights, Engine, update
 from meshwright.train.feed import evaluation_due
 from meshwright.train.optimizer import clip_gradients, set_learning_rate
 from meshwright.train.run import StepNumbers, TrainingRun
@@ -35,6 +35,8 @@ class Training(TrainingRun[Engine]):
 
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
+        if isinstance(self.weights, CompressedWeights):
+            self.weights.reduction.begin(step)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
         # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
         scaled_loss, squares, stopping = self.world.sum_over_world(

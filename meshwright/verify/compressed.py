@@ -60,22 +60,23 @@ class _AllReplicas(OneStage):
     def __init__(self, job: Job, world: Any, engine: OneStage, weights: WholeWeights, layout: Layout) -> None:
         [model] = engine.modules
         super().__init__(job, world, model, weights)
-        self._masters, self._count = weights.masters, layout.dp_replicate
-        self._sum = sum_of_replicas(weights.masters, layout)
+        self._masters, self._layout = weights.masters, layout
+        self._compressed_sum = sum_of_replicas(weights.masters, layout)
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Forward and backward of every share; the sum of the compressed gradients is with the masters afterwards."""
         [model] = self.modules
         losses, gradients = [], []
-        for share in data.batch.split(len(data.batch) // self._count):
+        for share in data.batch.split(len(data.batch) // self._layout.dp_replicate):
             tokens, arguments = self._inputs.training(share, data.valid_count, torch.tensor(step))
             loss = model(tokens, **arguments)
             loss.backward()
             losses.append(loss.detach())
             gradients.append({name: master.grad for name, master in self._masters.items() if master.grad is not None})
             self._weights.zero_gradients()
+        compresses = step > self._layout.compress_after
         with torch.no_grad():
-            for name, total in self._sum(gradients).items():
+            for name, total in (self._compressed_sum if compresses else _plain_sum)(gradients).items():
                 self._masters[name].grad = total
         self._weights.collect_gradients()
         return torch.stack(losses).sum()
@@ -144,6 +145,10 @@ def _through(codec: Codec, values: Tensor) -> Tensor:
     return codec.decode(codec.encode(values), values.dtype)
 
 
+def _plain_sum(gradients: Sequence[Gradients]) -> dict[str, Tensor]:
+    return {name: torch.stack([own[name] for own in gradients]).sum(dim=0) for name in gradients[0]}
+
+
 class _LowRankSum:
     """All matrices projected on the columns that one power iteration of their sum finds; the rest summed plainly."""
 
@@ -153,7 +158,7 @@ class _LowRankSum:
         self._unsent: dict[tuple[str, int], Tensor] = {}
 
     def __call__(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
-        total = {name: torch.stack([own[name] for own in gradients]).sum(dim=0) for name in gradients[0]}
+        total = _plain_sum(gradients)
         for name, start in self._starts.items():
             matrices = [own[name] + self._unsent.get((name, replica), 0) for replica, own in enumerate(gradients)]
             columns = torch.linalg.qr(sum(matrices, torch.zeros_like(matrices[0])) @ start).Q

@@ -104,7 +104,10 @@ def _layout(layout: Layout) -> tuple[Layout, list[str]]:
     pipeline = {"virtual_stages": None if held is None or degrees["pp"] == 1 else _few(held), "split": None}
     if layout.split is not None:
         notes.append("layout.split → balanced")
-    small = layout.model_copy(update=degrees | pipeline)
+    if layout.compress_after > 1:
+        notes.append(f"layout.compress_after {layout.compress_after} → 1")
+    first = {"compress_after": min(layout.compress_after, 1)}
+    small = layout.model_copy(update=degrees | pipeline | first)
     if is_lossy(layout):
         compression, note = _compression(small)
         small = small.model_copy(update=compression)

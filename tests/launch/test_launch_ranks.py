@@ -1,8 +1,10 @@
 """A rank finds its place, trains its part, and learns of rank 0's refusals."""
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
+from meshwright import parallel
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.launch.devices import require_devices, with_own_device
@@ -153,3 +156,19 @@ def test_rank_0_gathers_whole_weights_of_uneven_pieces(
     assert torch.equal(gathered[0]["table"], torch.arange(5)[:, None] * 10.0 + torch.arange(4))
     assert torch.equal(gathered[0]["matrix"], torch.arange(2)[:, None] * 10.0 + torch.arange(4))
     assert torch.equal(gathered[0]["vector"], torch.arange(3) * 1.0)
+
+
+def test_data_workers_are_forked_before_there_are_weights_to_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers: list[int] = []
+
+    def build(*given: Any) -> Any:
+        workers.append(len(multiprocessing.active_children()))
+        return parallel.build(*given)
+
+    monkeypatch.setattr("meshwright.launch.local.build", build)
+    small = ["run.steps=1", "batch.global_batch=2", "batch.micro_batch=2", "evaluation.every_steps=0", "data.workers=2"]
+    small += ['data.sources=["builtin:synthetic"]', f"run.folder={tmp_path / 'run'}"]
+    run_local(load_job("demo", small), Console(quiet=True))
+    assert workers == [2] and not multiprocessing.active_children()

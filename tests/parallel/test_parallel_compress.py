@@ -292,6 +292,12 @@ def test_rows_tell_bytes_and_ratio_and_memories_are_as_large_as_a_ranks_shards()
         assert rows[0]["sent_bytes"] == rows[1]["sent_bytes"] == pytest.approx(numbers * (1 + 4 / 256), rel=0.1)
 
 
+def test_the_first_steps_may_go_uncompressed() -> None:
+    layout = {"dp_replicate": 2, "compress": "int8", "compress_after": 1}
+    for rows, _, _ in run_ranks(train, 2, small_job(**layout)):
+        assert rows[0]["compression_ratio"] == 1.0 and rows[1]["compression_ratio"] > 3.5
+
+
 def test_compression_needs_replicas_and_a_loss_scale_that_stays() -> None:
     with pytest.raises(UserError, match=r'layout.compress = "int8" .* layout.dp_replicate = 1; raise it or set'):
         require_layout(small_job(dp_shard=2, compress="int8"), 2)
