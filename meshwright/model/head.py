@@ -1,5 +1,7 @@
 """The head and its loss in one module, so that logits never exist whole. N tokens, D width, V vocabulary."""
 
+from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
@@ -12,16 +14,25 @@ from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
 IGNORE = -100
 """The label of a token that counts for nothing."""
 
-CHUNK_LOGITS_BYTES = 256 * 2**20
-"""Float32 logits that may exist at a time: large enough to keep a GPU's matmuls busy, small beside its memory."""
+CHUNK_LOGITS_BYTES = 512 * 2**20
+"""Logits that may exist at a time: every chunk adds to the whole weight gradient once, which for few tokens costs more
+than their products."""
+CHUNK_MULTIPLE = 128
+"""Rows of a matrix product's tile."""
+
+LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
 
 
 class Head(nn.Module):
     """The matrix from hidden states to the vocabulary, and the cross-entropy behind it."""
 
+    loss_of_logits: LossOfLogits
+
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.width))
+        self.loss_of_logits = loss_of_logits
 
     def forward(
         self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None
@@ -34,10 +45,7 @@ class Head(nn.Module):
             return self.logits(hidden_BSD)
         if valid_count is None:
             raise ValueError("labels need valid_count, the number of valid tokens in the whole step")
-        loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_BSD.flatten(0, -2), self.weight, labels_BS.flatten(), valid_count
-        )
-        return loss
+        return chunked_loss(hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Scores of every word of the vocabulary, whole."""
@@ -52,11 +60,31 @@ class Head(nn.Module):
         return Cost(own_parameters(self), 3 * product, 0) + kept
 
 
-def divisor(valid_count: Tensor | float) -> Tensor | float:
-    """What losses are divided by: a step without a single valid token has loss 0, not 0 / 0."""
-    if isinstance(valid_count, Tensor):
-        return torch.where(valid_count > 0, valid_count, 1)
-    return valid_count or 1
+def chunked_loss(
+    hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, valid_count: Tensor | float, loss: LossOfLogits
+) -> Tensor:
+    """Σ cross-entropy / valid_count from hidden states, a chunk of tokens at a time."""
+    result: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), valid_count, loss
+    )
+    return result
+
+
+def loss_of_logits(
+    logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Σ cross-entropy of some tokens and its gradient by the logits, in whose memory it may be made."""
+    wide_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
+    valid_N1 = labels_N1 != IGNORE
+    target_N1 = torch.where(valid_N1, labels_N1, 0)
+    log_total_N1 = torch.logsumexp(wide_NV, dim=1, keepdim=True)
+    own_N1 = wide_NV.gather(1, target_N1) - log_total_N1
+    loss = -torch.where(valid_N1, own_N1, 0.0).sum()
+    if not with_gradient:
+        return loss, None
+    grad_NV = wide_NV.sub_(log_total_N1).exp_().mul_(shares_N1).to(logits_NV.dtype)
+    at_target_N1 = (own_N1.exp() - 1) * shares_N1
+    return loss, grad_NV.scatter_(1, target_N1, at_target_N1.to(grad_NV.dtype))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -64,50 +92,61 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_count: Tensor | float
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        valid_count: Tensor | float,
+        loss_of_logits: LossOfLogits,
     ) -> Tensor:
         wide = wide_dtype(hidden_ND.dtype)
-        count = divisor(valid_count)
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if with_gradients else None
+        # A step without a single valid token has loss 0, not 0 / 0.
+        count = torch.where(valid_count > 0, valid_count, 1) if isinstance(valid_count, Tensor) else valid_count or 1
+        shares_N1 = ((labels_N != IGNORE).to(wide) / count).unsqueeze(1)
 
-        rows = max(1, CHUNK_LOGITS_BYTES // (4 * weight_VD.shape[0]))
+        rows = chunk_rows(hidden_ND.shape[0], weight_VD)
         for start in range(0, hidden_ND.shape[0], rows):
-            hidden = hidden_ND[start : start + rows]
-            labels = labels_N[start : start + rows].unsqueeze(1)
-            valid = labels != IGNORE
-            target = torch.where(valid, labels, 0)
-            logits = (hidden @ weight_VD.t()).to(wide)
-            log_total = torch.logsumexp(logits, dim=1, keepdim=True)
-            loss += torch.where(valid, log_total - logits.gather(1, target), 0.0).sum()
-            if grad_hidden_ND is not None and grad_weight_VD is not None:
-                share = valid.to(wide) / count
-                grad = logits.sub_(log_total).exp_().mul_(share).scatter_add_(1, target, -share).to(hidden.dtype)
-                grad_hidden_ND[start : start + rows] = grad @ weight_VD
-                add_product(grad_weight_VD, grad.t(), hidden)
+            chunk = slice(start, start + rows)
+            hidden = hidden_ND[chunk]
+            logits = hidden @ weight_VD.t()
+            part, grad = loss_of_logits(logits, labels_N[chunk].unsqueeze(1), shares_N1[chunk], with_gradients)
+            loss += part
+            if grad is not None and grad_hidden_ND is not None and grad_weight_VD is not None:
+                torch.mm(grad, weight_VD, out=grad_hidden_ND[chunk])
+                _add_product(grad_weight_VD, grad.t(), hidden)
 
         if grad_hidden_ND is not None and grad_weight_VD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
         return loss / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         return (
             grads[0].to(grad_hidden_ND.dtype) * grad_hidden_ND,
             grads[0].to(grad_weight_VD.dtype) * grad_weight_VD,
             None,
             None,
+            None,
         )
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def chunk_rows(tokens: int, weight_VD: Tensor) -> int:
+    """Tokens of a chunk: as many as fit in CHUNK_LOGITS_BYTES, the last chunk about as large as the others."""
+    most = max(1, CHUNK_LOGITS_BYTES // (weight_VD.shape[0] * weight_VD.element_size()))
+    even = ceil(tokens / ceil(tokens / most))
+    return even if even < CHUNK_MULTIPLE else ceil(even / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, kept wide where the device can multiply narrow numbers into wide ones."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

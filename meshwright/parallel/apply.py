@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import CausalAttend, build_architecture
+from meshwright.model.head import Head
 from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.context import make_context_attend
 from meshwright.parallel.dualpipe import copies_of_chains
@@ -121,8 +122,7 @@ def _piece(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
     if job.run.compile:
-        for block in cast(nn.ModuleDict, model.layers).values():
-            block.compile()
+        _compile(model, world.device)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages go their own ways
@@ -130,6 +130,15 @@ def _piece(
         apply_zero(model, job.layout, world.mesh, compute, master, _gradients(job, master), offload)
     _materialise(model, job, world)
     return model, shapes
+
+
+def _compile(model: nn.Module, device: torch.device) -> None:
+    """Compile every block on its own, and on a GPU the loss, whose passes over the logits take longer than the blocks'
+    work between their products."""
+    for block in cast(nn.ModuleDict, model.layers).values():
+        block.compile()
+    if device.type == "cuda" and isinstance(head := getattr(model, "head", None), Head):
+        head.loss_of_logits = torch.compile(head.loss_of_logits, dynamic=False)
 
 
 def _materialise(model: nn.Module, job: Job, world: World) -> None:

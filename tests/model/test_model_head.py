@@ -88,3 +88,23 @@ def test_labels_without_a_count_are_refused() -> None:
     head, hidden, labels = made()
     with pytest.raises(ValueError, match="valid_count"):
         head(hidden, labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_loss_is_the_eager_one(dtype: torch.dtype) -> None:
+    logits, labels = torch.randn(6, 37).to(dtype), torch.randint(0, 37, (6, 1))
+    labels[2] = IGNORE
+    shares = (labels != IGNORE).float() / 5
+    compiled = torch.compile(head_module.loss_of_logits, backend="aot_eager", dynamic=False)
+    for ours, theirs in zip(
+        compiled(logits.clone(), labels, shares, True),
+        head_module.loss_of_logits(logits.clone(), labels, shares, True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_chunks_are_even_and_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.empty(1000, 2, dtype=torch.bfloat16)
+    monkeypatch.setattr(head_module, "CHUNK_LOGITS_BYTES", 2 * 1000 * 600)
+    assert [head_module.chunk_rows(tokens, weight) for tokens in (1, 100, 600, 601, 4096)] == [1, 100, 640, 384, 640]
