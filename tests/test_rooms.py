@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "meshwright"
 # From the ground up; a room may import itself and what stands before it.
 ORDER = ["version", "errors", "job", "hardware", "pipeline", "model", "data", "checkpoint", "parallel", "train"]
-ORDER += ["launch", "studio", "verify", "cli"]
+ORDER += ["launch", "measure", "studio", "verify", "cli"]
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -68,6 +68,19 @@ def launch(
     return folder
 
 
+def run_ranks(path: Path, nproc: int, arguments: Sequence[str]) -> None:
+    """Run `python -m meshwright ARGUMENTS` as so many local ranks that leave no run behind; their logs go to a folder.
+
+    Failures are raised as by `launch`.
+    """
+    logs = path / "logs"
+    logs.mkdir()
+    try:
+        _run_agent(path, nproc, arguments)
+    except ChildFailedError as error:
+        raise explain(error.failures, logs) from None
+
+
 def _run_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
     config = LaunchConfig(
         min_nodes=1,

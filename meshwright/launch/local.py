@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from rich.console import Console
+from torch import nn
 
 from meshwright.checkpoint import save_weights
-from meshwright.data import Corpus, prepare
+from meshwright.data import Corpus, Loader, prepare
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.folder import RunFolder
@@ -28,6 +28,7 @@ from meshwright.train import (
     device_name,
     emulated_format,
     make_training,
+    memory_errors_explained,
     prepare_device,
     require_enough_text,
     training_loader,
@@ -117,24 +118,9 @@ def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, c
     """Build, train and save the weights; only rank 0 has a folder, the others keep silent."""
     loader = training_loader(job, corpus, world)
     try:
-        loader.start()
-        engine, weights = build(job, world)
-        if folder is None:
-            silent = _Silent()
-            outcome = make_training(job, corpus, engine, weights, silent, silent, world).run(stop, loader)
-        else:
-            if corpus.tokenizer is not None:
-                folder.write("tokenizer.json", corpus.tokenizer.to_json())
-            with ConsoleProgress(job, console) as progress:
-                training = make_training(job, corpus, engine, weights, folder, progress, world)
-                training.watch_memory(folder.memory)
-                outcome = training.run(stop, loader)
-        whole = gather_weights(weights, world)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{device_name(world.device)} ran out of memory with batch.micro_batch = {job.batch.micro_batch} and "
-            f"batch.sequence_length = {job.batch.sequence_length}; lower one of them or choose a smaller model"
-        ) from error
+        with memory_errors_explained(job, world.device):
+            loader.start()
+            outcome, whole = _train_and_gather(folder, job, corpus, world, console, stop, loader)
     finally:
         loader.close()
 
@@ -148,6 +134,24 @@ def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, c
 
     on_rank_zero(world, save)
     return outcome
+
+
+def _train_and_gather(
+    folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, loader: Loader
+) -> tuple[Outcome, dict[str, nn.Parameter]]:
+    """The run itself, and on rank 0 the weights it ended with."""
+    engine, weights = build(job, world)
+    if folder is None:
+        silent = _Silent()
+        outcome = make_training(job, corpus, engine, weights, silent, silent, world).run(stop, loader)
+    else:
+        if corpus.tokenizer is not None:
+            folder.write("tokenizer.json", corpus.tokenizer.to_json())
+        with ConsoleProgress(job, console) as progress:
+            training = make_training(job, corpus, engine, weights, folder, progress, world)
+            training.watch_memory(folder.memory)
+            outcome = training.run(stop, loader)
+    return outcome, gather_weights(weights, world)
 
 
 def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:

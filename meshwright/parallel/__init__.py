@@ -3,7 +3,7 @@
 from meshwright.parallel.activations import holdings_of_rank, stages_of_rank
 from meshwright.parallel.apply import build
 from meshwright.parallel.compress import CompressedWeights
-from meshwright.parallel.engine import Engine
+from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.held import held_gradients, held_parameters
 from meshwright.parallel.host import Traffic, take_traffic
 from meshwright.parallel.layout import axes, is_asynchronous, ranks_of, require_layout, table_of
@@ -19,6 +19,7 @@ __all__ = [
     "CompressedWeights",
     "Engine",
     "OffloadedWeights",
+    "OneStage",
     "Piece",
     "PipeDream",
     "Traffic",

@@ -1,7 +1,14 @@
 """Training: the loops, the optimizer, evaluation and generation."""
 
 from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
-from meshwright.train.device import choose_device, device_name, emulated_format, prepare_device
+from meshwright.train.device import (
+    choose_device,
+    device_name,
+    device_peak_flops,
+    emulated_format,
+    memory_errors_explained,
+    prepare_device,
+)
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import require_enough_text, training_loader
 from meshwright.train.generate import generate
@@ -27,11 +34,13 @@ __all__ = [
     "clip_gradients",
     "cuts_blocks",
     "device_name",
+    "device_peak_flops",
     "emulated_format",
     "evaluate",
     "generate",
     "learning_rate",
     "make_training",
+    "memory_errors_explained",
     "prepare_device",
     "require_enough_text",
     "states_of",

@@ -1,0 +1,213 @@
+"""`meshwright bench`: what a job reaches here, and where its time goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from meshwright.cli.job import JOB, JSON, SET
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.launch.ranks import Place
+    from meshwright.measure import Bench
+
+SWEEP = typer.Option([], "--sweep", metavar="FIELD=V,V", help="Measure every combination of these values; may repeat.")
+OUT = typer.Option(None, "--out", metavar="FILE", help="Where a sweep keeps its rows; it goes on from what is there.")
+
+
+def bench(
+    job: str = JOB,
+    overrides: list[str] = SET,
+    steps: int = typer.Option(10, "--steps", min=1, help="Steps to time."),
+    warmup: int = typer.Option(3, "--warmup", min=1, help="Steps before them."),
+    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one a GPU or CPU process."),
+    profile: bool = typer.Option(False, "--profile", help="Also tell which kernels the time goes to."),
+    sweep: list[str] = SWEEP,
+    out: Path | None = OUT,
+    as_json: bool = JSON,
+) -> None:
+    """Time a job's training steps; nothing is saved. Inside torchrun or srun, as one of its ranks."""
+    from meshwright.cli.output import stderr_console, stdout_console
+    from meshwright.launch.ranks import find_place, slurm_variables
+
+    os.environ.update(slurm_variables(os.environ))
+    place = find_place(os.environ)
+    console = stderr_console() if as_json else stdout_console()
+    counts = ("--steps", str(steps), "--warmup", str(warmup), *(("--profile",) if profile else ()))
+    if out is not None and not sweep:
+        raise UserError(f"--out {out} is where a sweep keeps its rows; give --sweep too, or use --json and redirect it")
+    if place is None and sweep:
+        ranks = () if nproc is None else ("--nproc", str(nproc))
+        _sweep(job, overrides, sweep, (*counts, *ranks), out or Path(f"bench-{Path(job).stem}.jsonl"), console, as_json)
+    elif place is None and nproc is not None and nproc > 1:
+        _with_ranks(job, overrides, nproc, counts, as_json)
+    else:
+        _here(job, overrides, place, steps, warmup, profile, console, as_json)
+
+
+def _here(
+    source: str,
+    overrides: list[str],
+    place: Place | None,
+    steps: int,
+    warmup: int,
+    profile: bool,
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Measure in this process, alone or as a rank."""
+    from dataclasses import asdict
+
+    from meshwright.job import load_job
+
+    job = load_job(source, overrides).job
+
+    import torch.distributed as dist
+
+    from meshwright.cli.output import print_json
+    from meshwright.launch.devices import with_own_device
+    from meshwright.launch.failures import failures_written_down
+    from meshwright.launch.local import prepare_data
+    from meshwright.measure import bench as measure
+    from meshwright.parallel import join_world, require_layout
+    from meshwright.train import choose_device, memory_errors_explained, prepare_device
+
+    console.quiet = place is not None and place.rank > 0
+    with failures_written_down():
+        require_layout(job, 1 if place is None else place.size)
+        if place is not None:
+            job = with_own_device(job, place)
+        device = choose_device(job)
+        prepare_device(job, device)
+        world = join_world(job, device)
+        corpus = prepare_data(job, console)
+        with memory_errors_explained(job, device), console.status(f"{warmup} + {steps} steps"):
+            result = measure(job, corpus, world, steps=steps, warmup=warmup, profile=profile)
+    if place is not None:
+        dist.destroy_process_group()
+        if place.rank > 0:
+            return
+    if as_json:
+        print_json(asdict(result))
+    else:
+        _print(result, console)
+
+
+def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, ...], as_json: bool) -> None:
+    from tempfile import TemporaryDirectory
+
+    from meshwright.job import load_job
+
+    loaded = load_job(job, overrides)
+
+    from meshwright.launch.devices import require_devices
+    from meshwright.launch.elastic import run_ranks
+    from meshwright.launch.failures import RankFailure
+    from meshwright.parallel import require_layout
+
+    require_layout(loaded.job, nproc)
+    require_devices(loaded.job, nproc)
+    words = ["bench", job, *(word for override in overrides for word in ("--set", override)), *counts]
+    with TemporaryDirectory() as folder:
+        try:
+            run_ranks(Path(folder), nproc, [*words, "--json"] if as_json else words)
+        except RankFailure as failure:
+            if "--debug" in sys.argv:
+                print(failure.rank_traceback, file=sys.stderr)
+            print(f"meshwright: {failure}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+def _sweep(
+    job: str,
+    overrides: list[str],
+    fields: list[str],
+    arguments: tuple[str, ...],
+    file: Path,
+    console: Console,
+    as_json: bool,
+) -> None:
+    from meshwright.cli.output import print_json
+    from meshwright.job import load_job
+    from meshwright.measure import Sweep, settings_of
+
+    load_job(job, overrides)
+    sweep = Sweep(job, tuple(overrides), settings_of(fields), arguments, file)
+    before, left = len(sweep.settings) - len(sweep.left()), len(sweep.left())
+    if before:
+        console.print(f"{before} of {len(sweep.settings)} settings are in {file} already", highlight=False)
+    for number, row in enumerate(sweep.run(), start=1):
+        console.print(f"{number} of {left}  {_row(row)}", markup=False, highlight=False, soft_wrap=True)
+    rows = [sweep.done()[setting] for setting in sweep.settings]
+    if as_json:
+        print_json({"file": str(file), "rows": rows})
+        return
+    console.print(f"\nall {len(rows)} settings, best first ({file})", highlight=False)
+    for row in sorted(rows, key=lambda row: -row.get("result", {}).get("tokens_per_s", 0.0)):
+        console.print(_row(row), markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(row: dict[str, Any]) -> str:
+    setting = " ".join(row["setting"])
+    if row["state"] != "measured":
+        return f"{setting}: {row['state']} ({row['why']})"
+    result = row["result"]
+    mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
+    return f"{setting}: {result['tokens_per_s']:,.0f} tokens/s{mfu}, peak {_gib(result['peak_memory_bytes'])}"
+
+
+def _print(result: Bench, console: Console) -> None:
+    from rich.table import Table
+
+    spread = result.step_s
+    rows = {
+        "device": f"{result.device} × {result.devices}" if result.devices > 1 else result.device,
+        "torch": result.torch,
+        "parameters": f"{result.parameters:,}",
+        "step": f"{_ms(spread.median)} median of {result.steps} after {result.warmup}; eight in ten take "
+        f"{_ms(spread.low)} – {_ms(spread.high)}, all {_ms(spread.least)} – {_ms(spread.most)}",
+        "first step": f"{result.first_step_s:.1f} s, with compilation and allocation",
+        "throughput": f"{result.tokens_per_s:,.0f} tokens/s ({result.tokens_per_step:,} a step)",
+        "MFU": _share(result.mfu, "6·P_matmul + 12·L·S·A FLOPs a token"),
+        "MFU, causal": _share(result.mfu_causal, "attention as the mask leaves it"),
+        "HFU": _share(result.hfu, "as the first, with what backwards repeat"),
+        "memory": f"peak {_gib(result.peak_memory_bytes)}, between steps {_gib(result.steady_memory_bytes)}"
+        + ("" if result.reserved_memory_bytes is None else f", reserved {_gib(result.reserved_memory_bytes)}"),
+        "data wait": f"{result.data_wait_share:.2%} of the time",
+    }
+    if result.phases_s is not None:
+        total = sum(result.phases_s.values())
+        shown = [f"{phase} {_ms(each)} ({each / total:.0%})" for phase, each in result.phases_s.items()]
+        rows["phases"] = " · ".join(shown) + " (in steps of their own that wait after each)"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    if result.kernels is not None:
+        total = sum(result.kernels.kinds_s.values())
+        parts = [f"{kind} {_ms(each)} ({each / total:.0%})" for kind, each in result.kernels.kinds_s.items()]
+        console.print("\nkernels  " + " · ".join(parts), highlight=False, markup=False, soft_wrap=True)
+        for kernel in result.kernels.top:
+            line = f"{1e3 * kernel.seconds:9.2f} ms  {kernel.calls:6.0f} calls  {kernel.kind:13}  {kernel.name}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _share(value: float | None, how: str) -> str:
+    return "–  (the device's peak or the model's FLOPs are unknown)" if value is None else f"{value:.1%} ({how})"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _gib(size: int | None) -> str:
+    return "–" if size is None else f"{size / 2**30:.2f} GiB"

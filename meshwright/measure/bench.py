@@ -1,0 +1,181 @@
+"""A job measured: its own training loop over its own data, some steps of it timed, others looked into."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.data import Corpus
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.measure.kernels import Kernels, KernelTimes
+from meshwright.measure.phases import Phases
+from meshwright.model import Mode, build_architecture, count_parameters, flops_per_token
+from meshwright.parallel import DTYPES, World, build, is_asynchronous, recompute_modes, table_of
+from meshwright.train import Training, device_name, device_peak_flops, make_training, training_loader
+
+PHASE_STEPS = 2
+PROFILE_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Some measurements of the same thing."""
+
+    median: float
+    low: float
+    """A tenth were below."""
+    high: float
+    """A tenth were above."""
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a job reached. Rates are of all devices together unless they say otherwise."""
+
+    device: str
+    devices: int
+    torch: str
+    parameters: int
+    warmup: int
+    steps: int
+    tokens_per_step: int
+    first_step_s: float
+    """With compilation and allocation."""
+    step_s: Spread
+    tokens_per_s: float
+    """By the median step."""
+    tokens_per_s_per_device: float
+    mfu: float | None
+    """Of 6·P_matmul + 12·L·S·A FLOPs a token, which count attention as if it saw the whole sequence."""
+    mfu_causal: float | None
+    """As mfu, with the attention that a causal mask leaves."""
+    hfu: float | None
+    """As mfu, with what recomputation and flash attention's backward repeat."""
+    peak_memory_bytes: int | None
+    steady_memory_bytes: int | None
+    reserved_memory_bytes: int | None
+    """What torch's allocator took from the device; None on a CPU."""
+    data_wait_share: float
+    """Of the timed steps' time."""
+    losses: list[float]
+    phases_s: dict[str, float] | None
+    """Median seconds of a step's phases; measured in steps of their own, since each phase waits for the device. None
+    for an asynchronous pipeline, whose phases overlap."""
+    kernels: KernelTimes | None
+    """On request."""
+
+
+def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, profile: bool = False) -> Bench:
+    """Train `warmup` + `steps` steps and time the latter; then look into a few more."""
+    if steps < 1 or warmup < 1:
+        raise UserError(f"--steps {steps} and --warmup {warmup} must both be at least 1; the first step compiles")
+    extra = PHASE_STEPS + (PROFILE_STEPS if profile else 0)
+    timed_job = _without_evaluation(job, warmup + steps + extra)
+    loader = training_loader(timed_job, corpus, world)
+    loader.start()
+    engine, weights = build(timed_job, world)
+    watch = _Watch(warmup + steps, world.device, profile)
+    training = make_training(timed_job, corpus, engine, weights, watch, watch, world)
+    if isinstance(training, Training):
+        watch.phases = Phases(training)
+    outcome = training.run(loader=loader)
+    return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes)
+
+
+def _without_evaluation(job: Job, steps: int) -> Job:
+    evaluation = job.evaluation.model_copy(update={"every_steps": 0})
+    run = job.run.model_copy(update={"steps": steps})
+    return job.model_copy(update={"evaluation": evaluation, "run": run})
+
+
+class _Watch:
+    """Recorder and progress of a measured run: keeps the rows, and begins each way of looking when it is due."""
+
+    def __init__(self, timed_until: int, device: torch.device, profile: bool) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.phases: Phases | None = None
+        self.kernels = Kernels(device) if profile else None
+        self.reserved: int | None = None
+        self._timed_until, self._device = timed_until, device
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """After every step."""
+        self.rows.append(row)
+        step = row["step"]
+        if step == self._timed_until:
+            self.reserved = torch.cuda.max_memory_reserved() if self._device.type == "cuda" else None
+            if self.phases is not None:
+                self.phases.begin()
+        if step == self._timed_until + PHASE_STEPS:
+            if self.phases is not None:
+                self.phases.end()
+            if self.kernels is not None:
+                self.kernels.begin()
+        if self.kernels is not None and step == self._timed_until + PHASE_STEPS + PROFILE_STEPS:
+            self.kernels.end(PROFILE_STEPS)
+
+    def ignore(self, *args: Any, **fields: Any) -> None:
+        """The rows say it all."""
+
+    event = sample = step = evaluation = message = ignore
+
+
+def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, steady: int | None) -> Bench:
+    timed = watch.rows[warmup : warmup + steps]
+    spread = spread_of([row["step_s"] for row in timed])
+    tokens_per_s = job.tokens_per_step / spread.median
+    peak = device_peak_flops(job, world.device)
+
+    def share(flops: float | None) -> float | None:
+        return None if peak is None or flops is None else tokens_per_s * flops / (peak * world.size)
+
+    own, sequence = job.model.file is not None, job.batch.sequence_length
+    return Bench(
+        device=device_name(world.device),
+        devices=world.size,
+        torch=torch.__version__,
+        parameters=count_parameters(job.model),
+        warmup=warmup,
+        steps=steps,
+        tokens_per_step=job.tokens_per_step,
+        first_step_s=watch.rows[0]["step_s"],
+        step_s=spread,
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / world.size,
+        mfu=share(None if own else flops_per_token(job.model, sequence, "full")),
+        mfu_causal=share(None if own else flops_per_token(job.model, sequence, "causal")),
+        hfu=share(None if own else executed_flops_per_token(job)),
+        peak_memory_bytes=timed[-1]["memory_bytes"],
+        steady_memory_bytes=steady,
+        reserved_memory_bytes=watch.reserved,
+        data_wait_share=sum(row["data_wait_s"] for row in timed) / sum(row["step_s"] for row in timed),
+        losses=[row["loss"] for row in timed],
+        phases_s=None if watch.phases is None else watch.phases.medians(),
+        kernels=None if watch.kernels is None else watch.kernels.times,
+    )
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Median, tenths and ends."""
+    ordered = sorted(values)
+    tenth = (len(ordered) - 1) / 10
+    return Spread(
+        statistics.median(ordered), ordered[int(tenth)], ordered[round(9 * tenth + 0.49)], ordered[0], ordered[-1]
+    )
+
+
+def executed_flops_per_token(job: Job) -> float:
+    """FLOPs of products and attention a token costs, full attention, with what backwards repeat."""
+    table = table_of(job) if job.layout.pp > 1 and not is_asynchronous(job) else None
+    modes: dict[int, Mode] = {}
+    for rank in range(job.layout.pp if table else 1):
+        modes |= recompute_modes(job, table, rank)
+    with torch.device("meta"):
+        model: Any = build_architecture(job.model).model
+    cost = model.cost(1, job.batch.sequence_length, DTYPES[job.precision.compute], modes)
+    return float(cost.forward_flops + cost.backward_flops) / job.batch.sequence_length

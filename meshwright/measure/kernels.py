@@ -1,0 +1,74 @@
+"""Which kernels (operations, on a CPU) a step's time goes to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+TOP = 20
+KINDS = {
+    "communication": ("nccl", "gloo:", "c10d::"),
+    "attention": ("attention", "flash", "fmha", "cudnn_generated", "sdpa"),
+    "products": ("gemm", "nvjet", "cutlass", "cublas", "addmm", "aten::mm", "aten::bmm", "_scaled_mm", "matmul"),
+    "copies": ("memcpy", "memset", "copy_", "copy"),
+    "optimizer": ("adam", "multi_tensor", "foreach"),
+}
+"""Parts of names, the first kind that matches; what none knows is `other`: mostly fused element-wise work."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel's part in a step."""
+
+    name: str
+    kind: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """A step's time on the device by kernel; on a CPU by operation, each without those it calls."""
+
+    kinds_s: dict[str, float]
+    top: list[Kernel]
+
+
+class Kernels:
+    """Torch's profiler around some steps."""
+
+    times: KernelTimes | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._profile: Any = None
+
+    def begin(self) -> None:
+        """Profile from now on."""
+        activities = [ProfilerActivity.CUDA] if self._cuda else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *activities])
+        self._profile.start()
+
+    def end(self, steps: int) -> None:
+        """Stop, and keep what a step took."""
+        self._profile.stop()
+        kernels = []
+        for event in self._profile.key_averages():
+            if self._cuda and event.device_type != DeviceType.CUDA:
+                continue
+            microseconds = event.self_device_time_total if self._cuda else event.self_cpu_time_total
+            if microseconds > 0:
+                kernels.append(Kernel(event.key, kind_of(event.key), event.count / steps, microseconds / 1e6 / steps))
+        kernels.sort(key=lambda kernel: -kernel.seconds)
+        kinds = dict.fromkeys((*KINDS, "other"), 0.0)
+        for kernel in kernels:
+            kinds[kernel.kind] += kernel.seconds
+        self.times = KernelTimes(kinds, kernels[:TOP])
+
+
+def kind_of(name: str) -> str:
+    """What a kernel does, by its name."""
+    lowered = name.lower()
+    return next((kind for kind, parts in KINDS.items() if any(part in lowered for part in parts)), "other")

@@ -1,0 +1,123 @@
+"""Where a step's time goes, by waiting for the device between its phases."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.parallel import OneStage
+from meshwright.train import Training
+
+PHASES = ("data", "forward", "loss", "backward", "forward and backward", "reduce", "optimizer", "other")
+"""`forward and backward` stands for its three parts where a pipeline interleaves them; gradients are reduced over ranks
+inside backward as far as they overlap with it; `reduce` is what ranks agree on afterwards, and clipping."""
+
+
+class Phases:
+    """Stop-watches around the parts of a training's steps, while asked for."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._undo: list[Callable[[], None]] = []
+        self._steps: list[dict[str, float]] = []
+        self._spent: dict[str, float] = defaultdict(float)
+        self._collected_at = self._step_began = 0.0
+
+    def begin(self) -> None:
+        """Watch from the next step on."""
+        training, engine = self._training, self._training.engine
+        self._around(training, "_step", self._whole_step)
+        self._around(training, "_next", self._timed("data"))
+        self._around(engine, "accumulate", self._accumulate)
+        if isinstance(engine, OneStage):
+            [model] = engine.modules
+            self._around(model, "forward", self._timed("model"))
+            if (head := getattr(model, "head", None)) is not None:
+                self._around(head, "forward", self._timed("loss"))
+        self._around(training, "_clip", self._clip)
+        self._around(training.weights, "zero_gradients", self._zero)
+
+    def end(self) -> None:
+        """Leave everything as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def medians(self) -> dict[str, float]:
+        """Seconds of every phase that was seen; together about a step."""
+        return {
+            phase: statistics.median(step[phase] for step in self._steps)
+            for phase in PHASES
+            if all(phase in step for step in self._steps)
+        }
+
+    def _around(self, owner: Any, name: str, watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        own = vars(owner).get(name)
+        setattr(owner, name, watched(getattr(owner, name)))
+        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+
+    def _timed(self, phase: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(call: Callable[..., Any]) -> Callable[..., Any]:
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                began = self._now()
+                result = call(*args, **kwargs)
+                self._spent[phase] += self._now() - began
+                return result
+
+            return watched
+
+        return around
+
+    def _whole_step(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            self._spent.clear()
+            began = self._now()
+            result = call(*args)
+            self._steps.append(self._split(self._now() - began))
+            return result
+
+        return watched
+
+    def _accumulate(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            began = self._now()
+            result = call(*args)
+            self._collected_at = self._now()
+            self._spent["accumulate"] = self._collected_at - began
+            return result
+
+        return watched
+
+    def _clip(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            result = call(*args)
+            self._step_began = self._now()
+            self._spent["reduce"] = self._step_began - self._collected_at
+            return result
+
+        return watched
+
+    def _zero(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched() -> Any:
+            result = call()
+            self._spent["optimizer"] = self._now() - self._step_began
+            return result
+
+        return watched
+
+    def _split(self, step_s: float) -> dict[str, float]:
+        spent = self._spent
+        phases = {name: spent[name] for name in ("data", "reduce", "optimizer")}
+        if "model" in spent:
+            phases |= {"forward": spent["model"] - spent["loss"], "loss": spent["loss"]}
+            phases["backward"] = spent["accumulate"] - spent["model"]
+        else:
+            phases["forward and backward"] = spent["accumulate"]
+        return phases | {"other": step_s - sum(phases.values())}
+
+    def _now(self) -> float:
+        if self._training.device.type == "cuda":
+            torch.cuda.synchronize(self._training.device)
+        return time.perf_counter()
