@@ -182,6 +182,9 @@ def _print(result: Bench, console: Console) -> None:
         + ("" if result.reserved_memory_bytes is None else f", reserved {_gib(result.reserved_memory_bytes)}"),
         "data wait": f"{result.data_wait_share:.2%} of the time",
     }
+    if result.attention is not None:
+        tried = ", ".join(f"{name} {each} ms" for name, each in result.attention["milliseconds"].items())
+        rows["attention"] = f"{result.attention['kernel']}, groups {result.attention['groups']} ({tried})"
     if result.phases_s is not None:
         total = sum(result.phases_s.values())
         shown = [f"{phase} {_ms(each)} ({each / total:.0%})" for phase, each in result.phases_s.items()]

@@ -24,6 +24,7 @@ from meshwright.parallel import World, build, ranks_of, require_layout
 from meshwright.train import (
     ConsoleProgress,
     Outcome,
+    choose_attention,
     choose_device,
     device_name,
     emulated_format,
@@ -140,6 +141,7 @@ def _train_and_gather(
     folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, loader: Loader
 ) -> tuple[Outcome, dict[str, nn.Parameter]]:
     """The run itself, and on rank 0 the weights it ended with."""
+    kernels = choose_attention(job, world)
     engine, weights = build(job, world)
     if folder is None:
         silent = _Silent()
@@ -147,6 +149,8 @@ def _train_and_gather(
     else:
         if corpus.tokenizer is not None:
             folder.write("tokenizer.json", corpus.tokenizer.to_json())
+        if kernels is not None:
+            folder.event("attention", **kernels)
         with ConsoleProgress(job, console) as progress:
             training = make_training(job, corpus, engine, weights, folder, progress, world)
             training.watch_memory(folder.memory)

@@ -14,7 +14,7 @@ from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
 from meshwright.model import Mode, build_architecture, count_parameters, flops_per_token
 from meshwright.parallel import DTYPES, World, build, is_asynchronous, recompute_modes, table_of
-from meshwright.train import Training, device_name, device_peak_flops, make_training, training_loader
+from meshwright.train import Training, choose_attention, device_name, device_peak_flops, make_training, training_loader
 
 PHASE_STEPS = 2
 PROFILE_STEPS = 2
@@ -66,6 +66,8 @@ class Bench:
     phases_s: dict[str, float] | None
     """Median seconds of a step's phases; measured in steps of their own, since each phase waits for the device. None
     for an asynchronous pipeline, whose phases overlap."""
+    attention: dict[str, Any] | None
+    """The kernel that was chosen, and the milliseconds of those tried; None where there was no choice."""
     kernels: KernelTimes | None
     """On request."""
 
@@ -78,8 +80,9 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     timed_job = _without_evaluation(job, warmup + steps + extra)
     loader = training_loader(timed_job, corpus, world)
     loader.start()
-    engine, weights = build(timed_job, world)
     watch = _Watch(warmup + steps, world.device, profile)
+    watch.attention = choose_attention(timed_job, world)
+    engine, weights = build(timed_job, world)
     training = make_training(timed_job, corpus, engine, weights, watch, watch, world)
     if isinstance(training, Training):
         watch.phases = Phases(training)
@@ -98,6 +101,7 @@ class _Watch:
 
     def __init__(self, timed_until: int, device: torch.device, profile: bool) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.attention: dict[str, Any] | None = None
         self.phases: Phases | None = None
         self.kernels = Kernels(device) if profile else None
         self.reserved: int | None = None
@@ -156,6 +160,7 @@ def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, ste
         data_wait_share=sum(row["data_wait_s"] for row in timed) / sum(row["step_s"] for row in timed),
         losses=[row["loss"] for row in timed],
         phases_s=None if watch.phases is None else watch.phases.medians(),
+        attention=watch.attention,
         kernels=None if watch.kernels is None else watch.kernels.times,
     )
 

@@ -12,6 +12,7 @@ from meshwright.train.device import (
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import require_enough_text, training_loader
 from meshwright.train.generate import generate
+from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
 from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
 from meshwright.train.progress import ConsoleProgress
@@ -30,6 +31,7 @@ __all__ = [
     "Recorder",
     "Training",
     "build_optimizer",
+    "choose_attention",
     "choose_device",
     "clip_gradients",
     "cuts_blocks",
