@@ -10,10 +10,14 @@ from meshwright.model.cost import Cost, linear_cost, saved, wide_dtype
 from meshwright.model.documents import Documents
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary
+from meshwright.model.together import project_together
 
 
 class Attention(nn.Module):
     """Project, optionally norm and turn every head, attend, project back; `attend` may be replaced."""
+
+    together = False
+    """Whether q, k and v are one product."""
 
     def __init__(self, shape: Model, layer: int) -> None:
         super().__init__()
@@ -28,6 +32,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.attend: Attend = CausalAttend(shape.sliding_window)
 
+    @property
+    def joined(self) -> int:
+        """Projections that are part of another's product."""
+        return 2 if self.together else 0
+
     def forward(
         self,
         x_BSD: Tensor,
@@ -37,9 +46,9 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         # The number of heads is read off the projections' results: a tensor-parallel rank holds fewer.
-        q_BSHE = self.q(x_BSD).unflatten(-1, (-1, self.head_dim))
-        k_BSKE = self.k(x_BSD).unflatten(-1, (-1, self.head_dim))
-        v_BSKE = self.v(x_BSD).unflatten(-1, (-1, self.head_dim))
+        linears = (self.q, self.k, self.v)
+        projected = project_together(x_BSD, linears) if self.together else [linear(x_BSD) for linear in linears]
+        q_BSHE, k_BSKE, v_BSKE = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         if rotary is not None:
@@ -47,8 +56,8 @@ class Attention(nn.Module):
         if cache is not None:
             k_BSKE, v_BSKE = cache.append(self.layer, k_BSKE, v_BSKE)
         out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents)
-        projected: Tensor = self.o(out_BSHE.flatten(-2))
-        return projected
+        out_BSD: Tensor = self.o(out_BSHE.flatten(-2))
+        return out_BSD
 
     def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
         """Cost over whole sequences without documents; only the CPU kernel saves a mask, under a sliding window."""

@@ -6,10 +6,14 @@ from torch import Tensor, nn
 
 from meshwright.job.model import Model
 from meshwright.model.cost import Cost, linear_cost, saved
+from meshwright.model.together import project_together
 
 
 class FeedForward(nn.Module):
     """down(silu(gate(x)) × up(x)), or down(gelu(up(x))) with the tanh approximation when there is no gate."""
+
+    together = False
+    """Whether gate and up are one product."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -18,11 +22,20 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(shape.width, shape.ffn_width, bias=shape.linear_bias)
         self.down = nn.Linear(shape.ffn_width, shape.width, bias=shape.linear_bias)
 
+    @property
+    def joined(self) -> int:
+        """Projections that are part of another's product."""
+        return 1 if self.together and self.gate is not None else 0
+
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate is None:
             inner_BSF = F.gelu(self.up(x_BSD), approximate="tanh")
         else:
-            inner_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
+            linears = (self.gate, self.up)
+            gate_BSF, up_BSF = (
+                project_together(x_BSD, linears) if self.together else [linear(x_BSD) for linear in linears]
+            )
+            inner_BSF = F.silu(gate_BSF) * up_BSF
         out_BSD: Tensor = self.down(inner_BSF)
         return out_BSD
 

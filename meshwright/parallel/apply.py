@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import CausalAttend, build_architecture
+from meshwright.model.attention import Attention
+from meshwright.model.feedforward import FeedForward
 from meshwright.model.head import Head
 from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.context import make_context_attend
@@ -117,6 +119,8 @@ def _piece(
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
+    elif job.run.compile and job.layout.tp == 1:
+        _project_together(model)
     if world.context_group is not None:
         _attend_together(model, job, world.context_group)
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
@@ -130,6 +134,13 @@ def _piece(
         apply_zero(model, job.layout, world.mesh, compute, master, _gradients(job, master), offload)
     _materialise(model, job, world)
     return model, shapes
+
+
+def _project_together(model: nn.Module) -> None:
+    """Let projections of one input be one product; eager torch would copy its parts, the compiler does not."""
+    for module in model.modules():
+        if isinstance(module, Attention | FeedForward):
+            module.together = True
 
 
 def _compile(model: nn.Module, device: torch.device) -> None:

@@ -19,6 +19,8 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Budget, Every
 from meshwright.model import KEPT_OPERATIONS, Mode
+from meshwright.model.attention import Attention
+from meshwright.model.feedforward import FeedForward
 from meshwright.model.recompute import PROJECTIONS
 from meshwright.parallel.activations import holdings_of_rank, stages_of_rank
 from meshwright.parallel.budget import ORDER, StageBytes, cheapest, least_bytes, peak_bytes
@@ -118,9 +120,14 @@ def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: b
         if (mode := modes[int(name)]) == "full":
             block.forward = _recomputing(block.forward, {})
         elif mode == "selective":
-            projections = sum(isinstance(module, nn.Linear) for module in block.modules())
-            contexts = partial(_selective_contexts, 0 if keep_last else projections)
+            contexts = partial(_selective_contexts, 0 if keep_last else _projections(block))
             block.forward = _recomputing(block.forward, {"context_fn": contexts})
+
+
+def _projections(block: nn.Module) -> int:
+    """Products of a block's forward."""
+    joined = sum(module.joined for module in block.modules() if isinstance(module, Attention | FeedForward))
+    return sum(isinstance(module, nn.Linear) for module in block.modules()) - joined
 
 
 def _recomputing(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
