@@ -16,6 +16,7 @@ from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, W
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import evaluates, held_out_batches, training_loader
+from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
 from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
@@ -100,8 +101,9 @@ class TrainingRun(ABC, Generic[E]):
         self._record_start()
         loader = loader or training_loader(self.job, self.corpus, self.world)
         try:
-            self._evaluate(0)
-            self._train(iter(loader), stop)
+            with collected_by_schedule():
+                self._evaluate(0)
+                self._train(iter(loader), stop)
         finally:
             loader.close()
         self.outcome.peak_memory_bytes, self.outcome.steady_memory_bytes = self._gauge.peak, self._gauge.steady
@@ -146,6 +148,7 @@ class TrainingRun(ABC, Generic[E]):
         self.outcome.step, self.outcome.loss, self.outcome.tokens = step, numbers.loss, step * job.tokens_per_step
         self.recorder.metric(row)
         self.progress.step(row)
+        collect_if_due(step)
 
     def _may_update(self, step: int, loss: float, norm: float) -> bool:
         """run.on_bad_step decides what a loss or gradient norm that is not finite does."""
