@@ -14,5 +14,6 @@ def project_together(x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor
     """What each linear makes of x; all of them have biases, or none."""
     weight = torch.cat([linear.weight for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    together = F.linear(x, weight, torch.cat(biases) if biases else None)
+    multiply = getattr(linears[0], "multiply", F.linear)  # linears with products of their own kind name them so
+    together = multiply(x, weight, torch.cat(biases) if biases else None)
     return torch.split(together, [linear.out_features for linear in linears], dim=-1)

@@ -119,7 +119,7 @@ def _piece(
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
-    elif job.run.compile and job.layout.tp == 1:
+    if job.run.compile and job.layout.tp == 1:
         _project_together(model)
     if world.context_group is not None:
         _attend_together(model, job, world.context_group)

@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.model.attention import Attention
+from meshwright.model.feedforward import FeedForward
+from meshwright.model.together import project_together
 from meshwright.parallel import World, build, ranks_of, require_layout
 from meshwright.parallel.fp8 import Fp8Linear, fp8_linear, quantise, use_fp8
 from meshwright.verify import observe, run_ranks
@@ -112,6 +115,9 @@ def test_compiled_blocks_have_the_eager_gradients(monkeypatch: pytest.MonkeyPatc
         job = make_job()
         job = job.model_copy(update={"run": job.run.model_copy(update={"compile": compiled})})
         engine, weights = build(job, World(torch.device("cpu")))
+        for module in engine.modules[0].modules():
+            if isinstance(module, Attention | FeedForward):
+                module.together = True  # as compiled: projections of one input share a scale
         engine.modules[0](tokens, tokens, 16).backward()
         seen.append({name: master.grad for name, master in weights.masters.items()})
     for name, eager in seen[0].items():
@@ -219,3 +225,13 @@ def test_on_a_gpu_eager_and_compiled_follow_the_reference() -> None:
     for function in (fp8_linear, torch.compile(fp8_linear, fullgraph=True)):
         for value, reference in zip(run(function, x, weight, grad), expected, strict=True):
             assert distance(value.cpu(), reference) < 2**-7
+
+
+def test_projections_made_together_are_one_fp8_product() -> None:
+    x, weight, _ = operands()
+    apart = [Fp8Linear(64, rows, bias=False, dtype=torch.bfloat16) for rows in (32, 16)]
+    with torch.no_grad():
+        for linear, part in zip(apart, weight.split([32, 16]), strict=True):
+            linear.weight.copy_(part)
+    seen = torch.cat(list(project_together(x, apart)), dim=-1)
+    assert torch.equal(seen, fp8_linear(x, weight))
