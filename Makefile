@@ -17,7 +17,8 @@ types: setup
 	.venv/bin/mypy
 
 unit: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not alone" -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m alone
 
 wheel: setup
 	scripts/check-wheel

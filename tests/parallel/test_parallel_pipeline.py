@@ -64,6 +64,7 @@ def test_a_rank_does_what_its_table_says_and_holds_as_many_activations(schedule:
         assert most == simulation.in_flight[rank]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_idle_time_is_the_simulated(schedule: str) -> None:
     """Sleeping stages, so that cores do not matter; a busy machine may still delay a whole try, hence three."""
