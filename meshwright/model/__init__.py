@@ -8,7 +8,6 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import Draws
 from meshwright.model.head import IGNORE
-from meshwright.model.hf_config import model_from_hf_config, model_to_hf_config
 from meshwright.model.huggingface import hf_place, load_hf_state, to_hf_state
 from meshwright.model.initialise import initial_rows, initialise
 from meshwright.model.recompute import KEPT_OPERATIONS, MODES, Mode, remade_bytes
@@ -34,8 +33,6 @@ __all__ = [
     "initialise",
     "load_hf_state",
     "matmul_parameters",
-    "model_from_hf_config",
-    "model_to_hf_config",
     "parameter_count",
     "remade_bytes",
     "to_hf_state",
