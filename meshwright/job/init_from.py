@@ -8,10 +8,15 @@ from pydantic import ValidationError
 
 from meshwright.errors import UserError
 from meshwright.job.hf_config import model_of_folder
-from meshwright.job.model import RopeScaling
+from meshwright.job.model import Model, RopeScaling
 
 TOKENIZER = "tokenizer.json"
 _NOT_SHAPE = ("preset", "init_from", "file", "dropout")
+
+
+def start_folder(shape: Model) -> Path | None:
+    """The folder a model's first weights come from; None where they are drawn."""
+    return None if shape.init_from is None else Path(shape.init_from).expanduser()
 
 
 def folder_table(name: str) -> dict[str, dict[str, Any]]:
