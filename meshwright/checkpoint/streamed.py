@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 
-BLOCK_BYTES = 32 * 2**20
+BLOCK_BYTES = 8 * 2**20
 """How much of a tensor is held at a time; a row that is longer is held whole."""
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -11,7 +11,7 @@ from meshwright.data.tokenizer import train_tokenizer
 _LLAMA = {
     "vocab_size": 301,
     "hidden_size": 48,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
