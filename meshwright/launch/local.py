@@ -89,7 +89,7 @@ def run_path(loaded: LoadedJob) -> Path:
 
 
 def require_room(job: Job, path: Path) -> None:
-    """Refuse a run folder that is taken, a disk on which the final weights would not fit, weights that do not."""
+    """Refuse a run folder that is taken, first weights that are not whole, and a disk too small for the last ones."""
     RunFolder.require_free(path)
     require_start(job)
     needed = 4 * count_parameters(job.model)

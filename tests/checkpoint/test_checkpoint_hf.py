@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import load_weights, newest_weights
-from meshwright.job import Job, load_job
+from meshwright.checkpoint import Export, load_weights, newest_weights
+from meshwright.job import Job, load_job, model_from_hf_config
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.huggingface import export_run, import_folder
 from meshwright.model import Decoder
@@ -49,6 +49,9 @@ def test_import_and_export_keep_every_bit_and_the_logits(
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     ours = decoder_of(tmp_path / "run")
+    if "rope_parameters" in (config := json.loads((tmp_path / "out/config.json").read_text())):
+        old = {key: value for key, value in config.items() if key != "rope_parameters"}  # as transformers 4 reads it
+        assert model_from_hf_config(old) == model_from_hf_config(config)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     assert theirs.dtype == torch.float32 and exported.model_type == theirs.config.model_type == FAMILIES[case][0]
     tokens = torch.randint(0, 301, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -79,6 +82,23 @@ def test_bf16_goes_in_and_out_unchanged(tmp_path: Path, case: str) -> None:
     assert before.keys() == after.keys()
     assert all(t.dtype == torch.bfloat16 and torch.equal(t, after[name]) for name, t in before.items())
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_large_models_are_cut_into_shards(tmp_path: Path) -> None:
+    original = make_folder(tmp_path / "hf", "gpt2-untied")
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    export = Export(tmp_path / "run", Job.model_validate(RunFolder.open(tmp_path / "run").job()).model, "fp32")
+    seen: list[int] = []
+    done = export.write(tmp_path / "out", seen.append, shard_bytes=100_000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == done.shards > 3 and sum(seen) == done.bytes == export.bytes
+    assert all(len(load_file(path)) == 1 or path.stat().st_size < 104_000 for path in files)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert {name: file.name for file in files for name in load_file(file)} == index["weight_map"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in original.state_dict().items())
+    import_folder(tmp_path / "out", tmp_path / "again")
+    assert newest_weights(tmp_path / "again").read_bytes() == newest_weights(tmp_path / "run").read_bytes()
 
 
 def test_tokenizer_and_generation_settings_travel_with_the_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.model import Decoder, load_hf_state
 from meshwright.parallel import build, join_world
-from meshwright.verify import run_ranks
+from meshwright.verify import run_ranks, shrink
 
 pytest.importorskip("transformers")
 from hf_folders import make_folder
@@ -73,6 +73,8 @@ def test_the_folder_decides_shape_and_tokenizer(folders: Path, tmp_path: Path) -
     loaded = load_job(str(_written(tmp_path, folders / "qwen3", "")), ["model.layers=3", "model.dropout=0.1"])
     assert (loaded.job.model.layers, loaded.job.model.qk_norm, loaded.job.model.dropout) == (3, True, 0.1)
     assert loaded.job.data.tokenizer == str(folders / "qwen3/tokenizer.json")
+    small = shrink(loaded.job)[0].model  # verify needs no weights
+    assert (small.init_from, small.qk_norm) == (None, True)
     assert loaded.origin("model.width") == loaded.origin("data.tokenizer") == f"init_from {folders / 'qwen3'}"
 
 
