@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshwright.checkpoint.streamed import read_header, read_window
 from meshwright.errors import UserError
 
 
@@ -64,6 +65,20 @@ def load_weights(path: Path, model: nn.Module) -> int:
             return int((file.metadata() or {}).get("step", 0))
     except SafetensorError as error:
         raise UserError(f"{path} cannot be read ({error}); it is torn, use another run") from None
+
+
+class StoredWeights:
+    """A run's newest weights, any window of any parameter at a time."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = newest_weights(run)
+        entries, metadata = read_header(self._path)
+        self.step = int(metadata.get("step", 0))
+        self.sizes = {name: entry.size for name, entry in entries.items()}
+
+    def read(self, name: str, window: tuple[slice, ...]) -> Tensor:
+        """A window of a parameter's fp32 master."""
+        return read_window(self._path, name, lambda stored: stored[window])
 
 
 def _disk_is_full(error: Exception) -> bool:

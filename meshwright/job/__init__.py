@@ -1,5 +1,7 @@
 """The Job: one file that the planner writes and everything else reads. Imports no torch."""
 
+from meshwright.job.hf_config import model_from_hf_config, model_of_folder, model_to_hf_config, read_hf_config
+from meshwright.job.init_from import start_folder
 from meshwright.job.job import Job
 from meshwright.job.load import LoadedJob, job_fields, job_schema, load_job
 from meshwright.job.model import Model, RopeScaling
@@ -13,7 +15,12 @@ __all__ = [
     "job_fields",
     "job_schema",
     "load_job",
+    "model_from_hf_config",
+    "model_of_folder",
     "model_preset",
     "model_presets",
+    "model_to_hf_config",
+    "read_hf_config",
     "recipes",
+    "start_folder",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import UserError
+from meshwright.job.init_from import folder_table, require_agreement, require_tokenizer
 from meshwright.job.job import Job
 from meshwright.job.pending import unimplemented
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
@@ -26,7 +27,7 @@ class LoadedJob:
     raw: str
     """The job file's text as it was read, with the overrides appended as comments."""
     origins: dict[str, str]
-    """Dotted field name → file, preset or override; a field not listed has its default."""
+    """Dotted field name → file, preset, init_from or override; a field not listed has its default."""
 
     def origin(self, field: str) -> str:
         """Where a field's value came from."""
@@ -43,13 +44,21 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
         raise UserError(f"{path}: not valid TOML: {error}") from None
     from_overrides = _parse_overrides(overrides)
 
-    preset = _preset_name(from_file, from_overrides)
-    from_preset = {"model": model_preset(preset)} if preset else {}
+    preset = _model_name("preset", from_file, from_overrides)
+    from_preset: Table = {"model": model_preset(preset)} if preset else {}
+    folder = _model_name("init_from", from_file, from_overrides)
+    from_folder: Table = folder_table(folder) if folder else {}
+    if folder:
+        given = ((f"preset {preset}", from_preset), (str(path), from_file), ("--set", from_overrides))
+        require_agreement(folder, from_folder["model"], given)
+    tables = ((from_preset, f"preset {preset}"), (from_folder, f"init_from {folder}"))
     origins: dict[str, str] = {}
     merged: Table = {}
-    for table, origin in ((from_preset, f"preset {preset}"), (from_file, "file"), (from_overrides, "override")):
+    for table, origin in (*tables, (from_file, "file"), (from_overrides, "override")):
         _merge(merged, table)
         origins.update(dict.fromkeys(_leaves(table), origin))
+    if folder:
+        require_tokenizer(folder, merged)
 
     job = _validate(merged, origins, path)
     if missing := unimplemented(job):
@@ -121,14 +130,14 @@ def _parse_overrides(overrides: Sequence[str]) -> Table:
     return table
 
 
-def _preset_name(*tables: Table) -> str | None:
-    """The preset the last table asks for; anything but a string is left for validation to refuse."""
-    preset = None
+def _model_name(field: str, *tables: Table) -> str | None:
+    """The preset or folder the last table asks for; anything but a string is left for validation to refuse."""
+    name = None
     for table in tables:
         section = table.get("model")
         if isinstance(section, dict):
-            preset = section.get("preset", preset)
-    return preset if isinstance(preset, str) else None
+            name = section.get(field, name)
+    return name if isinstance(name, str) else None
 
 
 def _merge(base: Table, over: Table) -> None:

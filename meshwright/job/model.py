@@ -26,7 +26,7 @@ class Model(Section):
     preset: str | None = None
     """A public shape by name (`llama-3.2-1b`, `gpt2`, …); fields given beside it override it."""
     init_from: str | None = None
-    """A Hugging Face folder to start from instead of random weights."""
+    """A Hugging Face folder to start from instead of random weights; it gives shape and tokenizer too."""
     file: str | None = None
     """A Python file with a model of your own: build(shape) and its sharding table; this section is its shape."""
     vocab_size: PositiveInt = 4096

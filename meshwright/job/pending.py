@@ -23,7 +23,6 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 _ONE = "set it to 1"
 PENDING = (
-    Pending("model.init_from", _is(None), "starting from a Hugging Face folder", "leave it out"),
     Pending("data.weights", _is(None), "blending of sources", "leave it out"),
     Pending("data.packing", _is("concatenate"), "other packing", 'set it to "concatenate"'),
     Pending("checkpoint.every_steps", _is(None), "resumable checkpoints", "leave it out"),

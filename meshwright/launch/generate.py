@@ -24,7 +24,7 @@ def generate_from_run(
     target = choose_device(job)
     weights = newest_weights(run)
     if not (run / "tokenizer.json").is_file():
-        raise UserError(f"{run} has no tokenizer.json (it was trained on synthetic tokens); generate from another run")
+        raise UserError(f"{run} has no tokenizer.json (its tokens are synthetic or came without one); use another run")
     tokenizer = load_tokenizer(run / "tokenizer.json")
     with torch.device("meta"):
         model = Decoder(job.model)

@@ -18,6 +18,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import gather_weights, on_rank_zero
+from meshwright.launch.huggingface import keep_start, require_start
 from meshwright.launch.signals import stop_on_signal
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build, ranks_of, require_layout
@@ -90,8 +91,9 @@ def run_path(loaded: LoadedJob) -> Path:
 
 
 def require_room(job: Job, path: Path) -> None:
-    """Refuse a run folder that is taken, and a disk on which the final weights would not fit."""
+    """Refuse a run folder that is taken, first weights that are not whole, and a disk too small for the last ones."""
     RunFolder.require_free(path)
+    require_start(job)
     needed = 4 * count_parameters(job.model)
     parent = path.absolute().parent
     while not parent.exists():
@@ -112,7 +114,9 @@ def prepare_data(job: Job, console: Console) -> Corpus:
 
 def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
     """The run's folder with the job as it was written and as it was understood."""
-    return RunFolder.create(path, loaded.raw, loaded.job.model_dump(mode="json"), sys.argv)
+    folder = RunFolder.create(path, loaded.raw, loaded.job.model_dump(mode="json"), sys.argv)
+    keep_start(loaded.job, path)
+    return folder
 
 
 def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop) -> Outcome:

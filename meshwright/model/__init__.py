@@ -8,8 +8,15 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import Draws
 from meshwright.model.head import IGNORE
-from meshwright.model.hf_config import model_from_hf_config, model_to_hf_config
-from meshwright.model.huggingface import hf_place, load_hf_state, to_hf_state
+from meshwright.model.huggingface import (
+    HfTensor,
+    full_hf_names,
+    hf_place,
+    hf_tensors,
+    load_hf_state,
+    require_hf_tensors,
+    to_hf_state,
+)
 from meshwright.model.initialise import initial_rows, initialise
 from meshwright.model.recompute import KEPT_OPERATIONS, MODES, Mode, remade_bytes
 
@@ -24,19 +31,21 @@ __all__ = [
     "Decoder",
     "Documents",
     "Draws",
+    "HfTensor",
     "KVCache",
     "Mode",
     "build_architecture",
     "count_parameters",
     "flops_per_token",
+    "full_hf_names",
     "hf_place",
+    "hf_tensors",
     "initial_rows",
     "initialise",
     "load_hf_state",
     "matmul_parameters",
-    "model_from_hf_config",
-    "model_to_hf_config",
     "parameter_count",
     "remade_bytes",
+    "require_hf_tensors",
     "to_hf_state",
 ]

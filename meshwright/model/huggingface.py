@@ -1,8 +1,9 @@
 """Hugging Face state dicts of Llama, Mistral, Qwen2, Qwen3 and GPT-2, to and from our parameters."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from meshwright.errors import UserError
 from meshwright.job.model import Model
 from meshwright.model.decoder import Decoder
 
+Size = Sequence[int]
+Window = tuple[slice, ...]
 _LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "attention_norm": "model.layers.{}.input_layernorm",
@@ -56,10 +59,36 @@ class HfPlace:
     transposed: bool = False
     third: int | None = None
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """Our parameter out of the stored tensor."""
-        straight = tensor.t() if self.transposed and tensor.dim() == 2 else tensor
-        return straight if self.third is None else straight.chunk(3)[self.third]
+    def stored_size(self, size: Size) -> tuple[int, ...]:
+        """The size of the stored tensor where our parameter has this one."""
+        rows = size[0] * (1 if self.third is None else 3)
+        return (size[1], rows) if self.transposed else (rows, *size[1:])
+
+    def read(self, stored: Any, size: Size, rows: slice) -> Tensor:
+        """Rows of our parameter of this size out of the stored tensor, or out of anything that is sliced like one."""
+        start, stop, _ = rows.indices(size[0])
+        first = (self.third or 0) * size[0]
+        own = slice(first + start, first + stop)
+        taken: Tensor = stored[:, own].t() if self.transposed else stored[own]
+        return taken
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """One tensor of a Hugging Face state and the parameters of ours that it is made of."""
+
+    name: str
+    size: tuple[int, ...]
+    parts: tuple[str, ...]
+    transposed: bool
+
+    def make(self, read: Callable[[str, Window], Tensor], rows: slice) -> Tensor:
+        """Some of its rows, from a function that gives a window of one of our parameters."""
+        if self.transposed:
+            return torch.cat([read(part, (slice(None), rows)).t() for part in self.parts], dim=1)
+        if len(self.parts) > 1:  # fused biases: short enough to be had whole
+            return torch.cat([read(part, (slice(None),)) for part in self.parts])[rows]
+        return read(self.parts[0], (rows,))
 
 
 def hf_place(shape: Model, name: str) -> HfPlace:
@@ -82,41 +111,65 @@ def hf_place(shape: Model, name: str) -> HfPlace:
     return HfPlace(stored, module in _GPT2_TRANSPOSED and kind == "weight", third)
 
 
+def hf_tensors(shape: Model, sizes: Mapping[str, Size]) -> list[HfTensor]:
+    """The tensors a Hugging Face state of this shape has, from our parameters and their sizes."""
+    made: dict[str, list[tuple[str, HfPlace]]] = {}
+    for name in sizes:
+        place = hf_place(shape, name)
+        made.setdefault(place.name, []).append((name, place))
+    tensors = []
+    for stored, parts in made.items():
+        parts.sort(key=lambda part: part[1].third or 0)
+        first, place = parts[0]
+        names = tuple(name for name, _ in parts)
+        tensors.append(HfTensor(stored, place.stored_size(sizes[first]), names, place.transposed))
+    return tensors
+
+
+def full_hf_names(shape: Model, stored: Iterable[str]) -> dict[str, str]:
+    """The names that transformers itself writes → the names found; GPT-2's published files leave out a prefix."""
+    found = list(stored)
+    bare = shape.positions == "learned" and "wte.weight" in found
+    return {(f"transformer.{name}" if bare else name): name for name in found}
+
+
+def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[str, Size]) -> None:
+    """Refuse by name what a state (full name → size) lacks, has beyond need, or has in another size."""
+    unused = {name for name in stored if not _NOT_WEIGHTS.search(name)}
+    if shape.tied:
+        unused.discard("lm_head.weight")
+    for tensor in hf_tensors(shape, sizes):
+        if tensor.name not in stored:
+            raise UserError(
+                f"the weights lack {tensor.name}, which {tensor.parts[0]} comes from; give the folder of a whole model"
+            )
+        if tuple(stored[tensor.name]) != tensor.size:
+            raise UserError(
+                f"{tensor.name} has the shape {tuple(stored[tensor.name])} where the model needs {tensor.size}; take "
+                "the model section from the same folder"
+            )
+        unused.discard(tensor.name)
+    if unused:
+        raise UserError(f"the weights hold {min(unused)}, which the model has no use for; check its model_type")
+
+
 def load_hf_state(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
     """Copy a Hugging Face state dict into the decoder's parameters; every tensor must be used and none missing."""
-    # GPT-2's published files leave out the prefix that transformers itself writes.
-    bare = decoder.shape.positions == "learned" and "wte.weight" in state
-    named = {(f"transformer.{key}" if bare else key): value for key, value in state.items()}
-    unused = {key for key in named if not _NOT_WEIGHTS.search(key)}
-    if decoder.shape.tied:
-        unused.discard("lm_head.weight")
-    for name, parameter in decoder.named_parameters():
+    named = {full: state[found] for full, found in full_hf_names(decoder.shape, state).items()}
+    parameters = dict(decoder.named_parameters())
+    sizes = {name: parameter.shape for name, parameter in parameters.items()}
+    require_hf_tensors(decoder.shape, sizes, {name: tensor.shape for name, tensor in named.items()})
+    for name, parameter in parameters.items():
         place = hf_place(decoder.shape, name)
-        if place.name not in named:
-            raise UserError(f"the weights lack {place.name}, which {name} comes from; give the folder of a whole model")
-        value = place.read(named[place.name])
-        if value.shape != parameter.shape:
-            raise UserError(
-                f"{place.name} gives {name} the shape {tuple(value.shape)}, the model has {tuple(parameter.shape)}; "
-                "take the model section from the same folder"
-            )
         with torch.no_grad():
-            parameter.copy_(value)
-        unused.discard(place.name)
-    if unused:
-        raise UserError(f"the weights hold {sorted(unused)[0]}, which the model has no use for; check its model_type")
+            parameter.copy_(place.read(named[place.name], parameter.shape, slice(None)))
 
 
 def to_hf_state(decoder: Decoder) -> dict[str, Tensor]:
     """The decoder's parameters under Hugging Face names; a tied head appears once, as the embedding."""
-    parts: dict[HfPlace, Tensor] = {
-        hf_place(decoder.shape, name): parameter.detach() for name, parameter in decoder.named_parameters()
+    parameters = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    sizes = {name: parameter.shape for name, parameter in parameters.items()}
+    return {
+        tensor.name: tensor.make(lambda name, window: parameters[name][window], slice(None)).contiguous()
+        for tensor in hf_tensors(decoder.shape, sizes)
     }
-    state: dict[str, Tensor] = {}
-    for place, tensor in parts.items():
-        if place.third is None:
-            state[place.name] = tensor.t().contiguous() if place.transposed else tensor
-        elif place.third == 0:
-            thirds = [parts[HfPlace(place.name, place.transposed, third)] for third in range(3)]
-            state[place.name] = torch.cat([t.t() if place.transposed else t for t in thirds], dim=-1)
-    return state

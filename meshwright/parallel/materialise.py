@@ -1,29 +1,42 @@
 """First values for this rank's shards, without the whole model ever being on a rank."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from torch import Tensor, nn
 
-from meshwright.job import Model
+from meshwright.checkpoint import HfWeights
+from meshwright.job import Model, start_folder
 from meshwright.model.initialise import ROWS_PER_DRAW, initial_rows
 from meshwright.parallel.pieces import Piece
 
 
 def fill(masters: dict[str, nn.Parameter], pieces: dict[str, Piece], shape: Model, seed: int) -> None:
-    """Draw every master's own rows and columns; the values are those any other layout gives the same places."""
+    """Give every master its own rows and columns; the values are those any other layout gives the same places.
 
-    def draw(run: tuple[str, Tensor, slice]) -> None:
+    They are drawn, or read from the folder the model starts from.
+    """
+    first_rows = _first_rows(shape, seed)
+
+    def put(run: tuple[str, Tensor, slice]) -> None:
         name, target, rows = run
-        drawn = initial_rows(shape, name, pieces[name].shape, seed, rows)
+        values = first_rows(name, pieces[name].shape, rows)
         columns = pieces[name].columns
-        target.copy_(drawn if columns is None else drawn[:, columns])
+        target.copy_(values if columns is None else values[:, columns])
 
     runs = [run for name, master in masters.items() for run in _runs(name, master.detach(), pieces[name])]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(draw, runs))
+        list(pool.map(put, runs))
+
+
+def _first_rows(shape: Model, seed: int) -> Callable[[str, tuple[int, ...], slice], Tensor]:
+    """The function that gives some rows of a parameter by its name and whole size."""
+    folder = start_folder(shape)
+    if folder is not None:
+        return HfWeights(folder, shape).rows
+    return lambda name, size, rows: initial_rows(shape, name, size, seed, rows)
 
 
 def _runs(name: str, master: Tensor, piece: Piece) -> Iterator[tuple[str, Tensor, slice]]:

@@ -7,8 +7,9 @@ import torch
 from model_shapes import preset
 
 from meshwright.errors import UserError
+from meshwright.job import model_from_hf_config, model_to_hf_config
 from meshwright.job.model import Model
-from meshwright.model import Decoder, initialise, load_hf_state, model_from_hf_config, model_to_hf_config, to_hf_state
+from meshwright.model import Decoder, initialise, load_hf_state, to_hf_state
 
 transformers = pytest.importorskip("transformers")
 
@@ -128,7 +129,8 @@ def test_older_configs_keep_rope_in_two_keys() -> None:
         ({"hidden_act": "relu"}, "hidden_act"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
         (
-            {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 4},
+            {"model_type": "mistral", "sliding_window": 4}
+            | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             "layer_types",
         ),
         (
@@ -137,6 +139,17 @@ def test_older_configs_keep_rope_in_two_keys() -> None:
         ),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"sliding_window": 4}, "sliding_window = 4 in a llama model"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks high_freq_factor"),
+        ({"rope_scaling": {"rope_type": "default", "mscale": 2.0}}, "has mscale"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "has full_attention"),
+        ({"rope_parameters": SCALED, "rope_scaling": SCALED | {"factor": 2.0}}, "rope_parameters and rope_scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"auto_map": {"AutoModel": "modeling.Own"}}, "auto_map"),
+        ({"model_type": "gpt2", "n_embd": 48, "scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], named: str) -> None:

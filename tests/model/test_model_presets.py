@@ -6,7 +6,8 @@ import pytest
 import torch
 from model_shapes import PRESETS, TINY, preset
 
-from meshwright.model import Decoder, flops_per_token, matmul_parameters, model_to_hf_config, parameter_count
+from meshwright.job import model_to_hf_config
+from meshwright.model import Decoder, flops_per_token, matmul_parameters, parameter_count
 
 PUBLIC_COUNTS = {
     "gpt2": 124_439_808,

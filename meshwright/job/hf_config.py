@@ -1,14 +1,55 @@
 """Hugging Face's config.json for Llama, Mistral, Qwen2, Qwen3 and GPT-2, to and from the fields of [model]."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from meshwright.errors import UserError
+from meshwright.job.hf_known import require_known_fields
 from meshwright.job.model import Model
+
+_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; download the model and give the folder that holds its config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no table of fields; download it again")
+    return config
+
+
+def model_of_folder(folder: Path) -> Model:
+    """The shape of the model in a Hugging Face folder."""
+    try:
+        fields = model_from_hf_config(read_hf_config(folder))
+        return Model(**fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        told = f"{where} = {problem['input']!r}: {problem['msg']}" if where else problem["msg"]
+        raise UserError(f"{folder / 'config.json'} makes no model ({told}); take it from the model's page") from None
 
 
 def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] fields of a Hugging Face config.json; its dropout rates are left out, ours being off by default."""
+    """The [model] fields of a Hugging Face config.json; its dropout rates are left out, ours being off by default.
+
+    What the model is there and Meshwright cannot compute is refused by the field's name.
+    """
+    require_known_fields(config)
     family = config.get("model_type")
     if family == "gpt2":
         return _from_gpt2(config)
@@ -51,6 +92,9 @@ def model_to_hf_config(shape: Model) -> dict[str, Any]:
             "n_positions": shape.max_sequence_length,
             "activation_function": "gelu_new",
             "layer_norm_epsilon": shape.norm_eps,
+            "embd_pdrop": shape.dropout,
+            "resid_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
         }
     else:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
@@ -74,6 +118,9 @@ def model_to_hf_config(shape: Model) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": shape.norm_eps,
             "rope_parameters": rope,
+            # where transformers before version 5 looks
+            "rope_theta": shape.rope_theta,
+            "rope_scaling": None if shape.rope_scaling is None else _without_theta(rope),
         }
     if family == "llama":
         config |= {"attention_bias": shape.linear_bias, "mlp_bias": shape.linear_bias}
@@ -130,7 +177,7 @@ def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _needed(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(
             f"config.json has {key} = {value!r} where a whole number is needed; take it from the model's page"
         )
@@ -155,8 +202,14 @@ def _biases(config: Mapping[str, Any]) -> bool:
 
 def _window(config: Mapping[str, Any]) -> int | None:
     """The sliding window every layer has, or none; transformers lets Qwen mix layers with and without."""
-    layers, window = _needed(config, "num_hidden_layers"), config.get("sliding_window")
+    layers = _needed(config, "num_hidden_layers")
+    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
     sliding = layers if window is not None else 0
+    if config["model_type"] == "llama" and sliding:
+        raise UserError(
+            f"config.json has sliding_window = {window} in a llama model, which has none; use model_type mistral if "
+            "its layers slide, null if they do not"
+        )
     if config["model_type"].startswith("qwen"):
         first_sliding = config.get("max_window_layers", 28)
         sliding = max(0, layers - first_sliding) if window and config.get("use_sliding_window", False) else 0
@@ -178,15 +231,26 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling, from rope_parameters or from the two separate keys that older configs have."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if new and old and _without_theta(new) != _without_theta(old):
+        raise UserError("config.json has rope_parameters and rope_scaling that differ; keep the one that is right")
+    rope: dict[str, Any] = dict(new or old)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)  # transformers 4 wrote both
     if kind not in ("default", "llama3"):
         raise UserError(
             f"config.json has rope_type = {kind!r}, which Meshwright does not compute; use default or llama3"
         )
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+    if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError("config.json has partial_rotary_factor other than 1; use a model that rotates whole heads")
-    fields: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))}
+    fields: dict[str, Any] = {"rope_theta": float(rope.pop("rope_theta", config.get("rope_theta") or 10000.0))}
+    wanted = _SCALING if kind == "llama3" else ()
+    if odd := rope.keys() ^ set(wanted):
+        name = min(odd)
+        raise UserError(
+            f"config.json {'has' if name in rope else 'lacks'} {name} among the parameters of rope_type {kind!r}; "
+            f"it takes {', '.join(('rope_theta', *wanted))}"
+        )
     if kind == "llama3":
         fields["rope_scaling"] = {
             "factor": rope["factor"],
@@ -195,3 +259,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             "original_max_sequence_length": rope["original_max_position_embeddings"],
         }
     return fields
+
+
+def _without_theta(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in rope.items() if key != "rope_theta"}

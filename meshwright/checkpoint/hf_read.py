@@ -1,0 +1,127 @@
+"""The weights of a Hugging Face folder as our parameters, any rows of them at a time; only safetensors are opened."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.streamed import DTYPES, read_header, read_window
+from meshwright.errors import UserError
+from meshwright.job import Model
+from meshwright.model import Decoder, full_hf_names, hf_place, hf_tensors, require_hf_tensors
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_ROWS_COMPARED = 512
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor and the file it lies in."""
+
+    path: Path
+    name: str
+    size: tuple[int, ...]
+    dtype: str
+
+
+class HfWeights:
+    """A folder's weights under our names; opening one reads headers alone."""
+
+    def __init__(self, folder: Path, shape: Model) -> None:
+        self.folder, self._shape = folder, shape
+        stored = _stored(folder)
+        self._tensors = {full: stored[found] for full, found in full_hf_names(shape, stored).items()}
+
+    def rows(self, name: str, size: tuple[int, ...], rows: slice) -> Tensor:
+        """Some rows of our parameter `name`, whose full size is `size`, as they are stored."""
+        place = hf_place(self._shape, name)
+        return self._read(place.name, lambda stored: place.read(stored, size, rows))
+
+    def require(self) -> None:
+        """Refuse by name a tensor that is missing, without use, or of another size or number format."""
+        sizes = parameter_sizes(self._shape)
+        try:
+            require_hf_tensors(self._shape, sizes, {name: stored.size for name, stored in self._tensors.items()})
+        except UserError as error:
+            raise UserError(f"{self.folder}: {error}") from None
+        for tensor in hf_tensors(self._shape, sizes):
+            if (dtype := self._tensors[tensor.name].dtype) not in DTYPES:
+                raise UserError(
+                    f"{self.folder}: {tensor.name} is stored as {dtype}; use weights in F32, BF16 or F16, which fp32 "
+                    "holds exactly"
+                )
+        if self._shape.tied and _HEAD in self._tensors and not self._head_is_table(sizes["embed.weight"]):
+            raise UserError(
+                f"{self.folder}: {_HEAD} is not the embedding table, though config.json has "
+                "tie_word_embeddings = true; set that to false"
+            )
+
+    def _head_is_table(self, size: tuple[int, ...]) -> bool:
+        """Whether the head that a tied model's files hold all the same has the embedding's values."""
+        if self._tensors[_HEAD].size != size:
+            return False
+        blocks = [slice(start, min(start + _ROWS_COMPARED, size[0])) for start in range(0, size[0], _ROWS_COMPARED)]
+        return all(
+            torch.equal(self.rows("embed.weight", size, rows), self._read(_HEAD, itemgetter(rows))) for rows in blocks
+        )
+
+    def _read(self, name: str, take: Callable[..., Tensor]) -> Tensor:
+        if name not in self._tensors:
+            raise UserError(f"{self.folder} lacks {name}; give the folder of a whole model")
+        stored = self._tensors[name]
+        return read_window(stored.path, stored.name, take)
+
+
+def parameter_sizes(shape: Model) -> dict[str, tuple[int, ...]]:
+    """The names and sizes of our parameters, a tied table once."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in Decoder(shape).named_parameters()}
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """Every tensor in the folder's safetensors files, by its name there."""
+    if (folder / SINGLE).is_file():
+        return _tensors_of(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        listed = _index(folder)
+        stored: dict[str, _Stored] = {}
+        for file in sorted(set(listed.values())):
+            stored |= _tensors_of(folder / file)
+        if lost := [name for name in listed if name not in stored]:
+            raise UserError(f"{folder / INDEX} names {lost[0]}, which is in none of its files; download them again")
+        return stored
+    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+    if pickles:
+        raise UserError(
+            f"{folder} holds weights only as a pickle ({pickles[0]}), which can run code when it is opened; use the "
+            f"model's safetensors files, or convert it to {SINGLE} where you trust it"
+        )
+    raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a whole model")
+
+
+def _tensors_of(path: Path) -> dict[str, _Stored]:
+    return {name: _Stored(path, name, entry.size, entry.dtype) for name, entry in read_header(path)[0].items()}
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no index of tensors ({type(error).__name__}: {error}); download it again") from None
+    for file in sorted(set(files.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise UserError(
+                f"{path} names {file!r}, and only safetensors files of the same folder are opened; get the model's "
+                "safetensors files"
+            )
+        if not (folder / file).is_file():
+            raise UserError(f"{path} names {file}, which is not there; download it too")
+    return files

@@ -1,0 +1,86 @@
+"""A Hugging Face folder that transformers loads: safetensors shards with their index, config, tokenizer files."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.beside import whole_folder
+from meshwright.checkpoint.hf_files import read_token_ids, write_companions
+from meshwright.checkpoint.hf_read import INDEX, SINGLE, parameter_sizes
+from meshwright.checkpoint.streamed import Planned, Report, write_safetensors
+from meshwright.checkpoint.weights import StoredWeights
+from meshwright.errors import UserError
+from meshwright.job import Model, model_to_hf_config
+from meshwright.model import hf_tensors
+
+SHARD_BYTES = 5_000_000_000
+"""No shard is larger, unless one tensor is."""
+
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    step: int
+    model_type: str
+    shards: int
+    bytes: int
+
+
+class Export:
+    """A run's newest weights on their way into a Hugging Face folder; what cannot be exported is refused here."""
+
+    def __init__(self, run: Path, shape: Model, dtype: str) -> None:
+        if dtype not in EXPORT_DTYPES:
+            raise UserError(f"--dtype = {dtype} is not a format of exports; choose fp32 (the master) or bf16")
+        self._run, self._weights, self._shape = run, StoredWeights(run), shape
+        sizes = parameter_sizes(shape)
+        if self._weights.sizes != sizes:
+            odd = min(name for name, _ in self._weights.sizes.items() ^ sizes.items())
+            raise UserError(f"{run}: the weights do not fit the run's model at {odd}; they were altered")
+        self._config = model_to_hf_config(shape) | {"dtype": str(EXPORT_DTYPES[dtype]).removeprefix("torch.")}
+        self._tensors = [
+            Planned(tensor.name, tensor.size, EXPORT_DTYPES[dtype], partial(tensor.make, self._weights.read))
+            for tensor in hf_tensors(shape, self._weights.sizes)
+        ]
+        self.bytes = sum(tensor.bytes for tensor in self._tensors)
+
+    def write(self, folder: Path, report: Report = lambda done: None, shard_bytes: int = SHARD_BYTES) -> Exported:
+        """Make the folder, whole or not at all; report(bytes) follows it."""
+        shards = _cut(self._tensors, shard_bytes)
+        with whole_folder(folder, self.bytes) as draft:
+            names = _names(len(shards))
+            for name, tensors in zip(names, shards, strict=True):
+                write_safetensors(draft / name, tensors, {"format": "pt"}, report)
+            if len(shards) > 1:
+                weight_map = {t.name: name for name, tensors in zip(names, shards, strict=True) for t in tensors}
+                _write_json(draft / INDEX, {"metadata": {"total_size": self.bytes}, "weight_map": weight_map})
+            _write_json(draft / "config.json", self._config | read_token_ids(self._run))
+            write_companions(self._run, draft, self._shape)
+        return Exported(self._weights.step, self._config["model_type"], len(shards), self.bytes)
+
+
+def _cut(tensors: list[Planned], shard_bytes: int) -> list[list[Planned]]:
+    """The tensors in their order, as many to a shard as fit."""
+    shards: list[list[Planned]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(each.bytes for each in shards[-1]) + tensor.bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    return shards
+
+
+def _names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

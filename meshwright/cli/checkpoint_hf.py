@@ -1,0 +1,56 @@
+"""`meshwright checkpoint import` and `export`: Hugging Face folders in and out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.job import JSON
+
+
+def import_(
+    folder: Path = typer.Argument(help="A Hugging Face folder: config.json and safetensors."),
+    out: Path = typer.Option(..., "--out", help="The run folder to make."),
+    as_json: bool = JSON,
+) -> None:
+    """Make a run folder at step 0 from a Hugging Face folder; no file of it is ever executed."""
+    from meshwright.cli.output import print_json
+    from meshwright.launch.huggingface import import_folder
+
+    with _progress(f"importing {folder}") as report:
+        done = import_folder(folder, out, report)
+    if as_json:
+        print_json({"source": str(folder), "run": str(out), "parameters": done.parameters, "bytes": done.bytes})
+        return
+    print(f"{out}: {done.parameters:,} parameters from {folder} as fp32, step 0")
+
+
+def export(
+    run: Path = typer.Argument(help="A run folder."),
+    folder: Path = typer.Argument(help="The Hugging Face folder to make."),
+    dtype: str = typer.Option("fp32", "--dtype", help="fp32 (the master, exact) or bf16 (half the size)."),
+    as_json: bool = JSON,
+) -> None:
+    """Write a run's newest weights as a Hugging Face folder that transformers loads."""
+    from dataclasses import asdict
+
+    from meshwright.cli.output import print_json
+    from meshwright.launch.huggingface import export_run
+
+    with _progress(f"exporting {run}") as report:
+        done = export_run(run, folder, dtype, report)
+    if as_json:
+        print_json({"run": str(run), "folder": str(folder), "dtype": dtype, **asdict(done)})
+        return
+    shards = f"{done.shards} shard" + "s" * (done.shards > 1)
+    print(f"{folder}: {done.model_type} of step {done.step} in {dtype}, {shards}, {done.bytes / 1e6:,.1f} MB")
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
+    """A line on the terminal that follows the bytes."""
+    from meshwright.cli.output import stderr_console
+
+    with stderr_console().status(text) as status:
+        yield lambda done, total: status.update(f"{text}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")

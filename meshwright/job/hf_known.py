@@ -1,0 +1,56 @@
+"""Every field of a Hugging Face config.json by what is done with it: a field in no list is refused by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.errors import UserError
+
+_READ = """
+model_type vocab_size tie_word_embeddings
+hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
+max_position_embeddings hidden_act rms_norm_eps attention_bias mlp_bias
+sliding_window use_sliding_window max_window_layers layer_types
+rope_theta rope_scaling rope_parameters partial_rotary_factor
+n_embd n_layer n_head n_inner n_positions n_ctx activation_function layer_norm_epsilon
+scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention
+"""
+_IRRELEVANT = """
+_name_or_path architectures transformers_version dtype torch_dtype use_cache initializer_range pretraining_tp
+bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id
+attention_dropout hidden_dropout attn_pdrop embd_pdrop resid_pdrop summary_first_dropout
+summary_activation summary_proj_to_labels summary_type summary_use_proj
+id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix
+return_dict output_attentions output_hidden_states use_return_dict torchscript use_bfloat16 tf_legacy_loss
+chunk_size_feed_forward gradient_checkpointing reorder_and_upcast_attn
+attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+unsloth_fixed unsloth_version
+"""
+READ = frozenset(_READ.split())
+"""What decides the function the model computes."""
+IRRELEVANT = frozenset(_IRRELEVANT.split())
+"""Dropout is a choice of each training (model.dropout), drawn weights are there already, and token ids travel with the
+tokenizer's files; the rest is bookkeeping, or splits or rounds the same arithmetic another way."""
+
+
+def require_known_fields(config: Mapping[str, Any]) -> None:
+    """Refuse by name a field that might change the model and that nothing here computes.
+
+    A field that is null, false, 0 or empty switches nothing on and is let through.
+    """
+    for key, value in config.items():
+        if not value or key in READ or key in IRRELEVANT:
+            continue
+        if key == "quantization_config":
+            raise UserError(
+                "config.json has quantization_config, and quantized weights cannot be trained; use the folder of the "
+                "model they were made from"
+            )
+        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+        raise UserError(
+            f"config.json has {key} = {shown}, which Meshwright does not compute; use another model, or take the field "
+            "out if the model works the same without it"
+        )

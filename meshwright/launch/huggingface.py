@@ -1,0 +1,98 @@
+"""Run folders and Hugging Face folders: one made from the other, and a run that starts from the latter."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import Export, Exported, HfWeights, import_weights, keep_companions, whole_folder
+from meshwright.errors import UserError
+from meshwright.job import Job, model_of_folder, start_folder
+from meshwright.job.training import Batch
+from meshwright.launch.folder import RunFolder
+from meshwright.model import count_parameters
+
+Report = Callable[[int, int], None]
+"""Called with the bytes done and those to do."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of a Hugging Face folder."""
+
+    parameters: int
+    bytes: int
+
+
+def import_folder(folder: Path, out: Path, report: Report = lambda done, total: None) -> Imported:
+    """Make a run folder at step 0 out of a Hugging Face folder, whole or not at all."""
+    shape = model_of_folder(folder)
+    tokenizer = folder / "tokenizer.json"
+    sequence = min(Batch().sequence_length, shape.max_sequence_length)
+    sections: dict[str, dict[str, Any]] = {
+        "model": shape.model_dump() | {"init_from": str(folder.absolute())},
+        "data": {"tokenizer": str(tokenizer.absolute())}
+        if tokenizer.is_file()
+        else {"sources": ("builtin:synthetic",)},
+        "batch": {"sequence_length": sequence},
+    }
+    count = count_parameters(shape)
+    with whole_folder(out, 4 * count) as draft:
+        run = RunFolder.create(
+            draft, _job_file(sections), Job.model_validate(sections).model_dump(mode="json"), sys.argv
+        )
+        keep_companions(folder, draft)
+        if tokenizer.is_file():
+            run.write("tokenizer.json", tokenizer.read_text(encoding="utf-8"))
+        path = import_weights(folder, shape, draft, _added_up(report, 4 * count))
+        run.event("import", source=str(folder.absolute()))
+        run.event("weights", step=0, path=str(path.relative_to(draft)))
+        run.event("stop", reason="finished", step=0)
+        run.close()
+    return Imported(count, 4 * count)
+
+
+def export_run(run: Path, out: Path, dtype: str, report: Report = lambda done, total: None) -> Exported:
+    """Write a run's newest weights as a Hugging Face folder, whole or not at all."""
+    job = Job.model_validate(RunFolder.open(run).job())
+    if job.model.file is not None:
+        raise UserError(f"{run} trained model.file = {job.model.file}, which no Hugging Face family is; use a preset")
+    export = Export(run, job.model, dtype)
+    return export.write(out, _added_up(report, export.bytes))
+
+
+def require_start(job: Job) -> None:
+    """Refuse a folder of first weights that are not all there, before anything is written."""
+    if (folder := start_folder(job.model)) is not None:
+        HfWeights(folder, job.model).require()
+
+
+def keep_start(job: Job, run: Path) -> None:
+    """Keep what came with the first weights for an export, unless the text is cut by another tokenizer."""
+    folder = start_folder(job.model)
+    if folder is None:
+        return
+    given, own = job.data.tokenizer, folder / "tokenizer.json"
+    if given is None or (own.is_file() and own.samefile(Path(given).expanduser())):
+        keep_companions(folder, run)
+
+
+def _job_file(sections: dict[str, dict[str, Any]]) -> str:
+    """A job that starts from the folder; the shape is there."""
+    lines = ["[model]", f"init_from = {json.dumps(sections['model']['init_from'])}"]
+    if "sources" in sections["data"]:
+        lines += ["[data]", 'sources = ["builtin:synthetic"]']
+    return "\n".join([*lines, "[batch]", f"sequence_length = {sections['batch']['sequence_length']}", ""])
+
+
+def _added_up(report: Report, total: int) -> Callable[[int], None]:
+    done = 0
+
+    def add(more: int) -> None:
+        nonlocal done
+        done += more
+        report(done, total)
+
+    return add
