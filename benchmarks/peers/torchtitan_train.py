@@ -111,6 +111,7 @@ def job_of(setting: Setting, steps: int, folder: str) -> JobConfig:
     job.training.seq_len = setting.sequence_length
     job.training.steps = steps
     job.training.max_norm = CLIP
+    job.training.mixed_precision_param = {"bf16": "bfloat16", "fp32": "float32"}[setting.compute]
     job.optimizer.lr = LEARNING_RATE
     job.lr_scheduler.warmup_steps = 2
     job.compile.enable = setting.compile
