@@ -48,6 +48,7 @@ def main() -> None:
             if asked.out:
                 asked.out.write_text(json.dumps(report(rows, asked), indent=1) + "\n", encoding="utf-8")
     show(report(rows, asked))
+    sys.exit(any(row["state"] == "failed" for row in rows))
 
 
 def parse() -> argparse.Namespace:
@@ -86,7 +87,7 @@ def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: S
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        environment = dict(os.environ)
+        environment = surroundings()
         if system == "ours":
             command = our_command(setting, warmup, steps, overrides)
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -94,7 +95,7 @@ def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: S
             request = json.dumps({"setting": asdict(setting), "warmup": warmup, "steps": steps})
             command = [sys.executable, str(HERE / DRIVERS[system]), request, str(file)]
         try:
-            done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return {"state": "failed", "why": f"not done after {LIMIT_S} s"}
         if done.returncode:
@@ -102,6 +103,13 @@ def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: S
         result = from_bench(json.loads(done.stdout)) if system == "ours" else json.loads(file.read_text("utf-8"))
     result["tokens_per_s"] = steps * setting.tokens_per_step / result["timed_s"]
     return {"state": "measured", **result, "process_s": time.monotonic() - started}
+
+
+def surroundings() -> dict[str, str]:
+    """The same for all: one device, and an allocator that does not fragment unless told otherwise."""
+    one_device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {**allocator, **os.environ, "CUDA_VISIBLE_DEVICES": one_device}
 
 
 def our_command(setting: Setting, warmup: int, steps: int, overrides: Sequence[str]) -> list[str]:
@@ -141,22 +149,19 @@ def from_bench(bench: Row) -> Row:
 
 def failure(errors: str) -> Row:
     """Why a process ended without a result, from the end of what it said."""
-    lines = [line.strip() for line in errors.strip().splitlines() if line.strip()] or ["it said nothing"]
-    last = lines[-1]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["it said nothing"]
+    why = ([line for line in lines if "Error" in line] or lines)[-1]  # warnings may follow the error
     if "OutOfMemoryError" in errors or "ran out of memory" in errors:
-        return {"state": "out of memory", "why": last}
-    missing = [line for line in lines if line.startswith(("ModuleNotFoundError: ", "ImportError: "))]
-    if missing:
-        return {"state": "skipped", "why": missing[-1].partition(": ")[2]}
-    if last.startswith("skipped: "):
-        return {"state": "skipped", "why": last.removeprefix("skipped: ")}
-    return {"state": "failed", "why": last}
+        return {"state": "out of memory", "why": why}
+    if why.startswith(("ModuleNotFoundError: ", "ImportError: ", "skipped: ")):
+        return {"state": "skipped", "why": why.partition(": ")[2]}
+    return {"state": "failed", "why": why}
 
 
 def report(rows: Sequence[Row], asked: argparse.Namespace) -> Row:
     """All rows, and for each setting its medians and our ratio to each peer."""
     how = f"tokens / wall time of {asked.steps} steps between two waits for the device, after {asked.warmup}; "
-    how += f"{asked.repeats} interleaved repeats, a process each; medians"
+    how += f"repeats: {asked.repeats}, interleaved, a process each; medians"
     settings = {}
     for name in dict.fromkeys(row["setting"] for row in rows):
         here = [row for row in rows if row["setting"] == name]
@@ -192,11 +197,13 @@ def median_step(row: Row) -> float:
 
 
 def ratios(systems: dict[str, Row]) -> Row:
-    """Our medians over each peer's; a peer with another number of parameters ran another model and has none."""
-    ours = systems.get("ours", {})
-    found: dict[str, Row] = {"throughput_ratio": {}, "memory_ratio": {}}
-    for name, peer in systems.items():
-        if name == "ours" or ours.get("parameters") is None or ours["parameters"] != peer.get("parameters"):
+    """Our medians over each peer's; a peer with another number of parameters ran another model and gets none."""
+    found: Row = {"throughput_ratio": {}, "memory_ratio": {}, "another_model": []}
+    measured = {name: each for name, each in systems.items() if each["state"] == "measured"}
+    ours = measured.pop("ours", None)
+    for name, peer in measured.items() if ours else ():
+        if ours["parameters"] != peer["parameters"]:
+            found["another_model"].append(name)
             continue
         found["throughput_ratio"][name] = ours["tokens_per_s"] / peer["tokens_per_s"]
         if ours["peak_memory_bytes"] and peer["peak_memory_bytes"]:
@@ -228,13 +235,8 @@ def show(found: Row) -> None:
             memory = setting["memory_ratio"].get(system)
             beside = "" if memory is None else f", with {memory:.2f} × its peak memory"
             print(f"  ours is {ratio:.3f} × {system}{beside}")
-        if unlike := [
-            system
-            for system, each in setting["systems"].items()
-            if each["state"] == "measured"
-            and each["parameters"] != setting["systems"].get("ours", each).get("parameters")
-        ]:
-            print(f"  no ratio: {', '.join(unlike)} has not as many parameters as ours")
+        for system in setting["another_model"]:
+            print(f"  no ratio to {system}: it has not as many parameters as ours")
 
 
 def versions(system: Row) -> str:
