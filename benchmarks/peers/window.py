@@ -1,5 +1,6 @@
 """How a peer is measured, in its own process: the time of some steps, its memory, and the formats of what it keeps."""
 
+import itertools
 import json
 import sys
 import time
@@ -42,7 +43,7 @@ class Window:
         """What was measured; all steps must have ended."""
         if len(self._marks) != self.steps + 1:
             raise RuntimeError(f"{self.ended} steps ended, and {self.warmup} + {self.steps} were to be")
-        pairs = zip(self._marks, self._marks[1:], strict=False)
+        pairs = itertools.pairwise(self._marks)
         step_s = [begin.elapsed_time(end) / 1e3 if self._cuda else end - begin for begin, end in pairs]
         return {"timed_s": self._timed_s, "step_s": step_s, "peak_memory_bytes": self._peak}
 

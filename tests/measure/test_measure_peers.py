@@ -1,27 +1,37 @@
 """Peers side by side: each system in a process of its own, ratios of medians, and the name of what is missing."""
 
+import itertools
 import json
 import runpy
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from meshwright.job import load_job
 
 PEERS = Path(__file__).parents[2] / "benchmarks/peers"
 
 
-@pytest.fixture(scope="module")
-def run() -> Any:
-    """The script's functions, with its folder importable as it is when run."""
+def script(name: str) -> Any:
+    """A script's functions, with its folder importable as it is when run."""
     sys.path.insert(0, str(PEERS))
     try:
-        return Namespace(**runpy.run_path(str(PEERS / "run.py")))
+        return Namespace(**runpy.run_path(str(PEERS / name)))
     finally:
         sys.path.remove(str(PEERS))
+
+
+@pytest.fixture(scope="module")
+def run() -> Any:
+    """The command."""
+    return script("run.py")
 
 
 def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path) -> None:
@@ -75,3 +85,43 @@ def test_ratios_are_of_medians_and_only_of_the_same_model(run: Any, capsys: pyte
 def test_a_process_without_a_result_says_why(run: Any, errors: str, state: str, why: str) -> None:
     found = run.failure(errors)
     assert found["state"] == state and found["why"].endswith(why)
+
+
+def test_our_job_is_the_setting_s(run: Any) -> None:
+    for name, setting in run.SETTINGS.items():
+        words = run.our_command(setting, 2, 3, ["optimizer.lr=0.5"])
+        overrides = [value for word, value in itertools.pairwise(words) if word == "--set"]
+        job = load_job("pretrain-1b", overrides).job
+        for field in ("layers", "width", "heads", "kv_heads", "ffn_width", "vocab_size", "tied"):
+            assert getattr(job.model, field) == getattr(setting, field), (name, field)
+        assert job.tokens_per_step == setting.tokens_per_step and job.batch.micro_batch == setting.micro_batch
+        assert (job.memory.recompute, job.run.compile) == (setting.recompute, setting.compile)
+        assert job.optimizer.clip == 1.0 and job.optimizer.lr == 0.5
+
+
+def test_a_window_times_the_steps_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    window = script("window.py").Window(warmup=2, steps=3, device="cpu")
+    for step_s in (50.0, 50.0, 1.0, 2.0):
+        now_s += step_s
+        window.step_ended()
+    with pytest.raises(RuntimeError, match="4 steps ended"):
+        window.result()
+    for step_s in (4.0, 100.0):  # one more than asked for changes nothing
+        now_s += step_s
+        window.step_ended()
+    assert window.result() == {"timed_s": 7.0, "step_s": [1.0, 2.0, 4.0], "peak_memory_bytes": None}
+
+
+def test_formats_are_counted_on_live_tensors() -> None:
+    model = torch.nn.Linear(4, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    found = script("window.py").kept_formats(model, optimizer)
+    assert found == {
+        "parameters": {"float32": 32},
+        "gradients": {"float32": 32},
+        "optimizer_states": {"float32": 64},
+    }
