@@ -180,6 +180,7 @@ def summary(rows: Sequence[Row]) -> Row:
     peaks = [row["peak_memory_bytes"] for row in measured if row["peak_memory_bytes"] is not None]
     return {
         "state": "measured",
+        "device": measured[-1]["device"],
         "tokens_per_s": statistics.median(values),
         "all_tokens_per_s": values,
         "median_step_s": statistics.median(median_step(row) for row in measured),
@@ -222,7 +223,8 @@ def show(found: Row) -> None:
     """The table, with every value behind a median."""
     print(f"\n{found['how']}")
     for name, setting in found["settings"].items():
-        print(f"\n{name}")
+        devices = {each["device"] for each in setting["systems"].values() if each["state"] == "measured"}
+        print(f"\n{name} on {' and '.join(devices) or 'no device'}")
         for system, each in setting["systems"].items():
             if each["state"] != "measured":
                 print(f"  {system:13}{each['state']}: {each['why']}")

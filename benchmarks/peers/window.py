@@ -45,7 +45,8 @@ class Window:
             raise RuntimeError(f"{self.ended} steps ended, and {self.warmup} + {self.steps} were to be")
         pairs = itertools.pairwise(self._marks)
         step_s = [begin.elapsed_time(end) / 1e3 if self._cuda else end - begin for begin, end in pairs]
-        return {"timed_s": self._timed_s, "step_s": step_s, "peak_memory_bytes": self._peak}
+        device = torch.cuda.get_device_name() if self._cuda else "CPU"
+        return {"device": device, "timed_s": self._timed_s, "step_s": step_s, "peak_memory_bytes": self._peak}
 
     def _wait(self) -> None:
         if self._cuda:

@@ -56,7 +56,7 @@ def test_ratios_are_of_medians_and_only_of_the_same_model(run: Any, capsys: pyte
     def row(system: str, tokens_per_s: float, gib: int, parameters: int = 7) -> dict[str, Any]:
         measured = {"tokens_per_s": tokens_per_s, "peak_memory_bytes": gib * 2**30, "parameters": parameters}
         timing = {"timed_s": 1.0, "step_s": [0.1, 0.2, 0.3], "loss": 6.0, "versions": {"torch": "2"}}
-        return {"setting": "1b-32k", "system": system, "state": "measured", **measured, **timing}
+        return {"setting": "1b-32k", "system": system, "state": "measured", "device": "CPU", **measured, **timing}
 
     rows = [row("ours", each, 30) for each in (100.0, 120.0, 300.0)]
     rows += [row("transformers", each, 60) for each in (60.0, 50.0, 1000.0)]
@@ -111,7 +111,8 @@ def test_a_window_times_the_steps_after_the_warm_up(monkeypatch: pytest.MonkeyPa
     for step_s in (4.0, 100.0):  # one more than asked for changes nothing
         now_s += step_s
         window.step_ended()
-    assert window.result() == {"timed_s": 7.0, "step_s": [1.0, 2.0, 4.0], "peak_memory_bytes": None}
+    result = window.result()
+    assert result == {"device": "CPU", "timed_s": 7.0, "step_s": [1.0, 2.0, 4.0], "peak_memory_bytes": None}
 
 
 def test_formats_are_counted_on_live_tensors() -> None:
