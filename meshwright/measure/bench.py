@@ -1,6 +1,7 @@
 """A job measured: its own training loop over its own data, some steps of it timed, others looked into."""
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class Bench:
     tokens_per_step: int
     first_step_s: float
     """With compilation and allocation."""
+    timed_s: float
+    """From the end of the warm-up to the end of the last timed step, with what lies between steps."""
     step_s: Spread
     tokens_per_s: float
     """By the median step."""
@@ -80,7 +83,7 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     timed_job = _without_evaluation(job, warmup + steps + extra)
     loader = training_loader(timed_job, corpus, world)
     loader.start()
-    watch = _Watch(warmup + steps, world.device, profile)
+    watch = _Watch(warmup, warmup + steps, world.device, profile)
     watch.attention = choose_attention(timed_job, world)
     engine, weights = build(timed_job, world)
     training = make_training(timed_job, corpus, engine, weights, watch, watch, world)
@@ -99,19 +102,24 @@ def _without_evaluation(job: Job, steps: int) -> Job:
 class _Watch:
     """Recorder and progress of a measured run: keeps the rows, and begins each way of looking when it is due."""
 
-    def __init__(self, timed_until: int, device: torch.device, profile: bool) -> None:
+    def __init__(self, timed_after: int, timed_until: int, device: torch.device, profile: bool) -> None:
         self.rows: list[dict[str, Any]] = []
         self.attention: dict[str, Any] | None = None
         self.phases: Phases | None = None
         self.kernels = Kernels(device) if profile else None
         self.reserved: int | None = None
-        self._timed_until, self._device = timed_until, device
+        self.timed_s = 0.0
+        self._began = 0.0
+        self._timed_after, self._timed_until, self._device = timed_after, timed_until, device
 
     def metric(self, row: dict[str, Any]) -> None:
         """After every step."""
         self.rows.append(row)
         step = row["step"]
+        if step == self._timed_after:
+            self._began = time.perf_counter()
         if step == self._timed_until:
+            self.timed_s = time.perf_counter() - self._began
             self.reserved = torch.cuda.max_memory_reserved() if self._device.type == "cuda" else None
             if self.phases is not None:
                 self.phases.begin()
@@ -148,6 +156,7 @@ def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, ste
         steps=steps,
         tokens_per_step=job.tokens_per_step,
         first_step_s=watch.rows[0]["step_s"],
+        timed_s=watch.timed_s,
         step_s=spread,
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_device=tokens_per_s / world.size,

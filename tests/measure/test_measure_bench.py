@@ -31,6 +31,7 @@ def test_a_job_is_timed_and_looked_into_and_nothing_is_saved(cli: Any, tiny_job:
     spread = result["step_s"]
     assert 0 < spread["least"] <= spread["low"] <= spread["median"] <= spread["high"] <= spread["most"]
     assert result["tokens_per_s"] == pytest.approx(result["tokens_per_step"] / spread["median"])
+    assert 3 * spread["least"] <= result["timed_s"] < 6 * spread["most"]
     assert len(result["losses"]) == 3 and result["mfu"] is None  # nobody knows a CPU's peak
     assert set(result["phases_s"]) == {"data", "forward", "loss", "backward", "reduce", "optimizer", "other"}
     assert min(result["phases_s"].values()) >= 0

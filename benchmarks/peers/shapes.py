@@ -1,0 +1,59 @@
+"""What is measured: a model's shape and a batch, said once for all systems. Nothing here imports torch."""
+
+from dataclasses import dataclass
+
+CLIP = 1.0
+LEARNING_RATE = 3e-4
+NORM_EPS = 1e-5
+ROPE_THETA = 500_000.0
+ROPE_FACTOR = 32.0  # Llama 3.2's stretching of rotary frequencies, in every setting; it costs no time
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model under one batch on one device."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn_width: int
+    vocab_size: int
+    sequence_length: int
+    micro_batch: int
+    tied: bool
+    recompute: str = "none"
+    """none, or full: what each block computes between its input and output is computed again in backward."""
+    ours: tuple[str, ...] = ()
+    """Further fields of our job."""
+    systems: tuple[str, ...] = ("ours", "transformers", "torchtitan")
+    """Measured unless --systems says otherwise."""
+    compute: str = "bf16"
+    compile: bool = True
+    device: str = "cuda"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Accumulation is 1."""
+        return self.sequence_length * self.micro_batch
+
+
+def _one_b(length: int, micro_batch: int, *, tied: bool, systems: tuple[str, ...] = Setting.systems) -> Setting:
+    return Setting(16, 2048, 32, 8, 8192, 128256, length, micro_batch, tied, systems=systems)
+
+
+# As released, torchtitan's Llama has no tied head (torchtitan_train.py ties it in six lines of ours where a tied one is
+# asked for), so by default each peer is met on its own ground: transformers tied, torchtitan untied.
+SETTINGS = {
+    "1b-tied-mb8": _one_b(4096, 8, tied=True, systems=("ours", "transformers")),
+    "1b-untied-mb8": _one_b(4096, 8, tied=False, systems=("ours", "torchtitan")),
+    "1b-tied-mb4": _one_b(4096, 4, tied=True, systems=("ours", "transformers")),
+    "1b-untied-mb4": _one_b(4096, 4, tied=False, systems=("ours", "torchtitan")),
+    "1b-16k": _one_b(16384, 2, tied=False),
+    "1b-32k": _one_b(32768, 1, tied=False),
+    "8b-8k": Setting(
+        *(32, 4096, 32, 8, 14336, 128256, 8192, 1, False), recompute="full", ours=('precision.gradients="bf16"',)
+    ),
+    "tiny": Setting(2, 64, 4, 2, 128, 512, 64, 2, True, compute="fp32", compile=False, device="cpu"),
+}
+DEFAULT = ("1b-tied-mb8", "1b-untied-mb8")
