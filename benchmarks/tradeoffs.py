@@ -231,7 +231,6 @@ def measure_here(device: str, setting: Setting, seconds: float) -> dict[str, Any
             return {"failed": f"not measured: a product takes {times:.0f} times as long as in fp32 on this CPU"}
         if ranks == 1:
             return train(job, seconds)
-        torch.set_num_threads(1)
         of_ranks = run_ranks(train, ranks, job, seconds)
         return {**of_ranks[0], "peak_bytes": max(one["peak_bytes"] for one in of_ranks)}
     except (Refused, UserError) as error:
@@ -245,10 +244,11 @@ def measure_here(device: str, setting: Setting, seconds: float) -> dict[str, Any
 def measure_in_child(setting: Setting, seconds: float) -> dict[str, Any]:
     """One setting in a process of its own on the CPU."""
     command = [sys.executable, "-W", "ignore", __file__, "--one", setting.change, "--seconds", str(seconds)]
-    cores = str(len(os.sched_getaffinity(0)))
+    # Ranks are forked, and OpenMP's threads do not survive that: a process that will have ranks must never start any.
+    threads = 1 if "layout" in setting.sections else len(os.sched_getaffinity(0))
     limit_s = 20 * seconds
     try:
-        environment = os.environ | {"OMP_NUM_THREADS": cores}
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment)
     except subprocess.TimeoutExpired:
         return {"failed": f"three steps took more than {limit_s:.0f} s"}

@@ -77,13 +77,15 @@ def loss_of_logits(
     wide_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
     valid_N1 = labels_N1 != IGNORE
     target_N1 = torch.where(valid_N1, labels_N1, 0)
-    log_total_N1 = torch.logsumexp(wide_NV, dim=1, keepdim=True)
-    own_N1 = wide_NV.gather(1, target_N1) - log_total_N1
-    loss = -torch.where(valid_N1, own_N1, 0.0).sum()
+    highest_N1 = wide_NV.amax(dim=1, keepdim=True)
+    own_N1 = wide_NV.gather(1, target_N1) - highest_N1
+    powers_NV = wide_NV.sub_(highest_N1).exp_()
+    total_N1 = powers_NV.sum(dim=1, keepdim=True)
+    loss = torch.where(valid_N1, total_N1.log() - own_N1, 0.0).sum()
     if not with_gradient:
         return loss, None
-    grad_NV = wide_NV.sub_(log_total_N1).exp_().mul_(shares_N1).to(logits_NV.dtype)
-    at_target_N1 = (own_N1.exp() - 1) * shares_N1
+    grad_NV = powers_NV.mul_(shares_N1 / total_N1).to(logits_NV.dtype)
+    at_target_N1 = (own_N1.exp() / total_N1 - 1) * shares_N1
     return loss, grad_NV.scatter_(1, target_N1, at_target_N1.to(grad_NV.dtype))
 
 

@@ -50,14 +50,14 @@ class VocabularyParallelHead(nn.Module):
             wide_NV[:, max(0, rows - padding) :] = float("-inf")
         highest_N1 = wide_NV.max(dim=1, keepdim=True).values
         dist.all_reduce(highest_N1, dist.ReduceOp.MAX, group=group)
-        wide_NV.sub_(highest_N1)
-        own_N1 = torch.where(here_N1, wide_NV.gather(1, target_N1), 0.0)
-        sums_N2 = torch.cat([wide_NV.exp().sum(1, keepdim=True), own_N1], 1)
+        own_N1 = torch.where(here_N1, wide_NV.gather(1, target_N1) - highest_N1, 0.0)
+        powers_NV = wide_NV.sub_(highest_N1).exp_()
+        sums_N2 = torch.cat([powers_NV.sum(1, keepdim=True), own_N1], 1)
         dist.all_reduce(sums_N2, group=group)
-        log_total_N1 = sums_N2[:, :1].log()
-        loss = torch.where(valid_N1, log_total_N1 - sums_N2[:, 1:], 0.0).sum()
+        total_N1 = sums_N2[:, :1]
+        loss = torch.where(valid_N1, total_N1.log() - sums_N2[:, 1:], 0.0).sum()
         if not with_gradient:
             return loss, None
-        grad_NV = wide_NV.sub_(log_total_N1).exp_().mul_(shares_N1)
+        grad_NV = powers_NV.mul_(shares_N1 / total_N1)
         grad_NV.scatter_add_(1, target_N1, torch.where(here_N1, -shares_N1, 0.0))
         return loss, grad_NV.to(logits_NV.dtype)
