@@ -3,7 +3,7 @@
 from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
 from meshwright.train.device import choose_device, device_name, emulated_format, prepare_device
 from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import require_enough_text, training_loader
+from meshwright.train.feed import fingerprint, require_enough_text, training_loader
 from meshwright.train.generate import generate
 from meshwright.train.loop import Training
 from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
@@ -29,6 +29,7 @@ __all__ = [
     "device_name",
     "emulated_format",
     "evaluate",
+    "fingerprint",
     "generate",
     "learning_rate",
     "make_training",
