@@ -1,7 +1,7 @@
 """Durable state of a run: checkpoints that are whole or absent, and that any layout can read."""
 
 from meshwright.checkpoint.backup import require_backup
-from meshwright.checkpoint.catalogue import checkpoint_path, checkpoints, newest, prune, surplus
+from meshwright.checkpoint.catalogue import checkpoint_path, checkpoints, newest, remove, surplus
 from meshwright.checkpoint.keeper import Keeper
 from meshwright.checkpoint.lease import Fenced, Lease
 from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
@@ -22,7 +22,7 @@ __all__ = [
     "differences",
     "load_weights",
     "newest",
-    "prune",
+    "remove",
     "require_backup",
     "require_shapes",
     "surplus",

@@ -1,6 +1,6 @@
 """The checkpoints of a run folder: which are complete, which is newest, which may go."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshwright.checkpoint.lease import take_away
@@ -21,6 +21,7 @@ def checkpoints(run: Path) -> Iterator[Checkpoint | Damaged]:
         try:
             yield Checkpoint.open(path)
         except Damaged as damage:
+            damage.path = path
             yield damage
 
 
@@ -35,15 +36,16 @@ def newest(run: Path) -> Checkpoint:
     raise UserError(f"{run} holds no complete checkpoint under checkpoints/{told}; let its training save one first")
 
 
-def surplus(run: Path, keep_last: int, keep_every: int | None) -> list[Checkpoint]:
-    """The complete checkpoints that need not be kept: neither among the newest nor at kept steps."""
-    complete = [found for found in checkpoints(run) if isinstance(found, Checkpoint)]
-    return [one for one in complete[keep_last:] if not keep_every or one.facts.step % keep_every]
+def surplus(run: Path, keep_last: int, keep_every: int | None, *, damaged: bool = False) -> list[Path]:
+    """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; torn or foreign ones
+    only where asked for."""
+    found = list(checkpoints(run))
+    complete = [one for one in found if isinstance(one, Checkpoint)]
+    paths = [one.path for one in complete[keep_last:] if not keep_every or one.facts.step % keep_every]
+    return paths + [one.path for one in found if isinstance(one, Damaged) and damaged]
 
 
-def prune(run: Path, keep_last: int, keep_every: int | None) -> list[Path]:
-    """Remove the surplus; what is torn or foreign is left alone."""
-    paths = [one.path for one in surplus(run, keep_last, keep_every)]
+def remove(paths: Iterable[Path]) -> None:
+    """Remove checkpoints, each at once."""
     for path in paths:
         take_away(path)
-    return paths

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from meshwright.checkpoint.backup import back_up
-from meshwright.checkpoint.catalogue import checkpoint_path, prune
+from meshwright.checkpoint.catalogue import checkpoint_path, remove, surplus
 from meshwright.checkpoint.interval import Interval
 from meshwright.checkpoint.lease import Lease, take_away
 from meshwright.checkpoint.records import Facts, Part, State
@@ -189,7 +189,7 @@ class Keeper:
 
     def _prune(self, save: _Save) -> None:
         try:
-            prune(self._lease.run, self._settings.keep_last, self._settings.keep_every)
+            remove(surplus(self._lease.run, self._settings.keep_last, self._settings.keep_every))
         except OSError as error:
             text = f"step {save.step}: checkpoint saved, but an old one could not be removed ({_sentence(error)})"
             self._told.put(lambda: self._message(text))

@@ -26,6 +26,9 @@ R = TypeVar("R", bound=Record)
 class Damaged(UserError):
     """A checkpoint that is not as it was written; the message is one sentence that names it."""
 
+    path: Path
+    """Its folder, where it was found among a run's checkpoints."""
+
 
 class Checkpoint:
     """A complete checkpoint: `open` refuses one that is torn or foreign, `verify` one whose bytes changed."""

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from meshwright.cli import doctor, generate, job, report, schedule, train, verify
+from meshwright.cli import checkpoint, doctor, generate, job, report, schedule, train, verify
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.add_typer(job.app, name="job")
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
+app.add_typer(checkpoint.app, name="checkpoint")
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(schedule.app, name="schedule")
