@@ -104,10 +104,12 @@ def arm(point: str, after: int) -> None:
         keeping.remove = then_die(keeping.remove)
     elif point == "append":
         append = RunFolder._append
-        RunFolder._append = then_die(  # type: ignore[method-assign]
-            append,
-            lambda self, name, row: os.write(os.open(self.path / name, os.O_WRONLY | os.O_APPEND), b'{"step": 9'),
-        )
+        RunFolder._append = then_die(append, half_a_line)  # type: ignore[method-assign]
+
+
+def half_a_line(folder: RunFolder, name: str, row: dict[str, Any]) -> None:
+    with (folder.path / name).open("a") as file:
+        file.write('{"step": 9')
 
 
 def alone(folder: str, point: str | None, after: int) -> None:

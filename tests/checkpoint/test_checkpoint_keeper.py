@@ -73,15 +73,15 @@ def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monke
     assert [event["kind"] for event in told.events] == ["checkpoint", "checkpoint_failed"]
     assert told.events[1]["step"] == 2 and "large" in told.events[1]["error"].lower()
     assert told.messages == [
-        f"warning: the checkpoint of step 2 failed ({told.events[1]['error']}); training goes on, the last complete one "
-        "is step 1"
+        f"warning: the checkpoint of step 2 failed ({told.events[1]['error']}); training goes on, the last complete "
+        "one is step 1"
     ]
     newest(tmp_path).verify()
     assert newest(tmp_path).facts.step == 1 and not any(Lease(tmp_path, 0).folder.iterdir())
 
     usage = SimpleNamespace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="the last checkpoint could not be written .* GB free"):
+    with pytest.raises(UserError, match=r"the last checkpoint could not be written .* GB free"):
         keeper.finish(3, lambda: state_of(model, 3))
     usage.free = 10**12
     keeper.finish(3, lambda: state_of(model, 3))
