@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints
+from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import from_rank_zero
+from meshwright.model import build_architecture
 from meshwright.parallel import World
 from meshwright.train import fingerprint
 
@@ -57,7 +59,7 @@ def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[st
 
 
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
-    """Refuse to continue with other data or another optimizer, which would not be a continuation."""
+    """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
     before, now = checkpoint.job(), job.model_dump(mode="json")
     for section, field in _FIXED:
         was, given = before[section][field], now[section][field]
@@ -71,6 +73,9 @@ def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
             f"data.sources = {list(job.data.sources)} does not give the tokens {checkpoint.path} was trained on; "
             "restore them or start a new run"
         )
+    with torch.device("meta"):
+        parameters = build_architecture(job.model).model.named_parameters()
+    require_shapes(checkpoint, {name: tuple(parameter.shape) for name, parameter in parameters}, whole=True)
 
 
 def require_resumable(run: Path, job: Job, corpus: Corpus) -> None:
