@@ -1,11 +1,11 @@
 """What a checkpoint costs the training, against `torch.save` of the same state.
 
-    python benchmarks/checkpoint.py [--job pretrain-1b] [--set F=V …] [--folder DIR] [--saves N] [--every N] [--out FILE]
+    python benchmarks/checkpoint.py [--job pretrain-1b] [--set F=V …] [--folder DIR] [--saves N] [--every N] [--out F]
     python benchmarks/checkpoint.py --job demo --set run.device=cpu
 
 One process trains the job and saves every few steps, as `meshwright train` does: training stands still while the state
-is copied into host memory (pause), then a thread hashes and writes it and brings it to the disk (total). The first
-pause also makes and page-locks the host's buffer. Steps during which a save was under way are set against the others.
+is copied into host memory (pause), then a thread hashes and writes it and brings it to the disk (write). The first
+pause also makes and page-locks the host's buffer. The step right after each save began is set against the others.
 Then the same state goes through `torch.save` and fsync, during which nothing trains, and the last checkpoint is
 verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: give the one that matters.
 """
@@ -77,7 +77,7 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
     verified = time.perf_counter()
     training.resume(checkpoint)
     size = saved[-1]["bytes"]
-    total_s = statistics.median(event["total_s"] for event in saved[1:])
+    write_s = statistics.median(event["write_s"] for event in saved[1:])
     return {
         "job": job_name,
         "overrides": overrides,
@@ -88,10 +88,10 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
         "pause_s_min_median_max": [
             round(f(event["pause_s"] for event in saved[1:]), 4) for f in (min, statistics.median, max)
         ],
-        "total_s": round(total_s, 3),
-        "gb_per_s": round(size / total_s / 1e9, 3),
-        "step_s_between_saves": round(statistics.median(between), 4),
-        "step_s_during_saves": round(statistics.median(during), 4),
+        "write_s": round(write_s, 3),
+        "gb_per_s": round(size / write_s / 1e9, 3),
+        "step_s_otherwise": round(statistics.median(between), 4),
+        "step_s_after_a_save_began": round(statistics.median(during), 4),
         "torch_save_s": [round(seconds, 3) for seconds in plain],
         "torch_save_gb_per_s": round(size / min(plain) / 1e9, 3),
         "verify_s": round(verified - loading, 3),

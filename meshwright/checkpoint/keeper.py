@@ -36,6 +36,7 @@ class _Save:
     folder: Path
     began: float
     pause_s: float = 0.0
+    write_s: float = 0.0
     written: bool = False
     error: str | None = None
 
@@ -135,11 +136,13 @@ class Keeper:
 
     def _write(self, save: _Save, parts: list[Part]) -> None:
         """In the writing thread: this rank's share."""
+        began = time.perf_counter()
         try:
             save.folder.mkdir(exist_ok=True)
             _require_space(save.folder, sum(part.values.nbytes for part in parts))
             write_share(save.folder, parts, self._rank, self._ranks)
             sync(save.folder)
+            save.write_s = time.perf_counter() - began
             save.written = True
         except Exception as error:  # whatever it is, training goes on
             told = _sentence(error)
@@ -178,7 +181,8 @@ class Keeper:
         total_s = time.perf_counter() - save.began
         self._interval.measured(save.pause_s, total_s)
         size = sum(record.bytes for record in manifest.files.values())
-        fields = {"bytes": size, "pause_s": round(save.pause_s, 6), "total_s": round(total_s, 6)}
+        seconds = {"pause_s": save.pause_s, "write_s": save.write_s, "total_s": total_s}
+        fields = {"bytes": size, **{name: round(value, 6) for name, value in seconds.items()}}
         place = str(final.relative_to(self._lease.run))
         self._told.put(lambda: self._event("checkpoint", step=save.step, path=place, **fields))
         if self._settings.backup_to is None:
@@ -257,7 +261,7 @@ def _bring_into_sight(folder: Path, final: Path) -> None:
 def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"the disk has {free / 1e9:.2f} GB free and it needs {needed / 1e9:.2f} GB")
+        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free and this takes {needed / 1e6:,.1f} MB")
 
 
 def _sentence(error: Exception) -> str:

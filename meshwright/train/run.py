@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -16,7 +17,7 @@ from meshwright.model import Decoder, count_parameters, flops_per_token
 from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, World, take_traffic
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import evaluates, held_out_batches, training_loader
+from meshwright.train.feed import evaluates, fingerprint, held_out_batches, training_loader
 from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
 from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
@@ -98,6 +99,11 @@ class TrainingRun(ABC, Generic[E]):
         self._curve = MemoryCurve(
             self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank, record
         )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokens the run is trained on."""
+        return fingerprint(self.corpus)
 
     def keep(self, keeper: Keeper) -> None:
         """Have checkpoints saved on the way."""

@@ -7,7 +7,6 @@ import torch
 
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
 from meshwright.parallel import CompressedWeights, Piece, World
-from meshwright.train.feed import fingerprint
 from meshwright.train.optimizer import restore_states, saved_states
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def capture(run: "TrainingRun[Any]") -> State:
         good_steps=int(scale["good_steps"]),
         skipped=int(scale["skipped"]),
         replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
-        data=fingerprint(run.corpus),
+        data=run.fingerprint,
     )
     return State(facts, parts)
 

@@ -81,7 +81,7 @@ def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monke
 
     usage = SimpleNamespace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"the last checkpoint could not be written .* GB free"):
+    with pytest.raises(UserError, match=r"the last checkpoint could not be written .* MB free"):
         keeper.finish(3, lambda: state_of(model, 3))
     usage.free = 10**12
     keeper.finish(3, lambda: state_of(model, 3))
