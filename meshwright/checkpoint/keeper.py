@@ -117,6 +117,11 @@ class Keeper:
             )
         return checkpoint_path(self._lease.run, step)
 
+    def abandon(self) -> None:
+        """Where training has failed: let a save that is on its way end, if no other rank is needed for it."""
+        if self._ranks == 1:
+            self._wait()
+
     def _lacks(self, step: int) -> bool:
         """Whether a step's checkpoint is not there; rank 0 knows."""
         [lacking] = self._sums([float(self._rank == 0 and self._good_step != step)])

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from meshwright.data.store import sync
 from meshwright.errors import UserError
 
 _LEASE = re.compile(r"\.attempt-(\d{6})")
@@ -43,9 +44,11 @@ class Lease:
                 attempt += 1
         for number in _leases(root):
             if number < attempt:
-                take_away(root / f".attempt-{number:06d}")
+                with suppress(FileNotFoundError):  # another claim took it away
+                    take_away(root / f".attempt-{number:06d}")
         for left in root.glob(".removed-*"):
             shutil.rmtree(left, ignore_errors=True)
+        sync(root.parent)
         return cls(run, attempt)
 
     def require(self) -> None:

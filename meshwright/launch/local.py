@@ -196,7 +196,11 @@ def _train(
     training.keep(keeper)
     if start.checkpoint is not None:
         training.resume(start.checkpoint)
-    outcome = training.run(stop, loader)
+    try:
+        outcome = training.run(stop, loader)
+    except Exception:
+        keeper.abandon()
+        raise
     keeper.finish(outcome.step, training.capture)
     return outcome
 

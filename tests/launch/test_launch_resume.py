@@ -101,6 +101,23 @@ def test_a_finished_run_resumed_does_nothing_and_a_longer_one_goes_on() -> None:
     assert all((one.whole(name) == other.whole(name)).all() for name in names)
 
 
+def test_a_run_that_fails_while_a_save_is_under_way_still_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.train.loop import Training
+
+    step_of = Training._step
+
+    def breaks(training: Any, step: int, *given: Any) -> bool:
+        if step == 5:
+            raise UserError("the fifth step")
+        return step_of(training, step, *given)
+
+    monkeypatch.setattr(Training, "_step", breaks)
+    with pytest.raises(UserError, match="the fifth step"):
+        train("run")
+    assert newest(Path("run")).facts.step == 4
+    assert [event["kind"] for event in RunFolder.open(Path("run")).events()][-2:] == ["checkpoint", "stop"]
+
+
 def test_without_a_checkpoint_it_starts_and_without_a_folder_too() -> None:
     train("run", "run.steps=3", resume=True)
     assert events("run", "resume") == []
