@@ -7,6 +7,7 @@ import torch
 
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
 from meshwright.parallel import CompressedWeights, Piece, World
+from meshwright.train.feedback import restore_feedback, saved_feedback
 from meshwright.train.optimizer import restore_states, saved_states
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def capture(run: "TrainingRun[Any]") -> State:
             parts.append(Part(f"model/{name}", pieces[name].shape, starts, masters[name].detach()[:rows]))
     parts += saved_states(run.optimizer, masters, pieces, owned)
     if isinstance(run.weights, CompressedWeights):
-        parts += _feedback(run.weights)
+        parts += saved_feedback(run.weights)
     parts += [
         Part(f"rng/{run.world.rank:05d}/{kind}", tuple(state.shape), (0,), state)
         for kind, state in _generators(run.world).items()
@@ -59,7 +60,7 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
             master[: len(values)].copy_(values)
             master[len(values) :].zero_()
         restore_states(run.optimizer, masters, pieces, checkpoint)
-        _restore_feedback(run, checkpoint)
+        restore_feedback(run, checkpoint)
         _restore_generators(run.world, checkpoint)
     run.weights.refresh()
     if run.scaling.dynamic and facts.loss_scale is not None:
@@ -94,58 +95,6 @@ def _entries(piece: Piece) -> int:
     for span in piece.box():
         entries *= span.stop - span.start
     return entries
-
-
-def _feedback(weights: CompressedWeights) -> list[Part]:
-    """What this rank's replica has not sent yet, and where powersgd's next search begins."""
-    reduction, pieces, parts = weights.reduction, weights.pieces(), []
-    for name, memory in reduction.memories.items():
-        piece = pieces[name]
-        box = piece.box()
-        rows = box[0].stop - box[0].start
-        starts = tuple(span.start for span in box)
-        first = piece.holder % (piece.copies // reduction.replicas) == 0
-        if first and rows:
-            whole = f"feedback/{reduction.replica:05d}/{name}"
-            parts.append(Part(whole, piece.shape, starts, memory[:rows]))
-        if piece.holder == 0 and name in reduction.starts:
-            start = reduction.starts[name]
-            parts.append(Part(_start_name(name, starts), tuple(start.shape), (0,) * start.dim(), start))
-    return parts
-
-
-def _restore_feedback(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
-    """Hand each replica its own memory back; to another number of replicas an equal share of the sum of all."""
-    saved = {name for name in checkpoint.names("feedback/") if not name.startswith("feedback/start/")}
-    weights, replicas = run.weights, checkpoint.facts.replicas
-    if not isinstance(weights, CompressedWeights):
-        if saved:
-            run.recorder.event("feedback_dropped", step=checkpoint.facts.step, reason="gradients are sent whole now")
-        return
-    reduction, pieces = weights.reduction, weights.pieces()
-    same = reduction.replicas == replicas
-    anew, lost = 0, {name.split("/", 2)[2] for name in saved} - reduction.memories.keys()
-    for name, memory in reduction.memories.items():
-        box = pieces[name].box()
-        sources = [reduction.replica] if same else range(replicas)
-        found = [f"feedback/{source:05d}/{name}" for source in sources]
-        for full in found if saved.issuperset(found) else ():
-            values = checkpoint.read(full, box).to(memory)
-            memory[: len(values)].add_(values if same else values / reduction.replicas)
-        start = _start_name(name, tuple(span.start for span in box))
-        if name in reduction.starts:
-            if start in checkpoint.names(start) and checkpoint.shape(start) == tuple(reduction.starts[name].shape):
-                reduction.starts[name].copy_(checkpoint.whole(start))
-            else:
-                anew += 1
-    if not same or anew or (lost and run.job.layout.pp == 1):
-        fields = {"replicas": [replicas, reduction.replicas], "searches_begun_anew": anew, "parameters": len(lost)}
-        kept = "its sum is shared out" if saved else "there was none"
-        run.recorder.event("feedback_changed", step=checkpoint.facts.step, memory=kept, **fields)
-
-
-def _start_name(name: str, starts: tuple[int, ...]) -> str:
-    return f"feedback/start/{name}@{','.join(map(str, starts))}"
 
 
 def _generators(world: World) -> dict[str, torch.Tensor]:
