@@ -1,22 +1,41 @@
-"""Durable state of a run."""
+"""Durable state of a run: checkpoints that are whole or absent, and that any layout can read."""
 
+from meshwright.checkpoint.backup import require_backup
 from meshwright.checkpoint.beside import whole_folder
+from meshwright.checkpoint.catalogue import checkpoint_path, checkpoints, newest, remove, surplus
 from meshwright.checkpoint.hf_files import keep_companions
 from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.hf_write import Export, Exported
-from meshwright.checkpoint.weights import StoredWeights, load_weights, newest_weights, save_weights, weights_path
+from meshwright.checkpoint.keeper import Keeper
+from meshwright.checkpoint.lease import Fenced, Lease
+from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
+from meshwright.checkpoint.records import Facts, Part, State
+from meshwright.checkpoint.weights import StoredWeights, load_weights, require_shapes
 
 __all__ = [
+    "Checkpoint",
+    "Damaged",
     "Export",
     "Exported",
+    "Facts",
+    "Fenced",
     "HfWeights",
+    "Keeper",
+    "Lease",
+    "Part",
+    "State",
     "StoredWeights",
+    "checkpoint_path",
+    "checkpoints",
+    "differences",
     "import_weights",
     "keep_companions",
     "load_weights",
-    "newest_weights",
-    "save_weights",
-    "weights_path",
+    "newest",
+    "remove",
+    "require_backup",
+    "require_shapes",
+    "surplus",
     "whole_folder",
 ]

@@ -69,7 +69,7 @@ def write_safetensors(
     path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str], report: Report = lambda done: None
 ) -> None:
     """Write tensors one after the other, block by block; report(bytes) follows it."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.bytes

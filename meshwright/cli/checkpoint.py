@@ -1,9 +1,204 @@
-"""`meshwright checkpoint`: the weights a run left."""
+"""`meshwright checkpoint`: what a run has saved."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwright.cli import checkpoint_hf
+from meshwright.cli.job import JSON
 
-app = typer.Typer(help="Move weights between runs and Hugging Face folders.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from meshwright.checkpoint import Checkpoint
+
+app = typer.Typer(
+    help="List, show, verify, compare and prune a run's checkpoints; move weights from and to Hugging Face folders.",
+    no_args_is_help=True,
+)
 app.command("import")(checkpoint_hf.import_)
 app.command("export")(checkpoint_hf.export)
+
+RUN = typer.Argument(help="A run folder.")
+ONE = typer.Argument(help="A run folder (its newest complete checkpoint) or one of its checkpoints/step-… folders.")
+
+
+@app.command("list")
+def list_(run: Path = RUN, as_json: bool = JSON) -> None:
+    """List a run's checkpoints, newest first, with what is wrong with those that are not complete."""
+    from meshwright.checkpoint import Checkpoint, checkpoints
+    from meshwright.launch import RunFolder
+
+    RunFolder.open(run)
+    rows: list[dict[str, Any]] = []
+    for found in checkpoints(run):
+        if isinstance(found, Checkpoint):
+            manifest = found.manifest
+            row = {
+                "step": manifest.step,
+                "attempt": manifest.attempt,
+                "ranks": found.index.ranks,
+                "time": manifest.time,
+            }
+            rows.append({**row, "bytes": found.bytes, "damage": None})
+        else:
+            rows.append({**dict.fromkeys(("step", "attempt", "ranks", "time", "bytes")), "damage": str(found)})
+    if as_json:
+        _print_json({"run": str(run), "checkpoints": rows})
+        return
+    if not rows:
+        print(f"{run} has no checkpoints")
+        return
+    shown = [
+        [
+            *("–" if row[name] is None else str(row[name]) for name in ("step", "attempt", "ranks", "time")),
+            "–" if row["bytes"] is None else _size(row["bytes"]),
+            row["damage"] or "complete",
+        ]
+        for row in rows
+    ]
+    _print_table(("step", "attempt", "ranks", "saved", "size", "state"), shown)
+
+
+@app.command()
+def show(checkpoint: Path = ONE, as_json: bool = JSON) -> None:
+    """Show where a run stood at a checkpoint, and what was saved of it."""
+    one = _opened(checkpoint)
+    groups: dict[str, list[int]] = {}
+    for name, tensor in one.index.tensors.items():
+        count = groups.setdefault(name.partition("/")[0], [0, 0, 0])
+        entries = 1
+        for size in tensor.shape:
+            entries *= size
+        count[0], count[1], count[2] = count[0] + 1, count[1] + entries, count[2] + len(tensor.pieces)
+    layout = {name: value for name, value in one.job()["layout"].items() if value not in (1, None, "none", False)}
+    if as_json:
+        tensors = {name: {"shape": t.shape, "dtype": t.dtype} for name, t in one.index.tensors.items()}
+        files = {name: record.bytes for name, record in one.manifest.files.items()}
+        stamp = {"attempt": one.manifest.attempt, "time": one.manifest.time, "ranks": one.index.ranks}
+        facts = one.facts.model_dump()
+        _print_json(
+            {"path": str(one.path), **stamp, "facts": facts, "layout": layout, "files": files, "tensors": tensors}
+        )
+        return
+    print(f"{one.path}: {_size(one.bytes)}, saved {one.manifest.time} by attempt {one.manifest.attempt}")
+    for name, value in one.facts.model_dump(exclude_none=True).items():
+        print(f"  {name:<16} {value}")
+    print(f"  {'ranks':<16} {one.index.ranks}")
+    rows = [[group, f"{count[0]:,}", f"{count[1]:,}", f"{count[2]:,}"] for group, count in groups.items()]
+    _print_table(("group", "tensors", "entries", "pieces"), rows)
+
+
+@app.command()
+def verify(run: Path = RUN, as_json: bool = JSON) -> None:
+    """Read every byte of a run's checkpoints; exit code 1 where one is not as it was written."""
+    from meshwright.checkpoint import Checkpoint, Damaged, checkpoints
+    from meshwright.cli.output import stderr_console
+    from meshwright.launch import RunFolder
+
+    RunFolder.open(run)
+    rows: list[dict[str, Any]] = []
+    with stderr_console().status("reading") as status:
+        for found in checkpoints(run):
+            try:
+                if isinstance(found, Damaged):
+                    raise found
+                status.update(f"reading step {found.facts.step}, {_size(found.bytes)}")
+                found.verify()
+                rows.append({"step": found.facts.step, "damage": None})
+            except Damaged as damage:
+                step = found.facts.step if isinstance(found, Checkpoint) else None
+                rows.append({"step": step, "damage": str(damage)})
+    sound = bool(rows) and all(row["damage"] is None for row in rows)
+    if as_json:
+        _print_json({"run": str(run), "ok": sound, "checkpoints": rows})
+    else:
+        for row in rows:
+            print(f"step {row['step']}: as it was written" if row["damage"] is None else f"DAMAGED: {row['damage']}")
+        if not rows:
+            print(f"{run} has no checkpoints")
+    if not sound:
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
+    """Compare two checkpoints tensor by tensor, whatever layouts saved them; exit code 1 where any bit differs."""
+    from meshwright.checkpoint import differences
+
+    one, other = _opened(first), _opened(second)
+    with one, other:
+        tensors = [{"name": name, "difference": told} for name, told in differences(one, other)]
+    facts, others = one.facts.model_dump(), other.facts.model_dump()
+    changed = {name: [facts[name], others[name]] for name in facts if facts[name] != others[name]}
+    if as_json:
+        compared = len({*one.names(), *other.names()})
+        _print_json({"equal": not tensors and not changed, "compared": compared, "facts": changed, "tensors": tensors})
+    else:
+        for name, pair in changed.items():
+            print(f"{name}: {pair[0]} → {pair[1]}")
+        for row in tensors:
+            print(f"{row['name']}: {row['difference']}")
+        if not tensors and not changed:
+            print("equal, bit for bit")
+    if tensors or changed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    run: Path = RUN,
+    keep_last: int = typer.Option(2, "--keep-last", min=1, help="Newest complete checkpoints to keep."),
+    keep_every: int | None = typer.Option(None, "--keep-every", min=1, help="Keep multiples of this many steps too."),
+    damaged: bool = typer.Option(False, "--damaged", help="Remove what is not complete, too."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would be removed."),
+    as_json: bool = JSON,
+) -> None:
+    """Remove checkpoints that need not be kept; the newest complete one always stays."""
+    from meshwright.checkpoint import remove, surplus
+    from meshwright.launch import RunFolder
+
+    RunFolder.open(run)
+    paths = surplus(run, keep_last, keep_every, damaged=damaged)
+    if not dry_run:
+        remove(paths)
+    if as_json:
+        _print_json({"run": str(run), "dry_run": dry_run, "removed": [path.name for path in paths]})
+        return
+    for path in paths:
+        print(f"{'would remove' if dry_run else 'removed'} {path}")
+    if not paths:
+        print("nothing to remove")
+
+
+def _opened(path: Path) -> "Checkpoint":
+    from meshwright.checkpoint import Checkpoint, newest
+    from meshwright.errors import UserError
+
+    if path.name.startswith("step-") and path.is_dir():
+        return Checkpoint.open(path)
+    if not (path / "checkpoints").is_dir():
+        raise UserError(f"{path} is neither a run folder nor a checkpoint; give one of them")
+    return newest(path)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e8 else f"{size_bytes / 1e6:.2f} MB"
+
+
+def _print_json(value: Any) -> None:
+    from meshwright.cli.output import print_json
+
+    print_json(value)
+
+
+def _print_table(names: tuple[str, ...], rows: list[list[str]]) -> None:
+    from rich.table import Table
+
+    from meshwright.cli.output import stdout_console
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    stdout_console().print(table)

@@ -19,6 +19,9 @@ def train(
     job: str = JOB,
     overrides: list[str] = SET,
     nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one a GPU or CPU process."),
+    resume: bool = typer.Option(
+        False, "--resume", help="Continue the run in run.folder, or JOB itself where that is a run folder."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
@@ -32,14 +35,14 @@ def train(
     if place is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
-        _as_rank(job, overrides, place, console, as_json)
+        _as_rank(job, overrides, resume, place, console, as_json)
     elif nproc is not None and nproc > 1:
-        _with_ranks(job, overrides, nproc, console, as_json)
+        _with_ranks(job, overrides, resume, nproc, console, as_json)
     else:
-        _alone(job, overrides, console, as_json)
+        _alone(job, overrides, resume, console, as_json)
 
 
-def _alone(job: str, overrides: list[str], console: "Console", as_json: bool) -> None:
+def _alone(job: str, overrides: list[str], resume: bool, console: "Console", as_json: bool) -> None:
     from meshwright.job import load_job
 
     loaded = load_job(job, overrides)
@@ -47,13 +50,13 @@ def _alone(job: str, overrides: list[str], console: "Console", as_json: bool) ->
     from meshwright.launch.local import run_local
     from meshwright.studio import write_report
 
-    finished = run_local(loaded, console, on_end=write_report)
+    finished = run_local(loaded, console, on_end=write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(130)
 
 
-def _with_ranks(job: str, overrides: list[str], nproc: int, console: "Console", as_json: bool) -> None:
+def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, console: "Console", as_json: bool) -> None:
     from meshwright.job import load_job
 
     loaded = load_job(job, overrides)
@@ -63,8 +66,9 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, console: "Console", 
     from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
+    words += ["--resume"] * resume + ["--json"] * as_json
     try:
-        folder = launch(loaded, nproc, [*words, "--json"] if as_json else words, console, on_end=write_report)
+        folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     except RankFailure as failure:
         if "--debug" in sys.argv:
             print(failure.rank_traceback, file=sys.stderr)
@@ -74,7 +78,7 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, console: "Console", 
         raise typer.Exit(130)
 
 
-def _as_rank(job: str, overrides: list[str], place: "Place", console: "Console", as_json: bool) -> None:
+def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", console: "Console", as_json: bool) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down
@@ -90,7 +94,7 @@ def _as_rank(job: str, overrides: list[str], place: "Place", console: "Console",
                 loaded = load_job(job, overrides)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
-            finished = run_rank(loaded, place, console, on_end=write_report)
+            finished = run_rank(loaded, place, console, on_end=write_report, resume=resume)
     except Exception as error:
         told_by_another = launched or (place.rank > 0 and isinstance(error, SharedRefusal))
         if told_by_another:

@@ -97,4 +97,9 @@ class Job(Section):
                 f"schedule.warmup_steps = {self.warmup_steps} and a decay of {self.decay_steps} steps do not fit into "
                 f"run.steps = {self.run.steps}; shorten them or run longer"
             )
+        if self.checkpoint.auto and self.cluster.mtbf_hours is None:
+            raise ValueError(
+                "checkpoint.auto = true needs cluster.mtbf_hours, the mean time between failures of the allocation; "
+                "set it, or set checkpoint.every_minutes instead"
+            )
         return self

@@ -16,6 +16,8 @@ from meshwright.job.pending import unimplemented
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 
 Table = dict[str, Any]
+RESOLVED = "job.resolved.json"
+"""The job in a run folder with every field filled, which can be loaded again."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,7 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
     """The job in a file (or of a recipe's name) with `section.field=value` overrides; mistakes raise UserError."""
     path = _find(source)
     text = _read(path)
-    try:
-        from_file = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+    from_file = _run_table(path, text) if path.name == RESOLVED else _parsed(path, text)
     from_overrides = _parse_overrides(overrides)
 
     preset = _model_name("preset", from_file, from_overrides)
@@ -98,9 +97,28 @@ def _find(source: str) -> Path:
         return path
     if (recipe := recipe_path(source)) is not None:
         return recipe
+    if (path / RESOLVED).is_file():
+        return path / RESOLVED
     if path.is_dir():
         raise UserError(f"{source} is a folder; give a job file such as {source.rstrip('/')}/job.toml")
     raise UserError(f"{source} is neither a file nor a recipe; {nearest(source, recipes())}")
+
+
+def _parsed(path: Path, text: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _run_table(path: Path, text: str) -> Table:
+    """The job of a run folder: as it was resolved, and in that folder, wherever that was moved to."""
+    try:
+        table: Table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON: {error}; the file was altered") from None
+    table["run"] = {**table.get("run", {}), "folder": str(path.parent)}
+    return table
 
 
 def _read(path: Path) -> str:

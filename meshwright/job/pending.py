@@ -25,11 +25,6 @@ _ONE = "set it to 1"
 PENDING = (
     Pending("data.weights", _is(None), "blending of sources", "leave it out"),
     Pending("data.packing", _is("concatenate"), "other packing", 'set it to "concatenate"'),
-    Pending("checkpoint.every_steps", _is(None), "resumable checkpoints", "leave it out"),
-    Pending("checkpoint.every_minutes", _is(None), "resumable checkpoints", "leave it out"),
-    Pending("checkpoint.auto", _is(False), "resumable checkpoints", "leave it out"),
-    Pending("checkpoint.keep_every", _is(None), "resumable checkpoints", "leave it out"),
-    Pending("checkpoint.backup_to", _is(None), "resumable checkpoints", "leave it out"),
     Pending("run.max_restarts", _is(0), "restarts", "set it to 0"),
     Pending("run.watchdog_s", _is(0), "the watchdog", "set it to 0"),
     Pending("log.sinks", _is(()), "other sinks", "leave it out"),

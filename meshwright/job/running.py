@@ -1,8 +1,8 @@
 """The sections that say how the run lives: run, checkpoint, log."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.section import Section
 
@@ -31,20 +31,28 @@ class Run(Section):
 
 
 class Checkpoint(Section):
-    """When the full state is saved and how much of it is kept; the final weights are always saved."""
+    """When the full state is saved, beside the training, and how much is kept; at the end it always is."""
 
     every_steps: PositiveInt | None = None
     """Steps between checkpoints."""
-    every_minutes: PositiveInt | None = None
+    every_minutes: PositiveFloat | None = None
     """Minutes between checkpoints."""
     auto: bool = False
-    """Interval from the measured save cost and cluster.mtbf_hours."""
+    """As often as loses least time, from the measured cost of a save and cluster.mtbf_hours."""
     keep_last: PositiveInt = 2
     """Newest checkpoints kept."""
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this many steps are kept for good."""
     backup_to: str | None = None
-    """A second place every checkpoint is copied to."""
+    """A second place every checkpoint is copied to: a folder or any address fsspec knows, as `s3://bucket/runs`."""
+
+    @model_validator(mode="after")
+    def _one_interval(self) -> Self:
+        given = [name for name in ("every_steps", "every_minutes", "auto") if getattr(self, name)]
+        if len(given) > 1:
+            shown = " and ".join(f"checkpoint.{name} = {getattr(self, name)}" for name in given)
+            raise ValueError(f"{shown} are two intervals; keep one of them")
+        return self
 
 
 class Log(Section):

@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
 from meshwright.job import LoadedJob
+from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
@@ -34,23 +35,34 @@ _AGENTS = (signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
-    loaded: LoadedJob, nproc: int, arguments: Sequence[str], console: Console, on_end: OnEnd = lambda path: None
+    loaded: LoadedJob,
+    nproc: int,
+    arguments: Sequence[str],
+    console: Console,
+    on_end: OnEnd = lambda path: None,
+    resume: bool = False,
 ) -> RunFolder:
     """Train a job on `nproc` local ranks that run `python -m meshwright ARGUMENTS`; returns the run's folder.
 
-    What can be refused is refused before any process starts. A rank's mistake of the user is raised as UserError, its
-    crash as RankFailure, both after every process has ended.
+    What can be refused is refused before any process starts; with `resume` a folder that is there is continued. A
+    rank's mistake of the user is raised as UserError, its crash as RankFailure, both after every process has ended.
     """
     job = loaded.job
     require_layout(job, nproc)
     require_devices(job, nproc)
-    path = run_path(loaded)
-    require_room(job, path)
+    path = run_path(loaded, resume)
+    continues = resume and path.exists()
+    if not continues:
+        require_room(job, path)
     corpus = prepare_data(job, console)
     require_enough_text(job, corpus, World(torch.device("cpu")))
-    folder = create_folder(loaded, path)
+    if continues:
+        require_resumable(path, job, corpus)
+    folder = RunFolder.open(path) if continues else create_folder(loaded, path)
     logs = folder.path / "logs"
-    logs.mkdir()
+    logs.mkdir(exist_ok=True)
+    for left in [*logs.glob("*.error.json"), folder.path / STOP_FILE]:  # of an attempt that was killed
+        left.unlink(missing_ok=True)
     console.print(f"starting {nproc} ranks", highlight=False)
     try:
         _run_agent(folder.path, nproc, arguments)
@@ -59,10 +71,10 @@ def launch(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(failure.pid, signal.SIGKILL)
         cause = explain(error.failures, logs)
-        _end(folder, cause, on_end)
+        _end(folder, cause, on_end, new=not continues)
         raise cause from None
     except BaseException as error:
-        _end(folder, error, on_end)
+        _end(folder, error, on_end, new=not continues)
         raise
     _tidy(logs)
     return folder
@@ -104,9 +116,9 @@ def _run_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
             raise KeyboardInterrupt from error
 
 
-def _end(folder: RunFolder, error: BaseException, on_end: OnEnd) -> None:
-    """Close the record of a run whose ranks failed; one refused before it began leaves nothing."""
-    if isinstance(error, UserError) and not folder.events():
+def _end(folder: RunFolder, error: BaseException, on_end: OnEnd, *, new: bool) -> None:
+    """Close the record of a run whose ranks failed; a new one refused before it began leaves nothing."""
+    if new and isinstance(error, UserError) and not folder.events():
         folder.close()
         shutil.rmtree(folder.path)
         return

@@ -6,14 +6,17 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
 from meshwright.launch.provenance import describe_code, describe_environment
+
+if TYPE_CHECKING:
+    from meshwright.checkpoint import Lease
 
 State = Literal["running", "done", "stopped", "failed"]
 
@@ -30,6 +33,8 @@ class RunFolder:
         self.path = path
         self._started = datetime.fromisoformat(self.environment()["time"]).timestamp()
         self._lines: dict[str, int] = {}
+        self.lease: Lease | None = None
+        """Where set, nothing is appended once a later attempt has taken the run over."""
 
     @classmethod
     def create(cls, path: Path, raw_job: str, resolved_job: dict[str, Any], argv: list[str]) -> Self:
@@ -80,6 +85,33 @@ class RunFolder:
             raise UserError(f'"{path}" is not a run folder; give the folder that `meshwright train` printed')
         return cls(path)
 
+    def begin_attempt(self) -> "Lease":
+        """Become the one who writes here; whoever did before is fenced off."""
+        from meshwright.checkpoint import Lease
+
+        starts = [event.get("attempt", 0) for event in self.events() if event["kind"] == "start"]
+        with _disk_errors(self.path):
+            self.lease = Lease.claim(self.path, max(starts, default=-1) + 1)
+        return self.lease
+
+    def end_attempt(self) -> None:
+        """Let go of what only a running attempt needs."""
+        if self.lease is not None:
+            self.lease.give_up()
+            self.lease = None
+
+    def change_job(self, resolved_job: dict[str, Any]) -> dict[str, list[Any]]:
+        """Let the folder speak of the job as it is resumed; what differs is returned as field → [before, now]."""
+        before, now = _fields(self.job()), _fields(json.loads(_pretty(resolved_job)))
+        changed = {name: [before.get(name), now.get(name)] for name in {**before, **now}}
+        changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+        if changed:
+            draft = self.path / ".job.resolved.json.new"
+            with _disk_errors(self.path):
+                draft.write_text(_pretty(resolved_job), encoding="utf-8")
+                draft.rename(self.path / "job.resolved.json")
+        return changed
+
     def metric(self, row: dict[str, Any]) -> None:
         """Append one row of numbers."""
         self._append("metrics.jsonl", row)
@@ -106,8 +138,8 @@ class RunFolder:
             (self.path / name).write_text(text, encoding="utf-8", errors="replace")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every row of numbers so far."""
-        return list(_rows(self.path / "metrics.jsonl"))
+        """The rows of numbers so far; of steps that were made again after a restart, the later ones."""
+        return _latest(_rows(self.path / "metrics.jsonl"))
 
     def events(self) -> list[dict[str, Any]]:
         """Everything that happened so far."""
@@ -150,6 +182,8 @@ class RunFolder:
         return state
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
+        if self.lease is not None:
+            self.lease.require()
         line = json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         with _disk_errors(self.path):
             if name not in self._lines:
@@ -179,6 +213,24 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):
                 yield {key: _restored(value) for key, value in json.loads(line).items()}
+
+
+def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A new attempt begins where a checkpoint was: what earlier ones did beyond, or still do, is void."""
+    valid: list[dict[str, Any]] = []
+    current = 0
+    for row in rows:
+        attempt = row.get("attempt", 0)
+        if attempt > current:
+            current = attempt
+            valid = [earlier for earlier in valid if earlier.get("step", 0) < row.get("step", 0)]
+        if attempt == current:
+            valid.append(row)
+    return valid
+
+
+def _fields(job: dict[str, Any]) -> dict[str, Any]:
+    return {f"{section}.{name}": value for section, fields in job.items() for name, value in fields.items()}
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import load_weights, newest_weights
+from meshwright.checkpoint import load_weights, newest
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job
@@ -22,14 +22,14 @@ def generate_from_run(
     if job.model.file is not None:
         raise UserError(f"{run} trained model.file = {job.model.file}, which cannot write text; use a preset")
     target = choose_device(job)
-    weights = newest_weights(run)
+    checkpoint = newest(run)
     if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run} has no tokenizer.json (its tokens are synthetic or came without one); use another run")
     tokenizer = load_tokenizer(run / "tokenizer.json")
     with torch.device("meta"):
         model = Decoder(job.model)
     model.to_empty(device=target)
-    step = load_weights(weights, model)
+    step = load_weights(checkpoint, model)
     start = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     written = generate(
         model,

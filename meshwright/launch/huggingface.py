@@ -39,16 +39,14 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
         "batch": {"sequence_length": sequence},
     }
     count = count_parameters(shape)
+    job = Job.model_validate(sections).model_dump(mode="json")
     with whole_folder(out, 4 * count) as draft:
-        run = RunFolder.create(
-            draft, _job_file(sections), Job.model_validate(sections).model_dump(mode="json"), sys.argv
-        )
+        run = RunFolder.create(draft, _job_file(sections), job, sys.argv)
         keep_companions(folder, draft)
         if tokenizer.is_file():
             run.write("tokenizer.json", tokenizer.read_text(encoding="utf-8"))
-        path = import_weights(folder, shape, draft, _added_up(report, 4 * count))
-        run.event("import", source=str(folder.absolute()))
-        run.event("weights", step=0, path=str(path.relative_to(draft)))
+        path = import_weights(folder, shape, draft, job, _added_up(report, 4 * count))
+        run.event("import", source=str(folder.absolute()), step=0, path=str(path.relative_to(draft)))
         run.event("stop", reason="finished", step=0)
         run.close()
     return Imported(count, 4 * count)

@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from rich.console import Console
-from torch import nn
 
-from meshwright.checkpoint import save_weights
+from meshwright.checkpoint import Keeper, require_backup
 from meshwright.data import Corpus, Loader, prepare
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
+from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import gather_weights, on_rank_zero
+from meshwright.launch.gather import on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
 from meshwright.launch.signals import stop_on_signal
 from meshwright.model import count_parameters
-from meshwright.parallel import World, build, ranks_of, require_layout
+from meshwright.parallel import World, build, host_buffer, ranks_of, require_layout
 from meshwright.train import (
+    AsynchronousTraining,
     ConsoleProgress,
     Outcome,
+    Progress,
+    Recorder,
+    Training,
     choose_attention,
     choose_device,
     device_name,
@@ -37,6 +42,9 @@ from meshwright.train import (
 )
 
 OnEnd = Callable[[Path], object]
+# What an optimizer keeps for most parameters, at least.
+_MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 0}
+_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -56,26 +64,33 @@ class Stop(Protocol):
         """Asked after every step."""
 
 
-def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: None) -> Finished:
+def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: None, resume: bool = False) -> Finished:
     """Train a job in this process alone; what can be refused is refused before anything is written.
 
-    However the run ends, `on_end` is called with its folder (to write the report, which lives in a higher room).
+    With `resume` a run folder that is there is continued. However the run ends, `on_end` is called with its folder (to
+    write the report, which lives in a higher room).
     """
     job = loaded.job
     if (needed := ranks_of(job.layout)) > 1:
         raise UserError(f"layout needs {needed} ranks; add --nproc {needed} or start it with torchrun")
     require_layout(job, 1)
     world = World(choose_device(job))
-    path = run_path(loaded)
-    require_room(job, path)
+    path = run_path(loaded, resume)
+    continues = resume and path.exists()
+    if not continues:
+        require_room(job, path)
     prepare_device(job, world.device)
     corpus = prepare_data(job, console)
     require_enough_text(job, corpus, world)
-    folder = create_folder(loaded, path)
+    checkpoint, passed_over = find_checkpoint(path, world) if continues else (None, [])
+    if checkpoint is not None:
+        require_same_run(job, corpus, checkpoint)
+    folder = RunFolder.open(path) if continues else create_folder(loaded, path)
+    start = begin(folder, job, checkpoint, passed_over, console)
     print_headline(job, corpus, world, folder, console)
     try:
         with stop_on_signal() as stop:
-            outcome = train_in(folder, job, corpus, world, console, stop)
+            outcome = train_in(folder, job, corpus, world, console, stop, start)
     except BaseException as error:
         record_failure(folder, f"{type(error).__name__}: {error}", on_end)
         raise
@@ -83,25 +98,30 @@ def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: 
     return Finished(path, outcome)
 
 
-def run_path(loaded: LoadedJob) -> Path:
+def run_path(loaded: LoadedJob, resume: bool = False) -> Path:
     """Where the run will live: run.folder, or a new folder named after the job and the time."""
+    if resume and loaded.job.run.folder is None:
+        raise UserError("--resume needs run.folder, which the job does not set; set it or give the run folder as JOB")
     if loaded.job.run.folder is not None:
         return Path(loaded.job.run.folder)
     return Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def require_room(job: Job, path: Path) -> None:
-    """Refuse a run folder that is taken, first weights that are not whole, and a disk too small for the last ones."""
+    """Refuse a run folder that is taken, first weights that are not whole, a disk too small for the last checkpoint, a
+    backup out of reach."""
     RunFolder.require_free(path)
     require_start(job)
-    needed = 4 * count_parameters(job.model)
+    if job.checkpoint.backup_to is not None:
+        require_backup(job.checkpoint.backup_to)
+    needed = count_parameters(job.model) * (4 + _MOMENTS[job.optimizer.name] * _BYTES[job.precision.optimizer_states])
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise UserError(
-            f"run.folder = {path}: the disk has {free / 1e9:.2f} GB free and the weights need {needed / 1e9:.2f} GB; "
+            f"run.folder = {path}: the disk has {free / 1e9:.2f} GB free and a checkpoint takes {needed / 1e9:.2f} GB; "
             f"free space or set run.folder to another disk"
         )
 
@@ -119,47 +139,99 @@ def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
     return folder
 
 
-def train_in(folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop) -> Outcome:
-    """Build, train and save the weights; only rank 0 has a folder, the others keep silent."""
-    loader = training_loader(job, corpus, world)
+def train_in(
+    folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, start: Start
+) -> Outcome:
+    """Build, train and save the state; only rank 0 has a folder, the others keep silent."""
+    loader = training_loader(job, corpus, world, start.position)
     try:
         with memory_errors_explained(job, world.device):
             loader.start()
-            outcome, whole = _train_and_gather(folder, job, corpus, world, console, stop, loader)
+            outcome = _build_and_train(folder, job, corpus, world, console, stop, start, loader)
     finally:
         loader.close()
 
-    def save() -> None:
+    def end() -> None:
         assert folder is not None
-        saved = save_weights(folder.path, outcome.step, whole)
-        folder.event("weights", step=outcome.step, path=str(saved.relative_to(folder.path)))
         stop()  # where another rank was asked first, the reason may have arrived here by now
         memory = {"peak_memory_bytes": outcome.peak_memory_bytes, "steady_memory_bytes": outcome.steady_memory_bytes}
         folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal, **memory)
+        folder.end_attempt()
 
-    on_rank_zero(world, save)
+    on_rank_zero(world, end)
     return outcome
 
 
-def _train_and_gather(
-    folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, loader: Loader
-) -> tuple[Outcome, dict[str, nn.Parameter]]:
-    """The run itself, and on rank 0 the weights it ended with."""
-    kernels = choose_attention(job, world)
-    engine, weights = build(job, world)
+def _train(
+    training: Training | AsynchronousTraining,
+    job: Job,
+    world: World,
+    start: Start,
+    recorder: Recorder,
+    progress: Progress,
+    stop: Stop,
+    loader: Loader,
+) -> Outcome:
+    """From the first weights or a checkpoint to the last step, which is saved."""
+    keeper = Keeper(
+        job,
+        start.lease,
+        recorder.event,
+        progress.message,
+        lambda size: host_buffer(size, torch.uint8, world.device),
+        rank=world.rank,
+        ranks=world.size,
+        sums=world.sum_over_world,
+        saved_step=None if start.checkpoint is None else start.checkpoint.facts.step,
+    )
+    training.attempt = start.lease.attempt
+    training.keep(keeper)
+    if start.checkpoint is not None:
+        training.resume(start.checkpoint)
+    try:
+        outcome = training.run(stop, loader)
+    except Exception:
+        keeper.abandon()
+        raise
+    keeper.finish(outcome.step, training.capture)
+    return outcome
+
+
+def _build_and_train(
+    folder: RunFolder | None,
+    job: Job,
+    corpus: Corpus,
+    world: World,
+    console: Console,
+    stop: Stop,
+    start: Start,
+    loader: Loader,
+) -> Outcome:
+    kernels = choose_attention(job, world, _attention_of(folder))
+    engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world)
     if folder is None:
         silent = _Silent()
-        outcome = make_training(job, corpus, engine, weights, silent, silent, world).run(stop, loader)
-    else:
-        if corpus.tokenizer is not None:
-            folder.write("tokenizer.json", corpus.tokenizer.to_json())
-        if kernels is not None:
-            folder.event("attention", **kernels)
-        with ConsoleProgress(job, console) as progress:
-            training = make_training(job, corpus, engine, weights, folder, progress, world)
-            training.watch_memory(folder.memory)
-            outcome = training.run(stop, loader)
-    return outcome, gather_weights(weights, world)
+        training = make_training(job, corpus, engine, weights, silent, silent, world)
+        return _train(training, job, world, start, silent, silent, stop, loader)
+    if corpus.tokenizer is not None:
+        folder.write("tokenizer.json", corpus.tokenizer.to_json())
+    if kernels is not None:
+        folder.event("attention", **kernels)
+    with ConsoleProgress(job, console) as progress:
+        training = make_training(job, corpus, engine, weights, folder, progress, world)
+        training.watch_memory(folder.memory)
+        return _train(training, job, world, start, folder, progress, stop, loader)
+
+
+def _attention_of(folder: RunFolder | None) -> dict[str, Any] | None:
+    """What an earlier attempt of a run chose, as it recorded it."""
+    chosen = [event for event in folder.events() if event["kind"] == "attention"] if folder else []
+    return {name: chosen[-1][name] for name in ("kernel", "groups", "milliseconds")} if chosen else None
+
+
+def _without_first_weights(job: Job) -> Job:
+    """A resumed run needs the folder it once started from no more."""
+    return job.model_copy(update={"model": job.model.model_copy(update={"init_from": None})})
 
 
 def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
@@ -167,6 +239,7 @@ def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
     # Where the failure is a full disk these writes fail too; the first error is the one the user must see.
     with contextlib.suppress(UserError):
         folder.event("stop", reason="failed", error=error)
+        folder.end_attempt()
         on_end(folder.path)
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.console import Console
 
+from meshwright.checkpoint import Lease
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
+from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run
 from meshwright.launch.devices import with_own_device
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import SharedRefusal, on_rank_zero
+from meshwright.launch.gather import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.launch.local import (
     Finished,
     OnEnd,
@@ -37,21 +39,31 @@ STOP_FILE = "logs/stop"
 """In that folder: holds a signal's name once the launcher was asked to stop."""
 
 
-def run_rank(loaded: LoadedJob, place: Place, console: Console, on_end: OnEnd = lambda path: None) -> Finished:
-    """Train a job as one of its ranks; rank 0 alone prepares, prints, records and saves."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Set by torch's agents: how often they have started these ranks again."""
+
+
+def run_rank(
+    loaded: LoadedJob, place: Place, console: Console, on_end: OnEnd = lambda path: None, resume: bool = False
+) -> Finished:
+    """Train a job as one of its ranks; rank 0 alone prepares, prints and records, each saves its share.
+
+    Ranks that their agent has started again resume, whatever was asked for.
+    """
     try:
         require_layout(loaded.job, place.size)
     except UserError as error:
         raise SharedRefusal(str(error)) from None
     launched_in = os.environ.get(RUN_FOLDER)
+    resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
     job = with_own_device(loaded.job, place)
     device = choose_device(job)
     prepare_device(job, device)
     world = join_world(job, device)
-    corpus, folder = _open(loaded, job, world, console, launched_in)
+    corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
     try:
         with _stop(launched_in) as stop:
-            outcome = train_in(folder, job, corpus, world, console, stop)
+            outcome = train_in(folder, job, corpus, world, console, stop, start)
     except BaseException as error:
         if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
             record_failure(folder, f"{type(error).__name__}: {error}", on_end)
@@ -60,26 +72,41 @@ def run_rank(loaded: LoadedJob, place: Place, console: Console, on_end: OnEnd = 
         on_end(folder.path)
     # Only now: after a failure the connections must outlive what this rank has to say about it.
     dist.destroy_process_group()
-    return Finished(folder.path if folder else run_path(loaded), outcome)
+    return Finished(start.lease.run, outcome)
 
 
 def _open(
-    loaded: LoadedJob, job: Job, world: World, console: Console, launched_in: str | None
-) -> tuple[Corpus, RunFolder | None]:
-    """Rank 0 prepares data and folder, then the others find the data in the cache."""
+    loaded: LoadedJob, job: Job, world: World, console: Console, launched_in: str | None, resume: bool
+) -> tuple[Corpus, RunFolder | None, Start]:
+    """Rank 0 prepares data and folder, then the others find the data in the cache and all a checkpoint to resume."""
 
-    def prepare_all() -> tuple[Corpus, RunFolder]:
-        path = Path(launched_in) if launched_in else run_path(loaded)
-        if launched_in is None:
+    def prepare_all() -> tuple[Corpus, Path, bool]:
+        path = Path(launched_in) if launched_in else run_path(loaded, resume)
+        continues = resume and path.exists()
+        if launched_in is None and not continues:
             require_room(job, path)
         corpus = prepare_data(job, console)
         require_enough_text(job, corpus, world)
-        folder = RunFolder.open(path) if launched_in else create_folder(loaded, path)
-        print_headline(job, corpus, world, folder, console)
-        return corpus, folder
+        return corpus, path, continues
 
     prepared = on_rank_zero(world, prepare_all)
-    return prepared if prepared is not None else (prepare_data(job, console), None)
+    corpus = prepared[0] if prepared is not None else prepare_data(job, console)
+    path, continues = from_rank_zero(world, prepared[1:] if prepared is not None else (Path(), False))
+    checkpoint, passed_over = find_checkpoint(path, world) if continues else (None, [])
+
+    def open_folder() -> tuple[RunFolder, Start]:
+        if checkpoint is not None:
+            require_same_run(job, corpus, checkpoint)
+        folder = RunFolder.open(path) if launched_in or continues else create_folder(loaded, path)
+        start = begin(folder, job, checkpoint, passed_over, console)
+        print_headline(job, corpus, world, folder, console)
+        return folder, start
+
+    opened = on_rank_zero(world, open_folder)
+    attempt = from_rank_zero(world, opened[1].lease.attempt if opened is not None else 0)
+    if opened is not None:
+        return corpus, *opened
+    return corpus, None, Start(Lease(path, attempt), checkpoint)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from meshwright.parallel.apply import build
 from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.held import held_gradients, held_parameters
-from meshwright.parallel.host import Traffic, take_traffic
+from meshwright.parallel.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.layout import axes, is_asynchronous, ranks_of, require_layout, table_of
 from meshwright.parallel.offload import OffloadedWeights, update
 from meshwright.parallel.pieces import Piece
@@ -32,6 +32,7 @@ __all__ = [
     "held_gradients",
     "held_parameters",
     "holdings_of_rank",
+    "host_buffer",
     "is_asynchronous",
     "join_world",
     "ranks_of",

@@ -57,6 +57,7 @@ class Reduction:
     def __init__(self, masters: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
         self._group, self._after = group, layout.compress_after
         self._step = self._after + 1
+        self.replica, self.replicas = dist.get_rank(group), dist.get_world_size(group)
         limit_bytes = int(layout.bucket_mb * 1e6)
         self._uncompressed = [Plain(slices) for slices in cut(masters, limit_bytes)]
         self._buckets: list[Bucket] = []
@@ -117,8 +118,11 @@ class CompressedWeights:
         self._inner = inner
         self.masters = inner.masters
         self.reduction = Reduction(self.masters, layout, group)
-        replicas = dist.get_world_size(group)
-        self._pieces = {name: replace(p, copies=p.copies * replicas) for name, p in inner.pieces().items()}
+        replicas, replica = dist.get_world_size(group), dist.get_rank(group)
+        self._pieces = {
+            name: replace(p, copies=p.copies * replicas, holder=p.holder + p.copies * replica)
+            for name, p in inner.pieces().items()
+        }
 
     def begin_micro_batch(self, last: bool) -> None:
         """As without compression."""

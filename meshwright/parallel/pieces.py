@@ -23,6 +23,17 @@ class Piece:
     """Of the whole parameter, without padding."""
     copies: int
     """How many ranks hold this same piece."""
+    holder: int = 0
+    """Which of those ranks this one is."""
+
+    def box(self) -> tuple[slice, ...]:
+        """The piece as slices of the whole, without padding: whatever cut it, its rows and columns are neighbours."""
+        rows = _run(self.rows)
+        inside = slice(min(rows.start, self.shape[0]), min(rows.stop, self.shape[0]))
+        if len(self.shape) == 1:
+            return (inside,)
+        columns = slice(0, self.shape[1]) if self.columns is None else _run(self.columns)
+        return inside, columns, *(slice(0, size) for size in self.shape[2:])
 
     def take(self, whole: Tensor) -> Tensor:
         """The piece's values out of a whole tensor; padding rows become zero."""
@@ -45,23 +56,32 @@ def piece_of(parameter: Tensor, shape: tuple[int, ...]) -> Piece:
     """The piece a parameter's local tensor is, for the unpadded `shape` of the whole."""
     rows = torch.arange(parameter.shape[0])
     columns = torch.arange(parameter.shape[1]) if parameter.dim() > 1 else None
-    whole_columns, copies = True, 1
+    whole_columns, copies, holder = True, 1, 0
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         # The innermost axis (tensor parallelism) cut first; data parallelism then cut what that left.
         for axis in reversed(range(mesh.ndim)):
             size, place = mesh.size(axis), mesh.get_local_rank(axis)
             if isinstance(placements[axis], Replicate):
+                holder += copies * place
                 copies *= size
             elif cast(Shard, placements[axis]).dim == 0:
                 rows = _chunk(rows, size, place)
             else:
                 assert columns is not None
                 columns, whole_columns = _chunk(columns, size, place), False
-    return Piece(rows, None if whole_columns else columns, shape, copies)
+    return Piece(rows, None if whole_columns else columns, shape, copies, holder)
 
 
 def _chunk(index: Tensor, count: int, place: int) -> Tensor:
     """The place-th of torch.chunk's pieces, empty past the last one: uneven shards are cut this way everywhere."""
     chunks = index.chunk(count)
     return chunks[place] if place < len(chunks) else index[:0]
+
+
+def _run(index: Tensor) -> slice:
+    if not len(index):
+        return slice(0, 0)
+    first, last = int(index[0]), int(index[-1])
+    assert last - first + 1 == len(index), "a shard's rows and columns are neighbours"
+    return slice(first, last + 1)

@@ -10,7 +10,7 @@ from meshwright.train.device import (
     prepare_device,
 )
 from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import require_enough_text, training_loader
+from meshwright.train.feed import fingerprint, require_enough_text, training_loader
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
@@ -39,6 +39,7 @@ __all__ = [
     "device_peak_flops",
     "emulated_format",
     "evaluate",
+    "fingerprint",
     "generate",
     "learning_rate",
     "make_training",

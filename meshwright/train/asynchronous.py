@@ -24,11 +24,13 @@ LONGEST_WINDOW = 100
 """Steps after which the pipeline is emptied even where nothing asks for it, so that a stop is noticed."""
 
 
-def windows(job: Job) -> Iterator[range]:
-    """The run's steps cut where the pipeline empties: at evaluations, at the end, and every LONGEST_WINDOW steps."""
-    first = 1
-    for step in range(1, job.run.steps + 1):
-        if evaluation_due(job, step) or step == job.run.steps or step - first + 1 == LONGEST_WINDOW:
+def windows(job: Job, done: int = 0) -> Iterator[range]:
+    """The steps still to be made, cut where the pipeline empties: at evaluations, at checkpoints by step, at the end,
+    and every LONGEST_WINDOW steps."""
+    first, every = done + 1, job.checkpoint.every_steps
+    for step in range(first, job.run.steps + 1):
+        ends = evaluation_due(job, step) or step == job.run.steps or (every is not None and step % every == 0)
+        if ends or step - first + 1 == LONGEST_WINDOW:
             yield range(first, step + 1)
             first = step + 1
 
@@ -37,11 +39,12 @@ class AsynchronousTraining(TrainingRun[PipeDream]):
     """One stage's run; a step's row is written when its backward reaches rank 0, the last to see it."""
 
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
-        for window in windows(self.job):
+        for window in windows(self.job, self.outcome.step):
             stopping = self._agree(self._run_window(window, data), stop)
             last = window[-1]
             if evaluation_due(self.job, last):
                 self._evaluate(last)
+            self._save_if_due(last)
             if stopping:
                 self.outcome.reason = "interrupted" if last < self.job.run.steps else "finished"
                 break
@@ -81,7 +84,9 @@ class AsynchronousTraining(TrainingRun[PipeDream]):
         """Bring rank 0's losses and norms to the others, which record them; true when some rank was asked to stop."""
         leads = self.world.rank == 0
         told = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
-        *known, stopping = self.world.sum_over_world([*(told if leads else [0.0] * len(told)), float(stop())])
+        sums = self.world.sum_over_world([*self._ballot(), *(told if leads else [0.0] * len(told)), float(stop())])
+        ballots, known, stopping = sums[:3], sums[3:-1], sums[-1]
+        self._count(ballots)
         if not leads:
             for numbers, loss, norm in zip(steps, known[::2], known[1::2], strict=True):
                 self._record(replace(numbers, loss=loss, norm=norm))

@@ -1,19 +1,24 @@
 """The two streams a run reads: training steps from a position on, and the held-out batches."""
 
+import hashlib
 from collections.abc import Iterator
 
 from meshwright.data import Batch, Corpus, Loader, validation_batches
 from meshwright.job import Job
 from meshwright.parallel import World
 
+LOOKS, LOOK_TOKENS = 64, 64
 
-def training_loader(job: Job, corpus: Corpus, world: World) -> Loader:
-    """This rank's part of every step in the job's order; refuses text too short for one sequence."""
+
+def training_loader(job: Job, corpus: Corpus, world: World, position: int = 0) -> Loader:
+    """This rank's part of every step in the job's order, from a sample of the global stream on; refuses text too short
+    for one sequence."""
     return Loader(
         corpus.train,
         seed=job.run.seed,
         sequence_length=job.batch.sequence_length,
         global_batch=job.batch.global_batch,
+        position=position,
         workers=job.data.workers,
         prefetch=job.data.prefetch,
         pin_memory=world.device.type == "cuda",
@@ -49,3 +54,13 @@ def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
     training_loader(job, corpus, world)
     if evaluates(job):
         held_out_batches(job, corpus)
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """Tells whether two corpora have the same training tokens, by their number and looks at places all over them."""
+    store = corpus.train
+    digest = hashlib.sha256(str(len(store)).encode())
+    for look in range(LOOKS):
+        start = look * len(store) // LOOKS
+        digest.update(store.read(start, min(len(store), start + LOOK_TOKENS)).tobytes())
+    return digest.hexdigest()[:16]

@@ -20,11 +20,12 @@ REPEATS = 3
 def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None = None) -> dict[str, Any] | None:
     """Have plain causal attention run by the fastest kernel from now on; what was chosen and how long each took.
 
+    What rank 0 remembers from an earlier attempt is taken again instead.
     None where there is nothing to choose: on a CPU, in fp32, and with masks that only one kernel knows.
     """
     if world.device.type != "cuda" or DTYPES[job.precision.compute].itemsize != 2 or job.data.mask_documents:
         return None
-    chosen = remembered or _agreed(_measured(job, world.device) if world.rank == 0 else None, world)
+    chosen = _agreed(remembered or _measured(job, world.device) if world.rank == 0 else None, world)
     kernel, groups = chosen["kernel"], chosen["groups"]
     torch.backends.cuda.enable_cudnn_sdp(kernel != "flash")
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")

@@ -19,11 +19,12 @@ class Training(TrainingRun[Engine]):
     """The usual way: all ranks make a step together."""
 
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
-        for step in range(1, self.job.run.steps + 1):
+        for step in range(self.outcome.step + 1, self.job.run.steps + 1):
             with self._watched(step):
                 stopping = self._step(step, data, stop)
             if evaluation_due(self.job, step):
                 self._evaluate(step)
+            self._save_if_due(step)
             if stopping:
                 self.outcome.reason = "interrupted" if step < self.job.run.steps else "finished"
                 break
@@ -39,8 +40,8 @@ class Training(TrainingRun[Engine]):
             self.weights.reduction.begin(step)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
         # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
-        scaled_loss, squares, stopping = self.world.sum_over_world(
-            [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop())]
+        scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
+            [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
         )
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
@@ -56,6 +57,7 @@ class Training(TrainingRun[Engine]):
             torch.cuda.synchronize(self.device)
         step_s = time.perf_counter() - started
         self._record(StepNumbers(step, loss_value, norm_value, rate, data_wait_s, step_s))
+        self._count(ballots)
         return stopping > 0
 
     def _watched(self, step: int) -> AbstractContextManager[None]:

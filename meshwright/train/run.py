@@ -5,9 +5,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any, Generic, Literal, TypeVar, cast
 
+from meshwright.checkpoint import Checkpoint, Keeper, State
 from meshwright.data import Corpus, Loader, Step
 from meshwright.errors import UserError
 from meshwright.job import Job
@@ -15,7 +17,7 @@ from meshwright.model import Decoder, count_parameters, flops_per_token
 from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, World, take_traffic
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import evaluates, held_out_batches, training_loader
+from meshwright.train.feed import evaluates, fingerprint, held_out_batches, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
@@ -23,6 +25,7 @@ from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.scaling import LossScale
+from meshwright.train.state import capture, restore
 
 FLOPS_CONVENTION = "6·P_matmul + 12·L·S·A per token (full attention, no recompute)"
 
@@ -82,6 +85,12 @@ class TrainingRun(ABC, Generic[E]):
         self.flops_per_token = _flops_per_token(job, "full")
         self.peak_flops = device_peak_flops(job, self.device)
         self.outcome = Outcome()
+        self.attempt = 0
+        """How often the run was begun before."""
+        self.position = 0
+        """Samples of the global stream this run has used."""
+        self._keeper: Keeper | None = None
+        self._resumed_step = 0
         self._throughputs: list[float] = []
         self._gauge = MemoryGauge(self.device)
         self._curve: MemoryCurve | None = None
@@ -92,6 +101,24 @@ class TrainingRun(ABC, Generic[E]):
             self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank, record
         )
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokens the run is trained on."""
+        return fingerprint(self.corpus)
+
+    def keep(self, keeper: Keeper) -> None:
+        """Have checkpoints saved on the way."""
+        self._keeper = keeper
+
+    def capture(self) -> State:
+        """This rank's share of the state after the last step."""
+        return capture(self)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint instead of from the first weights."""
+        restore(self, checkpoint)
+        self._resumed_step = checkpoint.facts.step
+
     @abstractmethod
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
         """Make all steps and the evaluations between them, unless asked to stop."""
@@ -99,10 +126,11 @@ class TrainingRun(ABC, Generic[E]):
     def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | None = None) -> Outcome:
         """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
         self._record_start()
-        loader = loader or training_loader(self.job, self.corpus, self.world)
+        loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
         try:
             with collected_by_schedule():
-                self._evaluate(0)
+                if self._resumed_step == 0:
+                    self._evaluate(0)
                 self._train(iter(loader), stop)
         finally:
             loader.close()
@@ -118,26 +146,41 @@ class TrainingRun(ABC, Generic[E]):
         """The next step's data, and how long it kept us waiting."""
         take_traffic()  # what moved before, in an evaluation, is no step's
         started = time.perf_counter()
-        return next(data), time.perf_counter() - started
+        given = next(data)
+        self.position += self.job.batch.global_batch
+        return given, time.perf_counter() - started
+
+    def _ballot(self) -> list[float]:
+        """What this rank has to say of checkpoints, for the sums all ranks make in a step."""
+        return [0.0, 0.0, 0.0] if self._keeper is None else self._keeper.ballot()
+
+    def _count(self, ballots: list[float]) -> None:
+        if self._keeper is not None:
+            self._keeper.count(ballots)
+
+    def _save_if_due(self, step: int) -> None:
+        if self._keeper is not None:
+            self._keeper.after_step(step, self.capture)
 
     def _record(self, numbers: StepNumbers) -> None:
         """Write a step's row and remember it as the last."""
         step, job = numbers.step, self.job
         tokens_per_s = job.tokens_per_step / numbers.step_s
-        if step > 1:  # the first step pays for allocation and compilation
+        made = step - self._resumed_step
+        if made > 1:  # the first step pays for allocation and compilation
             self._throughputs.append(tokens_per_s)
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "loss": numbers.loss,
             "grad_norm": numbers.norm,
             "lr": numbers.rate,
-            "tokens": step * job.tokens_per_step,
+            "tokens": self.outcome.tokens + job.tokens_per_step,
             "tokens_per_s": tokens_per_s,
             "mfu": self._mfu(tokens_per_s),
             "data_wait_s": numbers.data_wait_s,
             "step_s": numbers.step_s,
-            "memory_bytes": self._gauge.after_step(step),
-            "attempt": 0,
+            "memory_bytes": self._gauge.after_step(made),
+            "attempt": self.attempt,
         }
         if job.memory.offload:
             row |= {f"offload_{name}": value for name, value in asdict(take_traffic()).items()}
@@ -145,7 +188,7 @@ class TrainingRun(ABC, Generic[E]):
             row |= {"sent_bytes": sent.bytes, "compression_ratio": sent.ratio}
         if self.scaling.dynamic:
             row |= {"loss_scale": self.scaling.scale, "skipped_steps": self.scaling.skipped}
-        self.outcome.step, self.outcome.loss, self.outcome.tokens = step, numbers.loss, step * job.tokens_per_step
+        self.outcome.step, self.outcome.loss, self.outcome.tokens = step, numbers.loss, row["tokens"]
         self.recorder.metric(row)
         self.progress.step(row)
         collect_if_due(step)
@@ -170,7 +213,7 @@ class TrainingRun(ABC, Generic[E]):
         self.outcome.val_loss = val_loss
         if self.outcome.first_val_loss is None:
             self.outcome.first_val_loss = val_loss
-        self.recorder.metric({"step": step, "val_loss": val_loss, "attempt": 0})
+        self.recorder.metric({"step": step, "val_loss": val_loss, "attempt": self.attempt})
         self.progress.evaluation(step, val_loss)
         # A model cut over ranks gives losses, not logits to draw text from; `generate` reads the saved weights.
         if step and math.isfinite(val_loss) and self.world.size == 1:
@@ -206,6 +249,8 @@ class TrainingRun(ABC, Generic[E]):
             "gpu_peak_flops": self.peak_flops,
             "tokens_per_step": self.job.tokens_per_step,
             "accumulation": self.job.accumulation,
+            "attempt": self.attempt,
+            "step": self._resumed_step,
         }
         self.recorder.event("start", **start)
 

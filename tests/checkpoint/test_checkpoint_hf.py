@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import Export, load_weights, newest_weights
+from meshwright.checkpoint import Export, load_weights, newest
 from meshwright.job import Job, load_job, model_from_hf_config
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.huggingface import export_run, import_folder
@@ -24,7 +24,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def decoder_of(run: Path) -> Decoder:
     decoder = Decoder(Job.model_validate(RunFolder.open(run).job()).model)
-    assert load_weights(newest_weights(run), decoder) == 0
+    assert load_weights(newest(run), decoder) == 0
     return decoder
 
 
@@ -45,7 +45,7 @@ def test_import_and_export_keep_every_bit_and_the_logits(
     before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    first, second = (load_file(newest_weights(tmp_path / run)) for run in ("run", "again"))
+    first, second = (load_file(newest(tmp_path / run).path / "model.safetensors") for run in ("run", "again"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
     ours = decoder_of(tmp_path / "run")
@@ -98,7 +98,8 @@ def test_large_models_are_cut_into_shards(tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in original.state_dict().items())
     import_folder(tmp_path / "out", tmp_path / "again")
-    assert newest_weights(tmp_path / "again").read_bytes() == newest_weights(tmp_path / "run").read_bytes()
+    again, first = (newest(tmp_path / run).path / "model.safetensors" for run in ("again", "run"))
+    assert again.read_bytes() == first.read_bytes()
 
 
 def test_tokenizer_and_generation_settings_travel_with_the_weights(tmp_path: Path) -> None:

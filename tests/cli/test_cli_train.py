@@ -17,7 +17,7 @@ def test_a_run_leaves_a_folder_that_is_complete_in_itself(cli, tiny_job: Path) -
     metrics, events = rows(run / "metrics.jsonl"), rows(run / "events.jsonl")
     assert [row["step"] for row in metrics if "loss" in row] == list(range(1, 11))
     assert [row["step"] for row in metrics if "val_loss" in row] == [0, 5, 10]
-    assert [event["kind"] for event in events] == ["start", "weights", "stop"]
+    assert [event["kind"] for event in events] == ["start", "checkpoint", "stop"]
     assert events[-1]["reason"] == "finished"
     assert (run / "job.toml").read_text().endswith("# --set run.seed=3\n")
     assert json.loads((run / "job.resolved.json").read_text())["run"]["seed"] == 3

@@ -74,7 +74,8 @@ def test_a_recipe_is_found_by_name() -> None:
         ('[memory]\nrecompute = "often"', [], 'memory.recompute = often is not allowed; it should be "none", '),
         ("[memory]\nrecompute = {every = 0}", [], "memory.recompute = {every = 0} is not allowed; it should be"),
         ("", ["memory.recompute={budget=3}"], "memory.recompute = {budget = 3} is not allowed; it should be"),
-        ("[checkpoint]\nevery_steps = 5", [], "checkpoint.every_steps = 5 is not implemented yet"),
+        ("[checkpoint]\nevery_steps = 5\nauto = true", [], "checkpoint.every_steps = 5 and checkpoint.auto = True are"),
+        ("[checkpoint]\nauto = true", [], "checkpoint.auto = true needs cluster.mtbf_hours"),
         ("[run]\nmax_restarts = 2", [], "run.max_restarts = 2 is not implemented yet (restarts); set it to 0 for now"),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint import newest
+
 ENDLESS = ["run.steps=100000", "evaluation.every_steps=0", "layout.dp_replicate=2", "data.cache=cache"]
 
 
@@ -108,7 +110,7 @@ def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
     job = json.loads((run / "job.resolved.json").read_text())
     assert job["evaluation"]["sample_prompt"] == "$$x"
     assert stop_event(run)["reason"] == "finished"
-    assert (run / "checkpoints/step-00000010/model.safetensors").is_file() and (run / "report.html").is_file()
+    assert newest(run).facts.step == 10 and (run / "report.html").is_file()
     assert left_over(run) == []
 
 
@@ -153,7 +155,7 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
     assert left_over(run) == []
 
 
-def test_ctrl_c_ends_all_ranks_at_one_step_with_weights(tiny_job: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
     wait_for_steps(process, run)
@@ -162,5 +164,16 @@ def test_ctrl_c_ends_all_ranks_at_one_step_with_weights(tiny_job: Path, tmp_path
     assert process.returncode == 130 and "Traceback" not in err, err
     event = stop_event(run)
     assert event["reason"] == "interrupted" and event["signal"] == "SIGINT"
-    assert (run / f"checkpoints/step-{event['step']:08d}/model.safetensors").is_file()
+    assert newest(run).facts.step == event["step"]
     assert left_over(run) == []
+
+    (run / "logs").mkdir()
+    (run / "logs/stop").write_text("SIGINT")  # as a launcher that was killed leaves it
+    last = event["step"] + 2
+    process = start(tmp_path, "train", "run", "--resume", "--set", f"run.steps={last}", "--nproc", "2", "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert json.loads(out)["step"] == newest(run).facts.step == last
+    assert f"resuming from step {event['step']} (attempt 1)" in err
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["attempt"]) for row in rows][-3:] == [(last - 2, 0), (last - 1, 1), (last, 1)]

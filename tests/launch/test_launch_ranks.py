@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from safetensors.torch import load_file
-from torch import nn
 
 from meshwright import parallel
+from meshwright.checkpoint import newest
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.launch.devices import require_devices, with_own_device
-from meshwright.launch.gather import gather_weights
 from meshwright.launch.local import run_local
 from meshwright.launch.ranks import Place, find_place, first_host, slurm_variables
 from meshwright.launch.worker import run_rank
-from meshwright.parallel import Piece, World, join_world
 from meshwright.verify.ranks import run_ranks
 
 STEP = {
@@ -94,12 +90,13 @@ def test_ranks_that_something_else_started_train_what_one_process_trains(
     run_local(load_job("job.toml", [*settings, "run.folder=alone"]), Console(quiet=True))
     layout = ["layout.dp_shard=2", "layout.zero=2", "layout.tp=2"]
     assert run_ranks(_train, 4, *settings, *layout) == [("finished", 10)] * 4
-    alone, ranks = (load_file(f"{folder}/checkpoints/step-00000010/model.safetensors") for folder in ("alone", "run"))
-    assert alone.keys() == ranks.keys()
-    for name, weight in alone.items():
-        torch.testing.assert_close(ranks[name], weight, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name} {text}")
+    alone, ranks = (newest(Path(folder)) for folder in ("alone", "run"))
+    assert alone.names("model/") == sorted(ranks.names("model/"), key=alone.names().index)
+    for name in alone.names("model/"):
+        own, other = ranks.whole(name), alone.whole(name)
+        torch.testing.assert_close(own, other, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name} {text}")
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == ["start", "weights", "stop"]
+    assert [event["kind"] for event in events] == ["start", "checkpoint", "stop"]
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 13, "one rank records, the others are silent"
 
 
@@ -118,44 +115,6 @@ def test_what_rank_0_refuses_every_rank_refuses(
     told = run_ranks(_refusal, 2, "layout.dp_replicate=2", "run.folder=corpus", "data.cache=cache")
     assert told[0] == told[1] and "run.folder" in told[0]
     assert "layout" in run_ranks(_refusal, 2, "data.cache=cache")[1], "two ranks for a layout of one"
-
-
-class _Rows:
-    """Two shards of a table with a padding row, kept by two replicas; and a vector cut by columns of nothing."""
-
-    def __init__(self, world: World) -> None:
-        part = world.axis_rank("dp_shard")
-        rows = torch.arange(3) + 3 * part
-        self.table = Piece(rows, None, (5, 4), 2)
-        self.matrix = Piece(torch.arange(2), torch.arange(2) + 2 * part, (2, 4), 2)
-        self.vector = Piece(torch.arange(3) if part == 0 else torch.arange(0), None, (3,), 2)
-        self.masters = {
-            "table": nn.Parameter(rows[:, None] * 10.0 + torch.arange(4)),
-            "matrix": nn.Parameter(torch.arange(2)[:, None] * 10.0 + self.matrix.columns),
-            "vector": nn.Parameter(self.vector.rows * 1.0),
-        }
-
-    def pieces(self) -> dict[str, Piece]:
-        return {"table": self.table, "matrix": self.matrix, "vector": self.vector}
-
-
-def _gather() -> dict[str, torch.Tensor]:
-    layout = ["layout.dp_shard=2", "layout.dp_replicate=2", "layout.zero=1", "batch.micro_batch=1"]
-    world = join_world(load_job("job.toml", layout).job, torch.device("cpu"))
-    whole = gather_weights(_Rows(world), world)  # type: ignore[arg-type]
-    dist.barrier()
-    return {name: weight.detach() for name, weight in whole.items()}
-
-
-def test_rank_0_gathers_whole_weights_of_uneven_pieces(
-    tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    gathered = run_ranks(_gather, 4)
-    assert gathered[1:] == [{}, {}, {}]
-    assert torch.equal(gathered[0]["table"], torch.arange(5)[:, None] * 10.0 + torch.arange(4))
-    assert torch.equal(gathered[0]["matrix"], torch.arange(2)[:, None] * 10.0 + torch.arange(4))
-    assert torch.equal(gathered[0]["vector"], torch.arange(3) * 1.0)
 
 
 def test_data_workers_are_forked_before_there_are_weights_to_copy(

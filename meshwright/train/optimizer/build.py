@@ -24,21 +24,21 @@ class Together:
     """Several optimizers over different masters as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        self._parts = parts
+        self.parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all of them."""
-        return [group for part in self._parts for group in part.param_groups]
+        return [group for part in self.parts for group in part.param_groups]
 
     @property
     def state(self) -> Mapping[Any, Any]:
         """The states of all of them, by parameter."""
-        return {master: state for part in self._parts for master, state in part.state.items()}
+        return {master: state for part in self.parts for master, state in part.state.items()}
 
     def step(self) -> None:
         """Update every master that has a gradient."""
-        for part in self._parts:
+        for part in self.parts:
             part.step()
 
 
@@ -91,6 +91,11 @@ def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, s
     factor = limit / (norm + 1e-6) if limit > 0 and not norm <= limit else 1.0
     if factor / scale != 1.0:
         torch._foreach_mul_([p.grad for p in masters if p.grad is not None], factor / scale)
+
+
+def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that one is made of."""
+    return optimizer.parts if isinstance(optimizer, Together) else [optimizer]
 
 
 def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

@@ -103,18 +103,9 @@ class Holders:
 
 
 def span_of(piece: Piece) -> Span:
-    """The rows and columns of the whole matrix that a piece is; shards are runs of neighbours. Padding is left out."""
-    rows, columns = _run(piece.rows), piece.columns
-    inside = slice(min(rows.start, piece.shape[0]), min(rows.stop, piece.shape[0]))
-    return inside, slice(0, piece.shape[1]) if columns is None else _run(columns)
-
-
-def _run(index: Tensor) -> slice:
-    if not len(index):
-        return slice(0, 0)
-    first, last = int(index[0]), int(index[-1])
-    assert last - first + 1 == len(index), "a shard's rows and columns are neighbours"
-    return slice(first, last + 1)
+    """The rows and columns of the whole matrix that a piece is. Padding is left out."""
+    rows, columns = piece.box()
+    return rows, columns
 
 
 def _entries(span: Span) -> int:

@@ -1,0 +1,47 @@
+"""When a checkpoint is due: after so many steps, so many minutes, or as often as pays."""
+
+import math
+import time
+
+from meshwright.job.running import Checkpoint as Settings
+
+FIRST_AUTO_S = 60.0
+"""auto: the first save comes after this time; what it costs sets the interval from then on."""
+
+
+def best_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """The interval that loses least to saving and to repeating: √(2 · cost · mean time between failures).
+
+    Young (CACM 17, 1974) and, to first order, Daly (FGCS 22, 2006).
+    """
+    return math.sqrt(2.0 * cost_s * mtbf_s)
+
+
+class Interval:
+    """Asked on every rank for steps, which all see alike, and on rank 0 for time."""
+
+    def __init__(self, settings: Settings, mtbf_s: float | None) -> None:
+        self._settings, self._mtbf_s = settings, mtbf_s
+        self._last = time.monotonic()
+        self._auto_s = FIRST_AUTO_S
+
+    def due_at(self, step: int) -> bool:
+        """Whether a checkpoint follows this step by its number."""
+        every = self._settings.every_steps
+        return every is not None and step % every == 0
+
+    def due_by_time(self) -> bool:
+        """Whether the time since the last save is up."""
+        waited_s = time.monotonic() - self._last
+        if self._settings.every_minutes is not None:
+            return waited_s >= 60.0 * self._settings.every_minutes
+        return self._settings.auto and waited_s >= self._auto_s
+
+    def saved(self) -> None:
+        """A save begins."""
+        self._last = time.monotonic()
+
+    def measured(self, pause_s: float, total_s: float) -> None:
+        """A save held training up for a time and took another in all; no save begins before the last has ended."""
+        if self._mtbf_s is not None:
+            self._auto_s = max(best_interval_s(pause_s, self._mtbf_s), total_s)

@@ -1,0 +1,275 @@
+"""Saving while training goes on: stage, write beside the training, agree that all ranks have written, rename.
+
+What the ranks must agree on (that all have written, that some failed, that it is time) travels with the numbers they
+exchange in every step anyway; nothing here talks to another rank by itself but at the end of a run.
+"""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from meshwright.checkpoint.backup import back_up
+from meshwright.checkpoint.catalogue import checkpoint_path, remove, surplus
+from meshwright.checkpoint.interval import Interval
+from meshwright.checkpoint.lease import Lease, take_away
+from meshwright.checkpoint.records import Facts, Part, State
+from meshwright.checkpoint.shares import Incomplete, seal, write_share
+from meshwright.checkpoint.staging import Allocate, Staging
+from meshwright.data.store import sync
+from meshwright.errors import UserError
+from meshwright.job import Job
+
+
+@dataclass
+class _Save:
+    """One checkpoint on its way."""
+
+    facts: Facts
+    folder: Path
+    began: float
+    pause_s: float = 0.0
+    write_s: float = 0.0
+    written: bool = False
+    error: str | None = None
+
+    @property
+    def step(self) -> int:
+        return self.facts.step
+
+
+class Keeper:
+    """One rank's part in saving a run's checkpoints."""
+
+    def __init__(
+        self,
+        job: Job,
+        lease: Lease,
+        event: Callable[..., None],
+        message: Callable[[str], None],
+        allocate: Allocate,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        sums: Callable[[Sequence[float]], list[float]] = list,
+        saved_step: int | None = None,
+    ) -> None:
+        """`event` and `message` tell what became of a save, `sums` adds up numbers over all ranks; `saved_step` is the
+        step the run was resumed from."""
+        self._job, self._settings, self._lease = job, job.checkpoint, lease
+        self._event, self._message = event, message
+        self._rank, self._ranks, self._sums = rank, ranks, sums
+        self._staging = Staging(allocate)
+        mtbf_hours = job.cluster.mtbf_hours
+        self._interval = Interval(self._settings, None if mtbf_hours is None else 3600.0 * mtbf_hours)
+        self._save: _Save | None = None
+        self._thread: threading.Thread | None = None
+        self._aftercare: threading.Thread | None = None
+        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What the writing thread has to report, for the thread that trains to say."""
+        self._due = False
+        self._good_step = saved_step
+        self._failure: str | None = None
+
+    def ballot(self) -> list[float]:
+        """This rank's share of what is agreed on in a step: has written, has failed, wants a save."""
+        save = self._save
+        wants = self._rank == 0 and self._interval.due_by_time()
+        if save is None:
+            return [0.0, 0.0, float(wants)]
+        return [float(save.written and save.error is None), float(save.error is not None), float(wants)]
+
+    def count(self, totals: Sequence[float]) -> None:
+        """Take the sums of all ballots: a save that all have written is made a checkpoint."""
+        written, failed, wanted = totals
+        self._due = wanted > 0
+        self._lease.require()
+        if self._save is not None and written + failed == self._ranks:
+            self._settle(self._save, int(failed))
+        self._tell()
+
+    def after_step(self, step: int, capture: Callable[[], State]) -> None:
+        """Begin a save where one is due."""
+        if self._due or self._interval.due_at(step):
+            self._begin(capture)
+        self._due = False
+
+    def finish(self, step: int, capture: Callable[[], State]) -> Path:
+        """Save the last state unless that was done, and wait until it is safe."""
+        self._wait()
+        if self._lacks(step):
+            self._begin(capture)
+            self._wait()
+        if self._aftercare is not None:
+            self._aftercare.join()
+        self._tell()
+        if self._lacks(step):
+            raise UserError(
+                f"run.folder = {self._lease.run}: the last checkpoint could not be written "
+                f"({self._failure or 'another rank failed'}); make room and run again with --resume"
+            )
+        return checkpoint_path(self._lease.run, step)
+
+    def abandon(self) -> None:
+        """Where training has failed: let a save that is on its way end, if no other rank is needed for it."""
+        if self._ranks == 1:
+            self._wait()
+
+    def _lacks(self, step: int) -> bool:
+        """Whether a step's checkpoint is not there; rank 0 knows."""
+        [lacking] = self._sums([float(self._rank == 0 and self._good_step != step)])
+        return lacking > 0
+
+    def _begin(self, capture: Callable[[], State]) -> None:
+        began = time.perf_counter()
+        self._wait()  # one at a time: there is one buffer
+        state = capture()
+        folder = self._lease.folder / f"step-{state.facts.step:08d}"
+        save = _Save(state.facts, folder, began)
+        staged = self._staging.stage(state.parts)
+        save.pause_s = time.perf_counter() - began
+        self._interval.saved()
+        self._save = save
+        self._run(self._write, save, staged)
+
+    def _write(self, save: _Save, parts: list[Part]) -> None:
+        """In the writing thread: this rank's share."""
+        began = time.perf_counter()
+        try:
+            save.folder.mkdir(exist_ok=True)
+            _require_space(save.folder, sum(part.values.nbytes for part in parts))
+            write_share(save.folder, parts, self._rank, self._ranks)
+            sync(save.folder)
+            save.write_s = time.perf_counter() - began
+            save.written = True
+        except Exception as error:  # whatever it is, training goes on
+            told = _sentence(error)
+            with suppress(OSError):
+                for file in save.folder.glob("*" if self._ranks == 1 else f"*-rank{self._rank:05d}*"):
+                    file.unlink()  # room for what the run writes meanwhile
+                (save.folder / f"failed-{self._rank:05d}").write_text(told)
+            save.error = told
+
+    def _settle(self, save: _Save, failed: int) -> None:
+        self._save = None
+        if self._rank != 0:
+            return
+        if not failed:
+            self._run(self._commit, save)
+            return
+        notes = sorted(save.folder.glob("failed-*"))
+        told = notes[0].read_text() if notes else save.error or "could not write"
+        who = f"rank {int(notes[0].name[-5:])}: " if notes and self._ranks > 1 else ""
+        shutil.rmtree(save.folder, ignore_errors=True)
+        self._failed(save, who + told)
+
+    def _commit(self, save: _Save) -> None:
+        """On rank 0, in its writing thread: make the checkpoint whole, bring it into sight, let old ones go."""
+        final = checkpoint_path(self._lease.run, save.step)
+        try:
+            job = self._job.model_dump(mode="json")
+            manifest = seal(save.folder, save.facts, self._lease.attempt, self._ranks, job)
+            sync(save.folder)
+            _bring_into_sight(save.folder, final)
+        except Exception as error:
+            shutil.rmtree(save.folder, ignore_errors=True)
+            self._failed(save, _sentence(error))
+            return
+        self._good_step = save.step
+        total_s = time.perf_counter() - save.began
+        self._interval.measured(save.pause_s, total_s)
+        size = sum(record.bytes for record in manifest.files.values())
+        seconds = {"pause_s": save.pause_s, "write_s": save.write_s, "total_s": total_s}
+        fields = {"bytes": size, **{name: round(value, 6) for name, value in seconds.items()}}
+        place = str(final.relative_to(self._lease.run))
+        self._told.put(lambda: self._event("checkpoint", step=save.step, path=place, **fields))
+        if self._settings.backup_to is None:
+            self._prune(save)
+        else:  # a store may be slow, and the next save must not wait for it
+            before, target = self._aftercare, self._settings.backup_to
+            self._aftercare = _started(self._back_up, save, final, target, before)
+
+    def _prune(self, save: _Save) -> None:
+        try:
+            remove(surplus(self._lease.run, self._settings.keep_last, self._settings.keep_every))
+        except OSError as error:
+            text = f"step {save.step}: checkpoint saved, but an old one could not be removed ({_sentence(error)})"
+            self._told.put(lambda: self._message(text))
+
+    def _back_up(self, save: _Save, final: Path, target: str, before: threading.Thread | None) -> None:
+        """In a thread of its own: copy, then let old ones go, none of which is still to be copied then."""
+        if before is not None:
+            before.join()
+        began = time.perf_counter()
+        try:
+            place = back_up(final, target)
+        except Exception as error:  # every store has errors of its own
+            told = _sentence(error)
+            text = f"warning: step {save.step}: checkpoint saved, but not copied to {target} ({told})"
+            self._told.put(lambda: self._event("backup_failed", step=save.step, error=told))
+            self._told.put(lambda: self._message(text))
+        else:
+            seconds = round(time.perf_counter() - began, 6)
+            self._told.put(lambda: self._event("backup", step=save.step, place=place, seconds=seconds))
+        self._prune(save)
+
+    def _failed(self, save: _Save, error: str) -> None:
+        self._failure = error
+        kept = "none is complete yet" if self._good_step is None else f"the last complete one is step {self._good_step}"
+        text = f"warning: the checkpoint of step {save.step} failed ({error}); training goes on, {kept}"
+        self._told.put(lambda: self._event("checkpoint_failed", step=save.step, error=error))
+        self._told.put(lambda: self._message(text))
+
+    def _wait(self) -> None:
+        """Until this rank, and where a save is on its way every rank, has nothing left to do."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._save is not None:
+            self.count(self._sums(self.ballot()))
+            if self._thread is not None:
+                self._thread.join()
+        self._tell()
+
+    def _run(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._thread = _started(work, *arguments)
+
+    def _tell(self) -> None:
+        while not self._told.empty():
+            self._told.get()()
+
+
+def _started(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    # A daemon: a run that fails ends at once, and what was not finished is cleared away by the next attempt.
+    thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
+    thread.start()
+    return thread
+
+
+def _bring_into_sight(folder: Path, final: Path) -> None:
+    """Give a complete checkpoint its name; fails before anything is touched where the lease was taken away."""
+    if final.exists():  # an earlier attempt's, which was found damaged
+        own = final.with_name(f".removed-new-{final.name}-{os.getpid()}")
+        folder.rename(own)
+        take_away(final)
+        folder = own
+    folder.rename(final)
+    sync(final.parent)
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free and this takes {needed / 1e6:,.1f} MB")
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+    return str(error) if isinstance(error, UserError | Incomplete) else f"{type(error).__name__}: {error}"

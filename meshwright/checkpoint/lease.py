@@ -1,0 +1,76 @@
+"""Who may write checkpoints of a run: the attempt that was begun last.
+
+An attempt's lease is a folder, `checkpoints/.attempt-N`, in which its checkpoints are written before they are renamed
+into sight. A later attempt takes all earlier leases away by renaming them, which is one indivisible act: a process
+that was believed dead and comes back finds its folder gone, and nothing it does can reach a place where it is seen.
+"""
+
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from meshwright.data.store import sync
+from meshwright.errors import UserError
+
+_LEASE = re.compile(r"\.attempt-(\d{6})")
+
+
+class Fenced(UserError):
+    """Another attempt has taken the run over."""
+
+
+class Lease:
+    """The right to write into one run folder."""
+
+    def __init__(self, run: Path, attempt: int) -> None:
+        """Of an attempt that some rank has claimed."""
+        self.run, self.attempt = Path(run), attempt
+        self.folder = self.run / "checkpoints" / f".attempt-{attempt:06d}"
+
+    @classmethod
+    def claim(cls, run: Path, at_least: int = 0) -> Self:
+        """Begin the next attempt and end the others, with what they left unfinished."""
+        root = Path(run) / "checkpoints"
+        root.mkdir(parents=True, exist_ok=True)
+        attempt = max([at_least, *(number + 1 for number in _leases(root))])
+        while True:
+            try:
+                (root / f".attempt-{attempt:06d}").mkdir()
+                break
+            except FileExistsError:  # another claimed at the same time; the later number wins
+                attempt += 1
+        for number in _leases(root):
+            if number < attempt:
+                with suppress(FileNotFoundError):  # another claim took it away
+                    take_away(root / f".attempt-{number:06d}")
+        for left in root.glob(".removed-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        sync(root.parent)
+        return cls(run, attempt)
+
+    def require(self) -> None:
+        """Raise Fenced where a later attempt has taken over."""
+        if not self.folder.is_dir():
+            raise Fenced(
+                f"run.folder = {self.run} was taken over by a later attempt than this one ({self.attempt}); this "
+                "process stops and has changed nothing since"
+            )
+
+    def give_up(self) -> None:
+        """End an attempt in good order."""
+        with suppress(FileNotFoundError):
+            take_away(self.folder)
+
+
+def take_away(path: Path) -> None:
+    """Remove a folder so that it is gone at once, whatever happens to its contents."""
+    aside = path.with_name(f".removed-{path.name}-{os.getpid()}")
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _leases(root: Path) -> list[int]:
+    return [int(found[1]) for entry in root.iterdir() if (found := _LEASE.fullmatch(entry.name))]

@@ -1,0 +1,188 @@
+"""Reading a checkpoint: any box of any tensor, from whatever boxes it was saved in. Nothing is ever unpickled."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record
+from meshwright.checkpoint.shares import INDEX, JOB, MANIFEST, seal_of
+from meshwright.checkpoint.tensorfile import DTYPE_NAMES, hash_file
+from meshwright.errors import UserError
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+R = TypeVar("R", bound=Record)
+
+
+class Damaged(UserError):
+    """A checkpoint that is not as it was written; the message is one sentence that names it."""
+
+    path: Path
+    """Its folder, where it was found among a run's checkpoints."""
+
+
+class Checkpoint:
+    """A complete checkpoint: `open` refuses one that is torn or foreign, `verify` one whose bytes changed."""
+
+    def __init__(self, path: Path, manifest: Manifest, index: Index) -> None:
+        """Use `open`."""
+        self.path, self.manifest, self.index = path, manifest, index
+        self._files: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Check a folder's manifest, names and sizes, and its index; the tensors' bytes are left to `verify`."""
+        path = Path(path)
+        manifest = _manifest(path)
+        _require_files(path, manifest)
+        if hash_file(path / INDEX) != manifest.files[INDEX].sha256:
+            raise Damaged(f"{path / INDEX} was altered since it was written")
+        index = _parsed(path / INDEX, Index)
+        if (index.facts.step, index.attempt) != (manifest.step, manifest.attempt):
+            raise Damaged(f"{path} has the index of another checkpoint")
+        return cls(path, manifest, index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._files.clear()
+
+    @property
+    def facts(self) -> Facts:
+        """Where the run stood."""
+        return self.index.facts
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(record.bytes for record in self.manifest.files.values())
+
+    def job(self) -> dict[str, Any]:
+        """The job as it was when this was saved: section → field → value."""
+        if hash_file(self.path / JOB) != self.manifest.files[JOB].sha256:
+            raise Damaged(f"{self.path / JOB} was altered since it was written")
+        loaded: dict[str, Any] = json.loads((self.path / JOB).read_text(encoding="utf-8"))
+        return loaded
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The tensors whose names begin so."""
+        return [name for name in self.index.tensors if name.startswith(prefix)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape as a whole."""
+        return self.index.tensors[name].shape
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Hash every file, or one of several equal shares of them, and refuse what was altered."""
+        names = sorted(self.manifest.files)[share::shares]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            hashes = pool.map(lambda name: hash_file(self.path / name), names)
+            altered = [
+                name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256
+            ]
+        if altered:
+            raise Damaged(f"{self.path / altered[0]} was altered since it was written (its hash differs)")
+
+    def whole(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    def read(self, name: str, box: Sequence[slice]) -> Tensor:
+        """A box of a tensor: a slice with both ends for every dim."""
+        record = self.index.tensors[name]
+        sizes = [span.stop - span.start for span in box]
+        result = torch.empty(sizes, dtype=_DTYPES[record.dtype])
+        for piece in record.pieces:
+            shared = [
+                (max(span.start, start), min(span.stop, start + size))
+                for span, start, size in zip(box, piece.offsets, piece.shape, strict=True)
+            ]
+            if all(start < stop for start, stop in shared):
+                here = tuple(slice(a - span.start, b - span.start) for (a, b), span in zip(shared, box, strict=True))
+                there = tuple(slice(a - at, b - at) for (a, b), at in zip(shared, piece.offsets, strict=True))
+                result[here] = self._piece(name, piece, there)
+        return result
+
+    def _piece(self, name: str, piece: PieceRecord, box: tuple[slice, ...]) -> Tensor:
+        path, rest = self.path / piece.file, name.partition("/")[2]
+        whole = piece.shape == self.shape(name)
+        key = rest if whole else f"{rest}@{','.join(map(str, piece.offsets))}"
+        try:
+            file = self._files.get(piece.file) or self._opened(piece.file)
+            # Whole rows are asked for by their first dim alone: the library then copies them as one stretch.
+            rows = box[:1] if box[1:] == tuple(slice(0, size) for size in piece.shape[1:]) else box
+            found: Tensor = file.get_slice(key)[rows] if box else file.get_tensor(key)
+        except SafetensorError as error:
+            raise Damaged(f"{path} cannot be read ({error})") from None
+        return found
+
+    def _opened(self, name: str) -> Any:
+        file: Any = safe_open(self.path / name, framework="pt")
+        self._files[name] = file
+        if file.metadata():
+            raise Damaged(f"{self.path / name} has entries beside its tensors, which this program never writes")
+        return file
+
+
+def differences(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Every tensor that is not bit-equal in two checkpoints, with what differs."""
+    for name in sorted({*one.names(), *other.names()}):
+        if name not in one.index.tensors or name not in other.index.tensors:
+            yield name, f"only in {(one if name in one.index.tensors else other).path.name}"
+            continue
+        a, b = one.index.tensors[name], other.index.tensors[name]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            yield name, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+        elif math.prod(a.shape):
+            first, second = one.whole(name), other.whole(name)
+            if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
+                largest = (first.double() - second.double()).abs().max().item()
+                yield name, f"largest difference {largest:.3g}"
+
+
+def _manifest(path: Path) -> Manifest:
+    if not (path / MANIFEST).is_file():
+        raise Damaged(f"{path} has no {MANIFEST}: it was not finished, or the file was deleted")
+    manifest = _parsed(path / MANIFEST, Manifest)
+    if manifest.format != FORMAT:
+        raise Damaged(f"{path} has format {manifest.format}, and this version reads {FORMAT}")
+    if manifest.seal != seal_of(manifest):
+        raise Damaged(f"{path / MANIFEST} was altered since it was written (its seal differs)")
+    if path.name != f"step-{manifest.step:08d}":
+        raise Damaged(f"{path} holds the state of step {manifest.step}: it is a copy under another step's name")
+    return manifest
+
+
+def _require_files(path: Path, manifest: Manifest) -> None:
+    for name, record in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise Damaged(f"{file} is missing")
+        if (size := file.stat().st_size) != record.bytes:
+            raise Damaged(f"{file} has {size} bytes and was written with {record.bytes}: it is cut short or altered")
+    for entry in path.iterdir():
+        if entry.name != MANIFEST and entry.name not in manifest.files:
+            raise Damaged(f"{entry} is no file of this checkpoint; nothing in it was read")
+    for needed in (INDEX, JOB):
+        if needed not in manifest.files:
+            raise Damaged(f"{path} has no {needed}")
+
+
+def _parsed(path: Path, record: type[R]) -> R:
+    try:
+        return record.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(place) for place in problem["loc"])
+        told = f"{where}: {problem['msg']}" if where else problem["msg"]
+        raise Damaged(f"{path} is not what this program wrote ({told})") from None

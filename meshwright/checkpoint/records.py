@@ -1,0 +1,133 @@
+"""What a checkpoint's JSON files say, and nothing else: unknown names, wrong types and odd file names are refused."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from torch import Tensor
+
+FORMAT = 1
+_FILE = re.compile(r"(?:model|optimizer|feedback|rng)(?:-rank\d{5})?(?:-\d{3})?\.safetensors|index\.json|job\.json")
+
+
+def _known_file(name: str) -> str:
+    if not _FILE.fullmatch(name):
+        raise ValueError(f"{name!r} is no file of a checkpoint")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_known_file)]
+
+
+class Record(BaseModel):
+    """A frozen table that takes nothing it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Facts(Record):
+    """Where a run stands, beside its tensors."""
+
+    step: NonNegativeInt
+    """Optimizer steps made."""
+    tokens: NonNegativeInt
+    """Tokens seen."""
+    position: NonNegativeInt
+    """Samples of the global stream handed out, whatever the number of ranks and workers."""
+    loss: float | None = None
+    """Of the last step."""
+    first_val_loss: float | None = None
+    val_loss: float | None = None
+    loss_scale: float | None = None
+    """None where the number format needs none."""
+    good_steps: NonNegativeInt = 0
+    """Steps in a row since the loss scale last changed."""
+    skipped: NonNegativeInt = 0
+    """Steps skipped because scaled gradients overflowed."""
+    replicas: PositiveInt = 1
+    """Ranks that each had an error-feedback memory of their own."""
+    data: str = ""
+    """Fingerprint of the training tokens."""
+
+
+class PieceRecord(Record):
+    """A box of a tensor: where it begins in the whole, its size, and its file."""
+
+    file: FileName
+    offsets: tuple[NonNegativeInt, ...]
+    shape: tuple[NonNegativeInt, ...]
+
+
+class TensorRecord(Record):
+    """A whole tensor of the state and the boxes it was saved in."""
+
+    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+    pieces: tuple[PieceRecord, ...]
+
+
+class FileRecord(Record):
+    """A file as it was written."""
+
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class Share(Record):
+    """What one rank wrote."""
+
+    files: dict[FileName, FileRecord]
+    tensors: dict[str, TensorRecord]
+
+
+class Index(Record):
+    """index.json: the facts, and where every tensor lies."""
+
+    format: int
+    attempt: NonNegativeInt
+    ranks: PositiveInt
+    facts: Facts
+    tensors: dict[str, TensorRecord]
+
+
+class Manifest(Record):
+    """manifest.json, written last: every file's size and hash."""
+
+    format: int
+    step: NonNegativeInt
+    attempt: NonNegativeInt
+    time: str
+    files: dict[FileName, FileRecord]
+    seal: str
+    """Hash of all of the above."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's box of a tensor of the state; names are GROUP/REST, and a group has files of its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    values: Tensor
+
+    @property
+    def group(self) -> str:
+        """What the tensor belongs to: model, optimizer, feedback or rng."""
+        return self.name.partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """Its name in a file: the tensor's own, with the offsets where it is not the whole."""
+        rest = self.name.partition("/")[2]
+        return rest if tuple(self.values.shape) == self.shape else f"{rest}@{','.join(map(str, self.offsets))}"
+
+
+@dataclass(frozen=True)
+class State:
+    """All that one rank contributes to a checkpoint."""
+
+    facts: Facts
+    parts: list[Part]

@@ -1,0 +1,128 @@
+"""Writing a checkpoint: every rank its own share into one folder, then rank 0 the index and the manifest.
+
+Tensors are cut into boxes of the whole by plain index arithmetic. Torch's distributed checkpoint plans the same with
+collectives, but only for shardings it can describe, and needs every rank in each save; here a rank knows from its own
+place which boxes are its to write, and the index of all boxes is put together from files.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.checkpoint.records import FORMAT, Facts, FileRecord, Index, Manifest, Part, PieceRecord, Share
+from meshwright.checkpoint.records import TensorRecord as Whole
+from meshwright.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
+
+INDEX, MANIFEST, JOB = "index.json", "manifest.json", "job.json"
+FILE_BYTES = 2**30
+"""A rank's share goes to files of about this size, some of them at a time."""
+WRITERS = 4
+
+
+class Incomplete(Exception):
+    """The shares of all ranks do not make up the whole state."""
+
+
+def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int) -> int:
+    """Write one rank's boxes, which are in host memory, and a record of them; returns the bytes written."""
+    planned = list(_files(parts, rank, ranks))
+    with ThreadPoolExecutor(WRITERS) as pool:
+        written = list(
+            pool.map(
+                lambda file: write_tensors(folder / file[0], {part.key: part.values for part in file[1]}),
+                planned,
+            )
+        )
+    tensors: dict[str, Whole] = {}
+    for name, held in planned:
+        for part in held:
+            piece = PieceRecord(file=name, offsets=part.offsets, shape=tuple(part.values.shape))
+            tensors[part.name] = Whole(shape=part.shape, dtype=DTYPE_NAMES[part.values.dtype], pieces=(piece,))
+    record_share(folder, rank, {name: record for (name, _), record in zip(planned, written, strict=True)}, tensors)
+    return sum(record.bytes for record in written)
+
+
+def record_share(folder: Path, rank: int, files: dict[str, FileRecord], tensors: dict[str, Whole]) -> None:
+    """Note for `seal` what one rank has written."""
+    _write_text(folder / _share_name(rank), Share(files=files, tensors=tensors).model_dump_json())
+
+
+def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, Any]) -> Manifest:
+    """Make one checkpoint of the shares of all ranks: check that they cover the state, write index and manifest."""
+    shares = [_read_share(folder / _share_name(rank)) for rank in range(ranks)]
+    tensors: dict[str, Whole] = {}
+    for share in shares:
+        for name, found in share.tensors.items():
+            known = tensors.get(name)
+            pieces = (*known.pieces, *found.pieces) if known else found.pieces
+            tensors[name] = Whole(shape=found.shape, dtype=found.dtype, pieces=pieces)
+    for name, tensor in tensors.items():
+        entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
+        if entries != math.prod(tensor.shape):
+            raise Incomplete(f"{name} has {math.prod(tensor.shape)} entries and {entries} were written")
+    files = {name: record for share in shares for name, record in share.files.items()}
+    index = Index(format=FORMAT, attempt=attempt, ranks=ranks, facts=facts, tensors=tensors)
+    files[INDEX] = _write_text(folder / INDEX, json.dumps(index.model_dump(mode="python"), separators=(",", ":")))
+    files[JOB] = _write_text(folder / JOB, json.dumps(job, indent=1))
+    for rank in range(ranks):
+        (folder / _share_name(rank)).unlink()
+    stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+    unsealed = Manifest(format=FORMAT, step=facts.step, attempt=attempt, time=stamp, files=files, seal="")
+    manifest = unsealed.model_copy(update={"seal": seal_of(unsealed)})
+    _write_text(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1))
+    return manifest
+
+
+def seal_of(manifest: Manifest) -> str:
+    """The hash a manifest should carry."""
+    content = json.dumps(manifest.model_dump(exclude={"seal"}), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _files(parts: Iterable[Part], rank: int, ranks: int) -> Iterator[tuple[str, list[Part]]]:
+    """File names with their tensors: one group's each, cut where they grow beyond FILE_BYTES."""
+    groups: dict[str, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.group, []).append(part)
+    for group, held in groups.items():
+        files, room = list[list[Part]](), 0
+        for part in held:
+            if part.values.nbytes > room:
+                files.append([])
+                room = FILE_BYTES
+            files[-1].append(part)
+            room -= part.values.nbytes
+        owner = f"-rank{rank:05d}" if ranks > 1 else ""
+        for number, some in enumerate(files):
+            place = f"-{number:03d}" if len(files) > 1 else ""
+            yield f"{group}{owner}{place}.safetensors", some
+
+
+def _share_name(rank: int) -> str:
+    return f"share-{rank:05d}.json"
+
+
+def _read_share(path: Path) -> Share:
+    try:
+        return Share.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Incomplete(f"{path.name} of another rank is not there: all ranks must see one run.folder") from None
+    except ValidationError as error:
+        raise Incomplete(f"{path.name} cannot be read ({error.errors()[0]['msg']})") from None
+
+
+def _write_text(path: Path, text: str) -> FileRecord:
+    data = text.encode()
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())

@@ -1,0 +1,120 @@
+"""How a process of a run begins: at the first step, or where the newest sound checkpoint left off."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes
+from meshwright.data import Corpus
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.gather import from_rank_zero
+from meshwright.model import build_architecture
+from meshwright.parallel import World
+from meshwright.train import fingerprint
+
+# What decides which samples come next, and what the saved states of the optimizer are.
+_FIXED = (
+    ("run", "seed"),
+    ("batch", "sequence_length"),
+    ("optimizer", "name"),
+    ("precision", "optimizer_states"),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank begins with."""
+
+    lease: Lease
+    checkpoint: Checkpoint | None
+
+    @property
+    def position(self) -> int:
+        """The first sample of the global stream to read."""
+        return 0 if self.checkpoint is None else self.checkpoint.facts.position
+
+
+def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose every byte is as it was written, and what is wrong with those passed over.
+
+    All ranks call this together and share the reading.
+    """
+    found = list(checkpoints(run)) if world.rank == 0 else []
+    listed = [str(one) if isinstance(one, Damaged) else one.path for one in found]
+    passed_over: list[str] = []
+    for one in from_rank_zero(world, listed):
+        if isinstance(one, Path):
+            damages = _everyones(world, _damage(one, world))
+            if not damages:
+                return Checkpoint.open(one), passed_over
+            passed_over.append(damages[0])
+        else:
+            passed_over.append(one)
+    return None, passed_over
+
+
+def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
+    """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
+    before, now = checkpoint.job(), job.model_dump(mode="json")
+    for section, field in _FIXED:
+        was, given = before[section][field], now[section][field]
+        if was != given:
+            raise UserError(
+                f"{section}.{field} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "
+                "back or start a new run"
+            )
+    if checkpoint.facts.data != fingerprint(corpus):
+        raise UserError(
+            f"data.sources = {list(job.data.sources)} does not give the tokens {checkpoint.path} was trained on; "
+            "restore them or start a new run"
+        )
+    with torch.device("meta"):
+        parameters = build_architecture(job.model).model.named_parameters()
+    require_shapes(checkpoint, {name: tuple(parameter.shape) for name, parameter in parameters}, whole=True)
+
+
+def require_resumable(run: Path, job: Job, corpus: Corpus) -> None:
+    """Refuse what `find_checkpoint` and `require_same_run` would, as far as it shows without reading all of it."""
+    RunFolder.open(run)
+    sound = next((one for one in checkpoints(run) if isinstance(one, Checkpoint)), None)
+    if sound is not None:
+        require_same_run(job, corpus, sound)
+
+
+def begin(
+    folder: RunFolder, job: Job, checkpoint: Checkpoint | None, passed_over: list[str], console: Console
+) -> Start:
+    """Claim the folder for a new attempt, and write down and say what it begins with."""
+    lease = folder.begin_attempt()
+    for damage in passed_over:
+        folder.event("checkpoint_refused", error=damage)
+        console.print(f"passed over: {damage}", markup=False, highlight=False, soft_wrap=True)
+    if lease.attempt:
+        changed = folder.change_job(job.model_dump(mode="json"))
+        step = 0 if checkpoint is None else checkpoint.facts.step
+        place = None if checkpoint is None else str(checkpoint.path.relative_to(folder.path))
+        folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
+        told = "no complete checkpoint, so from the start" if checkpoint is None else f"from step {step}"
+        console.print(f"resuming {told} (attempt {lease.attempt})", markup=False, highlight=False)
+    return Start(lease, checkpoint)
+
+
+def _damage(path: Path, world: World) -> str | None:
+    try:
+        Checkpoint.open(path).verify(world.rank, world.size)
+    except Damaged as damage:
+        return str(damage)
+    return None
+
+
+def _everyones(world: World, damage: str | None) -> list[str]:
+    told = [damage]
+    if world.size > 1:
+        told = [None] * world.size
+        dist.all_gather_object(told, damage)
+    return [one for one in told if one is not None]

@@ -1,0 +1,75 @@
+"""Gradient compression's memories in a checkpoint: what each replica has not sent yet, and powersgd's directions."""
+
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint import Checkpoint, Part
+from meshwright.parallel import CompressedWeights, Piece
+
+if TYPE_CHECKING:
+    from meshwright.train.run import TrainingRun
+
+
+def saved_feedback(weights: CompressedWeights) -> list[Part]:
+    """This rank's share: its replica's memory, and the directions, which are equal on all replicas."""
+    reduction, pieces, parts = weights.reduction, weights.pieces(), []
+    for name, memory in reduction.memories.items():
+        piece = pieces[name]
+        box = piece.box()
+        rows = box[0].stop - box[0].start
+        first_in_replica = piece.holder % (piece.copies // reduction.replicas) == 0
+        if first_in_replica and rows:
+            starts = tuple(span.start for span in box)
+            parts.append(Part(_memory_name(reduction.replica, name), piece.shape, starts, memory[:rows]))
+        if piece.holder == 0 and name in reduction.starts:
+            start = reduction.starts[name]
+            parts.append(Part(_start_name(name, piece), tuple(start.shape), (0,) * start.dim(), start))
+    return parts
+
+
+def restore_feedback(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+    """Hand each replica its own memory back; to another number of replicas an equal share of the sum of all.
+
+    Directions belong to a shard's own rows and columns: where those changed, powersgd's search begins anew.
+    """
+    step, before = checkpoint.facts.step, checkpoint.facts.replicas
+    saved = any(not name.startswith("feedback/start/") for name in checkpoint.names("feedback/"))
+    weights = run.weights
+    if not isinstance(weights, CompressedWeights):
+        if saved:
+            run.recorder.event("feedback_dropped", step=step, reason="gradients are sent whole now")
+        return
+    anew = 0
+    for name in weights.reduction.memories:
+        _restore_memory(weights, name, checkpoint, before)
+        anew += name in weights.reduction.starts and not _restore_start(weights, name, checkpoint)
+    if before != weights.reduction.replicas or anew:
+        told = "its sum is shared out" if saved else "there was none"
+        replicas = [before, weights.reduction.replicas]
+        run.recorder.event("feedback_changed", step=step, memory=told, replicas=replicas, searches_begun_anew=anew)
+
+
+def _restore_memory(weights: CompressedWeights, name: str, checkpoint: Checkpoint, before: int) -> None:
+    reduction, box = weights.reduction, weights.pieces()[name].box()
+    same = reduction.replicas == before
+    sources = [_memory_name(replica, name) for replica in ([reduction.replica] if same else range(before))]
+    for source in sources:
+        if source in checkpoint.index.tensors:
+            values = checkpoint.read(source, box).to(reduction.memories[name])
+            reduction.memories[name][: len(values)].add_(values if same else values / reduction.replicas)
+
+
+def _restore_start(weights: CompressedWeights, name: str, checkpoint: Checkpoint) -> bool:
+    start, saved = weights.reduction.starts[name], _start_name(name, weights.pieces()[name])
+    if saved not in checkpoint.index.tensors or checkpoint.shape(saved) != tuple(start.shape):
+        return False
+    start.copy_(checkpoint.whole(saved))
+    return True
+
+
+def _memory_name(replica: int, name: str) -> str:
+    return f"feedback/{replica:05d}/{name}"
+
+
+def _start_name(name: str, piece: Piece) -> str:
+    edges = ",".join(f"{span.start}:{span.stop}" for span in piece.box())
+    return f"feedback/start/{name}@{edges}"

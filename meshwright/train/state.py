@@ -1,0 +1,116 @@
+"""Everything a run needs to go on as it would have: collected on every rank, and given back in any layout."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
+from meshwright.parallel import CompressedWeights, Piece, World
+from meshwright.train.feedback import restore_feedback, saved_feedback
+from meshwright.train.optimizer import restore_states, saved_states
+
+if TYPE_CHECKING:
+    from meshwright.train.run import TrainingRun
+
+
+def capture(run: "TrainingRun[Any]") -> State:
+    """This rank's share of the run's state, as it is now: the tensors themselves, not copies of them."""
+    masters, pieces = run.weights.masters, run.weights.pieces()
+    owned = owned_pieces(pieces)
+    parts = []
+    for name in owned:
+        box = pieces[name].box()
+        rows = box[0].stop - box[0].start
+        if rows:
+            starts = tuple(span.start for span in box)
+            parts.append(Part(f"model/{name}", pieces[name].shape, starts, masters[name].detach()[:rows]))
+    parts += saved_states(run.optimizer, masters, pieces, owned)
+    if isinstance(run.weights, CompressedWeights):
+        parts += saved_feedback(run.weights)
+    parts += [
+        Part(f"rng/{run.world.rank:05d}/{kind}", tuple(state.shape), (0,), state)
+        for kind, state in _generators(run.world).items()
+    ]
+    scale, outcome = run.scaling.state_dict(), run.outcome
+    facts = Facts(
+        step=outcome.step,
+        tokens=outcome.tokens,
+        position=run.position,
+        loss=outcome.loss,
+        first_val_loss=outcome.first_val_loss,
+        val_loss=outcome.val_loss,
+        loss_scale=float(scale["scale"]) if run.scaling.dynamic else None,
+        good_steps=int(scale["good_steps"]),
+        skipped=int(scale["skipped"]),
+        replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
+        data=run.fingerprint,
+    )
+    return State(facts, parts)
+
+
+@torch.no_grad()
+def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+    """Give a run that was just built the state of a checkpoint, whatever layout saved it."""
+    masters, pieces, facts = run.weights.masters, run.weights.pieces(), checkpoint.facts
+    require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=False)
+    with checkpoint:
+        for name, master in masters.items():
+            values = checkpoint.read(f"model/{name}", pieces[name].box())
+            master[: len(values)].copy_(values)
+            master[len(values) :].zero_()
+        restore_states(run.optimizer, masters, pieces, checkpoint)
+        restore_feedback(run, checkpoint)
+        _restore_generators(run.world, checkpoint)
+    run.weights.refresh()
+    if run.scaling.dynamic and facts.loss_scale is not None:
+        scale = {"scale": facts.loss_scale, "good_steps": facts.good_steps, "skipped": facts.skipped}
+        run.scaling.load_state_dict(scale)
+    run.position = facts.position
+    outcome = run.outcome
+    outcome.step, outcome.tokens, outcome.loss = facts.step, facts.tokens, facts.loss
+    outcome.first_val_loss, outcome.val_loss = facts.first_val_loss, facts.val_loss
+
+
+def owned_pieces(pieces: Mapping[str, Piece]) -> list[str]:
+    """The parameters this rank saves, of those that several ranks hold alike: the bytes are shared out among them.
+
+    All holders of a piece hold the same pieces and so come to the same answer without asking each other.
+    """
+    loads: dict[int, list[int]] = {}
+    owned = set()
+    sizes = {name: _entries(piece) for name, piece in pieces.items()}
+    for name in sorted(pieces, key=lambda name: (-sizes[name], name)):
+        piece = pieces[name]
+        load = loads.setdefault(piece.copies, [0] * piece.copies)
+        holder = load.index(min(load))
+        load[holder] += sizes[name]
+        if holder == piece.holder:
+            owned.add(name)
+    return [name for name in pieces if name in owned]
+
+
+def _entries(piece: Piece) -> int:
+    entries = 1
+    for span in piece.box():
+        entries *= span.stop - span.start
+    return entries
+
+
+def _generators(world: World) -> dict[str, torch.Tensor]:
+    """The states of this rank's random generators: ours is keyed by step and place, a user's model may use them."""
+    states = {"cpu": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(world.device)
+    return states
+
+
+def _restore_generators(world: World, checkpoint: Checkpoint) -> None:
+    """Only to as many ranks as there were: another number has other streams anyway."""
+    if checkpoint.index.ranks != world.size:
+        return
+    for kind in _generators(world):
+        name = f"rng/{world.rank:05d}/{kind}"
+        if name in checkpoint.index.tensors:
+            state = checkpoint.whole(name)
+            torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, world.device)

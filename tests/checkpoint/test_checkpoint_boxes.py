@@ -1,0 +1,75 @@
+"""Tensors saved in any boxes are read in any other boxes; shares that do not make up the whole are no checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.checkpoint import Checkpoint, Facts, Part
+from meshwright.checkpoint.shares import Incomplete, seal, write_share
+
+WHOLE = torch.arange(7 * 12 * 2, dtype=torch.float32).view(7, 12, 2)
+CUTS = {
+    "rows": [(slice(0, 3), slice(0, 12)), (slice(3, 7), slice(0, 12))],
+    "columns": [(slice(0, 7), slice(0, 5)), (slice(0, 7), slice(5, 6)), (slice(0, 7), slice(6, 12))],
+    "both": [(slice(r, r + 4 if r == 0 else 7), slice(c, c + 6)) for r in (0, 4) for c in (0, 6)],
+    "whole": [(slice(0, 7), slice(0, 12))],
+}
+
+
+def save(folder: Path, name: str, values: torch.Tensor, boxes: list[tuple[slice, ...]]) -> None:
+    folder.mkdir()
+    for rank, box in enumerate(boxes):
+        starts = (*(span.start for span in box), *[0] * (values.dim() - len(box)))
+        part = Part(f"model/{name}", tuple(values.shape), starts, values[box])
+        others = [Part(f"rng/{rank}", (3,), (0,), torch.full((3,), rank, dtype=torch.uint8))]
+        write_share(folder, [part, *others], rank, len(boxes))
+    seal(folder, Facts(step=5, tokens=1, position=1), 0, len(boxes), {})
+
+
+@pytest.mark.parametrize("saved", CUTS)
+@pytest.mark.parametrize("read", CUTS)
+def test_any_boxes_read_any_boxes(tmp_path: Path, saved: str, read: str) -> None:
+    save(tmp_path / "step-00000005", "w", WHOLE, CUTS[saved])
+    with Checkpoint.open(tmp_path / "step-00000005") as checkpoint:
+        checkpoint.verify()
+        assert torch.equal(checkpoint.whole("model/w"), WHOLE)
+        for rows, columns in CUTS[read]:
+            assert torch.equal(checkpoint.read("model/w", (rows, columns, slice(0, 2))), WHOLE[rows, columns])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.float16])
+def test_every_format_keeps_its_bits_and_other_programs_can_read_the_file(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = tmp_path / "step-00000005"
+    values = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    save(path, "w", values, [(slice(0, 6), slice(0, 5))])
+    assert torch.equal(Checkpoint.open(path).whole("model/w"), values)
+    assert torch.equal(load_file(path / "model.safetensors")["w"], values)
+
+
+def test_scalars_and_large_shares_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.shares.FILE_BYTES", 100)
+    path = tmp_path / "step-00000001"
+    path.mkdir()
+    parts = [Part(f"optimizer/{n}/step", (), (), torch.tensor(n)) for n in range(20)]
+    parts += [Part(f"optimizer/{n}/first", (9,), (0,), torch.full((9,), float(n))) for n in range(5)]
+    write_share(path, parts, 0, 1)
+    seal(path, Facts(step=1, tokens=1, position=1), 0, 1, {})
+    with Checkpoint.open(path) as checkpoint:
+        assert all(int(checkpoint.whole(f"optimizer/{n}/step")) == n for n in range(20))
+        assert all(checkpoint.whole(f"optimizer/{n}/first").unique().item() == n for n in range(5))
+    assert len(list(path.glob("optimizer-*.safetensors"))) > 3
+
+
+def test_a_missing_or_doubled_share_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    half = Part("model/w", (7, 12, 2), (0, 0, 0), WHOLE[:3])
+    write_share(folder, [half], 0, 2)
+    with pytest.raises(Incomplete, match="all ranks must see one"):
+        seal(folder, Facts(step=1, tokens=1, position=1), 0, 2, {})
+    write_share(folder, [half], 1, 2)
+    with pytest.raises(Incomplete, match="model/w has 168 entries and 144 were written"):
+        seal(folder, Facts(step=1, tokens=1, position=1), 0, 2, {})
+    assert not (folder / "manifest.json").exists()

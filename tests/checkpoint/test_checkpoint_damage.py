@@ -1,0 +1,165 @@
+"""What is torn, altered or foreign is named and passed over; nothing in it is ever run."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_states import save_model, tiny
+from safetensors.torch import save_file
+
+from meshwright.checkpoint import Checkpoint, Damaged, checkpoints, newest
+from meshwright.checkpoint.records import Manifest
+from meshwright.checkpoint.shares import seal_of
+from meshwright.checkpoint.tensorfile import hash_file
+
+WEIGHTS = "model.safetensors"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def flip_weights(path: Path) -> None:
+    flip(path / WEIGHTS, -9)
+
+
+def truncate(path: Path) -> None:
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:-4])
+
+
+def delete_shard(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+
+
+def delete_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def alter_manifest(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["time"] = "2020-01-01"
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def tear_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text((path / "manifest.json").read_text()[:50])
+
+
+def alter_index(path: Path) -> None:
+    flip(path / "index.json", 30)
+
+
+def old_step_under_a_new_name(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step-00000001"), path)
+
+
+DAMAGES: dict[Callable[[Path], None], str] = {
+    flip_weights: r"model\.safetensors was altered since it was written \(its hash differs\)",
+    truncate: r"model\.safetensors has \d+ bytes and was written with \d+: it is cut short",
+    delete_shard: r"model\.safetensors is missing",
+    delete_manifest: r"step-00000002 has no manifest\.json",
+    alter_manifest: r"manifest\.json was altered since it was written \(its seal differs\)",
+    tear_manifest: r"manifest\.json is not what this program wrote",
+    alter_index: r"index\.json was altered",
+    old_step_under_a_new_name: r"step-00000002 holds the state of step 1: it is a copy under another step's name",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damage_is_named_and_the_previous_one_stays_good(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    save_model(tmp_path, 1, tiny(1))
+    path = save_model(tmp_path, 2, tiny(2))
+    Checkpoint.open(path).verify()
+    damage(path)
+    with pytest.raises(Damaged, match=DAMAGES[damage]) as caught:
+        Checkpoint.open(path).verify()
+    assert len(str(caught.value).splitlines()) == 1
+    Checkpoint.open(path.with_name("step-00000001")).verify()
+    if damage is not flip_weights:  # which only reading all of it shows
+        assert newest(tmp_path).facts.step == 1
+        assert [type(found) for found in checkpoints(tmp_path)] == [Damaged, Checkpoint]
+
+
+class Trap:
+    """A pickle that leaves a mark when it is opened."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.mark,)
+
+
+def forge(path: Path, name: str) -> None:
+    """Make the manifest agree with a file as it is now: a seal is no signature."""
+    text = json.loads((path / "manifest.json").read_text())
+    text["files"][name] = {"bytes": (path / name).stat().st_size, "sha256": hash_file(path / name)}
+    try:
+        manifest = Manifest.model_validate_json(json.dumps(text))
+        text["seal"] = seal_of(manifest)
+    except ValueError:
+        pass  # a name no manifest may have
+    (path / "manifest.json").write_text(json.dumps(text))
+
+
+@pytest.mark.parametrize("where", ["tensor file", "extra file", "listed file", "metadata", "index", "manifest"])
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path, where: str) -> None:
+    path, mark = save_model(tmp_path, 1, tiny(1)), tmp_path / "mark"
+    trap = pickle.dumps(Trap(mark))
+    if where == "tensor file":
+        (path / WEIGHTS).write_bytes(trap)
+        forge(path, WEIGHTS)
+    elif where == "extra file":
+        (path / "data.pkl").write_bytes(trap)
+    elif where == "listed file":
+        (path / "data.pkl").write_bytes(trap)
+        forge(path, "data.pkl")
+    elif where == "metadata":
+        values = {
+            name.removeprefix("model/"): Checkpoint.open(path).whole(name) for name in Checkpoint.open(path).names()
+        }
+        save_file(values, path / WEIGHTS, {"pickle": trap.hex()})
+        forge(path, WEIGHTS)
+    else:
+        name = f"{where}.json"
+        text = json.loads((path / name).read_text())
+        text["pickle"] = trap.hex()
+        (path / name).write_text(json.dumps(text))
+        if where == "index":
+            forge(path, name)
+    with pytest.raises(Damaged):
+        checkpoint = Checkpoint.open(path)
+        checkpoint.verify()
+        checkpoint.whole("model/final_norm.weight")
+    assert not mark.exists()
+    pickle.loads(trap)
+    assert mark.exists(), "the trap works where it is opened"
+
+
+def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    text = (path / "index.json").read_text().replace('"file":"model.safetensors"', '"file":"../model.safetensors"', 1)
+    (path / "index.json").write_text(text)
+    forge(path, "index.json")
+    with pytest.raises(Damaged, match="no file of a checkpoint"):
+        Checkpoint.open(path)
+
+
+def test_verify_can_be_shared_out(tmp_path: Path) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    flip_weights(path)
+    refused = []
+    for share in range(3):
+        try:
+            Checkpoint.open(path).verify(share, 3)
+        except Damaged:
+            refused.append(share)
+    assert len(refused) == 1, "one of the shares has the file"
+    assert torch.is_tensor(Checkpoint.open(path).whole("model/final_norm.weight"))

@@ -1,0 +1,195 @@
+"""Saving beside the training: what is saved is the state of its step, failures leave the last one good."""
+
+import errno
+import math
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_states import Told, make_keeper, save_model, state_of, tiny
+
+from meshwright.checkpoint import Checkpoint, Fenced, Keeper, Lease, checkpoint_path, checkpoints, newest, surplus
+from meshwright.checkpoint.interval import Interval, best_interval_s
+from meshwright.errors import UserError
+from meshwright.job.running import Checkpoint as Settings
+
+
+def wait(keeper: Keeper) -> None:
+    """Let a save end as a run's next steps would."""
+    deadline = time.monotonic() + 20
+    while keeper._save is not None:
+        keeper.count(keeper.ballot())
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    if keeper._thread is not None:
+        keeper._thread.join()
+    keeper.count(keeper.ballot())
+
+
+def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.checkpoint import keeper as module
+
+    gate = threading.Event()
+    write = module.write_share
+    monkeypatch.setattr(module, "write_share", lambda *given: gate.wait(10) and write(*given))
+    told, model = Told(), tiny(1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    keeper = make_keeper(tmp_path, told, every_steps=2)
+    for step in (1, 2, 3):
+        keeper.after_step(step, lambda: state_of(model, 2))
+        keeper.count(keeper.ballot())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0) if step > 1 else None
+    assert told.events == [] and list(checkpoints(tmp_path)) == [], "training went on, nothing is visible"
+    gate.set()
+    wait(keeper)
+    saved = newest(tmp_path)
+    assert saved.facts.step == 2
+    assert all(torch.equal(saved.whole(f"model/{name}"), value) for name, value in before.items())
+    [event] = told.events
+    assert event["kind"] == "checkpoint" and event["bytes"] == saved.bytes
+    assert 0 < event["pause_s"] < event["total_s"]
+
+
+def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, model = Told(), tiny(1)
+    keeper = make_keeper(tmp_path, told, every_steps=1)
+    keeper.after_step(1, lambda: state_of(model, 1))
+    wait(keeper)
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # the system itself refuses to write on
+    try:
+        keeper.after_step(2, lambda: state_of(model, 2))
+        wait(keeper)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [event["kind"] for event in told.events] == ["checkpoint", "checkpoint_failed"]
+    assert told.events[1]["step"] == 2 and "large" in told.events[1]["error"].lower()
+    assert told.messages == [
+        f"warning: the checkpoint of step 2 failed ({told.events[1]['error']}); training goes on, the last complete "
+        "one is step 1"
+    ]
+    newest(tmp_path).verify()
+    assert newest(tmp_path).facts.step == 1 and not any(Lease(tmp_path, 0).folder.iterdir())
+
+    usage = SimpleNamespace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"the last checkpoint could not be written .* MB free"):
+        keeper.finish(3, lambda: state_of(model, 3))
+    usage.free = 10**12
+    keeper.finish(3, lambda: state_of(model, 3))
+    assert newest(tmp_path).facts.step == 3
+
+
+def test_no_room_for_the_manifest_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.checkpoint import keeper as module
+
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "seal", full)
+    told = Told()
+    keeper = make_keeper(tmp_path, told, every_steps=1)
+    keeper.after_step(1, lambda: state_of(tiny(1), 1))
+    wait(keeper)
+    assert told.events == [{"kind": "checkpoint_failed", "step": 1, "error": "No space left on device"}]
+    assert "none is complete yet" in told.messages[0] and list(checkpoints(tmp_path)) == []
+
+
+def test_a_stale_writer_is_fenced_off_at_every_point(tmp_path: Path) -> None:
+    stale, model = make_keeper(tmp_path, every_steps=1), tiny(1)
+    stale.after_step(1, lambda: state_of(model, 1))
+    stale._thread.join()  # written, not yet agreed on
+    fresh = make_keeper(tmp_path, every_steps=1)
+    assert (stale._lease.attempt, fresh._lease.attempt) == (0, 1)
+    with pytest.raises(Fenced, match=r"taken over by a later attempt than this one \(0\)"):
+        stale.count(stale.ballot())
+    stale._commit(stale._save)  # as if it had been just past the check
+    assert list(checkpoints(tmp_path)) == []
+    fresh.finish(2, lambda: state_of(model, 2))
+    with pytest.raises(Fenced):
+        stale.finish(2, lambda: state_of(tiny(9), 2))
+    assert newest(tmp_path).manifest.attempt == 1
+    newest(tmp_path).verify()
+
+
+def test_a_claim_clears_what_a_killed_attempt_left(tmp_path: Path) -> None:
+    killed = Lease.claim(tmp_path)
+    (killed.folder / "step-00000003").mkdir()
+    (killed.folder / "step-00000003/model.safetensors").write_bytes(b"half")
+    (tmp_path / "checkpoints/.removed-step-00000001-99").mkdir()
+    lease = Lease.claim(tmp_path)
+    assert lease.attempt == 1 and Lease.claim(tmp_path, at_least=7).attempt == 7
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == [".attempt-000007"]
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save_model(tmp_path, step, tiny(step), keep_last=2, keep_every=3)
+    assert [one.facts.step for one in checkpoints(tmp_path)] == [7, 6, 3]
+    (checkpoint_path(tmp_path, 7) / "manifest.json").unlink()
+    save_model(tmp_path, 8, tiny(8), keep_last=1, keep_every=None)
+    left = [one.facts.step if isinstance(one, Checkpoint) else None for one in checkpoints(tmp_path)]
+    assert left == [8, None], "a damaged one counts for nothing and is left for a person to look at"
+    assert surplus(tmp_path, 1, None) == []
+    assert surplus(tmp_path, 1, None, damaged=True) == [checkpoint_path(tmp_path, 7)]
+
+
+def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    (path / "model.safetensors").unlink()
+    save_model(tmp_path, 1, tiny(2))
+    newest(tmp_path).verify()
+    assert newest(tmp_path).manifest.attempt == 1
+
+
+def test_a_backup_is_a_checkpoint_elsewhere_and_its_failure_harms_nothing(tmp_path: Path) -> None:
+    told, run, store = Told(), tmp_path / "a-run", tmp_path / "store"
+    keeper = make_keeper(run, told, backup_to=f"file://{store}", keep_last=1)
+    for step in (1, 2):
+        keeper.finish(step, lambda step=step: state_of(tiny(step), step))
+    assert [event["kind"] for event in told.events] == ["checkpoint", "backup"] * 2
+    for step in (1, 2):
+        Checkpoint.open(store / "a-run" / f"step-{step:08d}").verify()
+    assert [one.facts.step for one in checkpoints(run)] == [2]
+    shutil.rmtree(store)
+    store.write_text("a file is in the way")
+    keeper.finish(3, lambda: state_of(tiny(3), 3))
+    assert told.events[-1]["kind"] == "backup_failed" and "not copied to" in told.messages[-1]
+    assert newest(run).facts.step == 3
+
+
+def test_the_interval_by_steps_minutes_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    steps = Interval(Settings(every_steps=3), None)
+    assert [step for step in range(1, 10) if steps.due_at(step)] == [3, 6, 9] and not steps.due_by_time()
+    minutes = Interval(Settings(every_minutes=0.5), None)
+    now[0] += 29
+    assert not minutes.due_by_time()
+    now[0] += 1
+    assert minutes.due_by_time()
+    minutes.saved()
+    assert not minutes.due_by_time()
+
+    assert best_interval_s(2.0, 10_000.0) == math.sqrt(40_000.0) == 200.0
+    auto = Interval(Settings(auto=True), 10_000.0)
+    now[0] += 60
+    assert auto.due_by_time()
+    auto.saved()
+    auto.measured(pause_s=2.0, total_s=20.0)
+    now[0] += 199
+    assert not auto.due_by_time()
+    now[0] += 1
+    assert auto.due_by_time()
+    auto.measured(pause_s=0.001, total_s=50.0)
+    auto.saved()
+    now[0] += 49
+    assert not auto.due_by_time(), "never more often than a save takes"

@@ -1,0 +1,54 @@
+"""`meshwright checkpoint`: what a run has saved, as a table and as JSON with stable keys."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def run(cli, tiny_job: Path) -> Path:  # type: ignore[no-untyped-def]
+    words = ["checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6", "evaluation.every_steps=0"]
+    assert cli("train", "job.toml", *(word for each in words for word in ("--set", each))).code == 0
+    return tiny_job.parent / "run"
+
+
+def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
+    listed = json.loads(cli("checkpoint", "list", "run", "--json").out)
+    assert set(listed) == {"run", "checkpoints"}
+    assert [row["step"] for row in listed["checkpoints"]] == [6, 4, 2]
+    assert set(listed["checkpoints"][0]) == {"step", "attempt", "ranks", "time", "bytes", "damage"}
+    assert cli("checkpoint", "list", "run").out.count("complete") == 3
+
+    shown = json.loads(cli("checkpoint", "show", "run", "--json").out)
+    assert set(shown) == {"path", "attempt", "time", "ranks", "facts", "layout", "files", "tensors"}
+    assert shown["facts"]["step"] == 6 and shown["facts"]["position"] == 24
+    assert shown["tensors"]["optimizer/final_norm.weight/exp_avg"] == {"shape": [64], "dtype": "F32"}
+    text = cli("checkpoint", "show", "run/checkpoints/step-00000004").out
+    assert "position         16" in text and "optimizer" in text
+
+    checked = json.loads(cli("checkpoint", "verify", "run", "--json").out)
+    assert checked == {
+        "run": "run", "ok": True, "checkpoints": [{"step": step, "damage": None} for step in (6, 4, 2)],
+    }  # fmt: skip
+
+    assert cli("checkpoint", "diff", "run", "run").out == "equal, bit for bit\n"
+    compared = cli("checkpoint", "diff", "run/checkpoints/step-00000004", "run", "--json")
+    told = json.loads(compared.out)
+    assert compared.code == 1 and set(told) == {"equal", "compared", "facts", "tensors"}
+    assert told["facts"]["step"] == [4, 6] and not told["equal"]
+    assert {"model/final_norm.weight", "optimizer/final_norm.weight/step"} <= {row["name"] for row in told["tensors"]}
+    assert "rng/00000/cpu" not in {row["name"] for row in told["tensors"]}, "nothing draws from it"
+
+    (run / "checkpoints/step-00000004/manifest.json").unlink()
+    planned = json.loads(cli("checkpoint", "prune", "run", "--keep-last", "1", "--dry-run", "--json").out)
+    assert planned == {"run": "run", "dry_run": True, "removed": ["step-00000002"]}
+    assert "DAMAGED: run/checkpoints/step-00000004 has no manifest.json" in cli("checkpoint", "verify", "run").out
+    assert cli("checkpoint", "prune", "run", "--keep-last", "1", "--damaged").code == 0
+    assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_what_is_no_run_is_refused(cli, tiny_job: Path) -> None:  # type: ignore[no-untyped-def]
+    for command in (["list", "corpus"], ["show", "corpus"], ["verify", "nowhere"], ["diff", "corpus", "corpus"]):
+        result = cli("checkpoint", *command)
+        assert result.code == 2 and len(result.err.splitlines()) == 1 and "Traceback" not in result.err
