@@ -1,0 +1,67 @@
+"""What a training program does besides the job: kernels, overlap and formats that differ from one to the next.
+
+A job says what is computed; this says how. The first is Meshwright's own trainer. The others are well-known programs of
+their years, so that published measurements can be predicted: every field is a fact of the program, none is fitted to a
+source.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a program runs a job."""
+
+    name: str
+    attention: Literal["flash", "fused-softmax"] = "flash"
+    """flash never holds the scores; fused-softmax writes them and does scale, mask and softmax in one kernel."""
+    fusion: Literal["eager", "fused"] = "eager"
+    """Whether neighbouring elementwise operations run as one kernel (by hand or compiled)."""
+    selective: Literal["cheap", "half", "attention"] = "cheap"
+    """What selective recomputation makes again: everything but projections and attention; that and every second
+    projection; or the attention between its projections."""
+    gradient_overlap: bool = True
+    """Gradients are reduced while the backward of other layers runs."""
+    parameter_overlap: bool = True
+    """Parameters are gathered while other layers run."""
+    tensor_overlap: float = 0.0
+    """Share of tensor-parallel transfers hidden behind the products they belong to."""
+    regather: bool = False
+    """Sequence parallelism keeps its inputs sharded and gathers them again in the backward."""
+    scatter_sends: bool = False
+    """What goes to the next pipeline stage is cut over the tensor-parallel ranks, and gathered there."""
+    reduced_bytes: int | None = None
+    """Bytes a gradient has on the wire; as precision.gradients when not given."""
+    whole_logits: bool = False
+    """The loss holds all logits of a micro-batch at once."""
+    launch_s: float = 6e-6
+    """Host time to launch one kernel; a device that waits for its host takes this long a kernel."""
+    step_s: float = 0.0
+    """Host time of a step that nothing hides: data, logging, reading the loss back."""
+
+
+MESHWRIGHT = Software("meshwright")
+MESHWRIGHT_COMPILED = Software("meshwright, compiled", fusion="fused", launch_s=4e-6)
+MEGATRON = Software(
+    "Megatron-LM or Megatron-DeepSpeed before fused attention",
+    attention="fused-softmax",
+    fusion="fused",
+    selective="attention",
+    gradient_overlap=False,
+    parameter_overlap=False,
+    scatter_sends=True,
+    whole_logits=True,
+    launch_s=9e-6,
+)
+MEGATRON_CORE = Software(
+    "Megatron core with Transformer Engine",
+    fusion="fused",
+    selective="attention",
+    tensor_overlap=0.5,
+    regather=True,
+    scatter_sends=True,
+    whole_logits=True,
+)
+FSDP = Software("FSDP with fused attention, eager", whole_logits=True)
+FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", whole_logits=True, launch_s=4e-6)

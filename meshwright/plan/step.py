@@ -1,0 +1,296 @@
+"""A step put together: every stage's times, the schedule played out, and what is sent before, between and after."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from meshwright.job import Job
+from meshwright.pipeline import StageTimes, Table, build_table, simulate
+from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
+from meshwright.plan.compute import Work, block_work, embedding_work, head_work, optimizer_s, tokens_of
+from meshwright.plan.kernels import Device, device_of
+from meshwright.plan.machine import Machine
+from meshwright.plan.software import Software
+
+Phases = dict[str, float]
+_CONTENTION = 0.06
+"""What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
+_MOST_ACTIONS = 12_000
+"""A table with more is played out at two smaller numbers of micro-batches: beyond filling, time grows by equal parts."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks a rank shares each axis with."""
+
+    tp: Group
+    cp: Group
+    shard: Group
+    """dp_shard × cp: who shares states and gradients."""
+    replicate: Group
+    data: Group
+    """Everyone who holds the same parameters."""
+    stages_share_node: bool
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One stage over one micro-batch."""
+
+    work: Work
+    tensor_forward: float
+    tensor_backward: float
+    gather_forward: float
+    """Exposed parameter gathering and gradient scattering, of every micro-batch."""
+    gather_backward: float
+
+    @property
+    def forward(self) -> float:
+        """Its forward, transfers included."""
+        return self.work.forward + self.tensor_forward + self.gather_forward
+
+    @property
+    def backward(self) -> float:
+        """Its backward."""
+        return self.work.backward + self.tensor_backward + self.gather_backward
+
+
+def groups_of(job: Job, gpus_per_node: int) -> Groups:
+    """Who sits where, ranks numbered as the mesh numbers them."""
+    layout = job.layout
+    inner = layout.tp * layout.cp
+    data_stride = inner * (layout.pp if layout.order == "dp-outside" else 1)
+    pipe_stride = inner * (1 if layout.order == "dp-outside" else layout.dp_shard * layout.dp_replicate)
+    return Groups(
+        tp=group_of(layout.tp, 1, gpus_per_node),
+        cp=group_of(layout.cp, layout.tp, gpus_per_node),
+        shard=group_of(layout.dp_shard * layout.cp, layout.tp if data_stride == inner else data_stride, gpus_per_node),
+        replicate=group_of(layout.dp_replicate, data_stride * layout.dp_shard, gpus_per_node),
+        data=group_of(layout.dp_shard * layout.dp_replicate * layout.cp, data_stride, gpus_per_node),
+        stages_share_node=pipe_stride * layout.pp <= gpus_per_node,
+    )
+
+
+def layer_parameters(job: Job) -> float:
+    """Elements of one block on one tensor-parallel rank."""
+    model = job.model
+    attention = 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
+    feedforward = model.width * model.ffn_width * (3 if model.activation == "swiglu" else 2)
+    return (attention + feedforward) / job.layout.tp
+
+
+def stage_parameters(job: Job, layers: int, *, first: bool, last: bool) -> float:
+    """Elements of a stage on one tensor-parallel rank; a tied table is held at both ends of a pipeline."""
+    table = job.model.vocab_size * job.model.width / job.layout.tp
+    tables = (first or last) if job.model.tied and job.layout.pp == 1 else first + last
+    return layers * layer_parameters(job) + tables * table
+
+
+def step_phases(job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str]) -> Phases:
+    """Seconds of a step by name, adding up to it, along its busiest pipeline rank.
+
+    `layers` are the stages' numbers of layers along the model, `modes` every layer's recomputation.
+    """
+    device = device_of(machine.gpu, machine.rates, job.precision.compute)
+    groups = groups_of(job, machine.wires.gpus_per_node)
+    stages = _stages(job, device, software, machine.wires, groups, layers, modes)
+    table = _table(job)
+    if table is None:
+        busy = [0]
+        makespan = job.accumulation * (stages[0].forward + stages[0].backward)
+        rank_busy = makespan
+    else:
+        send = _boundary_s(job, software, machine.wires, groups)
+        makespan, rank_busy, rank = _play(job, table, stages, send)
+        busy = [stage % len(layers) for stage in table.stages_of(rank)]
+    phases = _compute_phases([stages[place] for place in busy], job.accumulation / (table.parameter_copies if table else 1))
+    if table is not None:
+        phases["pipeline bubble and sends"] = makespan - rank_busy
+    held = sum(
+        stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in set(busy)
+    )
+    window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
+    phases |= _once_a_step(job, machine, software, device, groups, held, *window)
+    return phases
+
+
+def _stages(
+    job: Job, device: Device, software: Software, wires: Wires, groups: Groups, layers: list[int], modes: list[str]
+) -> list[StageSeconds]:
+    blocks = {mode: block_work(job, device, software, mode) for mode in set(modes)}
+    tensor = {mode: _tensor_s(job, software, wires, groups, mode) for mode in set(modes)}
+    stages, place = [], 0
+    for number, count in enumerate(layers):
+        own = modes[place : place + count]
+        place += count
+        first, last = number == 0, number == len(layers) - 1
+        work, forward, backward = Work(), 0.0, 0.0
+        for mode in set(own):
+            times = own.count(mode)
+            work += blocks[mode] * times
+            forward += tensor[mode][0] * times
+            backward += tensor[mode][1] * times
+        if first:
+            work += embedding_work(job, device)
+        if last:
+            work += head_work(job, device, software)
+        parameters = stage_parameters(job, count, first=first, last=last)
+        gathers = _gather_s(job, wires, groups, parameters, max(1, count), work, forward, backward, software)
+        stages.append(StageSeconds(work, forward, backward, *gathers))
+    return stages
+
+
+def _tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
+    """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
+    layout, tokens = job.layout, tokens_of(job)
+    size = 2.0 * tokens * job.model.width
+    # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
+    once = 2 * all_reduce_s(wires, groups.tp, size)
+    exposed = 1 - software.tensor_overlap
+    forward, backward = once * exposed, once * exposed
+    if layout.sp and software.regather and layout.tp > 1:
+        backward += 2 * all_gather_s(wires, groups.tp, size) * exposed * 0.5
+    if mode == "full":
+        backward += once * exposed
+    if layout.cp > 1:
+        keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp
+        ring = all_gather_s(wires, groups.cp, keys)
+        attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the piece before
+        forward += attention_share * ring
+        backward += 2 * attention_share * ring
+    return forward, backward
+
+
+def _gather_s(
+    job: Job,
+    wires: Wires,
+    groups: Groups,
+    parameters: float,
+    layers: int,
+    work: Work,
+    tensor_forward: float,
+    tensor_backward: float,
+    software: Software,
+) -> tuple[float, float]:
+    """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
+    if job.layout.zero_stage < 2 or groups.shard.size == 1:
+        return 0.0, 0.0
+    wide = 4 if software.reduced_bytes is None and job.precision.gradients == "fp32" else software.reduced_bytes or 2
+    gather = all_gather_s(wires, groups.shard, 2.0 * parameters / layers) * layers
+    scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
+    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
+    gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
+    gathers_backward = (gather if job.layout.zero_stage == 3 else 0.0) + scatter
+    forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, software.parameter_overlap)
+    backward = _hidden(gathers_backward, work.backward + tensor_backward, layers, software.gradient_overlap)
+    return forward, backward
+
+
+def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
+    """What transfers add to compute they run beside: the first of them, what compute is too short for, and its loss."""
+    if not overlaps:
+        return transfers
+    return max(transfers / layers, transfers - compute) + _CONTENTION * min(transfers, compute)
+
+
+def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
+    """What passes from one stage to the next."""
+    size = 2.0 * tokens_of(job) * job.model.width
+    within = groups.stages_share_node
+    if job.layout.tp > 1 and (software.scatter_sends or job.layout.sp):
+        send = send_s(wires, size / job.layout.tp, within_node=within)
+        return send + (0.0 if job.layout.sp else all_gather_s(wires, groups.tp, size))
+    # Copies of the same values leave every tensor-parallel rank over its own share of the network.
+    return send_s(wires, size, within_node=within)
+
+
+def _table(job: Job) -> Table | None:
+    """The schedule's table; a long one with fewer micro-batches, which `_play` makes up for."""
+    layout = job.layout
+    if layout.pp == 1:
+        return None
+    table = _cached_table(layout.schedule, layout.pp, min(job.accumulation, 4 * layout.pp), layout.virtual_stages)
+    if job.accumulation > table.micro_batches and table.stages * job.accumulation * 3 <= _MOST_ACTIONS:
+        table = _cached_table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
+    return table
+
+
+_cached_table = lru_cache(maxsize=256)(build_table)
+
+
+def _play(job: Job, table: Table, stages: list[StageSeconds], send: float) -> tuple[float, float, int]:
+    """Makespan, the busiest rank's work and that rank."""
+    makespan, busy, rank = _play_once(table, stages, send)
+    if table.micro_batches == job.accumulation:
+        return makespan, busy, rank
+    layout = job.layout
+    fewer = table.micro_batches - layout.pp
+    shorter, _, _ = _play_once(_cached_table(layout.schedule, layout.pp, fewer, layout.virtual_stages), stages, send)
+    more = job.accumulation - table.micro_batches
+    return makespan + (makespan - shorter) / layout.pp * more, busy * job.accumulation / table.micro_batches, rank
+
+
+def _play_once(table: Table, stages: list[StageSeconds], send: float) -> tuple[float, float, int]:
+    along = [stages[place] for chain in table.chains for place in range(len(chain))]
+    times = StageTimes(
+        forward_s=[stage.forward for stage in along],
+        backward_s=[stage.backward for stage in along],
+        input_s=[stage.backward - stage.work.weight_matmul for stage in along],
+        weight_s=[stage.work.weight_matmul for stage in along],
+        send_s=send,
+    )
+    played = simulate(table, times)
+    rank = max(range(table.ranks), key=lambda each: played.busy_s[each])
+    return played.makespan_s, played.busy_s[rank], rank
+
+
+def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
+    total = sum((stage.work for stage in stages), Work())
+    named = {
+        "forward products": total.forward_matmul,
+        "forward attention": total.forward_attention,
+        "forward elementwise": total.forward_elementwise,
+        "backward products": total.input_matmul + total.weight_matmul,
+        "backward attention": total.backward_attention,
+        "backward elementwise": total.backward_elementwise,
+        "recomputation": total.again,
+        "tensor and context transfers": sum(stage.tensor_forward + stage.tensor_backward for stage in stages),
+        "parameter and gradient transfers": sum(stage.gather_forward + stage.gather_backward for stage in stages),
+    }
+    return {name: micro_batches * seconds for name, seconds in named.items()}
+
+
+def _once_a_step(
+    job: Job,
+    machine: Machine,
+    software: Software,
+    device: Device,
+    groups: Groups,
+    parameters: float,
+    backward: float,
+    forward: float,
+) -> Mapping[str, float]:
+    """Gradients reduced and parameters gathered once a step, the optimizer, and what the host does alone."""
+    layout, wires = job.layout, machine.wires
+    wide = software.reduced_bytes or (4 if job.precision.gradients == "fp32" else 2)
+    reduce = gather = 0.0
+    if layout.zero_stage < 2:
+        if layout.zero_stage == 1 and groups.shard.size > 1:
+            reduce = all_gather_s(wires, groups.shard, wide * parameters)
+            reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
+            gather = all_gather_s(wires, groups.shard, 2.0 * parameters)
+        else:
+            reduce = all_reduce_s(wires, groups.data, wide * parameters)
+    reduce = _hidden(reduce, backward, 8, software.gradient_overlap) if reduce else 0.0
+    gather = _hidden(gather, forward, 8, software.parameter_overlap) if gather else 0.0
+    owners = groups.shard.size if layout.zero_stage >= 1 else 1
+    tied = 0.0
+    if job.model.tied and layout.pp > 1:
+        table = job.model.vocab_size * job.model.width / layout.tp
+        tied = all_reduce_s(wires, group_of(2, wires.gpus_per_node, wires.gpus_per_node), wide * table)
+    return {
+        "gradient reduction": reduce + tied,
+        "parameter gathering": gather,
+        "optimizer": optimizer_s(device, parameters / owners, 4, job.optimizer.clip > 0),
+        "host": software.step_s,
+    }
