@@ -84,8 +84,8 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     """One block over one micro-batch, with recomputation by mode, no faster than its host launches kernels."""
     products = list(products_of(job, software))
     forward = sum(matmul_s(device, *product) for product in products)
-    inputs = sum(matmul_s(device, rows, inner, columns) for rows, columns, inner in products)
-    weights = sum(matmul_s(device, columns, inner, rows) for rows, columns, inner in products)
+    inputs = sum(matmul_s(device, rows, inner, columns) for rows, columns, inner in products) / device.backward
+    weights = sum(matmul_s(device, columns, inner, rows) for rows, columns, inner in products) / device.backward
     if device.compute == "fp8":
         cast = _fp8_casts_s(job, device, products)
         forward, inputs = forward + cast, inputs + 1.5 * cast
@@ -139,7 +139,8 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
     if software.attention == "flash":
         seen = window * (1 - window / (2 * sequence))
         flops = 4.0 * queries * seen * heads * model.head_dim
-        return attention_s(device, flops, model.head_dim), attention_s(device, 2.5 * flops, model.head_dim)
+        about = model.head_dim, sequence, software.flash_generation
+        return attention_s(device, flops, *about), attention_s(device, 2.5 * flops, *about)
     batch = job.batch.micro_batch * heads
     scores = batch * sequence * sequence
     forward = _batched_s(device, batch, sequence, sequence, model.head_dim)

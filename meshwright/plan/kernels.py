@@ -29,8 +29,10 @@ class Device:
     """Ceiling of products in the compute format."""
     wide_flops_per_s: float
     """Ceiling of products that stay in 16 bits when blocks compute in fp8: the head's."""
-    flash_flops_per_s: float
-    """Ceiling of fused attention, which no format below 16 bits speeds up."""
+    backward: float
+    """Share of it that the backward's products reach."""
+    attention_flops_per_s: tuple[float, float, float]
+    """Ceilings of fused attention by generation, which no format below 16 bits speeds up."""
     bytes_per_s: float
     """What elementwise kernels move."""
 
@@ -44,7 +46,8 @@ def device_of(gpu: Gpu, rates: Rates, compute: str) -> Device:
         rates.multiprocessors,
         narrow * rates.matmul_fp8 if narrow else wide * rates.matmul,
         wide * rates.matmul,
-        wide * rates.flash,
+        rates.backward,
+        (wide * rates.attention[0], wide * rates.attention[1], wide * rates.attention[2]),
         (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy,
     )
 
@@ -79,9 +82,10 @@ def _alignment(power: int) -> float:
     return {1: 0.25, 2: 0.35, 4: 0.5, 8: 0.78, 16: 0.88, 32: 0.96}.get(power, 1.0)
 
 
-def attention_s(device: Device, flops: float, head_dim: int) -> float:
-    """Seconds of fused attention over so many FLOPs; smaller heads spend more of them on the softmax between."""
-    return flops / (device.flash_flops_per_s * min(1.0, 0.45 + 0.55 * head_dim / 128)) + _KERNEL_S
+def attention_s(device: Device, flops: float, head_dim: int, sequence: int, generation: int) -> float:
+    """Seconds of fused attention over so many FLOPs; small heads spend more on the softmax, short rows on their ends."""
+    ceiling = device.attention_flops_per_s[generation - 1]
+    return flops / (ceiling * min(1.0, 0.76 + 0.24 * head_dim / 128) * sequence / (sequence + 256)) + _KERNEL_S
 
 
 def memory_s(device: Device, moved_bytes: float, kernels: int = 1) -> float:

@@ -4,7 +4,7 @@ Ceilings are what large, well-aligned work reaches in a training step that keeps
 short benchmark; shapes lower them further (see `kernels`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
 from meshwright.hardware import Gpu
@@ -20,8 +20,11 @@ class Rates:
     """Share of the dense peak that large products reach."""
     matmul_fp8: float
     """The same in fp8, scaling and casts aside."""
-    flash: float
-    """Share of the 16-bit peak that fused attention reaches with heads of 128, forward and backward together."""
+    backward: float
+    """Share of that the backward's products keep, whose operands lie across their rows."""
+    attention: tuple[float, float, float]
+    """Share of the 16-bit peak that causal fused attention reaches with heads of 128 over long sequences, forward and
+    backward together, by generation of the kernel: the first, the second, and the makers' own."""
     copy: float
     """Share of the memory bandwidth that elementwise kernels reach."""
     collective: float
@@ -30,28 +33,29 @@ class Rates:
     """A step of a ring inside the node, as NCCL's tuning tables put it."""
 
 
-# The ceilings of A100 and V100 are cuBLAS's on products of 8192³; Hopper's and Blackwell's are lower because their
-# power limit, not their clock, bounds long runs: an H200 gives 660 to 745 of 989 TFLOP/s on the shapes of a 1B model.
-_VOLTA = Rates(80, 0.80, 0.80, 0.35, 0.83, 0.75, 4e-6)
-_AMPERE = Rates(108, 0.86, 0.86, 0.55, 0.85, 0.77, 4e-6)
-_HOPPER = Rates(132, 0.72, 0.68, 0.43, 0.87, 0.80, 4e-6)
-_BLACKWELL = Rates(148, 0.72, 0.68, 0.45, 0.85, 0.75, 4e-6)
-_CONSUMER = Rates(82, 0.80, 0.75, 0.50, 0.85, 0.70, 10e-6)
+# Ceilings of Hopper and Blackwell are lower because their power limit, not their clock, bounds long runs: an H200 gives
+# 660 to 745 of 989 TFLOP/s on the shapes of a 1B model. Attention: FlashAttention's own figures for A100 (about 100 and
+# 170 TFLOP/s) and H100, and a measured H200 (heads of 64: 237 with the second generation, 376 with cuDNN's).
+_VOLTA = Rates(80, 0.80, 0.80, 0.95, (0.30, 0.30, 0.30), 0.83, 0.75, 4e-6)
+_AMPERE = Rates(108, 0.80, 0.80, 0.95, (0.32, 0.50, 0.50), 0.85, 0.77, 4e-6)
+_HOPPER = Rates(132, 0.68, 0.62, 0.95, (0.20, 0.29, 0.42), 0.87, 0.80, 4e-6)
+_BLACKWELL = Rates(148, 0.68, 0.62, 0.95, (0.12, 0.16, 0.35), 0.85, 0.75, 4e-6)
+_CONSUMER = Rates(82, 0.80, 0.75, 0.95, (0.32, 0.50, 0.50), 0.85, 0.70, 10e-6)
 
 _BY_PREFIX = {
     "v100": _VOLTA,
-    "a100-64gb": Rates(124, 0.80, 0.80, 0.52, 0.85, 0.77, 4e-6),
+    "a100-64gb": replace(_AMPERE, multiprocessors=124, matmul=0.74),
     "a100": _AMPERE,
-    "a40": Rates(84, 0.75, 0.75, 0.45, 0.85, 0.70, 10e-6),
-    "h100-96gb-500w": Rates(132, 0.60, 0.55, 0.36, 0.87, 0.80, 4e-6),
+    "a40": replace(_CONSUMER, multiprocessors=84, matmul=0.75),
+    # 500 W instead of 700: products slow down, what memory bounds does not.
+    "h100-96gb-500w": replace(_HOPPER, matmul=0.56, matmul_fp8=0.50),
     "h100": _HOPPER,
     "h200": _HOPPER,
     "gh200": _HOPPER,
     "b200": _BLACKWELL,
     "gb200": _BLACKWELL,
     "gb300": _BLACKWELL,
-    "b300": _BLACKWELL,
-    "l40s": Rates(142, 0.70, 0.65, 0.45, 0.85, 0.70, 10e-6),
+    "l40s": replace(_CONSUMER, multiprocessors=142, matmul=0.70, matmul_fp8=0.65),
     "rtx": _CONSUMER,
 }
 

@@ -6,7 +6,7 @@ Three formats are known by their headers: collected runs, collected memory figur
 import csv
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,13 +231,24 @@ def _network(text: str) -> float | None:
 
 
 def _software(row: Fields, assumed: list[str]) -> Software:
-    sharded = row["zero_stage_or_fsdp"]
-    if row["flash_attn"] == "no":
-        return programs.MEGATRON
+    """The program a row's own columns describe; the era decides where they say nothing of attention."""
+    sharded, attention = row["zero_stage_or_fsdp"], row["flash_attn"]
     if "FSDP" in sharded and "Megatron" not in sharded:
-        return programs.FSDP_COMPILED if row["compile"] == "yes" else programs.FSDP
-    if not row["flash_attn"]:
-        assumed.append("fused attention")
+        if row["compile"] == "yes":
+            return programs.FSDP_COMPILED
+        return programs.FSDP_EAGER if attention in ("SDPA", "TE") else programs.FSDP
+    if attention.startswith("TE"):
+        if "overlap OFF" in row["notes"]:
+            return replace(programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=0.0)
+        return programs.MEGATRON_CORE
+    if attention == "yes":
+        return programs.ZERO
+    if attention == "no":
+        return programs.MEGATRON
+    if row["gpu"].startswith(("A100", "V100")):
+        assumed.append("attention with its scores written out, as was usual on this GPU")
+        return programs.MEGATRON
+    assumed.append("fused attention")
     return programs.MEGATRON_CORE
 
 

@@ -16,6 +16,8 @@ class Software:
     name: str
     attention: Literal["flash", "fused-softmax"] = "flash"
     """flash never holds the scores; fused-softmax writes them and does scale, mask and softmax in one kernel."""
+    flash_generation: Literal[1, 2, 3] = 2
+    """1 FlashAttention of 2022, 2 its successor (torch's own kernel), 3 what the GPU's maker wrote for it."""
     fusion: Literal["eager", "fused"] = "eager"
     """Whether neighbouring elementwise operations run as one kernel (by hand or compiled)."""
     selective: Literal["cheap", "half", "attention"] = "cheap"
@@ -42,7 +44,7 @@ class Software:
 
 
 MESHWRIGHT = Software("meshwright")
-MESHWRIGHT_COMPILED = Software("meshwright, compiled", fusion="fused", launch_s=4e-6)
+MESHWRIGHT_COMPILED = Software("meshwright, compiled", flash_generation=3, fusion="fused", launch_s=4e-6)
 MEGATRON = Software(
     "Megatron-LM or Megatron-DeepSpeed before fused attention",
     attention="fused-softmax",
@@ -51,11 +53,13 @@ MEGATRON = Software(
     gradient_overlap=False,
     parameter_overlap=False,
     scatter_sends=True,
+    reduced_bytes=2,
     whole_logits=True,
     launch_s=9e-6,
 )
 MEGATRON_CORE = Software(
     "Megatron core with Transformer Engine",
+    flash_generation=3,
     fusion="fused",
     selective="attention",
     tensor_overlap=0.5,
@@ -63,5 +67,13 @@ MEGATRON_CORE = Software(
     scatter_sends=True,
     whole_logits=True,
 )
-FSDP = Software("FSDP with fused attention, eager", whole_logits=True)
+FSDP = Software("FSDP, eager, with the first fused attention", flash_generation=1, whole_logits=True)
+FSDP_EAGER = Software("FSDP, eager, with torch's fused attention", selective="half", whole_logits=True)
 FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", whole_logits=True, launch_s=4e-6)
+ZERO = Software(
+    "ZeRO with fused attention and hand-written kernels",
+    flash_generation=1,
+    fusion="fused",
+    reduced_bytes=2,
+    whole_logits=True,
+)

@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from meshwright.job import Job
-from meshwright.pipeline import StageTimes, Table, build_table, simulate
+from meshwright.pipeline import Table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
+from meshwright.plan.play import Played, play, shortened, table_of
 from meshwright.plan.software import Software
 
 Phases = dict[str, float]
 _CONTENTION = 0.06
 """What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
-_MOST_ACTIONS = 12_000
-"""A table with more is played out at two smaller numbers of micro-batches: beyond filling, time grows by equal parts."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +92,15 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     device = device_of(machine.gpu, machine.rates, job.precision.compute)
     groups = groups_of(job, machine.wires.gpus_per_node)
     stages = _stages(job, device, software, machine.wires, groups, layers, modes)
-    table = _table(job)
-    if table is None:
-        busy = [0]
-        makespan = job.accumulation * (stages[0].forward + stages[0].backward)
-        rank_busy = makespan
-    else:
-        send = _boundary_s(job, software, machine.wires, groups)
-        makespan, rank_busy, rank = _play(job, table, stages, send)
-        busy = [stage % len(layers) for stage in table.stages_of(rank)]
-    phases = _compute_phases([stages[place] for place in busy], job.accumulation / (table.parameter_copies if table else 1))
+    table, busy, bubble = table_for(job), [0], 0.0
     if table is not None:
-        phases["pipeline bubble and sends"] = makespan - rank_busy
+        played = _play(job, table, stages, _boundary_s(job, software, machine.wires, groups))
+        busy = [stage % len(layers) for stage in table.stages_of(played.rank)]
+        bubble = played.makespan_s - played.busy_s
+    copies = table.parameter_copies if table else 1
+    phases = _compute_phases([stages[place] for place in busy], job.accumulation / copies)
+    if table is not None:
+        phases["pipeline bubble and sends"] = bubble
     held = sum(
         stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in set(busy)
     )
@@ -204,44 +199,21 @@ def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> f
     return send_s(wires, size, within_node=within)
 
 
-def _table(job: Job) -> Table | None:
-    """The schedule's table; a long one with fewer micro-batches, which `_play` makes up for."""
+def table_for(job: Job) -> Table | None:
+    """The schedule's table, a long one with fewer micro-batches; None without a pipeline."""
     layout = job.layout
     if layout.pp == 1:
         return None
-    table = _cached_table(layout.schedule, layout.pp, min(job.accumulation, 4 * layout.pp), layout.virtual_stages)
-    if job.accumulation > table.micro_batches and table.stages * job.accumulation * 3 <= _MOST_ACTIONS:
-        table = _cached_table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
-    return table
+    return table_of(layout.schedule, layout.pp, shortened(layout.pp, job.accumulation), layout.virtual_stages)
 
 
-_cached_table = lru_cache(maxsize=256)(build_table)
-
-
-def _play(job: Job, table: Table, stages: list[StageSeconds], send: float) -> tuple[float, float, int]:
-    """Makespan, the busiest rank's work and that rank."""
-    makespan, busy, rank = _play_once(table, stages, send)
-    if table.micro_batches == job.accumulation:
-        return makespan, busy, rank
-    layout = job.layout
-    fewer = table.micro_batches - layout.pp
-    shorter, _, _ = _play_once(_cached_table(layout.schedule, layout.pp, fewer, layout.virtual_stages), stages, send)
-    more = job.accumulation - table.micro_batches
-    return makespan + (makespan - shorter) / layout.pp * more, busy * job.accumulation / table.micro_batches, rank
-
-
-def _play_once(table: Table, stages: list[StageSeconds], send: float) -> tuple[float, float, int]:
+def _play(job: Job, table: Table, stages: list[StageSeconds], send: float) -> Played:
     along = [stages[place] for chain in table.chains for place in range(len(chain))]
-    times = StageTimes(
-        forward_s=[stage.forward for stage in along],
-        backward_s=[stage.backward for stage in along],
-        input_s=[stage.backward - stage.work.weight_matmul for stage in along],
-        weight_s=[stage.work.weight_matmul for stage in along],
-        send_s=send,
-    )
-    played = simulate(table, times)
-    rank = max(range(table.ranks), key=lambda each: played.busy_s[each])
-    return played.makespan_s, played.busy_s[rank], rank
+    seconds = [
+        (one.forward, one.backward, one.backward - one.work.weight_matmul, one.work.weight_matmul) for one in along
+    ]
+    layout = job.layout
+    return play(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages, seconds, send)
 
 
 def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
