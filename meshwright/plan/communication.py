@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 
+_TREE = 0.85
+"""Of a ring's bandwidth, what trees reach."""
+
+
 @dataclass(frozen=True)
 class Wires:
     """The links of a machine, per GPU and in one direction, as collectives reach them."""
@@ -27,8 +31,6 @@ class Group:
 
     size: int
     per_node: int
-    sharers: int = 1
-    """Groups of this kind whose ranks use one node's network at the same time, beyond each GPU's own share."""
 
     @property
     def nodes(self) -> int:
@@ -42,12 +44,17 @@ def group_of(size: int, stride: int, gpus_per_node: int) -> Group:
 
 
 def all_reduce_s(wires: Wires, group: Group, size_bytes: float) -> float:
-    """Everyone ends with the sum of what all had."""
-    return _ring_s(wires, group, size_bytes, rounds=2)
+    """Everyone ends with the sum of what all had: a ring twice round, or a tree between the nodes if that is faster."""
+    ring = _ring_s(wires, group, size_bytes, rounds=2)
+    if group.nodes == 1 or not ring:
+        return ring
+    share = 2 * size_bytes * (group.size - 1) / group.size
+    hops = 4 * (ceil(log2(group.nodes)) * wires.network_latency_s + group.per_node * wires.node_latency_s)
+    return min(ring, hops + share / (_TREE * _bandwidth(wires, group)))
 
 
 def all_gather_s(wires: Wires, group: Group, size_bytes: float) -> float:
-    """Everyone ends with all pieces, size_bytes together; a reduce-scatter takes as long."""
+    """Everyone ends with all pieces, size_bytes together; a reduce-scatter takes as long. Only rings do this."""
     return _ring_s(wires, group, size_bytes, rounds=1)
 
 
@@ -59,16 +66,17 @@ def send_s(wires: Wires, size_bytes: float, *, within_node: bool) -> float:
 
 
 def _ring_s(wires: Wires, group: Group, size_bytes: float, rounds: int) -> float:
-    """A ring over the group; the ranks of one node send its share of the traffic over all their network cards."""
+    """Every rank passes its piece on, as many times as there are others; each time all wait for the slowest hop."""
     if group.size == 1 or size_bytes == 0:
         return 0.0
-    share = rounds * size_bytes * (group.size - 1) / group.size
+    hops = rounds * (group.size - 1)
+    latency = wires.node_latency_s if group.nodes == 1 else wires.network_latency_s
+    return hops * (latency + size_bytes / group.size / _bandwidth(wires, group))
+
+
+def _bandwidth(wires: Wires, group: Group) -> float:
+    """A ring enters and leaves each node once, so the node's cards of its members carry it together."""
     if group.nodes == 1:
-        return rounds * (group.size - 1) * wires.node_latency_s + share / wires.node_bytes_per_s
-    # A ring enters and leaves each node once, so the node's cards of its members carry it together.
+        return wires.node_bytes_per_s
     network = wires.network_bytes_per_s * group.per_node
-    bandwidth = min(network, wires.node_bytes_per_s if group.per_node > 1 else network)
-    # Trees need a logarithm of steps; rings one a rank. The library takes the faster for the size.
-    ring = rounds * ((group.size - 1) * wires.node_latency_s + (group.nodes - 1) * wires.network_latency_s)
-    tree = rounds * 2 * (ceil(log2(group.nodes)) * wires.network_latency_s + group.per_node * wires.node_latency_s)
-    return min(ring + share / bandwidth, tree + share / (0.8 * bandwidth))
+    return min(network, wires.node_bytes_per_s) if group.per_node > 1 else network

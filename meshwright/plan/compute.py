@@ -120,8 +120,8 @@ def _no_faster_than_host(work: Work, job: Job, software: Software, mode: str) ->
 def kernels_of(job: Job, software: Software) -> int:
     """Kernels a block's forward launches."""
     kernels = {"fused": 14, "eager": 22}[software.fusion]
-    kernels += 6 if software.attention == "fused-softmax" else 0
-    kernels += 4 if job.layout.tp > 1 else 0
+    kernels += 12 if software.attention == "fused-softmax" else 0
+    kernels += 2 if job.layout.tp > 1 else 0
     return kernels
 
 

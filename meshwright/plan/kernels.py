@@ -11,7 +11,7 @@ from meshwright.plan.rates import Rates
 # reads its operands more often for the same product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 _SPLITS = (1, 2, 4, 8)
-_FILL = 192
+_FILL = 128
 """Steps of the inner dimension lost to filling and draining a tile's pipeline and writing it out."""
 UNKNOWN_BANDWIDTH = 2000e9
 """Bytes a second where the maker publishes none: HBM2e on four stacks, the least of the parts concerned."""

@@ -111,7 +111,7 @@ def _run(row: Fields) -> Case:
     if not sequence:
         raise Unpredicted("does not say its sequence length")
     software = _software(row, assumed)
-    schedule, virtual = _schedule(row, pp)
+    schedule, virtual = _schedule(row, pp, assumed)
     micro = int(row["micro_batch"] or 0)
     if not micro:
         micro = 1
@@ -130,13 +130,11 @@ def _run(row: Fields) -> Case:
         recompute = "none"
         assumed.append("no recomputation")
     layout = {
-        **_data(row, dp, cluster.gpus_per_node, pp), "tp": tp, "pp": pp, "cp": cp, "schedule": schedule,
+        **_data(row, dp, cp, cluster.gpus_per_node, pp), "tp": tp, "pp": pp, "cp": cp, "schedule": schedule,
         "virtual_stages": virtual, "sp": row["sp"] != "no" and tp > 1 and software.name != programs.MEGATRON.name,
         "split": _split(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
     }  # fmt: skip
     precision = {"compute": row["precision"] or "bf16"}
-    if "reduced_bytes" in row:
-        precision["gradients"] = "bf16"
     job = _job(
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,
         batch={"sequence_length": sequence, "global_batch": batch, "micro_batch": micro},
@@ -232,13 +230,13 @@ def _network(text: str) -> float | None:
 
 def _software(row: Fields, assumed: list[str]) -> Software:
     """The program a row's own columns describe; the era decides where they say nothing of attention."""
-    sharded, attention = row["zero_stage_or_fsdp"], row["flash_attn"]
-    if "FSDP" in sharded and "Megatron" not in sharded:
+    sharded, attention, notes = row["zero_stage_or_fsdp"], row["flash_attn"], row["notes"]
+    if _is_fsdp(sharded):
         if row["compile"] == "yes":
             return programs.FSDP_COMPILED
         return programs.FSDP_EAGER if attention in ("SDPA", "TE") else programs.FSDP
     if attention.startswith("TE"):
-        if "overlap OFF" in row["notes"]:
+        if "overlap OFF" in notes:
             return replace(programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=0.0)
         return programs.MEGATRON_CORE
     if attention == "yes":
@@ -249,25 +247,31 @@ def _software(row: Fields, assumed: list[str]) -> Software:
         assumed.append("attention with its scores written out, as was usual on this GPU")
         return programs.MEGATRON
     assumed.append("fused attention")
-    return programs.MEGATRON_CORE
+    return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
 
 
-def _data(row: Fields, dp: int, per_node: int, pp: int) -> dict[str, Any]:
+def _is_fsdp(text: str) -> bool:
+    return re.search(r"(?<!Megatron-)FSDP(?!=0)", text) is not None
+
+
+def _data(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[str, Any]:
+    """Data parallelism as the row's words on sharding put it."""
     text = row["zero_stage_or_fsdp"]
+    if dp * cp == 1:
+        return {"zero": 0}
     if "HYBRID" in text:
         shard = min(dp, per_node)
         return {"zero": 3, "dp_shard": shard, "dp_replicate": dp // shard}
     if found := re.search(r"zero1=(\d+)", text):
         shard = min(dp, int(found[1]))
         return {"zero": 1, "dp_shard": shard, "dp_replicate": dp // shard}
-    stage = next((z for z, mark in ((2, "ZeRO-2"), (3, "ZeRO-3"), (3, "FSDP ("), (1, "ZeRO-1"), (1, "istributed"),) if mark in text), None)
-    if stage is None and "FSDP2" in text:
-        stage = 3 if pp == 1 else 2
-    if stage is None and "Megatron-FSDP" in text:
-        stage = 3
-    if stage is None or dp == 1:
-        return {"zero": 0, "dp_replicate": dp}
-    return {"zero": stage, "dp_shard": dp}
+    if found := re.search(r"ZeRO-([123])", text):
+        return {"zero": int(found[1]), "dp_shard": dp}
+    if _is_fsdp(text) or "Megatron-FSDP" in text:
+        return {"zero": 3 if pp == 1 else 2, "dp_shard": dp}
+    if "istributed" in text or "param-gather" in row["notes"]:
+        return {"zero": 1, "dp_shard": dp}
+    return {"zero": 0, "dp_replicate": dp}
 
 
 _SCHEDULES = {
@@ -276,10 +280,13 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
-def _schedule(row: Fields, pp: int) -> tuple[str, int | None]:
+def _schedule(row: Fields, pp: int, assumed: list[str]) -> tuple[str, int | None]:
     if pp == 1:
         return "1f1b", None
     name = _SCHEDULES.get(row["pp_schedule"])
+    if name == "1f1b" and "interleaved schedule" in row["notes"] and int(row["layers"]) % (2 * pp) == 0:
+        assumed.append("two stages a rank")
+        return "interleaved", 2
     if name is None:
         raise Unpredicted(f"its schedule {row['pp_schedule']} is not one of ours")
     virtual = int(row["virtual_stages"]) if row["virtual_stages"] else None

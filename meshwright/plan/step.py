@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log2
 
 from meshwright.job import Job
 from meshwright.pipeline import Table
@@ -13,6 +14,8 @@ from meshwright.plan.play import Played, play, shortened, table_of
 from meshwright.plan.software import Software
 
 Phases = dict[str, float]
+_STRAGGLERS = 0.008
+"""What every doubling of the nodes adds: all wait for the slowest, and of more nodes one is slower."""
 _CONTENTION = 0.06
 """What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
 
@@ -64,7 +67,11 @@ def groups_of(job: Job, gpus_per_node: int) -> Groups:
         cp=group_of(layout.cp, layout.tp, gpus_per_node),
         shard=group_of(layout.dp_shard * layout.cp, layout.tp if data_stride == inner else data_stride, gpus_per_node),
         replicate=group_of(layout.dp_replicate, data_stride * layout.dp_shard, gpus_per_node),
-        data=group_of(layout.dp_shard * layout.dp_replicate * layout.cp, data_stride, gpus_per_node),
+        data=group_of(
+            layout.dp_shard * layout.dp_replicate * layout.cp,
+            layout.tp if data_stride == inner else data_stride,
+            gpus_per_node,
+        ),
         stages_share_node=pipe_stride * layout.pp <= gpus_per_node,
     )
 
@@ -106,6 +113,7 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     )
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
     phases |= _once_a_step(job, machine, software, device, groups, held, *window)
+    phases["waiting for the slowest node"] = _STRAGGLERS * log2(machine.nodes) * sum(phases.values())
     return phases
 
 
@@ -170,7 +178,7 @@ def _gather_s(
     """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
     if job.layout.zero_stage < 2 or groups.shard.size == 1:
         return 0.0, 0.0
-    wide = 4 if software.reduced_bytes is None and job.precision.gradients == "fp32" else software.reduced_bytes or 2
+    wide = _wire_bytes(job, software)
     gather = all_gather_s(wires, groups.shard, 2.0 * parameters / layers) * layers
     scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
     scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
@@ -179,6 +187,11 @@ def _gather_s(
     forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, software.parameter_overlap)
     backward = _hidden(gathers_backward, work.backward + tensor_backward, layers, software.gradient_overlap)
     return forward, backward
+
+
+def _wire_bytes(job: Job, software: Software) -> int:
+    """Bytes of a gradient while it is reduced."""
+    return software.reduced_bytes or (4 if job.precision.gradients == "fp32" else 2)
 
 
 def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
@@ -244,7 +257,7 @@ def _once_a_step(
 ) -> Mapping[str, float]:
     """Gradients reduced and parameters gathered once a step, the optimizer, and what the host does alone."""
     layout, wires = job.layout, machine.wires
-    wide = software.reduced_bytes or (4 if job.precision.gradients == "fp32" else 2)
+    wide = _wire_bytes(job, software)
     reduce = gather = 0.0
     if layout.zero_stage < 2:
         if layout.zero_stage == 1 and groups.shard.size > 1:
