@@ -87,8 +87,9 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     inputs = sum(matmul_s(device, rows, inner, columns) for rows, columns, inner in products) / device.backward
     weights = sum(matmul_s(device, columns, inner, rows) for rows, columns, inner in products) / device.backward
     if device.compute == "fp8":
-        cast = _fp8_casts_s(job, device, products)
+        cast = _fp8_casts_s(job, device, software, products)
         forward, inputs = forward + cast, inputs + 1.5 * cast
+    weights += _gradient_sum_s(job, device, products)
     attention, attention_back = _attention_s(job, device, software)
     elementwise, elementwise_back = _elementwise_s(job, device, software)
     again = {
@@ -125,10 +126,25 @@ def kernels_of(job: Job, software: Software) -> int:
     return kernels
 
 
-def _fp8_casts_s(job: Job, device: Device, products: list[Product]) -> float:
-    """Inputs and weights read in 16 bits for their largest entry, read again and written in 8."""
-    moved = sum(5.0 * (rows * inner + inner * columns) for rows, columns, inner in products)
-    return memory_s(device, moved, 2 * len(products))
+def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Product]) -> float:
+    """Numbers read in 16 bits and written in 8; where kernels are fused, what made them has read them already, and
+    weights are cast once a step."""
+    fused = software.fusion == "fused"
+    inputs = sum(rows * inner for rows, _, inner in products)
+    weights = sum(inner * columns for _, columns, inner in products) / (job.accumulation if fused else 1)
+    return memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights, 2 * len(products))
+
+
+def _gradient_sum_s(job: Job, device: Device, products: list[Product]) -> float:
+    """Gradients of a micro-batch added to the step's: read and written once more, in the format they are summed in.
+
+    Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes.
+    """
+    parameters = sum(inner * columns for _, columns, inner in products)
+    moved = parameters * (8 if job.precision.gradients == "fp32" else 4)
+    if job.layout.zero_stage == 3:
+        moved += parameters * 8
+    return memory_s(device, moved, 1)
 
 
 def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, float]:
@@ -173,7 +189,8 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
     turned = 2.0 * tokens * (model.heads // tp + kv_heads_of(job)) * model.head_dim
     inner = 2.0 * tokens * model.ffn_width / tp
     fused = software.fusion == "fused"
-    norm, norm_back = (2, 3) if fused or model.norm == "layernorm" else (6, 9)
+    # Eager norms run in 32 bits, with casts before and after; an unfused RMSNorm is several operations.
+    norm, norm_back = (2, 3) if fused else (5, 7) if model.norm == "layernorm" else (7, 10)
     moved = 2 * norm * stream + 2 * 3 * stream
     moved_back = 2 * norm_back * stream + 2 * 2 * stream
     if model.positions == "rope":
@@ -191,7 +208,7 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
     return memory_s(device, moved, 6), memory_s(device, moved_back, 10)
 
 
-_LOSS_BYTES = {"whole": (10.0, 10.0), "chunked": (12.0, 8.0)}
+_LOSS_BYTES = {"whole": (14.0, 16.0), "chunked": (12.0, 8.0)}
 """Bytes moved for each logit, forward and backward: 16-bit logits made 32-bit, reduced, exponentiated, turned back."""
 
 
