@@ -81,7 +81,7 @@ def products_of(job: Job, software: Software) -> Iterator[Product]:
 
 
 def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
-    """One block over one micro-batch, with recomputation by mode, no faster than its host launches kernels."""
+    """One block over one micro-batch, with recomputation by mode."""
     products = list(products_of(job, software))
     forward = sum(matmul_s(device, *product) for product in products)
     inputs = sum(matmul_s(device, rows, inner, columns) for rows, columns, inner in products) / device.backward
@@ -101,21 +101,21 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
         }[software.selective],
         "full": forward + attention + elementwise,
     }[mode]
-    work = Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
-    return _no_faster_than_host(work, job, software, mode)
+    return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
 
-def _no_faster_than_host(work: Work, job: Job, software: Software, mode: str) -> Work:
-    """A device that runs kernels faster than its host launches them waits: the wait is counted as elementwise time."""
-    kernels = kernels_of(job, software)
-    forward_s, backward_s = kernels * software.launch_s, 2 * kernels * software.launch_s
-    if mode == "full":
-        backward_s += forward_s
-    waits = Work(
-        forward_elementwise=max(0.0, forward_s - work.forward),
-        backward_elementwise=max(0.0, backward_s - work.backward),
-    )
-    return work + waits
+def host_waits(job: Job, software: Software, mode: str, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """What a block's forward and backward, transfers included, wait for a host that launches kernels more slowly.
+
+    Ranks that share every product meet at each collective, where now one's host is late and now another's device: there
+    neither hides behind the other in full.
+    """
+    launches = kernels_of(job, software) * software.launch_s
+    waits = []
+    for device_s, host_s in ((forward_s, launches), (backward_s, (3 if mode == "full" else 2) * launches)):
+        both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
+        waits.append(both - device_s)
+    return waits[0], waits[1]
 
 
 def kernels_of(job: Job, software: Software) -> int:

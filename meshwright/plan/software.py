@@ -55,7 +55,7 @@ MEGATRON = Software(
     scatter_sends=True,
     reduced_bytes=2,
     whole_logits=True,
-    launch_s=32e-6,
+    launch_s=30e-6,
 )
 MEGATRON_CORE = Software(
     "Megatron core with Transformer Engine",

@@ -1,13 +1,13 @@
 """A step put together: every stage's times, the schedule played out, and what is sent before, between and after."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from meshwright.job import Job
 from meshwright.pipeline import Table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
-from meshwright.plan.compute import Work, block_work, embedding_work, head_work, optimizer_s, tokens_of
+from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.play import Played, play, shortened, table_of
@@ -120,8 +120,17 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
 def _stages(
     job: Job, device: Device, software: Software, wires: Wires, groups: Groups, layers: list[int], modes: list[str]
 ) -> list[StageSeconds]:
-    blocks = {mode: block_work(job, device, software, mode) for mode in set(modes)}
-    tensor = {mode: _tensor_s(job, software, wires, groups, mode) for mode in set(modes)}
+    blocks, tensor = {}, {}
+    for mode in set(modes):
+        work = block_work(job, device, software, mode)
+        forward, backward = _tensor_s(job, software, wires, groups, mode)
+        waits = host_waits(job, software, mode, work.forward + forward, work.backward + backward)
+        blocks[mode] = replace(
+            work,
+            forward_elementwise=work.forward_elementwise + waits[0],
+            backward_elementwise=work.backward_elementwise + waits[1],
+        )
+        tensor[mode] = forward, backward
     stages, place = [], 0
     for number, count in enumerate(layers):
         own = modes[place : place + count]
