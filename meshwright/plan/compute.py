@@ -220,7 +220,7 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     inputs = matmul_s(device, tokens, model.width, vocabulary, wide=True)
     weights = matmul_s(device, vocabulary, model.width, tokens, wide=True)
     logits = tokens * vocabulary
-    forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.whole_logits else "chunked"]
+    forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
     return Work(
         forward_matmul=product,
         forward_elementwise=memory_s(device, forward_bytes * logits, 4),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -38,6 +38,12 @@ class Case:
     step_s: float | None
     memory_bytes: float | None
     memory_kind: str
+    memory_counted: Literal["allocated", "reserved", "device"]
+    """Who counted: the allocator what it gave out, the allocator what it took, or the device."""
+    memory_of_last_rank: bool
+    """The measurement is the last pipeline rank's, not the fullest one's."""
+    ran: bool | None
+    """False where the source says it ran out of memory; None where there is no run."""
     group: str | None
     """Rows of one group are layouts of the same job."""
     assumed: tuple[str, ...]
@@ -66,7 +72,7 @@ def read_rows(path: Path) -> tuple[str, list[Fields]]:
 
 def case_of(kind: str, row: Fields) -> Case:
     """The row as a case; Unpredicted says what is missing."""
-    make: Callable[[Fields], Case] = {"runs": _run, "sweep": _sweep}[kind]
+    make: Callable[[Fields], Case] = {"runs": _run, "memory": _memory_figure, "sweep": _sweep}[kind]
     return make(row)
 
 
@@ -88,9 +94,10 @@ def _sweep(row: Fields) -> Case:
     )  # fmt: skip
     cluster = Cluster(nodes=-(-gpus // 8), gpus_per_node=min(gpus, 8), gpu="a100-80gb", links={"network": 100.0})
     group = "/".join(row[name] for name in ("# GPUs", "global batch", "hidden size", "# layers", "sequence length"))
+    source = row["id"].rpartition(":")[0]
     return Case(
-        row["id"], row["id"].partition(":")[0], job, cluster, programs.MEGATRON, float(row["iteration time (ms)"]) / 1e3,
-        None, "", f"{row['id'].partition(':')[0]} {group}", ("vocabulary 51200",),
+        row["id"], source, job, cluster, programs.MEGATRON, float(row["iteration time (ms)"]) / 1e3, None, "",
+        "allocated", False, True, f"{source} {group}", ("vocabulary 51200",),
     )  # fmt: skip
 
 
@@ -139,10 +146,73 @@ def _run(row: Fields) -> Case:
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,
         batch={"sequence_length": sequence, "global_batch": batch, "micro_batch": micro},
     )  # fmt: skip
-    memory = float(row["peak_mem_gb"]) * 2**30 if row["peak_mem_gb"] else None
-    measured = _step_s(row, job, gpus)
+    if row["peak_mem_gb"] and "GiB" not in row["notes"]:
+        assumed.append("GB as programs print it, 2³⁰ bytes")
+    died = "oom" in (row["tokens_per_s_per_gpu"] + row["step_time_s"]).lower()
+    shape = "/".join(row[name] for name in ("model_name", "layers", "d_model", "n_heads", "seq_len"))
+    place = "/".join(row[name] for name in ("gpu", "gpus", "global_batch_seqs", "precision"))
     return Case(
-        row["id"], _source(row["id"]), job, cluster, software, measured, memory, "peak", None, tuple(assumed)
+        id=row["id"],
+        source=_source(row["id"]),
+        job=job,
+        cluster=cluster,
+        software=software,
+        step_s=None if died else _step_s(row, job, gpus),
+        memory_bytes=float(row["peak_mem_gb"]) * 2**30 if row["peak_mem_gb"] else None,
+        memory_kind="peak of a run",
+        memory_counted=_counted(row["notes"]),
+        memory_of_last_rank=False,
+        ran=not died,
+        group=f"{_source(row['id'])} {shape} on {place}",
+        assumed=tuple(assumed),
+    )
+
+
+def _counted(notes: str) -> Literal["allocated", "reserved", "device"]:
+    return "device" if "nvidia-smi" in notes else "allocated"
+
+
+_CASE_NAME = re.compile(
+    r"llama3_(70b|405b)(?=.*_l(\d+))(?=.*_tp(\d+))(?=.*_pp(\d+))(?=.*_dp(\d+))(?=.*_mbc(\d+))(?:.*_cp(\d+))?(?:.*_seq(\d+))?"
+)
+_CASE_SHAPES = {
+    "70b": {"d_model": "8192", "d_ff": "28672", "n_heads": "64", "n_kv_heads": "8"},
+    "405b": {"d_model": "16384", "d_ff": "53248", "n_heads": "128", "n_kv_heads": "16"},
+}
+
+
+def _memory_figure(row: Fields) -> Case:
+    """A measured memory figure, read as a run that says nothing of time."""
+    if row["basis"] != "measured":
+        raise Unpredicted(f"its basis is {row['basis']}, not a measurement")
+    if row["kind"] == "max_model_size":
+        raise Unpredicted("gives the size of the largest model that fits, not its shape or its memory")
+    if "LoRA" in row["model_name"]:
+        raise Unpredicted("trains adapters, which are not modelled")
+    filled = {name: "" for name in ("interconnect", "gpus_per_node", "compile", "step_time_s", "tokens_per_s_per_gpu")}
+    filled |= {"tflops_per_gpu": "", "mfu_pct": "", "peak_mem_gb": "", **row}
+    filled["flash_attn"] = "TE" if re.search(r"Megatron|SimuMax", row["source"]) else "yes"
+    if found := _CASE_NAME.match(row["model_name"]):
+        size, layers, tp, pp, dp, count, cp, sequence = found.groups()
+        filled |= _CASE_SHAPES[size]
+        filled |= {"layers": layers, "tp": tp, "pp": pp, "dp": dp, "cp": cp or "1", "seq_len": sequence or "4096"}
+        filled |= {"vocab": "128256", "global_batch_seqs": str(int(dp) * int(count)), "pp_schedule": ""}
+    elif not row["vocab"]:
+        raise Unpredicted("does not say the model's vocabulary or shape")
+    if not filled["gpus"]:
+        raise Unpredicted("does not say how many GPUs there were")
+    unit = {"bytes": 1.0, "GiB": 2.0**30, "GB": 2.0**30}.get(row["unit"])
+    if unit is None:
+        raise Unpredicted(f"its unit {row['unit']} is not one of memory")
+    return replace(
+        _run(filled),
+        step_s=None,
+        memory_bytes=float(row["value"]) * unit,
+        memory_kind=row["kind"],
+        memory_counted="reserved" if row["kind"] in ("peak", "peak_reserved") else "allocated",
+        memory_of_last_rank="logging rank" in row["notes"],
+        ran=None,
+        group=None,
     )
 
 
@@ -187,6 +257,7 @@ def _model(row: Fields, assumed: list[str]) -> dict[str, Any]:
         model = _gpt(layers, width, heads, sequence, vocabulary)
         model["kv_heads"] = int(row["n_kv_heads"] or heads)
         model["ffn_width"] = int(row["d_ff"] or 4 * width)
+        model["tied"] = "untied" not in row["notes"]
         if row["flash_attn"] not in ("no", ""):
             model["dropout"] = 0.0
         return model
@@ -240,7 +311,8 @@ def _software(row: Fields, assumed: list[str]) -> Software:
             return replace(programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=0.0)
         return programs.MEGATRON_CORE
     if attention == "yes":
-        return programs.ZERO
+        chunked = "Liger" in notes  # its loss never holds all logits
+        return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
     if attention == "no":
         return programs.MEGATRON
     if row["gpu"].startswith(("A100", "V100")):

@@ -35,8 +35,14 @@ class Software:
     """What goes to the next pipeline stage is cut over the tensor-parallel ranks, and gathered there."""
     reduced_bytes: int | None = None
     """Bytes a gradient has on the wire; as precision.gradients when not given."""
-    whole_logits: bool = False
-    """The loss holds all logits of a micro-batch at once."""
+    logit_bytes: float | None = None
+    """What the loss holds for each logit of a micro-batch, all at once; not given, it works chunk by chunk as ours."""
+    weights_apart: bool = False
+    """16-bit weights beside the optimizer's 32-bit masters; else the parameter is the master and may be sharded whole."""
+    narrow_gradients: bool = False
+    """Where weights are apart: 16-bit gradients stay beside their 32-bit sums (bf16), or are widened to update (fp16)."""
+    workspace_bytes: float = 0.25e9
+    """What libraries keep in the allocator for good: matrix products, attention, casts."""
     launch_s: float = 6e-6
     """Host time to launch one kernel; a device that waits for its host takes this long a kernel."""
     step_s: float = 0.0
@@ -54,7 +60,9 @@ MEGATRON = Software(
     parameter_overlap=False,
     scatter_sends=True,
     reduced_bytes=2,
-    whole_logits=True,
+    logit_bytes=10.0,
+    weights_apart=True,
+    narrow_gradients=True,
     launch_s=30e-6,
 )
 MEGATRON_CORE = Software(
@@ -65,20 +73,27 @@ MEGATRON_CORE = Software(
     tensor_overlap=0.5,
     regather=True,
     scatter_sends=True,
-    whole_logits=True,
+    logit_bytes=10.0,
+    weights_apart=True,
+    workspace_bytes=0.5e9,
 )
 FSDP = Software(
-    "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, whole_logits=True
+    "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, logit_bytes=12.0
 )
-FSDP_EAGER = Software("FSDP, eager, with torch's fused attention", selective="half", whole_logits=True)
-FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", whole_logits=True, launch_s=4e-6)
+FSDP_EAGER = Software("FSDP, eager, with torch's fused attention", selective="half", logit_bytes=12.0)
+FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", logit_bytes=12.0, launch_s=4e-6)
 ZERO = Software(
-    "ZeRO of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, whole_logits=True
+    "ZeRO of 2023, eager, with the first fused attention",
+    flash_generation=1,
+    reduced_bytes=2,
+    logit_bytes=12.0,
+    weights_apart=True,
 )
 PLAIN = Software(
     "fused attention, nothing hidden behind compute",
     fusion="fused",
     gradient_overlap=False,
     parameter_overlap=False,
-    whole_logits=True,
+    logit_bytes=10.0,
+    weights_apart=True,
 )
