@@ -1,5 +1,6 @@
-"""From a job and a cluster to what a step takes: memory and time by named terms, and how far that is from measurement."""
+"""From a job and a cluster to what a step takes: memory and time by named terms, and their error."""
 
+from meshwright.plan.accuracy import accuracy_page, accuracy_rows
 from meshwright.plan.machine import Machine, machine_of, parse_cluster
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, predict
@@ -14,6 +15,8 @@ __all__ = [
     "RankMemory",
     "Software",
     "Validation",
+    "accuracy_page",
+    "accuracy_rows",
     "machine_of",
     "parse_cluster",
     "predict",

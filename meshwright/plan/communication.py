@@ -7,7 +7,6 @@ share of the node's network, and a collective over both is bounded by the slower
 from dataclasses import dataclass
 from math import ceil, log2
 
-
 _TREE = 0.85
 """Of a ring's bandwidth, what trees reach."""
 

@@ -83,7 +83,7 @@ def _alignment(power: int) -> float:
 
 
 def attention_s(device: Device, flops: float, head_dim: int, sequence: int, generation: int) -> float:
-    """Seconds of fused attention over so many FLOPs; small heads spend more on the softmax, short rows on their ends."""
+    """Seconds of fused attention over so many FLOPs; small heads spend more on the softmax, short rows on ends."""
     ceiling = device.attention_flops_per_s[generation - 1]
     return flops / (ceiling * min(1.0, 0.76 + 0.24 * head_dim / 128) * sequence / (sequence + 256)) + _KERNEL_S
 

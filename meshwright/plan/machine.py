@@ -1,4 +1,4 @@
-"""The machines of a plan: GPU, nodes and links, from a job's cluster section or a short spelling; says what it guessed."""
+"""The machines of a plan: GPU, nodes and links, from a cluster section or a short spelling; says what it guessed."""
 
 import re
 from dataclasses import dataclass
@@ -50,7 +50,9 @@ def parse_cluster(spelling: str) -> Cluster:
     """`8xh100` is one node of eight, `16x8xa100-80gb` sixteen of them."""
     found = _SPELLING.fullmatch(spelling.lower())
     if found is None:
-        raise UserError(f"--cluster = {spelling} is not understood; write 8xh100 or 16x8xa100-80gb (nodes × GPUs a node)")
+        raise UserError(
+            f"--cluster = {spelling} is not understood; write 8xh100 or 16x8xa100-80gb (nodes × GPUs a node)"
+        )
     nodes, gpus, gpu = found.groups()
     return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu_by_key(gpu).key)
 
@@ -58,11 +60,15 @@ def parse_cluster(spelling: str) -> Cluster:
 def machine_of(cluster: Cluster) -> Machine:
     """The machine of a cluster section; cluster.links may say `node` (GB/s a GPU) and `network` (GB/s a node)."""
     if cluster.gpu is None:
-        raise UserError("cluster.gpu is not given, and a plan needs one; set it to h100, a100-80gb or another known GPU")
+        raise UserError(
+            "cluster.gpu is not given, and a plan needs one; set it to h100, a100-80gb or another known GPU"
+        )
     gpu = gpu_by_key(cluster.gpu)
     rates, links, guessed = rates_of(gpu), cluster.links or {}, [f"kernel efficiency of {gpu.key}: no profile"]
     if unknown := sorted(set(links) - {"node", "network"}):
-        raise UserError(f"cluster.links has {unknown[0]!r}, which is no link; give node (GB/s a GPU) or network (a node)")
+        raise UserError(
+            f"cluster.links has {unknown[0]!r}, which is no link; give node (GB/s a GPU) or network (a node)"
+        )
     if "node" in links:
         node = links["node"] * 1e9
     elif gpu.gpu_link is not None:

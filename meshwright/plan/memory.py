@@ -4,6 +4,7 @@ Activations are the model's own count of what its modules save, cut as the layou
 does otherwise; micro-batches in flight are those of the schedule's table.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from meshwright.job.model import Model
 from meshwright.job.training import Batch, Precision
 from meshwright.pipeline import Table
 from meshwright.plan.compute import tokens_of
+from meshwright.plan.play import table_of
 from meshwright.plan.software import Software
 from meshwright.plan.step import layer_parameters, stage_parameters
 
@@ -126,8 +128,6 @@ def _activations(
     rank: int,
     held: list[int],
 ) -> Terms:
-    from meshwright.parallel import holdings_of_rank
-
     starts = [sum(layers[:place]) for place in range(len(layers))]
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
     boundary = sizes_of(job, "full").get("input", 0.0)
@@ -137,9 +137,23 @@ def _activations(
         sent = boundary if table is not None and place < len(layers) - 1 else 0.0
         kept.append(sum(sizes[mode][0] for mode in own) + sent)
         remade = max([remade, *(sizes[mode][1] for mode in own)])
-    holdings = holdings_of_rank(table, rank)
-    fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in holdings)
+    fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(table, rank))
     return {"activations": fullest, "a block's forward made again": remade}
+
+
+def _holdings(table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
+    if table is None:
+        return [(1,)]
+    return _cached_holdings(table.schedule, table.ranks, table.micro_batches, table.virtual_stages, rank)
+
+
+@lru_cache(maxsize=8192)
+def _cached_holdings(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, rank: int
+) -> Sequence[tuple[int, ...]]:
+    from meshwright.parallel import holdings_of_rank
+
+    return holdings_of_rank(table_of(schedule, ranks, micro_batches, virtual_stages), rank)
 
 
 def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:

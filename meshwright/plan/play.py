@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.pipeline import Kind, Table, build_table
+from meshwright.pipeline import Kind, build_table
 from meshwright.pipeline.check import in_dependency_order, needs, results
 
 _KINDS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
-_LONG = 4
+_LONG = 3
 """A table of more micro-batches than this many a rank is played with fewer: once the pipeline is full, time grows by
 equal parts, and so does the work of every rank."""
 
@@ -27,10 +27,8 @@ class Played:
     """The busiest rank."""
 
 
-@lru_cache(maxsize=512)
-def table_of(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> Table:
-    """The schedule's checked table."""
-    return build_table(schedule, ranks, micro_batches, virtual_stages)
+table_of = lru_cache(maxsize=512)(build_table)
+"""The schedule's checked table, made once."""
 
 
 def shortened(ranks: int, micro_batches: int) -> int:

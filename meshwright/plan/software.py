@@ -38,9 +38,9 @@ class Software:
     logit_bytes: float | None = None
     """What the loss holds for each logit of a micro-batch, all at once; not given, it works chunk by chunk as ours."""
     weights_apart: bool = False
-    """16-bit weights beside the optimizer's 32-bit masters; else the parameter is the master and may be sharded whole."""
+    """16-bit weights beside the optimizer's 32-bit masters; else the parameter is the master, sharded whole."""
     narrow_gradients: bool = False
-    """Where weights are apart: 16-bit gradients stay beside their 32-bit sums (bf16), or are widened to update (fp16)."""
+    """Where weights are apart: 16-bit gradients stay beside 32-bit sums (bf16), or are widened for updates (fp16)."""
     workspace_bytes: float = 0.25e9
     """What libraries keep in the allocator for good: matrix products, attention, casts."""
     launch_s: float = 6e-6

@@ -1,4 +1,4 @@
-"""Predictions against published measurements: errors by source, the regret of choices, and what was left out and why."""
+"""Predictions against published measurements: errors by source, regret of choices, and what was left out and why."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,9 @@ class Validation:
 
     def summary(self) -> dict[str, Any]:
         """The figures of `--json`."""
-        sources = dict.fromkeys([*(o.case.source for o in self.outcomes), *(source for _, source, _ in self.unpredicted)])
+        sources = dict.fromkeys(
+            [*(o.case.source for o in self.outcomes), *(source for _, source, _ in self.unpredicted)]
+        )
         by_source = {
             source: _figures(
                 [outcome for outcome in self.outcomes if outcome.case.source == source],
