@@ -83,9 +83,8 @@ def _sweep(row: Fields) -> Case:
         if name not in ("id", "iteration time (ms)") and "." not in value
     }
     gpus = number["# GPUs"]
-    model = gpt_shape(
-        number["# layers"], number["hidden size"], number["attention heads"], number["sequence length"], None
-    )
+    sequence = number["sequence length"]
+    model = gpt_shape(number["# layers"], number["hidden size"], number["attention heads"], sequence, None)
     pp = number["pipeline parallelism"]
     layout = {
         "dp_replicate": number["data parallelism"], "tp": number["tensor parallelism"], "sp": False, "pp": pp,
@@ -94,7 +93,7 @@ def _sweep(row: Fields) -> Case:
     job = _job(
         model=model, layout=layout, memory={"recompute": "full"}, precision={"compute": "fp16"},
         batch={
-            "sequence_length": number["sequence length"], "global_batch": number["global batch"],
+            "sequence_length": sequence, "global_batch": number["global batch"],
             "micro_batch": number["micro batch"],
         },
     )  # fmt: skip

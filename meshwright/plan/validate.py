@@ -9,7 +9,8 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.plan.predict import Prediction, predict
-from meshwright.plan.rows import Case, Unpredicted, case_of, read_rows
+from meshwright.plan.rows import Case, case_of, read_rows
+from meshwright.plan.wording import Unpredicted
 
 
 @dataclass(frozen=True)
