@@ -65,6 +65,10 @@ def rank_memory(
     terms |= _activations(job, software, layers, modes, table, rank, held)
     if len(layers) - 1 in held:
         terms |= _loss(job, software)
+    if job.accumulation == 1 and table is None and not software.weights_apart:
+        # Gradients appear as the backward lets go of activations: only what they exceed those by adds to the peak.
+        passing = terms["activations"] + terms.get("logits and loss", 0.0)
+        terms["gradients"] = max(0.0, terms["gradients"] - passing)
     terms["workspaces"] = software.workspace_bytes
     allocated = sum(terms.values())
     axes = sum(size > 1 for size in (job.layout.tp, job.layout.cp, job.layout.pp, job.data_parallel))
