@@ -71,6 +71,7 @@ def _as_json(prediction: "Prediction") -> dict[str, Any]:
                 "allocated_bytes": rank.allocated,
                 "reserved_bytes": rank.reserved,
                 "device_bytes": rank.device,
+                "host_bytes": rank.host,
             }
             for rank in prediction.memory
         ],
@@ -105,6 +106,8 @@ def _memory_table(prediction: "Prediction") -> Any:
     table.add_row("allocated", *(f"{rank.allocated / GIB:.2f}" for rank in prediction.memory), style="bold")
     table.add_row("rounding and holes", *(f"{rank.fragments / GIB:.2f}" for rank in prediction.memory))
     table.add_row("driver and communicators", *(f"{rank.outside / GIB:.2f}" for rank in prediction.memory))
+    if any(rank.host for rank in prediction.memory):
+        table.add_row("in the host's memory", *(f"{rank.host / GIB:.2f}" for rank in prediction.memory))
     table.add_row("on the device", *(f"{rank.device / GIB:.2f}" for rank in prediction.memory), style="bold")
     return table
 
@@ -141,7 +144,7 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     header, *rows = accuracy_rows(summary)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left")
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table)

@@ -96,9 +96,8 @@ def saved_by_name(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, st
         sizes["layers.0.", "attention.returned"] = sizes["layers.0.", "attention.out"]
     if job.model.kv_heads % layout.tp:  # then every rank has a key-value head for each of its queries
         for name in ("attention.k", "attention.v"):
-            sizes["layers.0.", name] = (
-                sizes["layers.0.", "attention.q"] if mode == "none" else whole[f"layers.0.{name}"]
-            )
+            if (unshared := whole.get(f"layers.0.{name}")) is not None:  # full recomputation keeps neither
+                sizes["layers.0.", name] = sizes["layers.0.", "attention.q"] if mode == "none" else unshared
     return sizes
 
 

@@ -14,9 +14,10 @@ from meshwright.job.model import Model
 from meshwright.job.training import Batch, Precision
 from meshwright.pipeline import Table
 from meshwright.plan.compute import tokens_of
+from meshwright.plan.offload import move_to_host
+from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.play import table_of
 from meshwright.plan.software import Software
-from meshwright.plan.step import layer_parameters, stage_parameters
 
 Terms = dict[str, float]
 
@@ -36,6 +37,8 @@ class RankMemory:
     terms: Terms
     fragments: float
     outside: float
+    host: float = 0.0
+    """Bytes in the host's memory instead."""
 
     @property
     def allocated(self) -> float:
@@ -69,10 +72,15 @@ def rank_memory(
         # Gradients appear as the backward lets go of activations: only what they exceed those by adds to the peak.
         passing = terms["activations"] + terms.get("logits and loss", 0.0)
         terms["gradients"] = max(0.0, terms["gradients"] - passing)
+    host = 0.0
+    if job.memory.offload:
+        host = move_to_host(
+            job, terms, max(block_bytes(job, software, mode)[0] for mode in modes), layer_parameters(job)
+        )
     terms["workspaces"] = software.workspace_bytes
     allocated = sum(terms.values())
     axes = sum(size > 1 for size in (job.layout.tp, job.layout.cp, job.layout.pp, job.data_parallel))
-    return RankMemory(rank, terms, FRAGMENTS * allocated, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES)
+    return RankMemory(rank, terms, FRAGMENTS * allocated, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES, host)
 
 
 def _states(job: Job, software: Software, parameters: float) -> Terms:

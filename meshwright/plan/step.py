@@ -10,10 +10,17 @@ from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
+from meshwright.plan.memory import block_bytes
+from meshwright.plan.offload import offload_phases, offloads_states
+from meshwright.plan.parameters import stage_parameters
 from meshwright.plan.play import Played, play, shortened, table_of
 from meshwright.plan.software import Software
 
 Phases = dict[str, float]
+_HOST_SHARE = 0.85
+"""Of the link to the host, what page-locked copies reach (an H200: 55 of 63 GB/s)."""
+_UNKNOWN_HOST_LINK = 12e9
+"""Bytes a second where the GPU's link to its host is not known: PCIe 3."""
 _STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and of more nodes one is slower."""
 _CONTENTION = 0.06
@@ -76,21 +83,6 @@ def groups_of(job: Job, gpus_per_node: int) -> Groups:
     )
 
 
-def layer_parameters(job: Job) -> float:
-    """Elements of one block on one tensor-parallel rank."""
-    model = job.model
-    attention = 2 * model.width * (model.heads + model.kv_heads) * model.head_dim
-    feedforward = model.width * model.ffn_width * (3 if model.activation == "swiglu" else 2)
-    return (attention + feedforward) / job.layout.tp
-
-
-def stage_parameters(job: Job, layers: int, *, first: bool, last: bool) -> float:
-    """Elements of a stage on one tensor-parallel rank; a tied table is held at both ends of a pipeline."""
-    table = job.model.vocab_size * job.model.width / job.layout.tp
-    tables = (first or last) if job.model.tied and job.layout.pp == 1 else first + last
-    return layers * layer_parameters(job) + tables * table
-
-
 def step_phases(job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str]) -> Phases:
     """Seconds of a step by name, adding up to it, along its busiest pipeline rank.
 
@@ -113,6 +105,14 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     )
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
     phases |= _once_a_step(job, machine, software, device, groups, held, *window)
+    if job.memory.offload:
+        owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
+        kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
+        link = machine.gpu.host_link.bytes_per_s if machine.gpu.host_link else _UNKNOWN_HOST_LINK
+        ranks = min(machine.gpus, machine.wires.gpus_per_node)
+        phases |= offload_phases(job, held / owners, kept, sum(phases.values()), link * _HOST_SHARE, ranks)
+        if offloads_states(job):
+            phases["optimizer"] = 0.0
     phases["waiting for the slowest node"] = _STRAGGLERS * log2(machine.nodes) * sum(phases.values())
     return phases
 
