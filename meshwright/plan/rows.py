@@ -73,7 +73,10 @@ def read_rows(path: Path) -> tuple[str, list[Fields]]:
 def case_of(kind: str, row: Fields) -> Case:
     """The row as a case; Unpredicted says what is missing."""
     make: Callable[[Fields], Case] = {"runs": _run, "memory": _memory_figure, "sweep": _sweep}[kind]
-    return make(row)
+    try:
+        return make(row)
+    except ValueError as error:
+        raise Unpredicted(f"has a field that cannot be read ({error})") from None
 
 
 def _sweep(row: Fields) -> Case:
@@ -143,7 +146,7 @@ def _run(row: Fields) -> Case:
         assumed.append("no recomputation")
     layout = {
         **data_layout(row, dp, cp, cluster.gpus_per_node, pp), "tp": tp, "pp": pp, "cp": cp, "schedule": schedule,
-        "virtual_stages": virtual, "sp": row["sp"] != "no" and tp > 1 and software.name != programs.MEGATRON.name,
+        "virtual_stages": virtual, "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
         "split": split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
     }  # fmt: skip
     precision = {"compute": row["precision"] or "bf16"}

@@ -185,7 +185,7 @@ def _gather_s(
     software: Software,
 ) -> tuple[float, float]:
     """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
-    if job.layout.zero_stage < 2 or groups.shard.size == 1:
+    if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
         return 0.0, 0.0
     wide = _wire_bytes(job, software)
     gather = all_gather_s(wires, groups.shard, 2.0 * parameters / layers) * layers
@@ -196,6 +196,11 @@ def _gather_s(
     forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, software.parameter_overlap)
     backward = _hidden(gathers_backward, work.backward + tensor_backward, layers, software.gradient_overlap)
     return forward, backward
+
+
+def _reduces_every_micro_batch(job: Job) -> bool:
+    """Under a pipeline gradients stay whole until the step's end, but for those of parameters that are sharded too."""
+    return job.layout.zero_stage == 3 or (job.layout.zero_stage == 2 and job.layout.pp == 1)
 
 
 def _wire_bytes(job: Job, software: Software) -> int:
@@ -268,8 +273,8 @@ def _once_a_step(
     layout, wires = job.layout, machine.wires
     wide = _wire_bytes(job, software)
     reduce = gather = 0.0
-    if layout.zero_stage < 2:
-        if layout.zero_stage == 1 and groups.shard.size > 1:
+    if not _reduces_every_micro_batch(job):
+        if layout.zero_stage >= 1 and groups.shard.size > 1:
             reduce = all_gather_s(wires, groups.shard, wide * parameters)
             reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
             gather = all_gather_s(wires, groups.shard, 2.0 * parameters)
