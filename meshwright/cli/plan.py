@@ -13,27 +13,41 @@ if TYPE_CHECKING:
 CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time by named terms.")
 CLUSTER = typer.Option(None, "--cluster", help="Where it runs, as 8xh100 or 16x8xa100-80gb; else the job's own.")
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
+MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
+SEQ = typer.Option(None, "--seq", help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
+BATCH = typer.Option(None, "--batch-tokens", help="Tokens a step; else as models of this size are trained.")
+TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
+WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a page here.")
 
 GIB = 2**30
 
 
 def plan(
-    check: str | None = CHECK,
+    model: str | None = MODEL,
     cluster: str | None = CLUSTER,
+    seq: int | None = SEQ,
+    batch_tokens: int | None = BATCH,
+    top: int = TOP,
+    write: Path | None = WRITE,
+    check: str | None = CHECK,
     overrides: list[str] = SET,
     validate: list[Path] = VALIDATE,
     markdown: Path | None = MARKDOWN,
     as_json: bool = JSON,
 ) -> None:
-    """Predict a job's step and memory, or measure the predictions against published runs."""
+    """Find the fastest layout that fits, explain one job, or measure predictions against published runs."""
     from meshwright.errors import UserError
 
-    if bool(check) == bool(validate):
-        raise UserError("plan needs one of --check JOB and --validate ROWS.csv; give exactly one of them")
+    if sum(map(bool, (model, check, validate))) != 1:
+        raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
     if markdown is not None and not validate:
         raise UserError(f"--markdown = {markdown} is a page of --validate's table; give --validate or leave it out")
-    if check:
+    if model:
+        from meshwright.cli.plan_search import show_search
+
+        show_search(model, cluster, overrides, seq, batch_tokens, top, write, as_json)
+    elif check:
         _check(check, cluster, overrides, as_json)
     else:
         _validate(validate, markdown, as_json)
