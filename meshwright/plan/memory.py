@@ -7,6 +7,7 @@ does otherwise; micro-batches in flight are those of the schedule's table.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from meshwright.job import Job
 from meshwright.job.devices import Layout
@@ -18,6 +19,9 @@ from meshwright.plan.offload import move_to_host
 from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.play import table_of
 from meshwright.plan.software import Software
+
+if TYPE_CHECKING:
+    from meshwright.model import Decoder
 
 Terms = dict[str, float]
 
@@ -206,16 +210,21 @@ def sizes_of(job: Job, mode: str) -> dict[str, float]:
 
 @lru_cache(maxsize=4096)
 def _sizes(shape: Model, batch: Batch, layout: Layout, precision: Precision, mode: str) -> dict[str, float]:
+    from meshwright.parallel import saved_by_name
+
+    job = Job.model_construct(model=shape, batch=batch, layout=layout, precision=precision)
+    named = saved_by_name(job, _one_layer(shape), mode)  # type: ignore[arg-type]
+    return {name: float(size) for (place, name), size in named.items() if place}
+
+
+@lru_cache(maxsize=64)
+def _one_layer(shape: Model) -> "Decoder":
     import torch
 
     from meshwright.model import Decoder
-    from meshwright.parallel import saved_by_name
 
     with torch.device("meta"):
-        model = Decoder(shape)
-    job = Job.model_construct(model=shape, batch=batch, layout=layout, precision=precision)
-    named = saved_by_name(job, model, mode)  # type: ignore[arg-type]
-    return {name: float(size) for (place, name), size in named.items() if place}
+        return Decoder(shape)
 
 
 def _loss(job: Job, software: Software) -> Terms:

@@ -44,8 +44,12 @@ class Prediction:
         return self.fullest.device <= self.capacity_bytes
 
 
-def predict(job: Job, cluster: Cluster, software: Software | None = None) -> Prediction:
-    """Time and memory of one step; `software` is Meshwright's own trainer when not given."""
+def predict(job: Job, cluster: Cluster, software: Software | None = None, *, every_rank: bool = True) -> Prediction:
+    """Time and memory of one step; `software` is Meshwright's own trainer when not given.
+
+    Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and its kind are looked at: the first
+    two, which hold most micro-batches, and the last, which has the loss.
+    """
     from meshwright.hardware import peak_flops
     from meshwright.model.cost import flops_per_token
     from meshwright.parallel.stages import split_layers
@@ -58,7 +62,8 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None) -> Pre
     layers = [len(stage) for stage in split_layers(job, stages)]
     modes = _modes(job, layers)
     phases = step_phases(job, machine, software, layers, modes)
-    memory = tuple(rank_memory(job, software, layers, modes, table, rank) for rank in range(job.layout.pp))
+    ranks = sorted(set(range(job.layout.pp)) if every_rank else {0, min(1, job.layout.pp - 1), job.layout.pp - 1})
+    memory = tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
     peak = peak_flops(machine.gpu, job.precision.compute)

@@ -94,7 +94,7 @@ def search(model: Model, cluster: Cluster, sequence: int, batch: int, compute: s
 
     def candidate(index: int) -> Candidate:
         job = _job(model, pieces, layouts, index, machine.gpus, sequence, batch, compute)
-        return Candidate(job, predict(job, cluster))
+        return Candidate(job, predict(job, cluster, every_rank=False))
 
     room = SAFE * machine.gpu.memory_gib * 2**30
 

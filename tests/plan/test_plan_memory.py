@@ -54,6 +54,14 @@ def test_the_first_stage_of_1f1b_holds_most() -> None:
     assert "logits and loss" in memory[-1].terms and "logits and loss" not in memory[0].terms
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_a_few_ranks_tell_the_fullest(schedule: str) -> None:
+    job = llama(batch=BATCH, layout={"pp": 8, "schedule": schedule})
+    few = predict(job, nodes(1), every_rank=False)
+    assert len(few.memory) == 3
+    assert few.fullest.device == predict(job, nodes(1)).fullest.device
+
+
 def test_offload_moves_states_to_the_host() -> None:
     here = predict(llama(batch={**BATCH, "global_batch": 1}), Cluster(gpu="h200"))
     away = predict(llama(batch={**BATCH, "global_batch": 1}, memory={"offload": ["optimizer"]}), Cluster(gpu="h200"))

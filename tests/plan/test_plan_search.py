@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 from plan_jobs import nodes
@@ -26,17 +25,12 @@ def test_a_small_model_is_replicated() -> None:
 
 
 def test_175b_on_1024_lands_near_what_was_run() -> None:
-    """Tensor parallelism in the node, a pipeline of eight; the 16 × 8 × 8 that was run is within a twentieth of it."""
-    begun = perf_counter()
-    cluster = nodes(128, "a100-80gb")
-    found = search(shape("gpt3-175b"), cluster, 2048, 1536, top=3)
-    best = found.best[0]
-    assert best.job.layout.tp in (4, 8) and best.job.layout.pp in (4, 8, 16)
-    assert found.bounded > 1000 and perf_counter() - begun < 60
-    run = best.job.model_copy(
-        update={"layout": best.job.layout.model_copy(update={"tp": 8, "pp": 8, "dp_shard": 16, "virtual_stages": 4})}
-    )
-    assert predict(run, cluster).step_s < 1.05 * best.prediction.step_s
+    """Data × tensor × pipeline of 16 × 8 × 8 is among the first three; the best has tp in a node."""
+    found = search(shape("gpt3-175b"), nodes(128, "a100-80gb"), 2048, 1536, top=3)
+    degrees = [(one.job.data_parallel, one.job.layout.tp, one.job.layout.pp) for one in found.best]
+    assert (16, 8, 8) in degrees
+    assert degrees[0][1] in (4, 8)
+    assert found.bounded > 1000
 
 
 def test_the_best_are_those_predicted_fastest_and_run() -> None:
@@ -53,7 +47,6 @@ def test_the_best_are_those_predicted_fastest_and_run() -> None:
 def test_the_bound_is_below_every_prediction() -> None:
     """No layout is predicted faster than the bound that ranked it."""
     from meshwright.plan import machine_of
-    from meshwright.plan import search as _  # noqa: F401  the face stays importable beside the module
     from meshwright.plan.search import _bound, _job, _pieces
     from meshwright.plan.software import MESHWRIGHT_COMPILED
 
