@@ -50,12 +50,13 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and its kind are looked at: the first
     two, which hold most micro-batches, and the last, which has the loss.
     """
+    machine = machine_of(cluster)
+    _require_ranks(job, machine)
+
     from meshwright.hardware import peak_flops
     from meshwright.model.cost import flops_per_token
     from meshwright.parallel.stages import split_layers
 
-    machine = machine_of(cluster)
-    _require_ranks(job, machine)
     software = software or (MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
     table = table_for(job)
     stages = 1 if table is None else table.stages // table.parameter_copies
