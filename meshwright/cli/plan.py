@@ -21,6 +21,8 @@ WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best l
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a page here.")
 
 GIB = 2**30
+_FEW_GROUPS = 10
+"""Groups of a source that are listed one by one; more are only in the JSON."""
 
 
 def plan(
@@ -162,6 +164,10 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table)
+    for group in summary["groups"]:
+        if summary["sources"][group["group"].partition(" ")[0]]["groups"] <= _FEW_GROUPS:
+            line = f"{group['group']}: chose {group['chosen']}, best {group['best']}, regret {group['regret']:.1%}"
+            stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
     for row in summary["unpredicted"]:
         stdout_console().print(f"left out {row['id']}: {row['reason']}", markup=False, highlight=False, soft_wrap=True)
 
