@@ -13,6 +13,8 @@ from meshwright.cli.job import JOB, JSON, SET
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from meshwright.launch.ranks import Place
@@ -135,11 +137,10 @@ def _sweep(
     as_json: bool,
 ) -> None:
     from meshwright.cli.output import print_json
-    from meshwright.job import load_job
     from meshwright.measure import Sweep, settings_of
 
-    load_job(job, overrides)
     sweep = Sweep(job, tuple(overrides), settings_of(fields), arguments, file)
+    _require_one(job, overrides, sweep.settings)
     before, left = len(sweep.settings) - len(sweep.left()), len(sweep.left())
     if before:
         console.print(f"{before} of {len(sweep.settings)} settings are in {file} already", highlight=False)
@@ -152,6 +153,20 @@ def _sweep(
     console.print(f"\nall {len(rows)} settings, best first ({file})", highlight=False)
     for row in sorted(rows, key=lambda row: -row.get("result", {}).get("tokens_per_s", 0.0)):
         console.print(_row(row), markup=False, highlight=False, soft_wrap=True)
+
+
+def _require_one(job: str, overrides: list[str], settings: Sequence[tuple[str, ...]]) -> None:
+    """Refuse a job that no setting makes valid, before a process is started for each."""
+    from meshwright.job import load_job
+
+    refusals = []
+    for setting in settings:
+        try:
+            load_job(job, [*overrides, *setting])
+            return
+        except UserError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _row(row: dict[str, Any]) -> str:

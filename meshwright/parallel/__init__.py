@@ -1,6 +1,6 @@
 """What turns a single-device model into this rank's piece."""
 
-from meshwright.parallel.activations import holdings_of_rank, stages_of_rank
+from meshwright.parallel.activations import holdings_of_rank, saved_by_name, stages_of_rank
 from meshwright.parallel.apply import build
 from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.engine import Engine, OneStage
@@ -38,6 +38,7 @@ __all__ = [
     "ranks_of",
     "recompute_modes",
     "require_layout",
+    "saved_by_name",
     "stages_of_rank",
     "table_of",
     "take_traffic",

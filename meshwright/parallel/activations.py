@@ -67,7 +67,7 @@ def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
         model.embed = model.position_embed = None
     if not last:
         model.head = model.final_norm = None
-    per_mode = {mode: _bytes(job, model, mode) for mode in MODES}
+    per_mode = {mode: saved_by_name(job, model, mode) for mode in MODES}
     block = {mode: {name: size for (place, name), size in sizes.items() if place} for mode, sizes in per_mode.items()}
     fixed = sum(size for (place, _), size in per_mode["none"].items() if not place)
     sent = 0 if last else block["full"]["input"]  # the pipeline holds a stage's result until its gradient is there
@@ -80,7 +80,7 @@ def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
     return StageBytes(blocks, modes, fixed + sent)
 
 
-def _bytes(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, str], int]:
+def saved_by_name(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, str], int]:
     """A rank's bytes of every saved tensor, by ("layers.0." or "", name within)."""
     layout, sequence = job.layout, job.batch.sequence_length // job.layout.cp
     parts = {"tp": layout.tp, "sp": layout.tp if layout.sp else 1, "": 1}
@@ -96,9 +96,8 @@ def _bytes(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, str], int
         sizes["layers.0.", "attention.returned"] = sizes["layers.0.", "attention.out"]
     if job.model.kv_heads % layout.tp:  # then every rank has a key-value head for each of its queries
         for name in ("attention.k", "attention.v"):
-            sizes["layers.0.", name] = (
-                sizes["layers.0.", "attention.q"] if mode == "none" else whole[f"layers.0.{name}"]
-            )
+            if (unshared := whole.get(f"layers.0.{name}")) is not None:  # full recomputation keeps neither
+                sizes["layers.0.", name] = sizes["layers.0.", "attention.q"] if mode == "none" else unshared
     return sizes
 
 

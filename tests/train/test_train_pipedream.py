@@ -118,6 +118,7 @@ def _count_versions_in_memory(training: Any) -> None:
     update = training._backward_and_update
 
     def alike() -> set[int]:
+        gc.unfreeze()  # a run's own collecting hides what stood before it
         tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
         return {t.data_ptr() for t in tensors if t.shape == master.shape and t.is_leaf and t.requires_grad}
 

@@ -1,0 +1,178 @@
+"""`meshwright plan`: what a job will take, term by term, and how far such predictions are from measurements."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from meshwright.cli.job import JSON, SET
+
+if TYPE_CHECKING:
+    from meshwright.plan import Prediction
+
+CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time by named terms.")
+CLUSTER = typer.Option(None, "--cluster", help="Where it runs, as 8xh100 or 16x8xa100-80gb; else the job's own.")
+VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
+MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
+SEQ = typer.Option(None, "--seq", help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
+BATCH = typer.Option(None, "--batch-tokens", help="Tokens a step; else as models of this size are trained.")
+TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
+WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
+MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a page here.")
+
+GIB = 2**30
+_FEW_GROUPS = 10
+"""Groups of a source that are listed one by one; more are only in the JSON."""
+
+
+def plan(
+    model: str | None = MODEL,
+    cluster: str | None = CLUSTER,
+    seq: int | None = SEQ,
+    batch_tokens: int | None = BATCH,
+    top: int = TOP,
+    write: Path | None = WRITE,
+    check: str | None = CHECK,
+    overrides: list[str] = SET,
+    validate: list[Path] = VALIDATE,
+    markdown: Path | None = MARKDOWN,
+    as_json: bool = JSON,
+) -> None:
+    """Find the fastest layout that fits, explain one job, or measure predictions against published runs."""
+    from meshwright.errors import UserError
+
+    if sum(map(bool, (model, check, validate))) != 1:
+        raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
+    if markdown is not None and not validate:
+        raise UserError(f"--markdown = {markdown} is a page of --validate's table; give --validate or leave it out")
+    if model:
+        from meshwright.cli.plan_search import show_search
+
+        show_search(model, cluster, overrides, seq, batch_tokens, top, write, as_json)
+    elif check:
+        _check(check, cluster, overrides, as_json)
+    else:
+        _validate(validate, markdown, as_json)
+
+
+def _check(source: str, cluster: str | None, overrides: list[str], as_json: bool) -> None:
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.job import load_job
+    from meshwright.plan import parse_cluster, predict
+
+    job = load_job(source, overrides).job
+    prediction = predict(job, parse_cluster(cluster) if cluster else job.cluster)
+    if as_json:
+        print_json(_as_json(prediction))
+        return
+    console = stdout_console()
+    for table in (_phase_table(prediction), _memory_table(prediction)):
+        console.print(table)
+    for line in _summary(prediction):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _as_json(prediction: "Prediction") -> dict[str, Any]:
+    return {
+        "step_s": prediction.step_s,
+        "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
+        "mfu": prediction.mfu,
+        "fits": prediction.fits,
+        "capacity_bytes": prediction.capacity_bytes,
+        "phases_s": prediction.phases,
+        "memory": [
+            {
+                "rank": rank.rank,
+                "terms_bytes": rank.terms,
+                "allocated_bytes": rank.allocated,
+                "reserved_bytes": rank.reserved,
+                "device_bytes": rank.device,
+                "host_bytes": rank.host,
+            }
+            for rank in prediction.memory
+        ],
+        "guessed": list(prediction.guessed),
+    }
+
+
+def _phase_table(prediction: "Prediction") -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("time of a step")
+    table.add_column("ms", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in prediction.phases.items():
+        if seconds > 0:
+            table.add_row(name, f"{1e3 * seconds:.2f}", f"{seconds / prediction.step_s:.1%}")
+    table.add_row("step", f"{1e3 * prediction.step_s:.2f}", "", style="bold")
+    return table
+
+
+def _memory_table(prediction: "Prediction") -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("GiB by pipeline rank")
+    for rank in prediction.memory:
+        table.add_column(str(rank.rank), justify="right")
+    names = dict.fromkeys(name for rank in prediction.memory for name, size in rank.terms.items() if size)
+    for name in names:
+        table.add_row(name, *(f"{rank.terms.get(name, 0.0) / GIB:.2f}" for rank in prediction.memory))
+    table.add_row("allocated", *(f"{rank.allocated / GIB:.2f}" for rank in prediction.memory), style="bold")
+    table.add_row("rounding and holes", *(f"{rank.fragments / GIB:.2f}" for rank in prediction.memory))
+    table.add_row("driver and communicators", *(f"{rank.outside / GIB:.2f}" for rank in prediction.memory))
+    if any(rank.host for rank in prediction.memory):
+        table.add_row("in the host's memory", *(f"{rank.host / GIB:.2f}" for rank in prediction.memory))
+    table.add_row("on the device", *(f"{rank.device / GIB:.2f}" for rank in prediction.memory), style="bold")
+    return table
+
+
+def _summary(prediction: "Prediction") -> list[str]:
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%} (attention over every pair)"
+    over = prediction.fullest.device - prediction.capacity_bytes
+    room = f"fits with {-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB over"
+    lines = [
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU{mfu}",
+        f"{room} on pipeline rank {prediction.fullest.rank} of {prediction.capacity_bytes / GIB:.0f} GiB",
+    ]
+    return lines + [f"guessed: {guess}" for guess in prediction.guessed]
+
+
+def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.errors import UserError
+    from meshwright.plan import accuracy_page, accuracy_rows, validate
+
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"--validate = {path} is not a file; name a CSV of measured rows")
+    console = stderr_console()
+    with console.status("predicting every row") if console.is_terminal else _nothing():
+        summary = validate(paths).summary()
+    if markdown is not None:
+        markdown.write_text(accuracy_page(summary, [path.name for path in paths]), encoding="utf-8")
+    if as_json:
+        print_json(summary)
+        return
+    from rich.table import Table
+
+    header, *rows = accuracy_rows(summary)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    stdout_console().print(table)
+    for group in summary["groups"]:
+        if summary["sources"][group["group"].partition(" ")[0]]["groups"] <= _FEW_GROUPS:
+            line = f"{group['group']}: chose {group['chosen']}, best {group['best']}, regret {group['regret']:.1%}"
+            stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    for row in summary["unpredicted"]:
+        stdout_console().print(f"left out {row['id']}: {row['reason']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()

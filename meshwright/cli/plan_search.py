@@ -1,0 +1,143 @@
+"""`meshwright plan --model`: the fastest layouts that fit, and why the nearest others do not."""
+
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.job import Model
+    from meshwright.plan import Candidate, Search
+
+GIB = 2**30
+
+
+def show_search(
+    source: str,
+    cluster: str | None,
+    overrides: list[str],
+    seq: int | None,
+    batch_tokens: int | None,
+    top: int,
+    write: Path | None,
+    as_json: bool,
+) -> None:
+    """Search, print and, if asked, write the best."""
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.errors import UserError
+    from meshwright.model.cost import parameter_count
+    from meshwright.plan import job_text, parse_cluster, search, usual_batch_tokens, why_not
+
+    if cluster is None:
+        raise UserError("--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb")
+    model, own_sequence = _model(source, overrides)
+    sequence = seq or own_sequence or min(4096, model.max_sequence_length)
+    practice = ""
+    if batch_tokens is None:
+        batch_tokens, where = usual_batch_tokens(parameter_count(model))
+        practice = f"a batch of about {batch_tokens / 1e6:g}M tokens, as {where}"
+        batch_tokens = sequence * 2 ** round(log2(batch_tokens / sequence))
+    gpus = parse_cluster(cluster).nodes * parse_cluster(cluster).gpus_per_node
+    batch = _sequences(batch_tokens, sequence, gpus)
+    found = search(model, parse_cluster(cluster), sequence, batch, top=top)
+    if not found.best:
+        reason = f" ({why_not(found.misses[0], found)})" if found.misses else ""
+        raise UserError(f"no layout of {source} fits on --cluster = {cluster}{reason}; give more or larger GPUs")
+    if write is not None:
+        heading = f"planned for {cluster}: {_line(found.best[0])}"
+        write.write_text(job_text(found.best[0].job, heading), encoding="utf-8")
+    if as_json:
+        print_json(_as_json(found, sequence, batch, practice))
+        return
+    console = stdout_console()
+    console.print(_table(found))
+    if practice:
+        console.print(practice, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{found.bounded} layouts bounded in {found.bound_s:.2f} s, {found.predicted} predicted; {batch} sequences of "
+        f"{sequence} tokens a step",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    for miss in found.misses:
+        console.print(f"faster but too large: {why_not(miss, found)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _model(source: str, overrides: list[str]) -> "tuple[Model, int | None]":
+    """The shape behind a preset's name, a Hugging Face config or a job; a job's sequence length with it."""
+    import json
+
+    from meshwright.job import Model, load_job, model_preset, model_presets
+
+    if source in model_presets():
+        return Model.model_validate({"preset": source, **model_preset(source)}), None
+    if source.endswith(".json"):
+        from meshwright.errors import UserError
+        from meshwright.job import model_from_hf_config
+
+        try:
+            config = json.loads(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model = {source} cannot be read ({error}); give a Hugging Face config.json") from None
+        return Model.model_validate(model_from_hf_config(config)), None
+    job = load_job(source, overrides).job
+    return job.model, job.batch.sequence_length
+
+
+def _sequences(batch_tokens: int, sequence: int, gpus: int) -> int:
+    """Sequences of a batch: the nearest number that the GPUs, or half of them and so on, share evenly."""
+    wanted = max(1, round(batch_tokens / sequence))
+    share = 1
+    while share * 2 <= min(wanted, gpus) and gpus % (share * 2) == 0:
+        share *= 2
+    return max(1, round(wanted / share)) * share
+
+
+def _table(found: "Search") -> Any:
+    from rich.table import Table
+
+    from meshwright.plan import layout_words, limit
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("layout", "tokens/s a GPU", "MFU", "step s", "GiB", "limited by"):
+        table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
+    for one in found.best:
+        prediction = one.prediction
+        mfu = "–" if prediction.mfu is None else f"{prediction.mfu:.1%}"
+        size = f"{prediction.fullest.device / GIB:.1f}"
+        rate = f"{prediction.tokens_per_s_per_gpu:,.0f}"
+        table.add_row(layout_words(one.job), rate, mfu, f"{prediction.step_s:.3g}", size, limit(prediction))
+    return table
+
+
+def _line(one: "Candidate") -> str:
+    from meshwright.plan import layout_words
+
+    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
+    return f"{layout_words(one.job)}; {rate}, {one.prediction.fullest.device / GIB:.1f} GiB predicted"
+
+
+def _as_json(found: "Search", sequence: int, batch: int, practice: str) -> dict[str, Any]:
+    from meshwright.plan import limit, why_not
+
+    def row(one: "Candidate") -> dict[str, Any]:
+        sections = {name: getattr(one.job, name).model_dump(mode="json") for name in ("batch", "layout", "memory")}
+        return {
+            **sections,
+            "step_s": one.prediction.step_s,
+            "tokens_per_s_per_gpu": one.prediction.tokens_per_s_per_gpu,
+            "mfu": one.prediction.mfu,
+            "device_bytes": one.prediction.fullest.device,
+            "limited_by": limit(one.prediction),
+        }
+
+    return {
+        "sequence_length": sequence,
+        "global_batch": batch,
+        "batch_from": practice,
+        "bounded": found.bounded,
+        "predicted": found.predicted,
+        "bound_s": found.bound_s,
+        "layouts": [row(one) for one in found.best],
+        "misses": [why_not(one, found) for one in found.misses],
+    }

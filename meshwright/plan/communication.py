@@ -1,0 +1,81 @@
+"""What ranks send each other: how long a collective takes over the links it crosses.
+
+Rings and trees as NCCL builds them: inside a node every GPU sends at its links' rate; between nodes each GPU has its
+share of the node's network, and a collective over both is bounded by the slower of the two.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+_TREE = 0.85
+"""Of a ring's bandwidth, what trees reach."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The links of a machine, per GPU and in one direction, as collectives reach them."""
+
+    gpus_per_node: int
+    node_bytes_per_s: float
+    """To the other GPUs of the node."""
+    node_latency_s: float
+    network_bytes_per_s: float
+    """This GPU's share of the node's network."""
+    network_latency_s: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share a collective: how many, and how many of them sit in each node."""
+
+    size: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes the group spans."""
+        return ceil(self.size / self.per_node)
+
+
+def group_of(size: int, stride: int, gpus_per_node: int) -> Group:
+    """A group of ranks `stride` apart."""
+    return Group(size, max(1, min(size, gpus_per_node // stride)) if stride < gpus_per_node else 1)
+
+
+def all_reduce_s(wires: Wires, group: Group, size_bytes: float) -> float:
+    """Everyone ends with the sum of what all had: a ring twice round, or a tree between the nodes if that is faster."""
+    ring = _ring_s(wires, group, size_bytes, rounds=2)
+    if group.nodes == 1 or not ring:
+        return ring
+    share = 2 * size_bytes * (group.size - 1) / group.size
+    hops = 4 * (ceil(log2(group.nodes)) * wires.network_latency_s + group.per_node * wires.node_latency_s)
+    return min(ring, hops + share / (_TREE * _bandwidth(wires, group)))
+
+
+def all_gather_s(wires: Wires, group: Group, size_bytes: float) -> float:
+    """Everyone ends with all pieces, size_bytes together; a reduce-scatter takes as long. Only rings do this."""
+    return _ring_s(wires, group, size_bytes, rounds=1)
+
+
+def send_s(wires: Wires, size_bytes: float, *, within_node: bool) -> float:
+    """One rank to another."""
+    if within_node:
+        return wires.node_latency_s * 3 + size_bytes / wires.node_bytes_per_s
+    return wires.network_latency_s * 2 + size_bytes / wires.network_bytes_per_s
+
+
+def _ring_s(wires: Wires, group: Group, size_bytes: float, rounds: int) -> float:
+    """Every rank passes its piece on, as many times as there are others; each time all wait for the slowest hop."""
+    if group.size == 1 or size_bytes == 0:
+        return 0.0
+    hops = rounds * (group.size - 1)
+    latency = wires.node_latency_s if group.nodes == 1 else wires.network_latency_s
+    return hops * (latency + size_bytes / group.size / _bandwidth(wires, group))
+
+
+def _bandwidth(wires: Wires, group: Group) -> float:
+    """A ring enters and leaves each node once, so the node's cards of its members carry it together."""
+    if group.nodes == 1:
+        return wires.node_bytes_per_s
+    network = wires.network_bytes_per_s * group.per_node
+    return min(network, wires.node_bytes_per_s) if group.per_node > 1 else network

@@ -1,0 +1,247 @@
+"""What a rank computes: a block's projections, attention and elementwise work, the head, the embedding, the optimizer.
+
+T tokens of a micro-batch on this rank, D width, F ffn width, H and K query and kv heads of this rank, E head size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from meshwright.job import Job
+from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
+from meshwright.plan.software import Software
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one piece of the model over one micro-batch, by pass and kind."""
+
+    forward_matmul: float = 0.0
+    forward_attention: float = 0.0
+    forward_elementwise: float = 0.0
+    input_matmul: float = 0.0
+    """Gradients of inputs: the backward's first half."""
+    weight_matmul: float = 0.0
+    """Gradients of weights: its second half."""
+    backward_attention: float = 0.0
+    backward_elementwise: float = 0.0
+    again: float = 0.0
+    """Forward work that the backward repeats."""
+
+    @property
+    def forward(self) -> float:
+        """The whole forward."""
+        return self.forward_matmul + self.forward_attention + self.forward_elementwise
+
+    @property
+    def input(self) -> float:
+        """The backward's first half, with what it repeats."""
+        return self.input_matmul + self.backward_attention + self.backward_elementwise + self.again
+
+    @property
+    def backward(self) -> float:
+        """The whole backward."""
+        return self.input + self.weight_matmul
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(*(getattr(self, field.name) * times for field in fields(self)))
+
+
+Product = tuple[int, int, int]
+"""Rows, columns and inner size of a projection's forward: tokens, outputs, inputs."""
+
+
+def tokens_of(job: Job) -> int:
+    """Tokens of a micro-batch on one rank."""
+    return job.batch.micro_batch * job.batch.sequence_length // job.layout.cp
+
+
+def kv_heads_of(job: Job) -> int:
+    """Key-value heads on one rank: as many as queries where tp does not divide them and copies them."""
+    model, tp = job.model, job.layout.tp
+    return model.kv_heads // tp if model.kv_heads % tp == 0 else model.heads // tp
+
+
+def products_of(job: Job, software: Software) -> Iterator[Product]:
+    """A block's projections on one rank; programs with fused kernels make those of one input at once."""
+    model, tp, tokens = job.model, job.layout.tp, tokens_of(job)
+    queries, keys = model.heads // tp * model.head_dim, kv_heads_of(job) * model.head_dim
+    inner = -(-model.ffn_width // tp)
+    gates = 2 if model.activation == "swiglu" else 1
+    if software.fusion == "fused":
+        yield tokens, queries + 2 * keys, model.width
+        yield tokens, gates * inner, model.width
+    else:
+        yield from ((tokens, queries, model.width), (tokens, keys, model.width), (tokens, keys, model.width))
+        yield from ((tokens, inner, model.width) for _ in range(gates))
+    yield tokens, model.width, queries
+    yield tokens, model.width, inner
+
+
+def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
+    """One block over one micro-batch, with recomputation by mode."""
+    products = list(products_of(job, software))
+    forward = sum(matmul_s(device, *product) for product in products)
+    inputs = sum(matmul_s(device, rows, inner, columns) for rows, columns, inner in products) / device.backward
+    weights = sum(matmul_s(device, columns, inner, rows) for rows, columns, inner in products) / device.backward
+    if device.compute == "fp8":
+        cast = _fp8_casts_s(job, device, software, products)
+        forward, inputs = forward + cast, inputs + 1.5 * cast
+    weights += _gradient_sum_s(job, device, products)
+    attention, attention_back = _attention_s(job, device, software)
+    elementwise, elementwise_back = _elementwise_s(job, device, software)
+    again = {
+        "none": 0.0,
+        "selective": {
+            "cheap": elementwise,
+            "half": elementwise + forward / 2,
+            "attention": attention,
+        }[software.selective],
+        "full": forward + attention + elementwise,
+    }[mode]
+    return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
+
+
+def host_waits(job: Job, software: Software, mode: str, forward_s: float, backward_s: float) -> tuple[float, float]:
+    """What a block's forward and backward, transfers included, wait for a host that launches kernels more slowly.
+
+    Ranks that share every product meet at each collective, where now one's host is late and now another's device: there
+    neither hides behind the other in full.
+    """
+    launches = kernels_of(job, software) * software.launch_s
+    waits = []
+    for device_s, host_s in ((forward_s, launches), (backward_s, (3 if mode == "full" else 2) * launches)):
+        both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
+        waits.append(both - device_s)
+    return waits[0], waits[1]
+
+
+def kernels_of(job: Job, software: Software) -> int:
+    """Kernels a block's forward launches."""
+    kernels = {"fused": 14, "eager": 22}[software.fusion]
+    kernels += 12 if software.attention == "fused-softmax" else 0
+    kernels += 2 if job.layout.tp > 1 else 0
+    return kernels
+
+
+def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Product]) -> float:
+    """Numbers read in 16 bits and written in 8; where kernels are fused, what made them has read them already, and
+    weights are cast once a step."""
+    fused = software.fusion == "fused"
+    inputs = sum(rows * inner for rows, _, inner in products)
+    weights = sum(inner * columns for _, columns, inner in products) / (job.accumulation if fused else 1)
+    return memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights, 2 * len(products))
+
+
+def _gradient_sum_s(job: Job, device: Device, products: list[Product]) -> float:
+    """Gradients of a micro-batch added to the step's: read and written once more, in the format they are summed in.
+
+    Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes.
+    """
+    parameters = sum(inner * columns for _, columns, inner in products)
+    moved = parameters * (8 if job.precision.gradients == "fp32" else 4)
+    if job.layout.zero_stage == 3:
+        moved += parameters * 8
+    return memory_s(device, moved, 1)
+
+
+def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, float]:
+    model, sequence, cp = job.model, job.batch.sequence_length, job.layout.cp
+    heads = model.heads // job.layout.tp
+    window = min(sequence, model.sliding_window or sequence)
+    queries = job.batch.micro_batch * sequence / cp
+    if software.attention == "flash":
+        seen = window * (1 - window / (2 * sequence))
+        flops = 4.0 * queries * seen * heads * model.head_dim
+        about = model.head_dim, sequence, software.flash_generation
+        return attention_s(device, flops, *about), attention_s(device, 2.5 * flops, *about)
+    batch = job.batch.micro_batch * heads
+    scores = batch * sequence * sequence
+    forward = _batched_s(device, batch, sequence, sequence, model.head_dim)
+    forward += _batched_s(device, batch, sequence, model.head_dim, sequence)
+    # softmax reads and writes scores, dropout reads them and writes both its result and a mask
+    forward += memory_s(device, scores * (2 + 2 + 2 + 2 + 1), 4)
+    backward = 2 * forward_products(device, batch, sequence, model.head_dim)
+    backward += memory_s(device, scores * (2 + 2 + 1 + 2 + 2 + 2), 4)
+    return forward, backward
+
+
+def forward_products(device: Device, batch: int, sequence: int, head_dim: int) -> float:
+    """Scores and their weighted sum, each head a product of its own."""
+    return _batched_s(device, batch, sequence, sequence, head_dim) + _batched_s(
+        device, batch, sequence, head_dim, sequence
+    )
+
+
+def _batched_s(device: Device, batch: int, rows: int, columns: int, inner: int) -> float:
+    """A batch of equal products, whose tiles share the device: as one product of all their rows."""
+    moved = 2.0 * batch * (rows * inner + inner * columns + rows * columns)
+    return max(matmul_s(device, batch * rows, columns, inner, wide=True), memory_s(device, moved))
+
+
+def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float, float]:
+    """Norms, residuals, rotation and activation: passes over the stream, the queries and keys, and the inner width."""
+    model, tp = job.model, job.layout.tp
+    tokens = tokens_of(job)
+    stream = 2.0 * tokens * model.width / (tp if job.layout.sp else 1)
+    turned = 2.0 * tokens * (model.heads // tp + kv_heads_of(job)) * model.head_dim
+    inner = 2.0 * tokens * model.ffn_width / tp
+    fused = software.fusion == "fused"
+    # Eager norms run in 32 bits, with casts before and after; an unfused RMSNorm is several operations.
+    norm, norm_back = (2, 3) if fused else (5, 7) if model.norm == "layernorm" else (7, 10)
+    moved = 2 * norm * stream + 2 * 3 * stream
+    moved_back = 2 * norm_back * stream + 2 * 2 * stream
+    if model.positions == "rope":
+        moved += (2 if fused else 7) * turned
+        moved_back += (2 if fused else 7) * turned
+    if model.activation == "swiglu":
+        moved += (3 if fused else 5) * inner
+        moved_back += (5 if fused else 9) * inner
+    else:
+        moved += 2 * inner
+        moved_back += 3 * inner
+    if model.dropout > 0:
+        moved += 2 * 0.5 * stream
+        moved_back += 2 * 1.5 * stream
+    return memory_s(device, moved, 6), memory_s(device, moved_back, 10)
+
+
+_LOSS_BYTES = {"whole": (14.0, 16.0), "chunked": (46.0, 0.0)}
+"""Bytes moved for each logit, forward and backward: 16-bit logits made 32-bit, reduced, exponentiated, turned back;
+ours makes both gradients chunk by chunk in the forward, each operation in place."""
+
+
+def head_work(job: Job, device: Device, software: Software) -> Work:
+    """Final norm, head and loss over one micro-batch; the vocabulary is shared by the tensor-parallel ranks."""
+    model, tokens = job.model, tokens_of(job)
+    vocabulary = -(-model.vocab_size // job.layout.tp)
+    product = matmul_s(device, tokens, vocabulary, model.width, wide=True)
+    inputs = matmul_s(device, tokens, model.width, vocabulary, wide=True)
+    weights = matmul_s(device, vocabulary, model.width, tokens, wide=True)
+    logits = tokens * vocabulary
+    forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
+    return Work(
+        forward_matmul=product,
+        forward_elementwise=memory_s(device, forward_bytes * logits, 4),
+        input_matmul=inputs,
+        weight_matmul=weights,
+        backward_elementwise=memory_s(device, backward_bytes * logits, 3),
+    )
+
+
+def embedding_work(job: Job, device: Device) -> Work:
+    """Looking tokens up, and adding their gradients to the table's."""
+    entries = tokens_of(job) * job.model.width
+    return Work(
+        forward_elementwise=memory_s(device, 4.0 * entries, 2), backward_elementwise=memory_s(device, 8.0 * entries, 3)
+    )
+
+
+def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool) -> float:
+    """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
+    moved = parameters * (12 + gradient_bytes + 12 + 2)
+    if clip:
+        moved += parameters * gradient_bytes
+    return memory_s(device, moved, 4)

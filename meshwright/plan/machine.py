@@ -1,0 +1,88 @@
+"""The machines of a plan: GPU, nodes and links, from a cluster section or a short spelling; says what it guessed."""
+
+import re
+from dataclasses import dataclass
+
+from meshwright.errors import UserError
+from meshwright.hardware import Gpu, gpu_by_key
+from meshwright.job.devices import Cluster
+from meshwright.plan.communication import Wires
+from meshwright.plan.rates import Rates, rates_of
+
+_SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][\w-]*)")
+
+# Network of a node, GB/s in one direction for each GPU, as the makers' reference designs and the named sites have it.
+_USUAL_NETWORK = {
+    "v100": (6.25, "a DGX-1V's four 100 Gb/s cards for eight GPUs"),
+    "a100-64gb": (12.5, "Leonardo's 400 Gb/s for four GPUs"),
+    "a100": (25.0, "a DGX A100's eight 200 Gb/s cards"),
+    "h100-64gb": (25.0, "MareNostrum 5's four 200 Gb/s cards"),
+    "h100": (50.0, "a DGX H100's eight 400 Gb/s cards"),
+    "h200": (50.0, "a DGX H200's eight 400 Gb/s cards"),
+    "gh200": (25.0, "one 200 Gb/s card a superchip"),
+    "b200": (50.0, "a DGX B200's eight 400 Gb/s cards"),
+    "gb200": (50.0, "one 400 Gb/s card a GPU"),
+}
+_FALLBACK_NETWORK = (3.0, "25 Gb/s for each GPU, as nothing is known")
+_NETWORK_SHARE = 0.80
+"""Of the line rate, what collectives and large messages reach."""
+_NETWORK_LATENCY_S = 10e-6
+"""A hop between nodes: of NCCL's tuning tables between the 4 and 14 µs of its two protocols for large messages."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan runs on."""
+
+    gpu: Gpu
+    rates: Rates
+    nodes: int
+    wires: Wires
+    guessed: tuple[str, ...]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return self.nodes * self.wires.gpus_per_node
+
+
+def parse_cluster(spelling: str) -> Cluster:
+    """`8xh100` is one node of eight, `16x8xa100-80gb` sixteen of them."""
+    found = _SPELLING.fullmatch(spelling.lower())
+    if found is None:
+        raise UserError(
+            f"--cluster = {spelling} is not understood; write 8xh100 or 16x8xa100-80gb (nodes × GPUs a node)"
+        )
+    nodes, gpus, gpu = found.groups()
+    return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu_by_key(gpu).key)
+
+
+def machine_of(cluster: Cluster) -> Machine:
+    """The machine of a cluster section; cluster.links may say `node` (GB/s a GPU) and `network` (GB/s a node)."""
+    if cluster.gpu is None:
+        raise UserError(
+            "cluster.gpu is not given, and a plan needs one; set it to h100, a100-80gb or another known GPU"
+        )
+    gpu = gpu_by_key(cluster.gpu)
+    rates, links, guessed = rates_of(gpu), cluster.links or {}, [f"kernel efficiency of {gpu.key}: no profile"]
+    if unknown := sorted(set(links) - {"node", "network"}):
+        raise UserError(
+            f"cluster.links has {unknown[0]!r}, which is no link; give node (GB/s a GPU) or network (a node)"
+        )
+    if "node" in links:
+        node = links["node"] * 1e9
+    elif gpu.gpu_link is not None:
+        node = gpu.gpu_link.bytes_per_s * rates.collective
+    else:
+        # Through the host's bridge: both directions of the card's own lanes, shared with what the host does.
+        node = (gpu.host_link.bytes_per_s if gpu.host_link else 12e9) * 0.5
+        guessed.append("links between GPUs: half of their PCIe lanes")
+    if "network" in links:
+        network = links["network"] * 1e9 / cluster.gpus_per_node * _NETWORK_SHARE
+    else:
+        usual, why = next((v for k, v in _USUAL_NETWORK.items() if gpu.key.startswith(k)), _FALLBACK_NETWORK)
+        network = usual * 1e9 * _NETWORK_SHARE
+        if cluster.nodes > 1:
+            guessed.append(f"network between nodes: {why}")
+    wires = Wires(cluster.gpus_per_node, node, rates.node_latency_s, network, _NETWORK_LATENCY_S)
+    return Machine(gpu, rates, cluster.nodes, wires, tuple(guessed))

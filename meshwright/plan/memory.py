@@ -1,0 +1,243 @@
+"""What a rank holds at its fullest moment, as named terms in bytes.
+
+Activations are the model's own count of what its modules save, cut as the layout cuts it and edited by what a program
+does otherwise; micro-batches in flight are those of the schedule's table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from meshwright.job import Job
+from meshwright.job.devices import Layout
+from meshwright.job.model import Model
+from meshwright.job.training import Batch, Precision
+from meshwright.pipeline import Table
+from meshwright.plan.compute import tokens_of
+from meshwright.plan.offload import move_to_host
+from meshwright.plan.parameters import layer_parameters, stage_parameters
+from meshwright.plan.play import table_of
+from meshwright.plan.software import Software
+
+if TYPE_CHECKING:
+    from meshwright.model import Decoder
+
+Terms = dict[str, float]
+
+CONTEXT_BYTES = 0.6e9
+"""What the driver takes for itself as soon as a process uses the device."""
+COMMUNICATOR_BYTES = 0.35e9
+"""Buffers of each axis that has ranks to talk to."""
+FRAGMENTS = 0.03
+"""Of what is allocated, what the allocator holds besides: rounding, and holes that nothing fits."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """A pipeline rank's memory: the terms that the allocator counts, and what lies outside of it."""
+
+    rank: int
+    terms: Terms
+    fragments: float
+    outside: float
+    host: float = 0.0
+    """Bytes in the host's memory instead."""
+
+    @property
+    def allocated(self) -> float:
+        """What `max_memory_allocated` would say."""
+        return sum(self.terms.values())
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator takes from the device."""
+        return self.allocated + self.fragments
+
+    @property
+    def device(self) -> float:
+        """What the device reports as used."""
+        return self.reserved + self.outside
+
+
+def rank_memory(
+    job: Job, software: Software, layers: list[int], modes: list[str], table: Table | None, rank: int
+) -> RankMemory:
+    """A pipeline rank's memory; `layers` are the stages' numbers of layers, `modes` every layer's recomputation."""
+    held = [0] if table is None else [stage % len(layers) for stage in table.stages_of(rank)]
+    parameters = sum(
+        stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in held
+    )
+    terms = _states(job, software, parameters)
+    terms |= _activations(job, software, layers, modes, table, rank, held)
+    if len(layers) - 1 in held:
+        terms |= _loss(job, software)
+    if job.accumulation == 1 and table is None and not software.weights_apart:
+        # Gradients appear as the backward lets go of activations: only what they exceed those by adds to the peak.
+        passing = terms["activations"] + terms.get("logits and loss", 0.0)
+        terms["gradients"] = max(0.0, terms["gradients"] - passing)
+    host = 0.0
+    if job.memory.offload:
+        host = move_to_host(
+            job, terms, max(block_bytes(job, software, mode)[0] for mode in modes), layer_parameters(job)
+        )
+    terms["workspaces"] = software.workspace_bytes
+    allocated = sum(terms.values())
+    axes = sum(size > 1 for size in (job.layout.tp, job.layout.cp, job.layout.pp, job.data_parallel))
+    return RankMemory(rank, terms, FRAGMENTS * allocated, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES, host)
+
+
+def _states(job: Job, software: Software, parameters: float) -> Terms:
+    """Weights, gradients and optimizer states by the zero dial; under a pipeline gradients stay whole until the end."""
+    layout, zero = job.layout, job.layout.zero_stage
+    sharers = layout.dp_shard * layout.cp
+    narrow = job.precision.compute not in ("fp32", "tf32")
+    gradient = 2 if job.precision.gradients == "bf16" else 4
+    moments = 2 * {"fp32": 4, "bf16": 2, "int8": 1}[job.precision.optimizer_states]
+    shared = sharers if zero >= 1 else 1
+    sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
+    if software.weights_apart:
+        half = job.precision.compute == "fp16"
+        summed_narrow = software.reduced_bytes == 2 and not software.narrow_gradients
+        gradient = 2 if half or summed_narrow else 4
+        whole = sharers if sharded_gradients else 1
+        terms = {
+            "weights": 2.0 * parameters / (sharers if zero == 3 else 1),
+            "gradients": gradient * parameters / whole,
+            "optimizer states": (4.0 + moments) * parameters / shared,
+        }
+        if software.narrow_gradients:
+            terms["gradients in the other format"] = 4.0 * parameters / shared if half else 2.0 * parameters / whole
+        return terms | _gathered(job)
+    # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
+    whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
+    terms = {
+        "weights": 4.0 * parameters / shared,
+        "working weights": 2.0 * parameters if narrow and zero < 3 else 0.0,
+        "gradients": gradient * parameters / (1 if zero == 0 else shared),
+        "optimizer states": moments * parameters / shared,
+    }
+    if whole_gradients and zero > 0:
+        terms["gradients before they are reduced"] = gradient * parameters
+    return terms | _gathered(job)
+
+
+def _gathered(job: Job) -> Terms:
+    """Under zero 3, the units in use and ahead of it, and the gradients of one on their way."""
+    layout = job.layout
+    if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
+        return {}
+    table = job.model.vocab_size * job.model.width / layout.tp
+    unit = layer_parameters(job)
+    return {
+        "gathered parameters": 2.0 * ((1 + layout.prefetch) * unit + table),
+        "gradients before they are reduced": 6.0 * max(unit, table),
+    }
+
+
+def _activations(
+    job: Job,
+    software: Software,
+    layers: list[int],
+    modes: list[str],
+    table: Table | None,
+    rank: int,
+    held: list[int],
+) -> Terms:
+    starts = [sum(layers[:place]) for place in range(len(layers))]
+    sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
+    boundary = sizes_of(job, "full").get("input", 0.0)
+    kept, remade = [], 0.0
+    for place in held:
+        own = modes[starts[place] : starts[place] + layers[place]]
+        sent = boundary if table is not None and place < len(layers) - 1 else 0.0
+        kept.append(sum(sizes[mode][0] for mode in own) + sent)
+        remade = max([remade, *(sizes[mode][1] for mode in own)])
+    fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(table, rank))
+    return {"activations": fullest, "a block's forward made again": remade}
+
+
+def _holdings(table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
+    if table is None:
+        return [(1,)]
+    return _cached_holdings(table.schedule, table.ranks, table.micro_batches, table.virtual_stages, rank)
+
+
+@lru_cache(maxsize=8192)
+def _cached_holdings(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, rank: int
+) -> Sequence[tuple[int, ...]]:
+    from meshwright.parallel import holdings_of_rank
+
+    return holdings_of_rank(table_of(schedule, ranks, micro_batches, virtual_stages), rank)
+
+
+def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
+    """Bytes a block keeps of a micro-batch, and those its recomputation brings back at once."""
+    whole = _edited(job, software, sizes_of(job, "none"))
+    if mode == "none":
+        return sum(whole.values()), 0.0
+    if mode == "selective" and software.selective == "attention":
+        dropped = sum(whole.pop(name, 0.0) for name in ("attention.scores",))
+        return sum(whole.values()), dropped
+    kept = sizes_of(job, mode)
+    if mode == "selective" and software.selective == "half":
+        # Of every two projections' results the second is dropped: k, the attention's and up; the last one's is kept.
+        for name in ("attention.k", "attention.projected", "ffn.up"):
+            kept.pop(name, None)
+        kept["ffn.projected"] = kept["input"]
+    return sum(kept.values()), sum(whole.values())
+
+
+def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, float]:
+    """The saved tensors of a program that fuses, gathers again or writes scores out."""
+    edited = dict(sizes)
+    if software.fusion == "fused" and job.model.activation == "swiglu":
+        edited.pop("ffn.activated", None)  # made again from gate and up inside the fused kernel's backward
+    if software.regather and job.layout.sp:
+        for name in ("attention.input", "ffn.input"):
+            edited[name] /= job.layout.tp
+    if software.attention == "fused-softmax":
+        pairs = job.batch.micro_batch * job.batch.sequence_length**2 * job.model.heads / job.layout.tp
+        edited["attention.scores"] = pairs * (5.0 if job.model.dropout > 0 else 2.0)
+    return edited
+
+
+def sizes_of(job: Job, mode: str) -> dict[str, float]:
+    """A block's saved tensors on one rank by name, as our own trainer saves them."""
+    return dict(_sizes(job.model.model_copy(update={"layers": 1}), job.batch, job.layout, job.precision, mode))
+
+
+@lru_cache(maxsize=4096)
+def _sizes(shape: Model, batch: Batch, layout: Layout, precision: Precision, mode: str) -> dict[str, float]:
+    from meshwright.parallel import saved_by_name
+
+    job = Job.model_construct(model=shape, batch=batch, layout=layout, precision=precision)
+    named = saved_by_name(job, _one_layer(shape), mode)  # type: ignore[arg-type]
+    return {name: float(size) for (place, name), size in named.items() if place}
+
+
+@lru_cache(maxsize=64)
+def _one_layer(shape: Model) -> "Decoder":
+    import torch
+
+    from meshwright.model import Decoder
+
+    with torch.device("meta"):
+        return Decoder(shape)
+
+
+def _loss(job: Job, software: Software) -> Terms:
+    """The head's share: whole logits, or our chunks of them with the gradients they leave."""
+    from meshwright.model.head import CHUNK_LOGITS_BYTES
+
+    tokens = tokens_of(job)
+    vocabulary = -(-job.model.vocab_size // job.layout.tp)
+    if software.logit_bytes is not None:
+        return {"logits and loss": software.logit_bytes * tokens * vocabulary}
+    matrix, stream = vocabulary * job.model.width, tokens * job.model.width
+    chunk = min(CHUNK_LOGITS_BYTES, 2 * tokens * vocabulary)
+    copies = (
+        2.0 if software.fusion == "fused" else 4.0
+    )  # logits and their gradient; eager also wide ones, twice as long
+    return {"logits and loss": copies * chunk + 2.0 * stream + (4.0 + 2.0) * matrix}

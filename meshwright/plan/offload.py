@@ -1,0 +1,55 @@
+"""What lives in host memory instead of the device's, and what moving it costs."""
+
+from meshwright.job import Job
+
+HOST_UPDATE_BYTES_PER_S = 40e9
+"""Memory traffic one machine's cores reach in an update; guessed, as no profile says it."""
+_UPDATE_BYTES = 28.0
+"""AdamW on the host: gradient, master and moments read, all but the gradient written."""
+_HOST_TERMS = ("weights", "gradients", "optimizer states", "gradients before they are reduced")
+
+
+def offloads_states(job: Job) -> bool:
+    """Whether masters, gradients and optimizer states are on the host: "params" includes "optimizer"."""
+    return bool({"optimizer", "params"} & set(job.memory.offload))
+
+
+def move_to_host(job: Job, terms: dict[str, float], block_bytes: float, layer_parameters: float) -> float:
+    """Take what the job offloads out of a rank's terms, in place; returns the bytes its host holds instead."""
+    host = 0.0
+    if offloads_states(job):
+        sharded = job.layout.zero_stage > 0
+        for name in _HOST_TERMS if not sharded else _HOST_TERMS[:3]:
+            host += terms.pop(name, 0.0)
+        if "params" in job.memory.offload and not sharded:
+            working = terms.pop("working weights", 0.0)
+            host += working
+            terms["streamed weights"] = 2.0 * (2 * layer_parameters + job.model.vocab_size * job.model.width)
+    if "activations" in job.memory.offload:
+        kept = terms["activations"]
+        stays = min(kept, 2 * block_bytes)
+        terms["activations"] = stays
+        host += kept - stays
+    return host
+
+
+def offload_phases(
+    job: Job, parameters: float, activation_bytes: float, compute_s: float, host_bytes_per_s: float, node_ranks: int
+) -> dict[str, float]:
+    """Seconds that transfers to and from the host add to a step, and the update of a rank's `parameters` there."""
+    if not job.memory.offload:
+        return {}
+    moved = 0.0
+    if offloads_states(job):
+        gradient = 2 if job.precision.gradients == "bf16" else 4
+        moved += parameters * (gradient * (2 * job.accumulation - 1) + 2)
+        if "params" in job.memory.offload:
+            moved += parameters * 2 * 2 * job.accumulation
+    if "activations" in job.memory.offload:
+        moved += 2 * activation_bytes * job.accumulation
+    # Both directions run at once, beside the compute; what it is too short for is waited for.
+    transfers = moved / 2 / host_bytes_per_s
+    phases = {"waiting for transfers to the host": max(0.0, transfers - compute_s)}
+    if offloads_states(job):
+        phases["update on the host"] = parameters * _UPDATE_BYTES * node_ranks / HOST_UPDATE_BYTES_PER_S
+    return phases

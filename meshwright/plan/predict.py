@@ -1,0 +1,102 @@
+"""One job on one machine: its step and its memory, as named terms."""
+
+from dataclasses import dataclass
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.job.devices import Cluster, Every
+from meshwright.plan.machine import Machine, machine_of
+from meshwright.plan.memory import RankMemory, rank_memory
+from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
+from meshwright.plan.step import Phases, step_phases, table_for
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes and what every pipeline rank holds."""
+
+    phases: Phases
+    """Seconds by name along the busiest pipeline rank; they add up to the step."""
+    memory: tuple[RankMemory, ...]
+    """By pipeline rank."""
+    tokens_per_s_per_gpu: float
+    model_flops_per_s_per_gpu: float
+    """Model FLOPs, attention counted over every pair, a second and GPU."""
+    mfu: float | None
+    """The same over the GPU's dense peak of the compute format; None where the peak is not known."""
+    capacity_bytes: float
+    """Memory of one GPU."""
+    guessed: tuple[str, ...]
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return sum(self.phases.values())
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The pipeline rank that holds most."""
+        return max(self.memory, key=lambda rank: rank.device)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory does."""
+        return self.fullest.device <= self.capacity_bytes
+
+
+def predict(job: Job, cluster: Cluster, software: Software | None = None, *, every_rank: bool = True) -> Prediction:
+    """Time and memory of one step; `software` is Meshwright's own trainer when not given.
+
+    Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and its kind are looked at: the first
+    two, which hold most micro-batches, and the last, which has the loss.
+    """
+    machine = machine_of(cluster)
+    _require_ranks(job, machine)
+
+    from meshwright.hardware import peak_flops
+    from meshwright.model.cost import flops_per_token
+    from meshwright.parallel.stages import split_layers
+
+    software = software or (MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
+    table = table_for(job)
+    stages = 1 if table is None else table.stages // table.parameter_copies
+    layers = [len(stage) for stage in split_layers(job, stages)]
+    modes = _modes(job, layers)
+    phases = step_phases(job, machine, software, layers, modes)
+    ranks = sorted(set(range(job.layout.pp)) if every_rank else {0, min(1, job.layout.pp - 1), job.layout.pp - 1})
+    memory = tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
+    rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
+    flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
+    peak = peak_flops(machine.gpu, job.precision.compute)
+    capacity = machine.gpu.memory_gib * 2**30
+    return Prediction(phases, memory, rate, flops, flops / peak if peak else None, capacity, machine.guessed)
+
+
+def _require_ranks(job: Job, machine: Machine) -> None:
+    layout = job.layout
+    ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
+    if ranks != machine.gpus:
+        raise UserError(
+            f"layout takes {ranks} ranks, but the cluster has {machine.gpus} GPUs; name one of {ranks} with --cluster "
+            "or change the layout"
+        )
+
+
+def _modes(job: Job, layers: list[int]) -> list[str]:
+    """Every layer's recomputation."""
+    asked = job.memory.recompute
+    if isinstance(asked, str):
+        return [asked] * job.model.layers
+    if isinstance(asked, Every):
+        return ["none" if layer % asked.every else "full" for layer in range(job.model.layers)]
+    from meshwright.parallel import recompute_modes, table_of
+
+    table = table_of(job) if job.layout.pp > 1 else None
+    starts = [sum(layers[:place]) for place in range(len(layers) + 1)]
+    modes = ["none"] * job.model.layers
+    for rank in range(job.layout.pp):
+        held = [0] if table is None else [stage % len(layers) for stage in table.stages_of(rank)]
+        chosen = recompute_modes(job, table, rank)
+        for layer in (layer for place in held for layer in range(starts[place], starts[place + 1])):
+            modes[layer] = chosen[layer]
+    return modes

@@ -1,0 +1,71 @@
+"""How much of a GPU's datasheet a kernel reaches: facts of an architecture, where no calibration profile says better.
+
+Ceilings are what large, well-aligned work reaches in a training step that keeps the card at its power limit, not in a
+short benchmark; shapes lower them further (see `kernels`).
+"""
+
+from dataclasses import dataclass, replace
+
+from meshwright.errors import UserError
+from meshwright.hardware import Gpu
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one GPU really does."""
+
+    multiprocessors: int
+    """Units that a matrix product's tiles are dealt to; a last round that is not full wastes the rest."""
+    matmul: float
+    """Share of the dense peak that large products reach."""
+    matmul_fp8: float
+    """The same in fp8, scaling and casts aside."""
+    backward: float
+    """Share of that the backward's products keep, whose operands lie across their rows."""
+    attention: tuple[float, float, float]
+    """Share of the 16-bit peak that causal fused attention reaches with heads of 128 over long sequences, forward and
+    backward together, by generation of the kernel: the first, the second, and the makers' own."""
+    copy: float
+    """Share of the memory bandwidth that elementwise kernels reach."""
+    collective: float
+    """Share of the links' bandwidth inside a node that collectives reach with large messages."""
+    node_latency_s: float
+    """A step of a ring inside the node, as NCCL's tuning tables put it."""
+
+
+# Ceilings of Hopper and Blackwell are lower because their power limit, not their clock, bounds long runs: an H200 gives
+# 660 to 745 of 989 TFLOP/s on the shapes of a 1B model. Attention: FlashAttention's own figures for A100 (about 100 and
+# 170 TFLOP/s) and H100, and a measured H200 (heads of 64: 237 with the second generation, 376 with cuDNN's).
+_VOLTA = Rates(80, 0.80, 0.80, 0.95, (0.30, 0.30, 0.30), 0.83, 0.75, 4e-6)
+_AMPERE = Rates(108, 0.80, 0.80, 0.95, (0.32, 0.50, 0.50), 0.85, 0.77, 4e-6)
+_HOPPER = Rates(132, 0.68, 0.66, 0.95, (0.20, 0.29, 0.42), 0.87, 0.80, 4e-6)
+_BLACKWELL = Rates(148, 0.55, 0.62, 0.95, (0.12, 0.16, 0.35), 0.85, 0.75, 4e-6)
+_CONSUMER = Rates(82, 0.80, 0.75, 0.95, (0.32, 0.50, 0.50), 0.85, 0.70, 10e-6)
+
+_BY_PREFIX = {
+    "v100": _VOLTA,
+    "a100-64gb": replace(_AMPERE, multiprocessors=124, matmul=0.74),
+    "a100": _AMPERE,
+    "a40": replace(_CONSUMER, multiprocessors=84, matmul=0.75),
+    # 500 W instead of 700: products slow down, what memory bounds does not.
+    "h100-96gb-500w": replace(_HOPPER, matmul=0.56, matmul_fp8=0.50),
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "gh200": _HOPPER,
+    "b200": _BLACKWELL,
+    "gb200": _BLACKWELL,
+    "gb300": _BLACKWELL,
+    "l40s": replace(_CONSUMER, multiprocessors=142, matmul=0.70, matmul_fp8=0.65),
+    "rtx": _CONSUMER,
+}
+
+
+def rates_of(gpu: Gpu) -> Rates:
+    """What the GPU reaches; a UserError where nothing is known of its architecture."""
+    for prefix, rates in _BY_PREFIX.items():
+        if gpu.key.startswith(prefix):
+            return rates
+    raise UserError(
+        f"cluster.gpu = {gpu.key!r} has no known efficiency; plan with a GPU of the table's NVIDIA parts, "
+        "or measure this one with a calibration profile"
+    )

@@ -1,0 +1,99 @@
+"""What a training program does besides the job: kernels, overlap and formats that differ from one to the next.
+
+A job says what is computed; this says how. The first is Meshwright's own trainer. The others are well-known programs of
+their years, so that published measurements can be predicted: every field is a fact of the program, none is fitted to a
+source.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Software:
+    """How a program runs a job."""
+
+    name: str
+    attention: Literal["flash", "fused-softmax"] = "flash"
+    """flash never holds the scores; fused-softmax writes them and does scale, mask and softmax in one kernel."""
+    flash_generation: Literal[1, 2, 3] = 2
+    """1 FlashAttention of 2022, 2 its successor (torch's own kernel), 3 what the GPU's maker wrote for it."""
+    fusion: Literal["eager", "fused"] = "eager"
+    """Whether neighbouring elementwise operations run as one kernel (by hand or compiled)."""
+    selective: Literal["cheap", "half", "attention"] = "cheap"
+    """What selective recomputation makes again: everything but projections and attention; that and every second
+    projection; or the attention between its projections."""
+    gradient_overlap: bool = True
+    """Gradients are reduced while the backward of other layers runs."""
+    parameter_overlap: bool = True
+    """Parameters are gathered while other layers run."""
+    tensor_overlap: float = 0.0
+    """Share of tensor-parallel transfers hidden behind the products they belong to."""
+    regather: bool = False
+    """Sequence parallelism keeps its inputs sharded and gathers them again in the backward."""
+    scatter_sends: bool = False
+    """What goes to the next pipeline stage is cut over the tensor-parallel ranks, and gathered there."""
+    reduced_bytes: int | None = None
+    """Bytes a gradient has on the wire; as precision.gradients when not given."""
+    logit_bytes: float | None = None
+    """What the loss holds for each logit of a micro-batch, all at once; not given, it works chunk by chunk as ours."""
+    weights_apart: bool = False
+    """16-bit weights beside the optimizer's 32-bit masters; else the parameter is the master, sharded whole."""
+    narrow_gradients: bool = False
+    """Where weights are apart: 16-bit gradients stay beside 32-bit sums (bf16), or are widened for updates (fp16)."""
+    workspace_bytes: float = 0.25e9
+    """What libraries keep in the allocator for good: matrix products, attention, casts."""
+    launch_s: float = 6e-6
+    """Host time to launch one kernel; a device that waits for its host takes this long a kernel."""
+    step_s: float = 0.0
+    """Host time of a step that nothing hides: data, logging, reading the loss back."""
+
+
+MESHWRIGHT = Software("meshwright")
+MESHWRIGHT_COMPILED = Software("meshwright, compiled", flash_generation=3, fusion="fused", launch_s=4e-6)
+MEGATRON = Software(
+    "Megatron-LM or Megatron-DeepSpeed before fused attention",
+    attention="fused-softmax",
+    fusion="fused",
+    selective="attention",
+    gradient_overlap=False,
+    parameter_overlap=False,
+    scatter_sends=True,
+    reduced_bytes=2,
+    logit_bytes=10.0,
+    weights_apart=True,
+    narrow_gradients=True,
+    launch_s=30e-6,
+)
+MEGATRON_CORE = Software(
+    "Megatron core with Transformer Engine",
+    flash_generation=3,
+    fusion="fused",
+    selective="attention",
+    tensor_overlap=0.5,
+    regather=True,
+    scatter_sends=True,
+    logit_bytes=10.0,
+    weights_apart=True,
+    workspace_bytes=0.5e9,
+)
+FSDP = Software(
+    "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, logit_bytes=12.0
+)
+FSDP_EAGER = Software("FSDP, eager, with torch's fused attention", selective="half", logit_bytes=12.0)
+FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", logit_bytes=12.0, launch_s=4e-6)
+ZERO = Software(
+    "ZeRO of 2023, eager, with the first fused attention",
+    flash_generation=1,
+    reduced_bytes=2,
+    logit_bytes=12.0,
+    weights_apart=True,
+)
+PLAIN = Software(
+    "fused attention, nothing hidden behind compute",
+    fusion="fused",
+    gradient_overlap=False,
+    parameter_overlap=False,
+    logit_bytes=10.0,
+    weights_apart=True,
+)

@@ -1,0 +1,295 @@
+"""A step put together: every stage's times, the schedule played out, and what is sent before, between and after."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import log2
+
+from meshwright.job import Job
+from meshwright.pipeline import Table
+from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
+from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
+from meshwright.plan.kernels import Device, device_of
+from meshwright.plan.machine import Machine
+from meshwright.plan.memory import block_bytes
+from meshwright.plan.offload import offload_phases, offloads_states
+from meshwright.plan.parameters import stage_parameters
+from meshwright.plan.play import Played, play, shortened, table_of
+from meshwright.plan.software import Software
+
+Phases = dict[str, float]
+_HOST_SHARE = 0.85
+"""Of the link to the host, what page-locked copies reach (an H200: 55 of 63 GB/s)."""
+_UNKNOWN_HOST_LINK = 12e9
+"""Bytes a second where the GPU's link to its host is not known: PCIe 3."""
+_STRAGGLERS = 0.008
+"""What every doubling of the nodes adds: all wait for the slowest, and of more nodes one is slower."""
+_CONTENTION = 0.06
+"""What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks a rank shares each axis with."""
+
+    tp: Group
+    cp: Group
+    shard: Group
+    """dp_shard × cp: who shares states and gradients."""
+    replicate: Group
+    data: Group
+    """Everyone who holds the same parameters."""
+    stages_share_node: bool
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One stage over one micro-batch."""
+
+    work: Work
+    tensor_forward: float
+    tensor_backward: float
+    gather_forward: float
+    """Exposed parameter gathering and gradient scattering, of every micro-batch."""
+    gather_backward: float
+
+    @property
+    def forward(self) -> float:
+        """Its forward, transfers included."""
+        return self.work.forward + self.tensor_forward + self.gather_forward
+
+    @property
+    def backward(self) -> float:
+        """Its backward."""
+        return self.work.backward + self.tensor_backward + self.gather_backward
+
+
+def groups_of(job: Job, gpus_per_node: int) -> Groups:
+    """Who sits where, ranks numbered as the mesh numbers them."""
+    layout = job.layout
+    inner = layout.tp * layout.cp
+    data_stride = inner * (layout.pp if layout.order == "dp-outside" else 1)
+    pipe_stride = inner * (1 if layout.order == "dp-outside" else layout.dp_shard * layout.dp_replicate)
+    return Groups(
+        tp=group_of(layout.tp, 1, gpus_per_node),
+        cp=group_of(layout.cp, layout.tp, gpus_per_node),
+        shard=group_of(layout.dp_shard * layout.cp, layout.tp if data_stride == inner else data_stride, gpus_per_node),
+        replicate=group_of(layout.dp_replicate, data_stride * layout.dp_shard, gpus_per_node),
+        data=group_of(
+            layout.dp_shard * layout.dp_replicate * layout.cp,
+            layout.tp if data_stride == inner else data_stride,
+            gpus_per_node,
+        ),
+        stages_share_node=pipe_stride * layout.pp <= gpus_per_node,
+    )
+
+
+def step_phases(job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str]) -> Phases:
+    """Seconds of a step by name, adding up to it, along its busiest pipeline rank.
+
+    `layers` are the stages' numbers of layers along the model, `modes` every layer's recomputation.
+    """
+    device = device_of(machine.gpu, machine.rates, job.precision.compute)
+    groups = groups_of(job, machine.wires.gpus_per_node)
+    stages = _stages(job, device, software, machine.wires, groups, layers, modes)
+    table, busy, bubble = table_for(job), [0], 0.0
+    if table is not None:
+        played = _play(job, table, stages, _boundary_s(job, software, machine.wires, groups))
+        busy = [stage % len(layers) for stage in table.stages_of(played.rank)]
+        bubble = played.makespan_s - played.busy_s
+    copies = table.parameter_copies if table else 1
+    phases = _compute_phases([stages[place] for place in busy], job.accumulation / copies)
+    if table is not None:
+        phases["pipeline bubble and sends"] = bubble
+    held = sum(
+        stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in set(busy)
+    )
+    window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
+    phases |= _once_a_step(job, machine, software, device, groups, held, *window)
+    if job.memory.offload:
+        owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
+        kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
+        link = machine.gpu.host_link.bytes_per_s if machine.gpu.host_link else _UNKNOWN_HOST_LINK
+        ranks = min(machine.gpus, machine.wires.gpus_per_node)
+        phases |= offload_phases(job, held / owners, kept, sum(phases.values()), link * _HOST_SHARE, ranks)
+        if offloads_states(job):
+            phases["optimizer"] = 0.0
+    phases["waiting for the slowest node"] = _STRAGGLERS * log2(machine.nodes) * sum(phases.values())
+    return phases
+
+
+def _stages(
+    job: Job, device: Device, software: Software, wires: Wires, groups: Groups, layers: list[int], modes: list[str]
+) -> list[StageSeconds]:
+    blocks, tensor = {}, {}
+    for mode in set(modes):
+        work = block_work(job, device, software, mode)
+        forward, backward = _tensor_s(job, software, wires, groups, mode)
+        waits = host_waits(job, software, mode, work.forward + forward, work.backward + backward)
+        blocks[mode] = replace(
+            work,
+            forward_elementwise=work.forward_elementwise + waits[0],
+            backward_elementwise=work.backward_elementwise + waits[1],
+        )
+        tensor[mode] = forward, backward
+    stages, place = [], 0
+    for number, count in enumerate(layers):
+        own = modes[place : place + count]
+        place += count
+        first, last = number == 0, number == len(layers) - 1
+        work, forward, backward = Work(), 0.0, 0.0
+        for mode in set(own):
+            times = own.count(mode)
+            work += blocks[mode] * times
+            forward += tensor[mode][0] * times
+            backward += tensor[mode][1] * times
+        if first:
+            work += embedding_work(job, device)
+        if last:
+            work += head_work(job, device, software)
+        parameters = stage_parameters(job, count, first=first, last=last)
+        gathers = _gather_s(job, wires, groups, parameters, max(1, count), work, forward, backward, software)
+        stages.append(StageSeconds(work, forward, backward, *gathers))
+    return stages
+
+
+def _tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
+    """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
+    layout, tokens = job.layout, tokens_of(job)
+    size = 2.0 * tokens * job.model.width
+    # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
+    once = 2 * all_reduce_s(wires, groups.tp, size)
+    exposed = 1 - software.tensor_overlap
+    forward, backward = once * exposed, once * exposed
+    if layout.sp and software.regather and layout.tp > 1:
+        backward += 2 * all_gather_s(wires, groups.tp, size) * exposed * 0.5
+    if mode == "full":
+        backward += once * exposed
+    if layout.cp > 1:
+        keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp
+        ring = all_gather_s(wires, groups.cp, keys)
+        attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the piece before
+        forward += attention_share * ring
+        backward += 2 * attention_share * ring
+    return forward, backward
+
+
+def _gather_s(
+    job: Job,
+    wires: Wires,
+    groups: Groups,
+    parameters: float,
+    layers: int,
+    work: Work,
+    tensor_forward: float,
+    tensor_backward: float,
+    software: Software,
+) -> tuple[float, float]:
+    """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
+    if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
+        return 0.0, 0.0
+    wide = _wire_bytes(job, software)
+    gather = all_gather_s(wires, groups.shard, 2.0 * parameters / layers) * layers
+    scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
+    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
+    gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
+    gathers_backward = (gather if job.layout.zero_stage == 3 else 0.0) + scatter
+    forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, software.parameter_overlap)
+    backward = _hidden(gathers_backward, work.backward + tensor_backward, layers, software.gradient_overlap)
+    return forward, backward
+
+
+def _reduces_every_micro_batch(job: Job) -> bool:
+    """Under a pipeline gradients stay whole until the step's end, but for those of parameters that are sharded too."""
+    return job.layout.zero_stage == 3 or (job.layout.zero_stage == 2 and job.layout.pp == 1)
+
+
+def _wire_bytes(job: Job, software: Software) -> int:
+    """Bytes of a gradient while it is reduced."""
+    return software.reduced_bytes or (4 if job.precision.gradients == "fp32" else 2)
+
+
+def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
+    """What transfers add to compute they run beside: the first of them, what compute is too short for, and its loss."""
+    if not overlaps:
+        return transfers
+    return max(transfers / layers, transfers - compute) + _CONTENTION * min(transfers, compute)
+
+
+def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
+    """What passes from one stage to the next."""
+    size = 2.0 * tokens_of(job) * job.model.width
+    within = groups.stages_share_node
+    if job.layout.tp > 1 and (software.scatter_sends or job.layout.sp):
+        send = send_s(wires, size / job.layout.tp, within_node=within)
+        return send + (0.0 if job.layout.sp else all_gather_s(wires, groups.tp, size))
+    # Copies of the same values leave every tensor-parallel rank over its own share of the network.
+    return send_s(wires, size, within_node=within)
+
+
+def table_for(job: Job) -> Table | None:
+    """The schedule's table, a long one with fewer micro-batches; None without a pipeline."""
+    layout = job.layout
+    if layout.pp == 1:
+        return None
+    return table_of(layout.schedule, layout.pp, shortened(layout.pp, job.accumulation), layout.virtual_stages)
+
+
+def _play(job: Job, table: Table, stages: list[StageSeconds], send: float) -> Played:
+    along = [stages[place] for chain in table.chains for place in range(len(chain))]
+    seconds = [
+        (one.forward, one.backward, one.backward - one.work.weight_matmul, one.work.weight_matmul) for one in along
+    ]
+    layout = job.layout
+    return play(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages, seconds, send)
+
+
+def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
+    total = sum((stage.work for stage in stages), Work())
+    named = {
+        "forward products": total.forward_matmul,
+        "forward attention": total.forward_attention,
+        "forward elementwise": total.forward_elementwise,
+        "backward products": total.input_matmul + total.weight_matmul,
+        "backward attention": total.backward_attention,
+        "backward elementwise": total.backward_elementwise,
+        "recomputation": total.again,
+        "tensor and context transfers": sum(stage.tensor_forward + stage.tensor_backward for stage in stages),
+        "parameter and gradient transfers": sum(stage.gather_forward + stage.gather_backward for stage in stages),
+    }
+    return {name: micro_batches * seconds for name, seconds in named.items()}
+
+
+def _once_a_step(
+    job: Job,
+    machine: Machine,
+    software: Software,
+    device: Device,
+    groups: Groups,
+    parameters: float,
+    backward: float,
+    forward: float,
+) -> Mapping[str, float]:
+    """Gradients reduced and parameters gathered once a step, the optimizer, and what the host does alone."""
+    layout, wires = job.layout, machine.wires
+    wide = _wire_bytes(job, software)
+    reduce = gather = 0.0
+    if not _reduces_every_micro_batch(job):
+        if layout.zero_stage >= 1 and groups.shard.size > 1:
+            reduce = all_gather_s(wires, groups.shard, wide * parameters)
+            reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
+            gather = all_gather_s(wires, groups.shard, 2.0 * parameters)
+        else:
+            reduce = all_reduce_s(wires, groups.data, wide * parameters)
+    reduce = _hidden(reduce, backward, 8, software.gradient_overlap) if reduce else 0.0
+    gather = _hidden(gather, forward, 8, software.parameter_overlap) if gather else 0.0
+    owners = groups.shard.size if layout.zero_stage >= 1 else 1
+    tied = 0.0
+    if job.model.tied and layout.pp > 1:
+        table = job.model.vocab_size * job.model.width / layout.tp
+        tied = all_reduce_s(wires, group_of(2, wires.gpus_per_node, wires.gpus_per_node), wide * table)
+    return {
+        "gradient reduction": reduce + tied,
+        "parameter gathering": gather,
+        "optimizer": optimizer_s(device, parameters / owners, 4, job.optimizer.clip > 0),
+        "host": software.step_s,
+    }

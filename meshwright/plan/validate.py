@@ -1,0 +1,162 @@
+"""Predictions against published measurements: errors by source, regret of choices, and what was left out and why."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.rows import Case, case_of, read_rows
+from meshwright.plan.wording import Unpredicted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case with what was predicted for it."""
+
+    case: Case
+    step_s: float
+    memory_bytes: float
+    fits: bool
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return self.step_s / self.case.step_s - 1 if self.case.step_s else None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return self.memory_bytes / self.case.memory_bytes - 1 if self.case.memory_bytes else None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All outcomes, and the rows without one."""
+
+    outcomes: tuple[Outcome, ...]
+    unpredicted: tuple[tuple[str, str, str], ...]
+    """Id, source and reason."""
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of `--json`."""
+        sources = dict.fromkeys(
+            [*(o.case.source for o in self.outcomes), *(source for _, source, _ in self.unpredicted)]
+        )
+        by_source = {
+            source: _figures(
+                [outcome for outcome in self.outcomes if outcome.case.source == source],
+                sum(other == source for _, other, _ in self.unpredicted),
+            )
+            for source in sources
+        }
+        kinds = dict.fromkeys(outcome.case.memory_kind for outcome in self.outcomes if outcome.case.memory_bytes)
+        return {
+            "overall": _figures(self.outcomes, len(self.unpredicted)),
+            "sources": by_source,
+            "memory_kinds": {
+                kind: _memory_figures([o for o in self.outcomes if o.case.memory_kind == kind]) for kind in kinds
+            },
+            "groups": _groups(self.outcomes),
+            "unpredicted": [{"id": row, "reason": reason} for row, _, reason in self.unpredicted],
+            "rows": [_row(outcome) for outcome in self.outcomes],
+        }
+
+
+def validate(paths: Iterable[Path]) -> Validation:
+    """Predict every row of the files."""
+    outcomes: list[Outcome] = []
+    unpredicted: list[tuple[str, str, str]] = []
+    for path in paths:
+        kind, rows = read_rows(path)
+        for row in rows:
+            try:
+                case = case_of(kind, row)
+                prediction = predict(case.job, case.cluster, case.software)
+            except (Unpredicted, UserError) as reason:
+                separator = ":" if kind == "sweep" else "-"
+                unpredicted.append((row["id"], row["id"].rpartition(separator)[0], str(reason)))
+                continue
+            outcomes.append(Outcome(case, prediction.step_s, _memory(case, prediction), prediction.fits))
+    return Validation(tuple(outcomes), tuple(unpredicted))
+
+
+def _memory(case: Case, prediction: Prediction) -> float:
+    """The figure a case's measurement means: of which rank, and counted by whom."""
+    rank = prediction.memory[-1] if case.memory_of_last_rank else prediction.fullest
+    if case.memory_kind == "steady_allocated_end_of_step":
+        passing = ("activations", "a block's forward made again", "logits and loss")
+        return sum(size for name, size in rank.terms.items() if name not in passing)
+    return {"allocated": rank.allocated, "reserved": rank.reserved, "device": rank.device}[case.memory_counted]
+
+
+def _figures(outcomes: Sequence[Outcome], left_out: int) -> dict[str, Any]:
+    times = [error for outcome in outcomes if (error := outcome.time_error) is not None]
+    memories = [abs(error) for outcome in outcomes if (error := outcome.memory_error) is not None]
+    groups = _groups(outcomes)
+    regrets = [group["regret"] for group in groups]
+    refused = [outcome for outcome in outcomes if not outcome.fits and outcome.case.ran is not None]
+    died = [outcome for outcome in outcomes if outcome.case.ran is False]
+    right = sum(outcome.case.ran is False for outcome in refused)
+    return {
+        "count": len(outcomes) + left_out,
+        "predicted": len(outcomes),
+        "median_abs_time_error": median(map(abs, times)) if times else None,
+        "mean_abs_time_error": mean(map(abs, times)) if times else None,
+        "time_bias": mean(times) if times else None,
+        "median_abs_memory_error": median(memories) if memories else None,
+        "oom_precision": right / len(refused) if refused else None,
+        "oom_recall": right / len(died) if died else None,
+        "groups": len(groups),
+        "mean_regret": mean(regrets) if regrets else None,
+        "max_regret": max(regrets) if regrets else None,
+        "top1_rate": mean(regret == 0 for regret in regrets) if regrets else None,
+    }
+
+
+def _memory_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    errors = [error for outcome in outcomes if (error := outcome.memory_error) is not None]
+    return {
+        "predicted": len(errors),
+        "median_abs_memory_error": median(map(abs, errors)),
+        "memory_bias": mean(errors),
+    }
+
+
+def _groups(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Layouts of the same job: what choosing the fastest predicted one costs over the fastest measured one."""
+    members: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.case.group is not None and outcome.case.step_s:
+            members[outcome.case.group].append(outcome)
+    groups = []
+    for name, rows in members.items():
+        if len({row.case.job for row in rows}) < 2:
+            continue
+        chosen = min(rows, key=lambda row: row.step_s)
+        best = min(rows, key=lambda row: row.case.step_s or 0.0)
+        assert chosen.case.step_s is not None and best.case.step_s is not None
+        regret = chosen.case.step_s / best.case.step_s - 1
+        groups.append(
+            {"group": name, "rows": len(rows), "chosen": chosen.case.id, "best": best.case.id, "regret": regret}
+        )
+    return groups
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    case = outcome.case
+    timed = case.step_s is not None
+    return {
+        "id": case.id,
+        "predicted": outcome.step_s if timed else outcome.memory_bytes,
+        "measured": case.step_s if timed else case.memory_bytes,
+        "unit": "s" if timed else "bytes",
+        "predicted_memory_bytes": outcome.memory_bytes,
+        "measured_memory_bytes": case.memory_bytes,
+        "fits": outcome.fits,
+        "assumed": list(case.assumed),
+        "software": case.software.name,
+    }

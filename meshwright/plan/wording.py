@@ -1,0 +1,215 @@
+"""What a row's words mean: shapes, machines, programs, sharding and schedules, and FLOPs as its source counts them."""
+
+import re
+from dataclasses import replace
+from typing import Any, Literal
+
+from meshwright.job import Job
+from meshwright.job.devices import Cluster
+from meshwright.plan import software as programs
+from meshwright.plan.software import Software
+
+Fields = dict[str, str]
+
+
+class Unpredicted(Exception):
+    """A row that cannot be made a job, and why."""
+
+
+_GPUS = (
+    ("H100-96GB", "h100-96gb-500w"), ("H100-64GB", "h100-64gb"), ("H100", "h100"), ("H200", "h200"),
+    ("A100-64GB", "a100-64gb"), ("A100-40GB", "a100-40gb"), ("A100", "a100-80gb"), ("A800", "a100-80gb"),
+    ("V100", "v100-sxm-32gb"), ("GB300", "gb300"), ("GB200", "gb200"), ("B200", "b200"),
+)  # fmt: skip
+_SCHEDULES = {
+    "": "1f1b", "1F1B": "1f1b", "interleaved-1F1B": "interleaved", "Interleaved1F1B": "interleaved",
+    "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-V": "zb-v",
+}  # fmt: skip
+
+
+def gpt_shape(layers: int, width: int, heads: int, sequence: int, vocabulary: int | None) -> dict[str, Any]:
+    """A GPT of its years: learned positions, LayerNorm, GELU, biases, dropout, one table at both ends."""
+    return {
+        "layers": layers, "width": width, "heads": heads, "vocab_size": vocabulary or 51200, "norm": "layernorm",
+        "activation": "gelu", "positions": "learned", "qkv_bias": True, "linear_bias": True, "tied": True,
+        "max_sequence_length": sequence, "dropout": 0.1,
+    }  # fmt: skip
+
+
+def model_of(row: Fields, assumed: list[str]) -> dict[str, Any]:
+    """The model's shape; Llama's choices where its name says so, else a GPT's."""
+    name = row["model_name"]
+    layers, width = (int(row[field]) if row[field] else None for field in ("layers", "d_model"))
+    if layers is None or width is None:
+        inferred = re.search(r"L=(\d+) d=(\d+)", row["notes"])
+        if inferred is None:
+            raise Unpredicted("does not say the model's shape")
+        layers, width = map(int, inferred.groups())
+        assumed.append(f"{layers} layers of width {width}, as its notes infer")
+    heads = int(row["n_heads"] or 0)
+    if not heads:
+        heads = width // 128
+        assumed.append("heads of 128")
+    vocabulary = int(row["vocab"]) if row["vocab"] else None
+    if vocabulary is None:
+        assumed.append("vocabulary 51200")
+    sequence = int(row["seq_len"] or 1)
+    gated = re.search(r"llama|intern|qwen", name, re.IGNORECASE) is not None
+    if not gated:
+        model = gpt_shape(layers, width, heads, sequence, vocabulary)
+        model["kv_heads"] = int(row["n_kv_heads"] or heads)
+        model["ffn_width"] = int(row["d_ff"] or 4 * width)
+        model["tied"] = "untied" not in row["notes"]
+        if row["flash_attn"] not in ("no", ""):
+            model["dropout"] = 0.0
+        return model
+    inner = int(row["d_ff"] or 0)
+    if not inner:
+        inner = -(-width * 8 // 3 // 256) * 256
+        assumed.append(f"ffn width {inner}")
+    return {
+        "layers": layers, "width": width, "heads": heads, "kv_heads": int(row["n_kv_heads"] or heads),
+        "ffn_width": inner, "vocab_size": vocabulary or 51200, "max_sequence_length": sequence,
+        "tied": "tied" in row["notes"] and "untied" not in row["notes"] and width < 4096,
+    }  # fmt: skip
+
+
+def cluster_of(row: Fields, gpus: int, assumed: list[str]) -> Cluster:
+    """The machine, with its network where the row tells it."""
+    key = next((key for name, key in _GPUS if row["gpu"].startswith(name)), None)
+    if key is None:
+        raise Unpredicted(f"its GPU {row['gpu']} is not in the hardware table")
+    per_node = int(row["gpus_per_node"] or 0)
+    if not per_node:
+        per_node = {"a100-64gb": 4, "h100-64gb": 4, "gb200": 64, "gb300": 64}.get(key, 8)
+        assumed.append(f"{per_node} GPUs a node")
+    per_node = min(per_node, gpus)
+    network = _network(row["interconnect"])
+    links = {"network": network * per_node / min(8, per_node)} if network else None
+    return Cluster(nodes=-(-gpus // per_node), gpus_per_node=per_node, gpu=key, links=links)
+
+
+def _network(text: str) -> float | None:
+    """GB/s of a node, from words such as `8x200 Gb/s` or `1600 Gbps`; None where they say nothing of it."""
+    if found := re.search(r"(\d+)x\s?(\d+)\s?Gb", text):
+        return int(found[1]) * int(found[2]) / 8
+    if found := re.search(r"(\d+) Gb/s per GPU", text):
+        return int(found[1])
+    if found := re.search(r"(\d+) Gbps", text):
+        return int(found[1]) / 8
+    if found := re.search(r"(\d+)x Omni-Path", text):
+        return int(found[1]) * 100 / 8
+    return None
+
+
+def software_of(row: Fields, assumed: list[str]) -> Software:
+    """The program a row's own columns describe; the era decides where they say nothing of attention."""
+    sharded, attention, notes = row["zero_stage_or_fsdp"], row["flash_attn"], row["notes"]
+    if _is_fsdp(sharded):
+        if row["compile"] == "yes":
+            return programs.FSDP_COMPILED
+        return programs.FSDP_EAGER if attention in ("SDPA", "TE") else programs.FSDP
+    if attention.startswith("TE"):
+        if "overlap OFF" in notes:
+            return replace(programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=0.0)
+        return programs.MEGATRON_CORE
+    if attention == "yes":
+        chunked = "Liger" in notes  # its loss never holds all logits
+        return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
+    if attention == "no":
+        return programs.MEGATRON
+    if row["gpu"].startswith(("A100", "V100")):
+        assumed.append("attention with its scores written out, as was usual on this GPU")
+        return programs.MEGATRON
+    assumed.append("fused attention")
+    return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
+
+
+def _is_fsdp(text: str) -> bool:
+    return re.search(r"(?<!Megatron-)FSDP(?!=0)", text) is not None
+
+
+def data_layout(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[str, Any]:
+    """Data parallelism as the row's words on sharding put it."""
+    text = row["zero_stage_or_fsdp"]
+    if dp * cp == 1:
+        return {"zero": 0}
+    if "HYBRID" in text:
+        shard = min(dp, per_node)
+        return {"zero": 3, "dp_shard": shard, "dp_replicate": dp // shard}
+    if found := re.search(r"zero1=(\d+)", text):
+        shard = min(dp, int(found[1]))
+        return {"zero": 1, "dp_shard": shard, "dp_replicate": dp // shard}
+    if found := re.search(r"ZeRO-([123])", text):
+        return {"zero": int(found[1]), "dp_shard": dp}
+    if _is_fsdp(text) or "Megatron-FSDP" in text:
+        return {"zero": 3 if pp == 1 else 2, "dp_shard": dp}
+    if "istributed" in text or "param-gather" in row["notes"]:
+        return {"zero": 1, "dp_shard": dp}
+    return {"zero": 0, "dp_replicate": dp}
+
+
+def schedule_of(row: Fields, pp: int, assumed: list[str]) -> tuple[str, int | None]:
+    """Schedule and stages a rank."""
+    if pp == 1:
+        return "1f1b", None
+    name = _SCHEDULES.get(row["pp_schedule"])
+    if name == "1f1b" and "interleaved schedule" in row["notes"] and int(row["layers"]) % (2 * pp) == 0:
+        assumed.append("two stages a rank")
+        return "interleaved", 2
+    if name is None:
+        raise Unpredicted(f"its schedule {row['pp_schedule']} is not one of ours")
+    virtual = int(row["virtual_stages"]) if row["virtual_stages"] else None
+    if name == "interleaved":
+        if "1 layer per chunk" in row["notes"]:
+            virtual = (int(row["layers"]) + 2) // pp
+        return (name, virtual or 2) if virtual != 1 else ("1f1b", None)
+    return name, None
+
+
+def equal_split(layers: int, pp: int, virtual: int) -> tuple[int, ...] | None:
+    """As many layers in every stage, where that is possible."""
+    stages = pp * virtual
+    return (layers // stages,) * stages if pp > 1 and layers % stages == 0 else None
+
+
+def split_of(row: Fields, layers: int, pp: int, virtual: int) -> tuple[int, ...] | None:
+    """Equal stages, or ends with a layer fewer where that makes the others equal; None balances by cost."""
+    equal = equal_split(layers, pp, virtual)
+    if equal is not None and "first/last stage one layer fewer" not in row["notes"]:
+        return equal
+    if ends := equal_split(layers + 2, pp, virtual):
+        return (ends[0] - 1, *ends[1:-1], ends[-1] - 1)
+    if pp * virtual > layers:
+        raise Unpredicted(f"its {pp * virtual} stages are more than its {layers} layers")
+    return None
+
+
+def measured_step_s(row: Fields, job: Job, gpus: int) -> float | None:
+    """Seconds of a step as measured: printed, or from tokens per second, or from FLOP/s by the source's own count."""
+    if row["step_time_s"]:
+        return float(row["step_time_s"])
+    if row["tokens_per_s_per_gpu"]:
+        return job.tokens_per_step / (float(row["tokens_per_s_per_gpu"]) * gpus)
+    if row["tflops_per_gpu"] or row["mfu_pct"]:
+        rate = float(row["tflops_per_gpu"]) * 1e12 if row["tflops_per_gpu"] else float(row["mfu_pct"]) / 100 * 989.4e12
+        return job.tokens_per_step * _counted_flops(row, job) / (rate * gpus)
+    return None
+
+
+def _counted_flops(row: Fields, job: Job) -> float:
+    """FLOPs a token as the source counts them."""
+    from meshwright.model.cost import flops_per_token
+
+    about = f"{row['source']} {row['notes']}"
+    if re.search(r"HW FLOPs|HW TFLOPs|96B", about):
+        model, sequence = job.model, job.batch.sequence_length
+        blocks = 96 * model.layers * model.width**2
+        return blocks * (1 + sequence / (6 * model.width) + model.vocab_size / (16 * model.layers * model.width))
+    causal = re.search(r"causal|Megatron-Bridge|Automodel", about) and "non-causal" not in about
+    return flops_per_token(job.model, job.batch.sequence_length, "causal" if causal else "full")
+
+
+def counted_by(notes: str) -> Literal["allocated", "reserved", "device"]:
+    """Who counted a run's memory: the device where nvidia-smi did, else the allocator."""
+    return "device" if "nvidia-smi" in notes else "allocated"

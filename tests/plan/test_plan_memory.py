@@ -1,0 +1,88 @@
+"""A rank's memory: terms by formula, activations as the trainer counts them, and what an H200 measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_jobs import llama, nodes
+
+from meshwright.job import Job, load_job
+from meshwright.job.devices import Cluster
+from meshwright.model.cost import parameter_count
+from meshwright.parallel import holdings_of_rank, stages_of_rank, table_of
+from meshwright.parallel.budget import peak_bytes
+from meshwright.plan import predict
+
+BATCH = {"sequence_length": 2048, "global_batch": 64, "micro_batch": 1}
+HEADLINE = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-15-h200-headline.json"
+
+
+@pytest.mark.parametrize(
+    ("zero", "each"),
+    [(0, 4 + 2 + 4 + 8), (1, 2 + 4 + 16 / 8), (2, 2 + 16 / 8), (3, 16 / 8)],
+)
+def test_states_follow_the_zero_dial(zero: int, each: float) -> None:
+    """Bytes a parameter as documented, for eight ranks and eight micro-batches each."""
+    data = {"dp_replicate": 8} if zero == 0 else {"dp_shard": 8}
+    job = llama(batch=BATCH, layout={"zero": zero, **data})
+    terms = predict(job, nodes(1)).memory[0].terms
+    named = ("weights", "working weights", "gradients", "optimizer states")
+    held = sum(terms.get(name, 0.0) for name in named)
+    if zero == 1:
+        held += terms["gradients before they are reduced"]
+    assert held == pytest.approx(each * parameter_count(job.model), rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_are_those_of_the_trainer(schedule: str, recompute: str) -> None:
+    job = llama(batch=BATCH, layout={"pp": 4, "tp": 2, "schedule": schedule}, memory={"recompute": recompute})
+    table = table_of(job)
+    for rank in predict(job, nodes(1)).memory:
+        stages = [stage for _, stage in stages_of_rank(job, table, rank.rank)]
+        way = [{"none": (0, 0, stage.blocks), "full": (stage.blocks, 0, 0)}[recompute] for stage in stages]
+        exact = peak_bytes(stages, way, holdings_of_rank(table, rank.rank))
+        ours = rank.terms["activations"] + rank.terms["a block's forward made again"]
+        fixed = max(stage.fixed for stage in stages) * max(sum(h) for h in holdings_of_rank(table, rank.rank))
+        assert exact - fixed <= ours <= 1.02 * exact
+
+
+def test_the_first_stage_of_1f1b_holds_most() -> None:
+    memory = predict(llama(batch=BATCH, layout={"pp": 8}), nodes(1)).memory
+    kept = [rank.terms["activations"] for rank in memory]
+    assert kept == sorted(kept, reverse=True)
+    assert "logits and loss" in memory[-1].terms and "logits and loss" not in memory[0].terms
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_a_few_ranks_tell_the_fullest(schedule: str) -> None:
+    job = llama(batch=BATCH, layout={"pp": 8, "schedule": schedule})
+    few = predict(job, nodes(1), every_rank=False)
+    assert len(few.memory) == 3
+    assert few.fullest.device == predict(job, nodes(1)).fullest.device
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    here = predict(llama(batch={**BATCH, "global_batch": 1}), Cluster(gpu="h200"))
+    away = predict(llama(batch={**BATCH, "global_batch": 1}, memory={"offload": ["optimizer"]}), Cluster(gpu="h200"))
+    parameters = parameter_count(llama().model)
+    assert away.memory[0].host == pytest.approx(12 * parameters, rel=0.35)
+    assert away.memory[0].allocated < here.memory[0].allocated - 11 * parameters
+    assert away.phases["update on the host"] > 0 and away.step_s > here.step_s
+    assert not here.memory[0].host
+
+
+def headline_job(setting: str) -> Job:
+    wanted = [f"model.tied={str('untied' not in setting).lower()}", f"run.compile={str('compile' in setting).lower()}"]
+    micro = setting.partition("micro-batch ")[2].partition(",")[0]
+    times = setting.partition("accumulation ")[2] or "1"
+    wanted += [f"batch.micro_batch={micro}", f"batch.global_batch={int(micro) * int(times)}"]
+    return load_job("pretrain-1b", wanted).job
+
+
+def test_what_an_h200_measured() -> None:
+    """Without a profile: peaks within 3%, steps within 15%."""
+    for row in json.loads(HEADLINE.read_text())["results"]:
+        prediction = predict(headline_job(row["setting"]), Cluster(gpu="h200"))
+        assert prediction.memory[0].allocated / 2**30 == pytest.approx(row["peak_gib"], rel=0.03), row["setting"]
+        assert prediction.tokens_per_s_per_gpu == pytest.approx(row["tokens_per_s"], rel=0.15), row["setting"]

@@ -1,0 +1,84 @@
+"""The search: what practice knows comes out of it, and what it writes is a job."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_jobs import nodes
+from typer.testing import CliRunner
+
+from meshwright.cli import app
+from meshwright.errors import UserError
+from meshwright.job import Model, load_job, model_preset
+from meshwright.parallel import require_layout
+from meshwright.plan import parse_cluster, predict, search
+
+
+def shape(name: str) -> Model:
+    return Model.model_validate(model_preset(name))
+
+
+def test_a_small_model_is_replicated() -> None:
+    """Data parallelism alone where everything fits."""
+    best = search(shape("llama-3.2-1b"), nodes(1), 4096, 128).best[0].job
+    assert (best.layout.tp, best.layout.pp, best.layout.cp, best.memory.recompute) == (1, 1, 1, "none")
+
+
+def test_175b_on_1024_lands_near_what_was_run() -> None:
+    """Data × tensor × pipeline of 16 × 8 × 8 is among the first three; the best has tp in a node."""
+    found = search(shape("gpt3-175b"), nodes(128, "a100-80gb"), 2048, 1536, top=3)
+    degrees = [(one.job.data_parallel, one.job.layout.tp, one.job.layout.pp) for one in found.best]
+    assert (16, 8, 8) in degrees
+    assert degrees[0][1] in (4, 8)
+    assert found.bounded > 1000
+
+
+def test_the_best_are_those_predicted_fastest_and_run() -> None:
+    found = search(shape("llama-2-7b"), parse_cluster("4xa100-80gb"), 2048, 32)
+    steps = [one.prediction.step_s for one in found.best]
+    assert steps == sorted(steps)
+    for one in found.best:
+        require_layout(one.job, 4)
+        assert one.prediction.fullest.device <= 0.95 * one.prediction.capacity_bytes
+    for miss in found.misses:
+        assert miss.prediction.step_s < steps[0]
+
+
+def test_the_bound_is_below_every_prediction() -> None:
+    """No layout is predicted faster than the bound that ranked it."""
+    from meshwright.plan import machine_of
+    from meshwright.plan.search import _bound, _job, _pieces
+    from meshwright.plan.software import MESHWRIGHT_COMPILED
+
+    model, cluster = shape("llama-3-8b"), nodes(1)
+    machine = machine_of(cluster)
+    pieces = list(_pieces(model, machine, MESHWRIGHT_COMPILED, 4096, 64, "bf16"))
+    layouts = _bound(model, machine, pieces, 64)
+    for index in range(0, len(layouts["time"]), 17):
+        prediction = predict(_job(model, pieces, layouts, index, 8, 4096, 64, "bf16"), cluster)
+        assert layouts["time"][index] <= 1.0001 * prediction.step_s
+        assert layouts["memory"][index] <= 1.0001 * prediction.fullest.device
+
+
+def test_the_written_job_loads_and_checks(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    arguments = ["plan", "--model", "llama-3.2-1b", "--cluster", "2xh100", "--seq", "2048", "--batch-tokens", "131072"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--write", str(path), "--json"]).stdout)
+    job = load_job(str(path)).job
+    require_layout(job, 2)
+    assert job.layout.model_dump(mode="json") == found["layouts"][0]["layout"]
+    assert job.tokens_per_step == 131072
+    assert predict(job, parse_cluster("2xh100")).step_s == pytest.approx(found["layouts"][0]["step_s"])
+    shown = CliRunner().invoke(app, [*arguments, "--top", "2"]).stdout
+    assert "layouts bounded" in shown and "limited by" in shown
+
+
+def test_refusals_say_what_to_do() -> None:
+    for arguments, word in (
+        (["--model", "llama-3-70b", "--cluster", "1xh100"], "no layout of llama-3-70b fits"),
+        (["--model", "llama-3.2-1b"], "--cluster is not given"),
+        (["--model", "llama-3.2-1b", "--cluster", "8xh100", "--seq", "1000000"], "--seq = 1000000 is longer"),
+        (["--model", "no.json", "--cluster", "8xh100"], "--model = no.json cannot be read"),
+    ):
+        error = CliRunner().invoke(app, ["plan", *arguments]).exception
+        assert isinstance(error, UserError) and word in str(error), arguments

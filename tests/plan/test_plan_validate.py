@@ -1,0 +1,109 @@
+"""Predictions against published rows: the page in the guide is what the command gives, and within its bounds."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from meshwright.cli import app
+from meshwright.errors import UserError
+from meshwright.plan import accuracy_page, validate
+
+ROOT = Path(__file__).parents[2]
+EVIDENCE = [ROOT / "benchmarks" / "evidence" / name for name in ("published_runs.csv", "published_memory.csv")]
+FIGURES = {
+    "count", "predicted", "median_abs_time_error", "mean_abs_time_error", "time_bias", "median_abs_memory_error",
+    "oom_precision", "oom_recall", "groups", "mean_regret", "max_regret", "top1_rate",
+}  # fmt: skip
+SWEEP = (
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
+    "data parallelism,pipeline parallelism,iteration time (ms)"
+)
+
+
+@pytest.fixture(scope="module")
+def summary() -> dict[str, Any]:
+    return validate(EVIDENCE).summary()
+
+
+def stated(path: Path) -> dict[str, int]:
+    """How many rows of each source say their micro-batch and recomputation."""
+    counts: dict[str, int] = {}
+    for row in csv.DictReader(path.open(encoding="utf-8")):
+        if row["micro_batch"] and row["recompute"]:
+            source = row["id"].rpartition("-")[0]
+            counts[source] = counts.get(source, 0) + 1
+    return counts
+
+
+def test_the_guide_shows_these_figures(summary: dict[str, Any]) -> None:
+    """Regenerate with: meshwright plan --validate … --validate … --markdown docs/accuracy.md"""
+    page = accuracy_page(summary, [path.name for path in EVIDENCE])
+    assert (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8") == page
+
+
+def test_errors_stay_within_bounds(summary: dict[str, Any]) -> None:
+    assert summary["overall"]["median_abs_time_error"] <= 0.10
+    assert sum(figures["predicted"] for figures in summary["sources"].values()) == summary["overall"]["predicted"]
+    assert sum(row["unit"] == "s" for row in summary["rows"]) >= 200
+    for source, count in stated(EVIDENCE[0]).items():
+        if count >= 10:
+            assert summary["sources"][source]["median_abs_time_error"] <= 0.15, source
+    for kind in ("peak_allocated", "steady_allocated_end_of_step"):
+        assert summary["memory_kinds"][kind]["median_abs_memory_error"] <= 0.05, kind
+
+
+def test_every_row_is_predicted_or_left_out_with_a_reason(summary: dict[str, Any]) -> None:
+    ids = [row["id"] for path in EVIDENCE for row in csv.DictReader(path.open(encoding="utf-8"))]
+    named = [row["id"] for row in summary["rows"]] + [row["id"] for row in summary["unpredicted"]]
+    assert sorted(ids) == sorted(named)
+    assert all(row["reason"] for row in summary["unpredicted"])
+    experts = {row["id"] for row in summary["unpredicted"] if "experts" in row["reason"]}
+    assert "mbridge-011" in experts
+
+
+def test_a_sweep_has_groups_and_regret(tmp_path: Path) -> None:
+    """Two layouts of one job and one of another: the slower prediction measured as the faster one is regretted."""
+    path = tmp_path / "sweep.csv"
+    path.write_text(
+        f"{SWEEP}\n8,32,4,2048,16,24,1024,1,8,1,900\n8,32,4,2048,16,24,1024,8,1,1,450\n8,64,4,2048,16,24,1024,1,8,1,9\n"
+    )
+    result = CliRunner().invoke(app, ["plan", "--validate", str(path), "--json"])
+    found = json.loads(result.stdout)
+    assert set(found) == {"overall", "sources", "memory_kinds", "groups", "unpredicted", "rows"}
+    assert set(found["overall"]) == FIGURES == set(found["sources"]["sweep"])
+    assert [row["id"] for row in found["rows"]] == ["sweep:2", "sweep:3", "sweep:4"]
+    assert found["overall"]["groups"] == 1
+    chosen = next(row for row in found["rows"] if row["id"] == found["groups"][0]["chosen"])
+    assert found["overall"]["mean_regret"] == pytest.approx(chosen["measured"] / 0.45 - 1)
+    assert chosen["id"] == "sweep:2"  # data parallelism is predicted faster than tensor parallelism over eight
+
+
+def test_mistakes_of_the_command(tmp_path: Path) -> None:
+    nothing = tmp_path / "other.csv"
+    nothing.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="none of the known headers"):
+        validate([nothing])
+    for arguments, word in (
+        ([], "exactly one"),
+        (["--validate", str(tmp_path / "no.csv")], "is not a file"),
+        (["--check", "demo", "--markdown", "x.md"], "--markdown"),
+        (["--check", "demo"], "cluster.gpu"),
+    ):
+        error = CliRunner().invoke(app, ["plan", *arguments]).exception
+        assert isinstance(error, UserError) and word in str(error), arguments
+
+
+def test_check_explains_a_job() -> None:
+    arguments = ["plan", "--check", "pretrain-1b", "--cluster", "1xh200"]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert found["step_s"] == pytest.approx(sum(found["phases_s"].values()))
+    assert found["fits"] and found["memory"][0]["device_bytes"] < found["capacity_bytes"]
+    shown = CliRunner().invoke(app, arguments).stdout
+    for word in ("forward products", "optimizer states", "tokens/s a GPU", "fits with", "guessed"):
+        assert word in shown
+    tight = CliRunner().invoke(app, ["plan", "--check", "pretrain-1b", "--cluster", "1xa100-40gb"]).stdout
+    assert "does not fit" in tight
