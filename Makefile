@@ -17,7 +17,7 @@ types: setup
 	.venv/bin/mypy
 
 unit: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not alone" -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m alone
 
 wheel: setup

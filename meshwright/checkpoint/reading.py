@@ -99,18 +99,24 @@ class Checkpoint:
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         """A box of a tensor: a slice with both ends for every dim."""
-        record = self.index.tensors[name]
-        sizes = [span.stop - span.start for span in box]
-        result = torch.empty(sizes, dtype=_DTYPES[record.dtype])
+        record, wanted = self.index.tensors[name], [(span.start, span.stop) for span in box]
+        result = None
         for piece in record.pieces:
             shared = [
-                (max(span.start, start), min(span.stop, start + size))
-                for span, start, size in zip(box, piece.offsets, piece.shape, strict=True)
+                (max(start, at), min(stop, at + size))
+                for (start, stop), at, size in zip(wanted, piece.offsets, piece.shape, strict=True)
             ]
-            if all(start < stop for start, stop in shared):
-                here = tuple(slice(a - span.start, b - span.start) for (a, b), span in zip(shared, box, strict=True))
-                there = tuple(slice(a - at, b - at) for (a, b), at in zip(shared, piece.offsets, strict=True))
-                result[here] = self._piece(name, piece, there)
+            if not all(start < stop for start, stop in shared):
+                continue
+            there = tuple(slice(a - at, b - at) for (a, b), at in zip(shared, piece.offsets, strict=True))
+            found = self._piece(name, piece, there)
+            if shared == wanted:  # all of it, and no second copy
+                return found
+            if result is None:
+                result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype])
+            result[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(shared, wanted, strict=True))] = found
+        if result is None:  # nothing of it was saved, as it has no entries
+            result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype])
         return result
 
     def _piece(self, name: str, piece: PieceRecord, box: tuple[slice, ...]) -> Tensor:
