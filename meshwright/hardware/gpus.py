@@ -71,6 +71,8 @@ def gpu_by_key(key: str) -> Gpu:
     by_key = {gpu.key: gpu for gpu in known_gpus()}
     if key in by_key:
         return by_key[key]
+    if joined := [gpu for known, gpu in by_key.items() if known.replace("-", "") == key.lower().replace("-", "")]:
+        return joined[0]  # rtx3090 is rtx-3090
     near = get_close_matches(key.lower(), by_key, n=3, cutoff=0.5) or list(by_key)
     raise UserError(f"the GPU {key!r} is not in the hardware table; use one of {', '.join(near)}, or leave it out")
 

@@ -54,6 +54,8 @@ def parse_cluster(spelling: str) -> Cluster:
             f"--cluster = {spelling} is not understood; write 8xh100 or 16x8xa100-80gb (nodes × GPUs a node)"
         )
     nodes, gpus, gpu = found.groups()
+    if 0 in (int(nodes or 1), int(gpus)):
+        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{gpu}")
     return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu_by_key(gpu).key)
 
 

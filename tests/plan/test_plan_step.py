@@ -132,3 +132,13 @@ def test_mistakes_are_named() -> None:
         predict(job, Cluster(gpus_per_node=8))
     with pytest.raises(UserError, match=r"cluster\.links has 'ethernet'"):
         predict(job, nodes(1).model_copy(update={"links": {"ethernet": 1.0}}))
+
+
+@pytest.mark.parametrize("spelling", ["0xh100", "0x8xh100"])
+def test_a_cluster_has_a_gpu(spelling: str) -> None:
+    with pytest.raises(UserError, match=f"--cluster = {spelling} has no GPU; write at least one node"):
+        parse_cluster(spelling)
+
+
+def test_a_gpu_may_be_spelt_without_its_hyphens() -> None:
+    assert parse_cluster("2xrtx3090").gpu == "rtx-3090"
