@@ -17,7 +17,6 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from meshwright.job import Job
 from meshwright.job.load import load_job
 from meshwright.model import build_architecture
 from meshwright.parallel import World, build
-from meshwright.train import Training, build_optimizer, states_of
+from meshwright.train import Silent, Training, build_optimizer, states_of
 
 RATES = {"adamw": 3e-3, "sgd": 0.03, "lion": 1e-3, "adafactor": 0.1, "muon": 1e-2}
 TRIED = {
@@ -102,13 +101,6 @@ def begin_peak(device: torch.device) -> int:
 
 
 # ---- training ----
-
-
-class Silent:
-    """Recorder and progress of a run nobody watches."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given, **fields: None
 
 
 def train(corpus: Corpus, name: str, states: str, rate: float, steps: int) -> float:

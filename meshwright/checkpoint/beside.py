@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshwright.data.store import sync
 from meshwright.errors import UserError
 
 
@@ -28,9 +29,9 @@ def whole_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
             )
         yield draft
         for made in (*draft.rglob("*"), draft):
-            _sync(made)
+            sync(made)
         draft.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         for parent in new_parents:
@@ -39,14 +40,6 @@ def whole_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise refusal(path, error) from error
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def refusal(path: Path, error: OSError) -> Exception:

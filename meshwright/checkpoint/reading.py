@@ -100,7 +100,7 @@ class Checkpoint:
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         """A box of a tensor: a slice with both ends for every dim."""
         record, wanted = self.index.tensors[name], [(span.start, span.stop) for span in box]
-        result = None
+        result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype], device="meta")
         for piece in record.pieces:
             shared = [
                 (max(start, at), min(stop, at + size))
@@ -112,12 +112,10 @@ class Checkpoint:
             found = self._piece(name, piece, there)
             if shared == wanted:  # all of it, and no second copy
                 return found
-            if result is None:
-                result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype])
+            if result.is_meta:
+                result = torch.empty_like(result, device="cpu")
             result[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(shared, wanted, strict=True))] = found
-        if result is None:  # nothing of it was saved, as it has no entries
-            result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype])
-        return result
+        return torch.empty_like(result, device="cpu") if result.is_meta else result  # what has no entries has no piece
 
     def _piece(self, name: str, piece: PieceRecord, box: tuple[slice, ...]) -> Tensor:
         path, rest = self.path / piece.file, name.partition("/")[2]

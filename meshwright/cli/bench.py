@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,22 +108,16 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, .
 
     loaded = load_job(job, overrides)
 
+    from meshwright.cli.output import rank_failures_told
     from meshwright.launch.devices import require_devices
-    from meshwright.launch.elastic import run_ranks
-    from meshwright.launch.failures import RankFailure
+    from meshwright.launch.elastic import run_under_agent
     from meshwright.parallel import require_layout
 
     require_layout(loaded.job, nproc)
     require_devices(loaded.job, nproc)
     words = ["bench", job, *(word for override in overrides for word in ("--set", override)), *counts]
-    with TemporaryDirectory() as folder:
-        try:
-            run_ranks(Path(folder), nproc, [*words, "--json"] if as_json else words)
-        except RankFailure as failure:
-            if "--debug" in sys.argv:
-                print(failure.rank_traceback, file=sys.stderr)
-            print(f"meshwright: {failure}", file=sys.stderr)
-            raise typer.Exit(1) from None
+    with TemporaryDirectory() as folder, rank_failures_told():
+        run_under_agent(Path(folder), nproc, [*words, "--json"] if as_json else words)
 
 
 def _sweep(

@@ -2,8 +2,11 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import typer
 from rich.console import Console
 
 
@@ -15,6 +18,20 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """Where progress goes, so that results can be piped."""
     return Console(stderr=True)
+
+
+@contextmanager
+def rank_failures_told() -> Iterator[None]:
+    """Where a rank dies inside, say which and why, with its traceback under --debug, and exit with 1."""
+    from meshwright.launch.failures import RankFailure
+
+    try:
+        yield
+    except RankFailure as failure:
+        if "--debug" in sys.argv:
+            print(failure.rank_traceback, file=sys.stderr)
+        print(f"meshwright: {failure}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def print_json(value: Any) -> None:

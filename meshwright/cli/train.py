@@ -1,7 +1,6 @@
 """`meshwright train`: train a job on this machine, alone or with many ranks."""
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import typer
@@ -61,19 +60,14 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
 
     loaded = load_job(job, overrides)
 
+    from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
-    from meshwright.launch.failures import RankFailure
     from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
     words += ["--resume"] * resume + ["--json"] * as_json
-    try:
+    with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
-    except RankFailure as failure:
-        if "--debug" in sys.argv:
-            print(failure.rank_traceback, file=sys.stderr)
-        print(f"meshwright: {failure}", file=sys.stderr)
-        raise typer.Exit(1) from None
     if folder.state() == "stopped":
         raise typer.Exit(130)
 

@@ -80,7 +80,7 @@ def launch(
     return folder
 
 
-def run_ranks(path: Path, nproc: int, arguments: Sequence[str]) -> None:
+def run_under_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
     """Run `python -m meshwright ARGUMENTS` as so many local ranks that leave no run behind; their logs go to a folder.
 
     Failures are raised as by `launch`.

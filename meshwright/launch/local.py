@@ -29,6 +29,7 @@ from meshwright.train import (
     Outcome,
     Progress,
     Recorder,
+    Silent,
     Training,
     choose_attention,
     choose_device,
@@ -210,7 +211,7 @@ def _build_and_train(
     kernels = choose_attention(job, world, _attention_of(folder))
     engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world)
     if folder is None:
-        silent = _Silent()
+        silent = Silent()
         training = make_training(job, corpus, engine, weights, silent, silent, world)
         return _train(training, job, world, start, silent, silent, stop, loader)
     if corpus.tokenizer is not None:
@@ -257,25 +258,3 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     if slow := emulated_format(job, world.device):
         text += f" · note: this CPU has no {slow} arithmetic, fp32 is far faster here"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-class _Silent:
-    """Recorder and progress of a rank that leaves both to rank 0."""
-
-    def metric(self, row: dict[str, Any]) -> None:
-        """Rank 0 keeps it."""
-
-    def event(self, kind: str, **fields: Any) -> None:
-        """Rank 0 keeps it."""
-
-    def sample(self, step: int, text: str) -> None:
-        """Rank 0 keeps it."""
-
-    def step(self, row: dict[str, Any]) -> None:
-        """Rank 0 shows it."""
-
-    def evaluation(self, step: int, val_loss: float) -> None:
-        """Rank 0 shows it."""
-
-    def message(self, text: str) -> None:
-        """Rank 0 shows it."""

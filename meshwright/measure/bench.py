@@ -15,7 +15,15 @@ from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
 from meshwright.model import Mode, build_architecture, count_parameters, flops_per_token
 from meshwright.parallel import DTYPES, World, build, is_asynchronous, recompute_modes, table_of
-from meshwright.train import Training, choose_attention, device_name, device_peak_flops, make_training, training_loader
+from meshwright.train import (
+    Silent,
+    Training,
+    choose_attention,
+    device_name,
+    device_peak_flops,
+    make_training,
+    training_loader,
+)
 
 PHASE_STEPS = 2
 PROFILE_STEPS = 2
@@ -99,7 +107,7 @@ def _without_evaluation(job: Job, steps: int) -> Job:
     return job.model_copy(update={"evaluation": evaluation, "run": run})
 
 
-class _Watch:
+class _Watch(Silent):
     """Recorder and progress of a measured run: keeps the rows, and begins each way of looking when it is due."""
 
     def __init__(self, timed_after: int, timed_until: int, device: torch.device, profile: bool) -> None:
@@ -130,11 +138,6 @@ class _Watch:
                 self.kernels.begin()
         if self.kernels is not None and step == self._timed_until + PHASE_STEPS + PROFILE_STEPS:
             self.kernels.end(PROFILE_STEPS)
-
-    def ignore(self, *args: Any, **fields: Any) -> None:
-        """The rows say it all."""
-
-    event = sample = step = evaluation = message = ignore
 
 
 def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, steady: int | None) -> Bench:

@@ -16,7 +16,7 @@ from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
 from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
 from meshwright.train.progress import ConsoleProgress
-from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.run import FLOPS_CONVENTION, Outcome
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
@@ -29,6 +29,7 @@ __all__ = [
     "Outcome",
     "Progress",
     "Recorder",
+    "Silent",
     "Training",
     "build_optimizer",
     "choose_attention",

@@ -27,3 +27,25 @@ class Progress(Protocol):
 
     def message(self, text: str) -> None:
         """A line worth keeping on the screen."""
+
+
+class Silent:
+    """Recorder and progress that keep nothing: of ranks that leave both to rank 0."""
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Not kept."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Not kept."""
+
+    def sample(self, step: int, text: str) -> None:
+        """Not kept."""
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Not shown."""
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        """Not shown."""
+
+    def message(self, text: str) -> None:
+        """Not shown."""
