@@ -4,9 +4,9 @@
     python benchmarks/plan_h200.py measure [--only WORD] [--out FILE]
     python benchmarks/plan_h200.py compare [FILE]
 
-`measure` runs every job as its own `meshwright bench` process over synthetic tokens, writes each result to --out as soon
-as it is known, and goes on from what is there; a job that runs out of memory is written down as such. Time is the median
-step; peak memory is max_memory_allocated, beside it what the allocator reserved and what the device says is used.
+`measure` runs every job as its own `meshwright bench` process over synthetic tokens, writes each result to --out as
+soon as it is known, and goes on from what is there; a job that runs out of memory is written down as such. Time is the
+median step; peak memory is max_memory_allocated, beside it what the allocator reserved and what the device has in use.
 `compare` sets the committed predictions against the results. From 0.1B to 8B parameters, sequences of 1k to 16k tokens,
 micro-batches of 1 to 16, three kinds of recomputation, bf16 and fp8, compiled and eager.
 """

@@ -4,6 +4,7 @@ from meshwright.hardware.doctor import Finding, examine
 from meshwright.hardware.gpus import Gpu, Link, find_gpu, gpu_by_key, known_gpus, peak_flops
 from meshwright.hardware.profile import (
     Profile,
+    is_known,
     known_peak,
     profile_of,
     profiles_folder,
@@ -20,6 +21,7 @@ __all__ = [
     "examine",
     "find_gpu",
     "gpu_by_key",
+    "is_known",
     "known_gpus",
     "known_peak",
     "peak_flops",

@@ -178,8 +178,7 @@ def profile_of(key: str) -> Profile | None:
     own = profiles_folder() / name
     if own.is_file():
         return _read(own, own.stat().st_mtime_ns)
-    shipped = files("meshwright.hardware").joinpath("profiles", name)
-    return _parsed(shipped.read_text(encoding="utf-8"), str(shipped)) if shipped.is_file() else None
+    return _shipped(name)
 
 
 def read_profile(path: Path) -> Profile:
@@ -209,12 +208,23 @@ def today() -> str:
 
 def known_peak(gpu: Gpu, dtype: str) -> float | None:
     """The maker's dense peak; None for a device that only a profile knows."""
-    return peak_flops(gpu, dtype) if any(known.key == gpu.key for known in known_gpus()) else None
+    return peak_flops(gpu, dtype) if is_known(gpu) else None
+
+
+def is_known(gpu: Gpu) -> bool:
+    """Whether a GPU is in the hardware table."""
+    return any(known.key == gpu.key for known in known_gpus())
 
 
 @lru_cache(maxsize=8)
 def _read(path: Path, changed_ns: int) -> Profile:
     return read_profile(path)
+
+
+@lru_cache(maxsize=32)
+def _shipped(name: str) -> Profile | None:
+    path = files("meshwright.hardware").joinpath("profiles", name)
+    return _parsed(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
 
 
 def _parsed(text: str, where: str) -> Profile:
