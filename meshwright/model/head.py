@@ -126,7 +126,7 @@ class _ChunkedLoss(torch.autograd.Function):
             loss += part
             if grad is not None and grad_hidden_ND is not None and grad_weight_VD is not None:
                 torch.mm(grad, weight_VD, out=grad_hidden_ND[chunk])
-                _add_product(grad_weight_VD, grad.t(), hidden)
+                add_product(grad_weight_VD, grad.t(), hidden)
 
         if grad_hidden_ND is not None and grad_weight_VD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
@@ -151,7 +151,7 @@ def chunk_rows(tokens: int, weight_VD: Tensor) -> int:
     return even if even < CHUNK_MULTIPLE else ceil(even / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, kept wide where the device can multiply narrow numbers into wide ones."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
