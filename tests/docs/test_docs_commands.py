@@ -1,6 +1,7 @@
 """Every shell block of the README and the guide runs, in order, as a reader would run it.
 
-Only `meshwright` itself is forked from a process that has imported torch, but for the pages in COLD.
+But for the pages in COLD, `meshwright` is forked from a process that has imported torch, with a smaller
+`builtin:stdlib`; the sweep on the page about benchmarks starts processes of its own and reads all of it.
 """
 
 import os

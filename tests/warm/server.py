@@ -1,6 +1,8 @@
 """Runs `meshwright` commands in forks of a process that has imported torch, for tests that run many of them.
 
 python server.py SOCKET      prints a line once it listens; ends with its standard input
+
+There `builtin:stdlib` is one package of the standard library: to prepare all of it takes longer than most commands.
 """
 
 import array
@@ -12,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ import meshwright.studio
 import meshwright.verify
 
 LARGEST_BYTES = 1 << 20
+PACKAGE = "asyncio"
 
 
 def serve(path: str) -> dict[str, Any] | None:
@@ -68,6 +72,17 @@ def answer(client: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
+def narrow_stdlib() -> None:
+    """Have `builtin:stdlib` found in one package's folder."""
+    whole = sysconfig.get_path
+
+    def get_path(name: str, *given: Any, **named: Any) -> str:
+        path = whole(name, *given, **named)
+        return str(Path(path) / PACKAGE) if name == "stdlib" else path
+
+    sysconfig.get_path = get_path
+
+
 def become(request: dict[str, Any]) -> None:
     """Make this fork what a new program would be; its standard streams are the client's already."""
     os.setsid()
@@ -83,6 +98,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    narrow_stdlib()
     if (request := serve(sys.argv[1])) is not None:
         become(request)
         meshwright.cli.main()
