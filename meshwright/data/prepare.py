@@ -4,21 +4,21 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
+from meshwright.data.corpus import Corpus
 from meshwright.data.mixing import fraction_of
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document
-from meshwright.data.store import FileTokens, SyntheticTokens, TokenStore, sync, token_dtype
+from meshwright.data.store import FileTokens, SyntheticTokens, sync, token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
-FORMAT = 1
+FORMAT = 2
 TOKENIZER = "tokenizer.json"
 # More text hardly changes the merges of a tokenizer; this much keeps the first run of a demo short.
 TRAINING_BYTES = 20_000_000
@@ -26,16 +26,6 @@ _SAMPLING_KEY = 0x70_4B_E2
 _BATCH_BYTES = 4_000_000
 
 Report = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Prepared data: both splits, the tokenizer that made them and their folder (neither for synthetic tokens)."""
-
-    tokenizer: Tokenizer | None
-    train: TokenStore
-    validation: TokenStore
-    folder: Path | None
 
 
 def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus:
@@ -118,12 +108,15 @@ def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Token
     total = sum(source.size_bytes for source in sources)
     done = 0
     with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document) as writer:
-        for batch in _batches(iterate_documents(sources, data.text_field)):
-            for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-                writer.add(tokens, last_piece=document.last_piece)
-                done += document.source_bytes
-            if report:
-                report("tokens", done / total)
+        bounds = [0]
+        for source in sources:
+            for batch in _batches(iterate_documents([source], data.text_field)):
+                for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+                    writer.add(tokens, last_piece=document.last_piece)
+                    done += document.source_bytes
+                if report:
+                    report("tokens", done / total)
+            bounds.append(writer.train.count)
         writer.finish()
     if _state(list_sources(data.sources)) != _state(sources):
         raise UserError("data.sources changed while it was read; start again when nothing writes to it any more")
@@ -133,6 +126,7 @@ def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Token
         "dtype": dtype.str,
         "tokens": {"train": writer.train.count, "validation": writer.validation.count},
         "documents": {"train": writer.train.documents, "validation": writer.validation.documents},
+        "source_bounds": bounds,
         "split": "documents" if by_document else "end of each document",
         "sources": [{"name": s.name, "files": len(s.files), "bytes": s.size_bytes} for s in sources],
         "text_field": data.text_field,
@@ -179,7 +173,7 @@ def _open(folder: Path) -> Corpus:
     train, validation = (
         FileTokens(folder, split, manifest["tokens"][split], manifest["dtype"]) for split in ("train", "validation")
     )
-    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder)
+    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder, tuple(manifest["source_bounds"]))
 
 
 def _unwritable(error: OSError, root: Path, sources: Sequence[Source], vocab_size: int) -> UserError:

@@ -27,6 +27,9 @@ class TokenStore(Protocol):
     def starts_between(self, start: int, stop: int) -> Int64Array:
         """Where documents start, start included and stop not."""
 
+    def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which of the tokens the loss counts; None where it counts all."""
+
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Two bytes a token where they are enough, else four; little endian on every machine."""
@@ -36,24 +39,26 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class FileTokens:
     """A token file and its document starts, opened on first use in whichever process reads it."""
 
-    def __init__(self, folder: Path, split: str, count: int, dtype: str) -> None:
+    def __init__(self, folder: Path, split: str, count: int, dtype: str, has_targets: bool = False) -> None:
         self._tokens_path = folder / f"{split}.bin"
         self._starts_path = folder / f"{split}.documents.npy"
+        self._targets_path = folder / f"{split}.targets.bin" if has_targets else None
         self._count = count
         self._dtype = np.dtype(dtype)
         self._tokens: NDArray[Any] | None = None
         self._starts: Int64Array | None = None
+        self._targets: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None, "_starts": None}
+        return {**self.__dict__, "_tokens": None, "_starts": None, "_targets": None}
 
     def read(self, start: int, stop: int) -> Int64Array:
         """The tokens from start up to stop."""
         if self._tokens is None:
-            self._tokens = self._map_tokens()
+            self._tokens = self._map(self._tokens_path, self._dtype)
         return self._tokens[start:stop].astype(np.int64)
 
     def starts_between(self, start: int, stop: int) -> Int64Array:
@@ -66,14 +71,22 @@ class FileTokens:
         first, last = np.searchsorted(self._starts, (start, stop))
         return np.array(self._starts[first:last])
 
-    def _map_tokens(self) -> NDArray[Any]:
+    def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which of the tokens the loss counts; None where it counts all."""
+        if self._targets_path is None:
+            return None
+        if self._targets is None:
+            self._targets = self._map(self._targets_path, np.dtype(np.bool_))
+        return np.array(self._targets[start:stop])
+
+    def _map(self, path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         if self._count == 0:
-            return np.empty(0, self._dtype)
+            return np.empty(0, dtype)
         try:
             # A shorter file would kill the process on access, so its size is checked by asking for the shape.
-            return np.memmap(self._tokens_path, dtype=self._dtype, mode="r", shape=(self._count,))
+            return np.memmap(path, dtype=dtype, mode="r", shape=(self._count,))
         except (OSError, ValueError) as error:
-            raise _lost(self._tokens_path) from error
+            raise _lost(path) from error
 
 
 class SyntheticTokens:
@@ -104,6 +117,9 @@ class SyntheticTokens:
         inside = (mix_array(thousands, self._key + 1) % np.uint64(self._document_tokens)).astype(np.int64)
         starts = thousands * self._document_tokens + inside
         return starts[(starts >= start) & (starts < stop)]
+
+    def targets(self, start: int, stop: int) -> None:
+        """All of them."""
 
 
 class TokenWriter:

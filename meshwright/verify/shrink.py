@@ -40,7 +40,7 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
         "global_batch": micro_batch * data_parallel * accumulation,
     }
     small["data"] |= {"sources": ("builtin:synthetic",), "tokenizer": None, "mask_documents": True, "workers": 0}
-    small["data"] |= {"validation_fraction": 0.01, "weights": None}
+    small["data"] |= {"validation_fraction": 0.01, "weights": None, "stages": ()}
     evaluate_every = steps
     if is_asynchronous(job):
         # A stage's first update shows in its forward up to pp steps later; then the pipeline empties and fills again.
