@@ -4,7 +4,7 @@ import os
 from array import array
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,8 +125,9 @@ class SyntheticTokens:
 class TokenWriter:
     """Writes one split, a document at a time and each document in as many parts as it comes."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], *, marked: bool = False) -> None:
         self._stream = (folder / f"{split}.bin").open("w+b")
+        self._targets = (folder / f"{split}.targets.bin").open("wb") if marked else None
         self._starts_path = folder / f"{split}.documents.npy"
         self._starts = array("q")
         self._dtype = dtype
@@ -141,8 +142,11 @@ class TokenWriter:
         """The tokens that follow belong to a new document."""
         self._starts.append(self.count)
 
-    def append(self, tokens: list[int] | Int64Array) -> None:
-        """Add tokens to the current document."""
+    def append(self, tokens: list[int] | Int64Array, targets: list[bool] | None = None) -> None:
+        """Add tokens to the current document; where the loss does not count all, with those it does."""
+        if self._targets is not None:
+            assert targets is not None and len(targets) == len(tokens)
+            self._targets.write(np.asarray(targets, np.bool_).tobytes())
         self._stream.write(np.asarray(tokens).astype(self._dtype).tobytes())
         self.count += len(tokens)
 
@@ -169,14 +173,19 @@ class TokenWriter:
             stream.write(starts.tobytes())
             stream.flush()
             os.fsync(stream.fileno())
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        for written in self._streams():
+            written.flush()
+            os.fsync(written.fileno())
+            written.close()
+
+    def _streams(self) -> list[BinaryIO]:
+        return [self._stream] if self._targets is None else [self._stream, self._targets]
 
     def close(self) -> None:
         """Let go of the file, whatever state it is in."""
-        with suppress(OSError):  # the disk may be full and the buffer unwritten; the folder is thrown away then
-            self._stream.close()
+        for stream in self._streams():
+            with suppress(OSError):  # the disk may be full and the buffer unwritten; the folder is thrown away then
+                stream.close()
 
 
 def sync(path: Path) -> None:

@@ -28,6 +28,10 @@ class Data(Section):
     """Other weights from a number of tokens on, as `{tokens = 1000000, weights = [1, 2]}`; ascending."""
     text_field: str = Field(default="text", min_length=1)
     """The key that holds the text in each line of a JSONL file."""
+    format: Literal["text", "conversations"] = "text"
+    """`conversations`: every line of a JSONL file is one, and the loss counts only what the assistant says."""
+    chat_template: str | None = None
+    """A Jinja file that writes conversations as text; when not given, the one that comes with data.tokenizer."""
     tokenizer: str | None = None
     """A `tokenizer.json`; when not given, a byte-level BPE of model.vocab_size is trained on the sources."""
     packing: Literal["concatenate", "best-fit", "none"] = "concatenate"

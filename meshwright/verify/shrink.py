@@ -47,7 +47,9 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
         evaluate_every = layout.pp + 1
         steps = max(steps, evaluate_every + layout.pp)
         notes.append(f"{STALE_REFERENCE}, over {steps} steps")
-    small["evaluation"] |= {"every_steps": evaluate_every, "batches": HELD_OUT, "sample_tokens": 0}
+    # All held-out sequences; packed otherwise they may be as many as tokens.
+    held_out = HELD_OUT if job.data.packing == "concatenate" else HELD_OUT * sequence
+    small["evaluation"] |= {"every_steps": evaluate_every, "batches": held_out, "sample_tokens": 0}
     small["schedule"] |= {"warmup_steps": min(job.warmup_steps, 1), "decay_steps": min(job.decay_steps, 1)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
