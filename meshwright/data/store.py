@@ -127,7 +127,7 @@ class TokenWriter:
 
     def append(self, tokens: list[int] | Int64Array) -> None:
         """Add tokens to the current document."""
-        self._stream.write(np.asarray(tokens).astype(self._dtype).tobytes())
+        self._stream.write(np.array(tokens, self._dtype).tobytes())
         self.count += len(tokens)
 
     def take_back(self, count: int) -> Int64Array:
