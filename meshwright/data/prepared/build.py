@@ -84,7 +84,9 @@ def build(
         work = Work(out, wishes.text_field, wishes.validation_fraction)
         shards = _all_shards(work, units, wishes.max_bad, workers or available_cores(), report)
         manifest = _manifest(wishes, inputs, identity, tokenizer, shards)
-        _require_some(manifest, wishes)
+        if manifest.tokens["train"] == 0:
+            shutil.rmtree(out / PARTIAL)
+            raise UserError(f"{', '.join(wishes.sources)} gave no documents to train on; give sources that hold text")
         write_whole(out / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
     shutil.rmtree(out / PARTIAL)
     return manifest
@@ -247,11 +249,6 @@ def _manifest(wishes: Wishes, inputs: Inputs, identity: str, tokenizer: Tokenize
         bad=_bad_of(shards).told(),
         shards=list(shards),
     )
-
-
-def _require_some(manifest: Manifest, wishes: Wishes) -> None:
-    if manifest.tokens["train"] == 0:
-        raise UserError(f"{', '.join(wishes.sources)} gave no documents to train on; give sources that hold text")
 
 
 def _unwritable(out: Path, error: OSError) -> UserError:

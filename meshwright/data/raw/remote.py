@@ -15,6 +15,9 @@ PATIENCE_S = 120.0
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 _WEB = ("http", "https")
+# The clients' own retries would only multiply with ours.
+_ONCE = {"config_kwargs": {"retries": {"max_attempts": 1}}}
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": _ONCE, "s3a": _ONCE}
 _MODULE = {"s3": "s3fs", "s3a": "s3fs", "http": "aiohttp", "https": "aiohttp"}
 
 T = TypeVar("T")
@@ -58,7 +61,8 @@ def list_remote(url: str) -> list[RemoteEntry]:
         full = name if "://" in name else f"{protocol}://{name}"
         if info.get("size") == 0 and protocol not in _WEB:
             continue  # object stores mark folders with empty objects
-        entries.append(RemoteEntry(full, info.get("size"), _stamp(info), protocol not in _WEB or _gives_ranges(info)))
+        ranges = protocol not in _WEB or patiently(url, lambda: _gives_ranges(system, path, info.get("size")))  # noqa: B023
+        entries.append(RemoteEntry(full, info.get("size"), _stamp(info), ranges))
     if not entries:
         raise UserError(f"{url} holds no files; correct the address")
     return entries
@@ -127,6 +131,7 @@ class RemoteFile(io.RawIOBase):
             return b""
         data: bytes = self._system.cat_file(self._path, start=self._position, end=end)
         if len(data) != end - self._position:
+            self._require_same(self._system.info(self._path))
             raise OSError(f"{len(data)} of {end - self._position} bytes came")
         return data
 
@@ -153,7 +158,9 @@ class RemoteFile(io.RawIOBase):
 
     def require_unchanged(self) -> None:
         """Refuse a file that is not the one that was listed."""
-        info = patiently(self._entry.url, lambda: self._system.info(self._path), self._on_retry)
+        self._require_same(patiently(self._entry.url, lambda: self._system.info(self._path), self._on_retry))
+
+    def _require_same(self, info: dict[str, Any]) -> None:
         if (info.get("size"), _stamp(info)) != (self._entry.size_bytes, self._entry.stamp):
             raise UserError(f"{self._entry.url} changed while it was read; start again when nothing writes to it")
 
@@ -193,21 +200,31 @@ def _open_system(url: str) -> tuple[Any, str]:
 
     try:
         # Listings are never remembered: what is asked twice is asked to learn whether it changed.
-        system, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        system, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(protocol, {}))
     except ImportError as error:
         raise UserError(f"{url} needs a package that is not installed ({error}); install it with pip") from error
     except ValueError as error:
         raise UserError(f"{url} is not an address fsspec knows ({error}); correct it") from error
+    if protocol in ("s3", "s3a"):
+        system.retries = 1
     return system, path
 
 
 def _stamp(info: dict[str, Any]) -> str:
     """What changes when a file does, as far as the server tells."""
-    for name in ("ETag", "etag", "checksum", "md5", "mtime", "LastModified", "created"):
+    for name in ("ETag", "etag", "checksum", "md5", "mtime", "LastModified", "Last-Modified", "Content-MD5"):
         if info.get(name):
             return str(info[name])
     return ""
 
 
-def _gives_ranges(info: dict[str, Any]) -> bool:
-    return bool(info.get("partial")) and info.get("size") is not None
+def _gives_ranges(system: Any, path: str, size_bytes: int | None) -> bool:
+    """Whether a web server answers a request for a part with that part; asking is the only way to know."""
+    if size_bytes is None or size_bytes < 2:
+        return False
+    with system.open(path, "rb", block_size=1, cache_type="none", size=size_bytes) as stream:
+        stream.seek(1)
+        try:
+            return len(stream.read(1)) == 1
+        except ValueError:
+            return False
