@@ -20,6 +20,8 @@ class Step:
     batch: "Batch"
     valid_count: float
     """Labels that count in the loss over the whole step, all ranks together; a loss scale divides it."""
+    tokens: int
+    """Tokens of the whole step, all ranks together and without padding."""
 
     def pin_memory(self) -> "Step":
         """The step with its batch in page-locked memory."""
@@ -39,6 +41,8 @@ class Batch:
     """Valid labels of each sample, counted before any copy to a device so that asking never waits for one."""
     document_counts: tuple[int, ...]
     """Documents in each sample, counted likewise; ones where documents are not masked."""
+    lengths: tuple[int, ...]
+    """Places of each sample before its padding."""
 
     def __len__(self) -> int:
         return len(self.valid_counts)
@@ -71,7 +75,22 @@ class Batch:
             self._map(lambda tensor: tensor[rows]),
             valid_counts=self.valid_counts[rows],
             document_counts=self.document_counts[rows],
+            lengths=self.lengths[rows],
         )
+
+    def trimmed(self) -> Self:
+        """Without the padding that all samples share, down to a half, a quarter or an eighth of their length.
+
+        So few lengths, since compiled code is made anew for each.
+        """
+        length = self.tokens_BS.shape[1]
+        for _ in range(3):
+            if length % 2 or length // 2 < max(self.lengths):
+                break
+            length //= 2
+        if length == self.tokens_BS.shape[1]:
+            return self
+        return self._map(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, :length])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return replace(
@@ -95,6 +114,7 @@ def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch
         sample_ids_B=torch.tensor(sample_ids, dtype=torch.int64),
         valid_counts=tuple((labels_BS != IGNORE).sum(axis=1).tolist()),
         document_counts=tuple(1 if s.document_ids_S is None else int(s.document_ids_S[-1]) + 1 for s in samples),
+        lengths=tuple(sample.length for sample in samples),
     )
 
 

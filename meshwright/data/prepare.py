@@ -4,22 +4,24 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
+from meshwright.data.chat import ChatTemplate, load_chat_template
+from meshwright.data.corpus import Corpus
 from meshwright.data.mixing import fraction_of
 from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document
-from meshwright.data.store import FileTokens, SyntheticTokens, TokenStore, sync, token_dtype
+from meshwright.data.store import FileTokens, SyntheticTokens, sync, token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
-FORMAT = 1
+FORMAT = 2
 TOKENIZER = "tokenizer.json"
 # More text hardly changes the merges of a tokenizer; this much keeps the first run of a demo short.
 TRAINING_BYTES = 20_000_000
@@ -27,16 +29,6 @@ _SAMPLING_KEY = 0x70_4B_E2
 _BATCH_BYTES = 4_000_000
 
 Report = Callable[[str, float], None]
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Prepared data: both splits, the tokenizer that made them and their folder (neither for synthetic tokens)."""
-
-    tokenizer: Tokenizer | None
-    train: TokenStore
-    validation: TokenStore
-    folder: Path | None
 
 
 def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus:
@@ -47,14 +39,15 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus
         return _prepared(data, vocab_size)
     sources = list_sources(data.sources)
     given = _given_tokenizer(data.tokenizer, vocab_size)
+    chat = _chat_template(data)
     root = cache_root(data.cache)
-    folder = root / f"tokens-{_key(data, sources, vocab_size, given)}"
+    folder = root / f"tokens-{_key(data, sources, vocab_size, given, chat)}"
     sweep(root)
     if not _is_complete(folder):
         try:
             with building(folder, _is_complete) as partial:
-                tokenizer = given or train_tokenizer(_training_texts(sources, data.text_field, report), vocab_size)
-                _write(partial, data, sources, tokenizer, report)
+                tokenizer = given or train_tokenizer(_training_texts(sources, data, chat, report), vocab_size)
+                _write(partial, data, sources, tokenizer, chat, report)
         except OSError as error:
             raise _unwritable(error, root, sources, vocab_size) from error
     return _open(folder)
@@ -89,7 +82,10 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
         ShardedTokens([part for folder in folders for part in folder.store(split).parts])
         for split in ("train", "validation")
     )
-    return Corpus(first.tokenizer, train, validation, first.folder)
+    bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
+    # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
+    alone = len(folders) == 1
+    return Corpus(first.tokenizer, train, validation, first.folder if alone else None, () if alone else bounds)
 
 
 def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int) -> None:
@@ -121,7 +117,16 @@ def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _key(data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenizer | None) -> str:
+def _chat_template(data: Data) -> ChatTemplate | None:
+    if data.format == "text":
+        return None
+    tokenizer = None if data.tokenizer is None else Path(data.tokenizer).expanduser()
+    return load_chat_template(tokenizer, data.chat_template)
+
+
+def _key(
+    data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenizer | None, chat: ChatTemplate | None
+) -> str:
     """A name for exactly this preparation: anything that would change the tokens changes it."""
     identity = {
         "format": FORMAT,
@@ -129,6 +134,7 @@ def _key(data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenize
         "text_field": data.text_field,
         "tokenizer": given.fingerprint() if given else vocab_size,
         "validation_fraction": data.validation_fraction,
+        "chat": None if chat is None else chat.fingerprint,
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -137,11 +143,13 @@ def _state(sources: Sequence[Source]) -> list[list[str | int]]:
     return [[str(file.path), file.size_bytes, file.modified_ns] for source in sources for file in source.files]
 
 
-def _training_texts(sources: Sequence[Source], text_field: str, report: Report | None) -> Iterator[str]:
+def _training_texts(
+    sources: Sequence[Source], data: Data, chat: ChatTemplate | None, report: Report | None
+) -> Iterator[str]:
     """A fixed sample of the documents, at most TRAINING_BYTES of them."""
     total = sum(source.size_bytes for source in sources)
     taken = 0
-    for number, document in enumerate(iterate_documents(sources, text_field)):
+    for number, document in enumerate(iterate_documents(sources, data.text_field, chat)):
         if taken and fraction_of(number, _SAMPLING_KEY) >= TRAINING_BYTES / total:
             continue
         yield document.text
@@ -152,19 +160,29 @@ def _training_texts(sources: Sequence[Source], text_field: str, report: Report |
             return
 
 
-def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, report: Report | None) -> None:
-    fraction = data.validation_fraction
-    by_document = fraction == 0 or splits_by_document(iterate_documents(sources, data.text_field), fraction)
+def _write(
+    folder: Path,
+    data: Data,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    chat: ChatTemplate | None,
+    report: Report | None,
+) -> None:
+    fraction, marked = data.validation_fraction, chat is not None
+    # The end of a conversation without its beginning would be no test of anything.
+    by_document = marked or fraction == 0 or splits_by_document(iterate_documents(sources, data.text_field), fraction)
     dtype = token_dtype(tokenizer.vocab_size)
     total = sum(source.size_bytes for source in sources)
     done = 0
-    with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document) as writer:
-        for batch in _batches(iterate_documents(sources, data.text_field)):
-            for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-                writer.add(tokens, last_piece=document.last_piece)
-                done += document.source_bytes
-            if report:
-                report("tokens", done / total)
+    bounds = [0]
+    with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document, marked=marked) as writer:
+        for source in sources:
+            for batch in _batches(iterate_documents([source], data.text_field, chat)):
+                _add(writer, tokenizer, batch)
+                done += sum(document.source_bytes for document in batch)
+                if report:
+                    report("tokens", done / total)
+            bounds.append(writer.train.count)
         writer.finish()
     if _state(list_sources(data.sources)) != _state(sources):
         raise UserError("data.sources changed while it was read; start again when nothing writes to it any more")
@@ -174,6 +192,8 @@ def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Token
         "dtype": dtype.str,
         "tokens": {"train": writer.train.count, "validation": writer.validation.count},
         "documents": {"train": writer.train.documents, "validation": writer.validation.documents},
+        "source_bounds": bounds,
+        "content": data.format,
         "split": "documents" if by_document else "end of each document",
         "sources": [{"name": s.name, "files": len(s.files), "bytes": s.size_bytes} for s in sources],
         "text_field": data.text_field,
@@ -185,6 +205,17 @@ def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Token
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     sync(folder / TOKENIZER)
     sync(folder / MANIFEST)
+
+
+def _add(writer: SplitWriter, tokenizer: Tokenizer, batch: Sequence[Document]) -> None:
+    texts = [document.text for document in batch]
+    marks = [document.marks for document in batch if document.marks is not None]
+    if marks:
+        for text, spans, (tokens, targets) in zip(texts, marks, tokenizer.encode_marked(texts, marks), strict=True):
+            writer.add_marked(tokens, targets, end_counts=spans[-1][1] > len(text))
+    else:
+        for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            writer.add(tokens, last_piece=document.last_piece)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -218,9 +249,16 @@ def _is_complete(folder: Path) -> bool:
 def _open(folder: Path) -> Corpus:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     train, validation = (
-        FileTokens(folder, split, manifest["tokens"][split], manifest["dtype"]) for split in ("train", "validation")
+        FileTokens(
+            folder,
+            split,
+            manifest["tokens"][split],
+            manifest["dtype"],
+            has_targets=manifest["content"] == "conversations",
+        )
+        for split in ("train", "validation")
     )
-    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder)
+    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder, tuple(manifest["source_bounds"]))
 
 
 def _unwritable(error: OSError, root: Path, sources: Sequence[Source], vocab_size: int) -> UserError:

@@ -7,7 +7,11 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from meshwright.data.chat import ChatTemplate
+from meshwright.data.conversations import BadConversation, conversation_of
+from meshwright.data.tokenizer import Spans
 from meshwright.errors import UserError
 
 STDLIB = "builtin:stdlib"
@@ -58,6 +62,8 @@ class Document:
     origin: str
     source_bytes: int
     last_piece: bool = True
+    marks: Spans | None = None
+    """The parts of the text that the loss counts; None where it counts all."""
 
 
 def list_sources(names: Sequence[str]) -> list[Source]:
@@ -65,13 +71,18 @@ def list_sources(names: Sequence[str]) -> list[Source]:
     return [Source(name, tuple(_files_of(name))) for name in names]
 
 
-def iterate_documents(sources: Sequence[Source], text_field: str) -> Iterator[Document]:
-    """The documents of the sources in order, read as they are asked for; those of only white space are left out."""
+def iterate_documents(
+    sources: Sequence[Source], text_field: str, chat: ChatTemplate | None = None
+) -> Iterator[Document]:
+    """The documents of the sources in order, read as they are asked for; those of only white space are left out.
+
+    With a chat template every line is a conversation.
+    """
     for source in sources:
         empty = True
         for file in source.files:
             try:
-                for document in _documents_of(file, text_field):
+                for document in _documents_of(file, text_field) if chat is None else _conversations(file.path, chat):
                     empty = False
                     yield document
             except OSError as error:
@@ -188,9 +199,26 @@ def _jsonl_documents(path: Path, text_field: str) -> Iterator[Document]:
                 yield Document(text, origin, len(line))
 
 
-def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
+def _conversations(path: Path, chat: ChatTemplate) -> Iterator[Document]:
+    if path.suffix.lower() != JSONL_SUFFIX:
+        raise UserError(
+            f'data.format = "conversations" reads {JSONL_SUFFIX} files, not {path}; write a conversation a line'
+        )
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            origin = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                text, marks = chat.render(conversation_of(_record_of_line(path, origin, line)))
+            except BadConversation as error:
+                raise UserError(f"data.sources: {origin} {error}; mend or remove that line") from error
+            yield Document(_without_surrogates(text, origin), origin, len(line), marks=marks)
+
+
+def _record_of_line(path: Path, origin: str, line: bytes) -> Any:
     try:
-        record = json.loads(line.decode("utf-8-sig").strip())
+        return json.loads(line.decode("utf-8-sig").strip())
     except UnicodeDecodeError as error:
         raise _not_utf8(path, origin, error) from error
     except (ValueError, RecursionError) as error:
@@ -198,6 +226,10 @@ def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise UserError(f"data.sources: {origin} is not JSON ({reason}); mend or remove that line") from error
+
+
+def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
+    record = _record_of_line(path, origin, line)
     if not isinstance(record, dict) or text_field not in record:
         keys = "only " + ", ".join(list(record)[:5]) if isinstance(record, dict) and record else "no fields at all"
         raise UserError(
@@ -210,6 +242,10 @@ def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
             f'data.sources: {origin} has a {type(text).__name__} in its field "{text_field}" where text is needed; '
             "set data.text_field to the one that holds the text, or mend the line"
         )
+    return _without_surrogates(text, origin)
+
+
+def _without_surrogates(text: str, origin: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -11,6 +11,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from meshwright.errors import UserError
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+Spans = Sequence[tuple[int, int]]
+"""Parts of a text, from a character up to another."""
 SMALLEST_VOCABULARY = 257
 """Every byte and the end of text."""
 
@@ -45,6 +47,7 @@ class Tokenizer:
         self._inner.no_padding()
         # Otherwise a document that mentions <|endoftext|> would end there.
         self._inner.encode_special_tokens = True
+        self._marked: tokenizers.Tokenizer | None = None
         self.end_of_text = end_of_text
         # Identifiers may have gaps, so the count of entries is not enough.
         self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
@@ -58,6 +61,17 @@ class Tokenizer:
         """The tokens of each text, all processor cores at work."""
         _note_threads()
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
+        """The tokens of each text, names of special tokens taken as such, and whether each begins in a marked part."""
+        if self._marked is None:
+            self._marked = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            self._marked.encode_special_tokens = False
+        found = self._marked.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (encoding.ids, [any(start <= at < stop for start, stop in spans) for at, _ in encoding.offsets])
+            for encoding, spans in zip(found, marks, strict=True)
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens, special ones by name."""

@@ -21,6 +21,9 @@ from meshwright.train import fingerprint
 _FIXED = (
     ("run", "seed"),
     ("batch", "sequence_length"),
+    ("data", "weights"),
+    ("data", "stages"),
+    ("data", "packing"),
     ("optimizer", "name"),
     ("precision", "optimizer_states"),
 )
@@ -60,9 +63,10 @@ def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[st
 
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
     """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
-    before, now = checkpoint.job(), job.model_dump(mode="json")
+    before, now, default = checkpoint.job(), job.model_dump(mode="json"), Job().model_dump(mode="json")
     for section, field in _FIXED:
-        was, given = before[section][field], now[section][field]
+        # What an older checkpoint does not know of was as it is by default.
+        was, given = before[section].get(field, default[section][field]), now[section][field]
         if was != given:
             raise UserError(
                 f"{section}.{field} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 
-from meshwright.data import Batch, Corpus, Loader, validation_batches
+from meshwright.data import Batch, Corpus, Loader, training_stream, validation_batches, validation_windows
 from meshwright.job import Job
 from meshwright.parallel import World
 
@@ -14,15 +14,12 @@ def training_loader(job: Job, corpus: Corpus, world: World, position: int = 0) -
     """This rank's part of every step in the job's order, from a sample of the global stream on; refuses text too short
     for one sequence."""
     return Loader(
-        corpus.train,
-        seed=job.run.seed,
-        sequence_length=job.batch.sequence_length,
+        training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed),
         global_batch=job.batch.global_batch,
         position=position,
         workers=job.data.workers,
         prefetch=job.data.prefetch,
-        pin_memory=world.device.type == "cuda",
-        mask_documents=job.data.mask_documents,
+        pin_memory=job.data.pin_memory and world.device.type == "cuda",
         rank=world.data_rank,
         ranks=world.data_ranks,
     )
@@ -40,13 +37,8 @@ def evaluation_due(job: Job, step: int) -> bool:
 
 def held_out_batches(job: Job, corpus: Corpus) -> Iterator[Batch]:
     """The same held-out micro-batches every time; refuses held-out text too short for one sequence."""
-    return validation_batches(
-        corpus.validation,
-        job.batch.sequence_length,
-        job.batch.micro_batch,
-        job.evaluation.batches,
-        job.data.mask_documents,
-    )
+    windows = validation_windows(corpus, job.data, job.batch.sequence_length)
+    return validation_batches(windows, job.batch.micro_batch, job.evaluation.batches)
 
 
 def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:

@@ -91,6 +91,8 @@ class TrainingRun(ABC, Generic[E]):
         """Samples of the global stream this run has used."""
         self._keeper: Keeper | None = None
         self._resumed_step = 0
+        self._step_tokens = 0
+        self._loader: Loader | None = None
         self._throughputs: list[float] = []
         self._gauge = MemoryGauge(self.device)
         self._curve: MemoryCurve | None = None
@@ -127,6 +129,8 @@ class TrainingRun(ABC, Generic[E]):
         """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
         self._record_start()
         loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
+        loader.on_slow = self.progress.message
+        self._loader = loader
         try:
             with collected_by_schedule():
                 if self._resumed_step == 0:
@@ -148,6 +152,7 @@ class TrainingRun(ABC, Generic[E]):
         started = time.perf_counter()
         given = next(data)
         self.position += self.job.batch.global_batch
+        self._step_tokens = given.tokens
         return given, time.perf_counter() - started
 
     def _ballot(self) -> list[float]:
@@ -165,7 +170,7 @@ class TrainingRun(ABC, Generic[E]):
     def _record(self, numbers: StepNumbers) -> None:
         """Write a step's row and remember it as the last."""
         step, job = numbers.step, self.job
-        tokens_per_s = job.tokens_per_step / numbers.step_s
+        tokens_per_s = self._step_tokens / numbers.step_s
         made = step - self._resumed_step
         if made > 1:  # the first step pays for allocation and compilation
             self._throughputs.append(tokens_per_s)
@@ -174,7 +179,7 @@ class TrainingRun(ABC, Generic[E]):
             "loss": numbers.loss,
             "grad_norm": numbers.norm,
             "lr": numbers.rate,
-            "tokens": self.outcome.tokens + job.tokens_per_step,
+            "tokens": self.outcome.tokens + self._step_tokens,
             "tokens_per_s": tokens_per_s,
             "mfu": self._mfu(tokens_per_s),
             "data_wait_s": numbers.data_wait_s,
@@ -182,6 +187,8 @@ class TrainingRun(ABC, Generic[E]):
             "memory_bytes": self._gauge.after_step(made),
             "attempt": self.attempt,
         }
+        if job.data.weights is not None and self._loader is not None:
+            row |= {"epochs": list(self._loader.epochs)}
         if job.memory.offload:
             row |= {f"offload_{name}": value for name, value in asdict(take_traffic()).items()}
         if isinstance(self.weights, CompressedWeights) and (sent := self.weights.reduction.sent):

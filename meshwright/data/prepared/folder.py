@@ -118,6 +118,9 @@ class ShardedTokens:
         found = [part.starts_between(a, b) + offset for part, offset, a, b in self._spans(start, stop)]
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
 
+    def targets(self, start: int, stop: int) -> None:
+        """All tokens count in the loss."""
+
     def _spans(self, start: int, stop: int) -> list[tuple[TokenStore, int, int, int]]:
         stop = min(stop, len(self))
         first = max(0, int(np.searchsorted(self._starts, start, side="right")) - 1)
