@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from meshwright.data.chat import ChatTemplate, load_chat_template
 from meshwright.data.corpus import Corpus
 from meshwright.data.join import joined
 from meshwright.data.mixing import fraction_of
+from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document
 from meshwright.data.store import FileTokens, SyntheticTokens, sync, token_dtype
@@ -37,6 +39,8 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus
     """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it."""
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
+    if any(is_prepared(name) for name in data.sources):
+        return _prepared(data, vocab_size)
     sources = list_sources(data.sources)
     given = _given_tokenizer(data.tokenizer, vocab_size)
     chat = _chat_template(data)
@@ -66,6 +70,47 @@ def _synthetic(data: Data, vocab_size: int) -> Corpus:
     endless = SyntheticTokens(vocab_size, key=0)
     apart = SyntheticTokens(vocab_size, key=2, count=len(endless) if data.validation_fraction else 0)
     return Corpus(None, endless, apart, None)
+
+
+def _prepared(data: Data, vocab_size: int) -> Corpus:
+    """Folders that `meshwright data prepare` made, one behind the other; the tokenizer is theirs."""
+    folders = []
+    for name in data.sources:
+        if not is_prepared(name):
+            raise UserError(f"data.sources mixes prepared folders with {name}; prepare that too, or leave it out")
+        folders.append(open_prepared(Path(name).expanduser()))
+    first = folders[0]
+    for other in folders[1:]:
+        if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+            raise UserError(
+                f"data.sources: {other.folder} was prepared with another tokenizer than {first.folder}; prepare one of "
+                "them again with the other's tokenizer.json"
+            )
+    require_tokenizer(first, data.tokenizer, vocab_size)
+    train, validation = (
+        ShardedTokens([part for folder in folders for part in folder.store(split).parts])
+        for split in ("train", "validation")
+    )
+    bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
+    # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
+    alone = len(folders) == 1
+    return Corpus(first.tokenizer, train, validation, first.folder if alone else None, () if alone else bounds)
+
+
+def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int) -> None:
+    """Refuse a tokenizer that did not make the tokens, and a model too small for them."""
+    if tokenizer is not None:
+        given = load_tokenizer(Path(tokenizer).expanduser())
+        if given.fingerprint() != prepared.manifest.tokenizer_sha256:
+            raise UserError(
+                f"data.tokenizer = {tokenizer} is not the one {prepared.folder} was prepared with; leave it out, or "
+                "prepare the folder again with it"
+            )
+    if prepared.manifest.vocab_size > vocab_size:
+        raise UserError(
+            f"model.vocab_size = {vocab_size} is smaller than the {prepared.manifest.vocab_size} entries of the "
+            f"tokenizer {prepared.folder} was prepared with; set it to at least {prepared.manifest.vocab_size}"
+        )
 
 
 def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:

@@ -121,7 +121,7 @@ def _files_of(source: str) -> Iterator[SourceFile]:
         raise UserError(f'data.sources names "{source}", which does not exist; choose {STDLIB} or {SYNTHETIC}')
     path = Path(source).expanduser().resolve()
     if path.is_dir():
-        paths = [p for p in _walk(path) if p.suffix.lower() in TEXT_SUFFIXES or p.suffix.lower() == JSONL_SUFFIX]
+        paths = [p for p in walk(path) if p.suffix.lower() in TEXT_SUFFIXES or p.suffix.lower() == JSONL_SUFFIX]
         if not paths:
             raise UserError(f"data.sources: the folder {path} holds no text or {JSONL_SUFFIX} files; name another")
         yield from map(_listed, paths)
@@ -133,14 +133,14 @@ def _files_of(source: str) -> Iterator[SourceFile]:
 
 def _stdlib_files() -> Iterator[SourceFile]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    paths = [path for path in _walk(root, leave_out=_NOT_STDLIB) if path.suffix == ".py"]
+    paths = [path for path in walk(root, leave_out=_NOT_STDLIB) if path.suffix == ".py"]
     if not paths:
         raise UserError(f"data.sources: {STDLIB} finds no Python source under {root}; name your own text files")
     for path in paths:
         yield _listed(path, skip_if_not_utf8=True)
 
 
-def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
+def walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
     """The visible files below a folder, sorted; links to folders are not followed, since they may form loops."""
     paths = []
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder):

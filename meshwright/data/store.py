@@ -148,7 +148,7 @@ class TokenWriter:
         if self._targets is not None:
             assert targets is not None and len(targets) == len(tokens)
             self._targets.write(np.asarray(targets, np.bool_).tobytes())
-        self._stream.write(np.asarray(tokens).astype(self._dtype).tobytes())
+        self._stream.write(np.array(tokens, self._dtype).tobytes())
         self.count += len(tokens)
 
     def take_back(self, count: int) -> Int64Array:

@@ -23,6 +23,19 @@ _SLICE = 4096
 if "TOKENIZERS_PARALLELISM" not in os.environ:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
+_pool_started = False
+
+
+def allow_threads(count: int) -> None:
+    """Let a forked process use so many threads, unless the process it came from has used the library's."""
+    safe = count > 1 and not _pool_started
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if safe else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+def _note_threads() -> None:
+    global _pool_started
+    _pool_started = _pool_started or os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
 class Tokenizer:
@@ -46,6 +59,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, all processor cores at work."""
+        _note_threads()
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
@@ -97,23 +111,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     # Training takes the square of a word's length, and text without spaces is one word; a cut every few pages
     # bounds it and changes next to nothing else.
     slices = (text[start : start + _SLICE] for text in texts for start in range(0, len(text), _SLICE))
+    _note_threads()
     inner.train_from_iterator(slices, trainer)
     return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT_NAMES[0]])
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json and find its end of text."""
+def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
+    """Read a tokenizer.json and find its end of text; errors speak of data.tokenizer unless it was named otherwise."""
+    named = named or f"data.tokenizer = {path}"
     try:
         inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except IsADirectoryError as error:
-        raise UserError(f"data.tokenizer = {path} is a folder; name the tokenizer.json itself") from error
+        raise UserError(f"{named} is a folder; name the tokenizer.json itself") from error
     except OSError as error:
         raise UserError(
-            f"data.tokenizer = {path} cannot be read ({error.strerror}); correct the path, or leave it out to train one"
+            f"{named} cannot be read ({error.strerror}); correct the path, or leave it out to train one"
         ) from error
     except Exception as error:  # the library raises plain Exception
         raise UserError(
-            f"data.tokenizer = {path} is not a working tokenizer.json ({error}); save it again from where it came, "
+            f"{named} is not a working tokenizer.json ({error}); save it again from where it came, "
             "or leave it out to train one"
         ) from error
     for name in END_OF_TEXT_NAMES:
@@ -121,6 +137,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if token is not None:
             return Tokenizer(inner, token)
     raise UserError(
-        f"data.tokenizer = {path} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
+        f"{named} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
         "add one of these to its added_tokens"
     )
