@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from meshwright.data.batch import Batch, Step, stack_samples
-from meshwright.data.samples import IGNORE, Windows
+from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
+from meshwright.data.samples import IGNORE, Sample, Windows
 from meshwright.data.stream import Stream
 from meshwright.data.watch import Report, Roll, Watch, to_stderr
 from meshwright.errors import UserError
@@ -43,7 +43,7 @@ class Loader:
         self._workers = workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._iterator: Iterator[Step | UserError] | None = None
+        self._iterator: Iterator[Step | Parcel | UserError] | None = None
         self._watch: Watch | None = None
         self.on_slow: Report = to_stderr
         """Told in a sentence of a worker that keeps training waiting."""
@@ -70,12 +70,7 @@ class Loader:
             step = next(self._iterator)
         except RuntimeError as error:
             self.close()
-            if self._workers == 0:
-                raise
-            raise RuntimeError(
-                f"{self._steps.roll.name_failed(str(error))}; it may have run out of memory or of space in /dev/shm: "
-                "try fewer data.workers, or data.workers = 0"
-            ) from error
+            raise self.explained(error) from error
         finally:
             if self._watch is not None:
                 self._watch.waiting_since = None
@@ -83,7 +78,20 @@ class Loader:
             self.close()
             raise step
         self._position += self._steps.global_batch
-        return step
+        return step.unpacked() if isinstance(step, Parcel) else step
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """The error itself, or one that names the worker whose death it tells of.
+
+        A worker's death is noticed by a signal, so that it is raised wherever this process happens to be.
+        """
+        failed = self._steps.roll.name_failed(str(error)) if self._workers else None
+        if failed is None:
+            return error
+        return RuntimeError(
+            f"{failed}; it may have run out of memory or of space in /dev/shm: try fewer data.workers, or "
+            "data.workers = 0"
+        )
 
     def start(self) -> None:
         """Have the workers read ahead from now on; the first step asked for would start them too.
@@ -103,7 +111,7 @@ class Loader:
             self._watch.end()
             self._watch = None
 
-    def _read_ahead(self) -> Iterator[Step | UserError]:
+    def _read_ahead(self) -> Iterator[Step | Parcel | UserError]:
         many = self._workers > 0
         loader = DataLoader(
             self._steps,
@@ -122,7 +130,7 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class _Steps(Dataset[Step | UserError]):
+class _Steps(Dataset[Step | Parcel | UserError]):
     """A rank's part of every step, by the number of the step's first sample."""
 
     stream: Stream
@@ -131,12 +139,13 @@ class _Steps(Dataset[Step | UserError]):
     ranks: int
     roll: Roll
 
-    def __getitem__(self, first: int) -> Step | UserError:
+    def __getitem__(self, first: int) -> Step | Parcel | UserError:
         worker = get_worker_info()
-        if worker is not None:
-            self.roll.begins(worker.id, first)
         try:
-            return self._read(first)
+            if worker is None:
+                return self._read(first)
+            self.roll.begins(worker.id, first)
+            return make_parcel(*self._samples(first))
         except UserError as error:
             # Handed over as a value: raised in a worker it would arrive as a page of traceback.
             return error
@@ -145,12 +154,16 @@ class _Steps(Dataset[Step | UserError]):
                 self.roll.ends(worker.id)
 
     def _read(self, first: int) -> Step:
+        samples, mine, valid_count, tokens = self._samples(first)
+        batch = stack_samples(list(samples), mine)
+        return Step(batch, batch.valid_count() + valid_count, sum(batch.lengths) + tokens)
+
+    def _samples(self, first: int) -> tuple[Iterator[Sample], range, int, int]:
+        """This rank's samples, read as they are asked for, and their numbers; the labels and tokens of the others'."""
         share = self.global_batch // self.ranks
         mine = range(first + self.rank * share, first + (self.rank + 1) * share)
-        batch = stack_samples([self.stream.read(i) for i in mine], mine)
         others = itertools.chain(range(first, mine.start), range(mine.stop, first + self.global_batch))
-        valid_count, tokens = self.stream.facts_of(others)
-        return Step(batch, batch.valid_count() + valid_count, sum(batch.lengths) + tokens)
+        return map(self.stream.read, mine), mine, *self.stream.facts_of(others)
 
 
 def validation_batches(windows: Windows, micro_batch: int, count: int) -> Iterator[Batch]:

@@ -1,6 +1,7 @@
 """Windows of the tokens, each a sample with its labels and where documents lie in it. S = sequence length."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -13,14 +14,18 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence; positions and document numbers only where documents are masked from each other."""
+    """One sequence; positions only where documents are masked from each other, and then 0 where each begins."""
 
     tokens_S: Int64Array
     labels_S: Int64Array
     positions_S: Int64Array | None
-    document_ids_S: Int64Array | None
     length: int
     """Places before the padding."""
+
+    @property
+    def document_count(self) -> int:
+        """Documents in the sequence, the padding as one; 1 where they are not masked from each other."""
+        return 1 if self.positions_S is None else int((self.positions_S == 0).sum())
 
 
 class Windows(Protocol):
@@ -76,12 +81,12 @@ class RunningWindows:
         if targets is not None:
             labels = np.where(targets, labels, IGNORE)
         if not self.mask_documents:
-            return Sample(tokens[:-1], labels, None, None, length)
+            return Sample(tokens[:-1], labels, None, length)
         # A document that begins before the window counts as beginning with it.
         starts = np.concatenate(([0], self.store.starts_between(start + 1, start + length + 1) - start))
         labels = labels.copy()
         labels[starts[1:] - 1] = IGNORE
-        return Sample(tokens[:-1], labels, *numbered(starts, length), length)
+        return Sample(tokens[:-1], labels, positions_from(starts, length), length)
 
     def count_valid(self, window: int) -> int:
         """Labels of a window that count in the loss."""
@@ -99,8 +104,9 @@ class RunningWindows:
         return self.sequence_length
 
 
-def numbered(starts: Int64Array, length: int) -> tuple[Int64Array, Int64Array]:
-    """Positions within documents that begin at the given places, and the documents' numbers."""
-    lengths = np.diff(starts[starts < length], append=length)
-    places = np.arange(length, dtype=np.int64)
-    return places - np.repeat(starts[: len(lengths)], lengths), np.repeat(np.arange(len(lengths)), lengths)
+def positions_from(starts: Int64Array, length: int) -> Int64Array:
+    """Positions within documents that begin at the given places, the first at 0."""
+    positions = np.arange(length, dtype=np.int64)
+    for start, stop in pairwise([*starts.tolist()[1:], length]):
+        positions[start:stop] -= start
+    return positions

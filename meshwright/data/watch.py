@@ -32,12 +32,11 @@ class Roll:
         """Called by a worker when it has read it."""
         self._samples[worker] = _IDLE
 
-    def name_failed(self, error: str) -> str:
-        """Which worker an error that tells of its process is about."""
-        for pid in map(int, re.findall(r"\d+", error)):
-            if pid and pid in list(self._pids):
-                return f"{self._name(list(self._pids).index(pid))} failed ({error})"
-        return f"one of data.workers = {self._workers} data worker processes failed ({error})"
+    def name_failed(self, error: str) -> str | None:
+        """Which worker an error is about that tells of its process; None where it tells of none."""
+        told = {int(number) for number in re.findall(r"\d+", error)} if "worker" in error else set()
+        failed = [worker for worker in range(self._workers) if self._pids[worker] in told]
+        return f"{self._name(failed[0])} failed ({error})" if failed else None
 
     def name_slowest(self) -> str:
         """The worker that reads the earliest step, which is the one that is waited for."""

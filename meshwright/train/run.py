@@ -136,6 +136,10 @@ class TrainingRun(ABC, Generic[E]):
                 if self._resumed_step == 0:
                     self._evaluate(0)
                 self._train(iter(loader), stop)
+        except RuntimeError as error:
+            if (explained := loader.explained(error)) is error:
+                raise
+            raise explained from error
         finally:
             loader.close()
         self.outcome.peak_memory_bytes, self.outcome.steady_memory_bytes = self._gauge.peak, self._gauge.steady

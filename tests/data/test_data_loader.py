@@ -1,5 +1,6 @@
 """Samples and the loader: one stream, whatever reads it."""
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from meshwright.data import (
     validation_windows,
     watch,
 )
+from meshwright.data.batch import stack_samples
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
@@ -72,7 +74,7 @@ def test_windows_cover_the_store_and_labels_are_the_next_token(corpus):
     everything = corpus.train.read(0, count * S + 1)
     assert np.array_equal(np.concatenate([window.tokens_S for window in windows]), everything[:-1])
     assert np.array_equal(np.concatenate([window.labels_S for window in windows]), everything[1:])
-    assert windows[0].positions_S is None and windows[0].document_ids_S is None
+    assert windows[0].positions_S is None
 
 
 def test_masked_documents_follow_the_end_of_text(corpus):
@@ -81,9 +83,10 @@ def test_masked_documents_follow_the_end_of_text(corpus):
     windows = RunningWindows(corpus.train, S, mask_documents=True)
     for window in range(len(windows)):
         sample = windows.read(window)
+        document_ids = stack_samples([sample], [0]).document_ids_BS[0]
         document = position = 0
         for place in range(S):
-            assert (sample.document_ids_S[place], sample.positions_S[place]) == (document, position)
+            assert (document_ids[place], sample.positions_S[place]) == (document, position)
             if sample.tokens_S[place] == end:
                 assert sample.labels_S[place] == IGNORE
                 document, position, boundaries = document + 1, 0, boundaries + 1
@@ -174,13 +177,26 @@ def test_workers_leave_signals_to_the_main_process(corpus):
     assert len(take(loader, 10)) == 10
 
 
-def test_a_dead_worker_is_an_error(corpus):
-    loader = loader_of(corpus.train, workers=1, prefetch=1)
-    next(loader)
-    with pytest.raises(RuntimeError, match=r"data worker 0 of 1 \(process \d+, .*\) failed .*try fewer data\.workers"):
-        for worker in multiprocessing.active_children():
-            os.kill(worker.pid, signal.SIGKILL)
-        take(loader, 10)
+class Deadly(RunningWindows):
+    """Windows of which one in the second step ends who reads it."""
+
+    def read(self, window):
+        if window == stream_of(self.store).place(5)[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(window)
+
+
+def test_a_dead_worker_is_named(corpus):
+    loader = Loader(Stream([Deadly(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    gc.disable()  # the death may be told anywhere in this process, also amid a collection, where nobody would hear it
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            take(loader, 10)
+    finally:
+        gc.enable()
+    told = str(loader.explained(raised.value)) if "data worker" not in str(raised.value) else str(raised.value)
+    assert re.match(r"data worker 1 of 2 \(process \d+, reading the step of sample 4\) failed \(.*Killed", told)
+    assert told.endswith("try fewer data.workers, or data.workers = 0")
     loader.close()
 
 

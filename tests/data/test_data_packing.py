@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import IGNORE, Loader, RunningWindows, prepare, training_index, training_stream
+from meshwright.data.batch import stack_samples
 from meshwright.data.packed import PackedWindows, open_packed
 from meshwright.data.packing import pack_documents, packed_shares, running_shares
 from meshwright.errors import UserError
@@ -82,6 +83,7 @@ def test_labels_stay_in_their_document(drawn: tuple[list[int], int], masked: boo
     windows = PackedWindows(store, index, room, masked)
     for window in range(len(windows)):
         sample = windows.read(window)
+        document_ids = stack_samples([sample], [0]).document_ids_BS
         assert windows.count_valid(window) == int((sample.labels_S != IGNORE).sum())
         assert windows.length(window) == sample.length
         for place, (token, label) in enumerate(zip(sample.tokens_S, sample.labels_S, strict=True)):
@@ -99,9 +101,9 @@ def test_labels_stay_in_their_document(drawn: tuple[list[int], int], masked: boo
                 cut = place and sample.tokens_S[place - 1] == token - 1 and token not in store.starts
                 assert sample.positions_S[place] == (sample.positions_S[place - 1] + 1 if cut else 0)
                 same = np.searchsorted(store.starts, sample.tokens_S[: sample.length], side="right") == document
-                numbers = sample.document_ids_S[: sample.length]
-                assert np.array_equal(numbers[same], np.full(same.sum(), sample.document_ids_S[place]))
-                assert sample.document_ids_S[sample.length :].tolist() == [numbers[-1] + 1] * (room - sample.length)
+                numbers = document_ids[0, : sample.length].numpy()
+                assert np.array_equal(numbers[same], np.full(same.sum(), numbers[place]))
+                assert document_ids[0, sample.length :].tolist() == [numbers[-1] + 1] * (room - sample.length)
 
 
 @settings(deadline=None, max_examples=40)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -101,10 +102,9 @@ def test_the_first_loss_is_that_of_the_assistants_tokens_alone(folder: Path, run
     assistant, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     total, count = 0.0, 0
     for sample in map(stream.read, range(8)):
-        for number in range(int(sample.document_ids_S[sample.length - 1]) + 1):
-            tokens = torch.from_numpy(
-                sample.tokens_S[: sample.length][sample.document_ids_S[: sample.length] == number]
-            )
+        document_ids = np.cumsum(sample.positions_S[: sample.length] == 0) - 1
+        for number in range(int(document_ids[-1]) + 1):
+            tokens = torch.from_numpy(sample.tokens_S[: sample.length][document_ids == number])
             begins = tokens.tolist().index(assistant) + 1
             stops = begins + tokens.tolist()[begins:].index(end) + 1
             labels = torch.full_like(tokens, IGNORE)
