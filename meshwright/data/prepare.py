@@ -31,14 +31,17 @@ _BATCH_BYTES = 4_000_000
 Report = Callable[[str, float], None]
 
 
-def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus:
-    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it."""
+def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it.
+
+    A tokenizer that is given stands in the place of the section's own.
+    """
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
     if any(is_prepared(name) for name in data.sources):
         return _prepared(data, vocab_size)
     sources = list_sources(data.sources)
-    given = _given_tokenizer(data.tokenizer, vocab_size)
+    given = tokenizer or _given_tokenizer(data.tokenizer, vocab_size)
     chat = _chat_template(data)
     root = cache_root(data.cache)
     folder = root / f"tokens-{_key(data, sources, vocab_size, given, chat)}"
@@ -46,8 +49,8 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus
     if not _is_complete(folder):
         try:
             with building(folder, _is_complete) as partial:
-                tokenizer = given or train_tokenizer(_training_texts(sources, data, chat, report), vocab_size)
-                _write(partial, data, sources, tokenizer, chat, report)
+                used = given or train_tokenizer(_training_texts(sources, data, chat, report), vocab_size)
+                _write(partial, data, sources, used, chat, report)
         except OSError as error:
             raise _unwritable(error, root, sources, vocab_size) from error
     return _open(folder)
@@ -65,6 +68,11 @@ def _synthetic(data: Data, vocab_size: int) -> Corpus:
 
 def _prepared(data: Data, vocab_size: int) -> Corpus:
     """Folders that `meshwright data prepare` made, one behind the other; the tokenizer is theirs."""
+    if data.format != "text":
+        raise UserError(
+            f'data.format = "{data.format}" cannot read prepared folders, which hold plain text; name the '
+            "conversations' own files in data.sources"
+        )
     folders = []
     for name in data.sources:
         if not is_prepared(name):

@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 from data_texts import text_of
 
+from meshwright.data import StreamLoader, open_flow
 from meshwright.data.prepared import Progress, Wishes, build, open_prepared
 from meshwright.data.raw import list_inputs, plan_units, read_unit, remote
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.errors import UserError
+from meshwright.job.data import Data
 
 OBJECTS = 4
 TEXTS = [[f"object {part} " + text_of(number) for number in range(500)] for part in range(OBJECTS)]
@@ -127,6 +129,29 @@ def test_reading_outlives_a_killed_server(server: Server) -> None:
     assert restart is not None
     restart.join()
     assert got == [text for texts in TEXTS for text in texts] and retries > 0
+
+
+def test_a_stream_outlives_a_killed_server(server: Server, tmp_path: Path) -> None:
+    train_tokenizer(TEXTS[0][:50], 300).save(tmp_path / "tokenizer.json")
+    data = Data(
+        sources=("s3://corpus/text",), tokenizer=str(tmp_path / "tokenizer.json"), stream=True, virtual_shards=4
+    )
+    settings = {"seed": 1, "sequence_length": 64, "global_batch": 8}
+
+    def steps(disturb: bool) -> list[list[list[int]]]:
+        loader = StreamLoader(open_flow(data, 300), **settings)
+        found = []
+        for number in range(150):
+            if disturb and number == 40:
+                server.kill()
+                restarts.append(server.restart_later(0.3))
+            found.append(next(loader).batch.tokens_BS.tolist())
+        return found
+
+    restarts: list[threading.Thread] = []
+    undisturbed = steps(disturb=False)
+    assert steps(disturb=True) == undisturbed
+    restarts[0].join()
 
 
 def test_addresses_that_hold_nothing(server: Server, monkeypatch) -> None:
