@@ -25,7 +25,7 @@ from meshwright.errors import UserError
 from meshwright.job.data import Data
 
 OBJECTS = 4
-TEXTS = [[f"object {part} " + text_of(number) for number in range(500)] for part in range(OBJECTS)]
+TEXTS = [[f"object {part} " + text_of(number) for number in range(300)] for part in range(OBJECTS)]
 
 
 class Server:
@@ -86,7 +86,7 @@ def test_prepare_outlives_a_killed_server(server: Server, tmp_path: Path) -> Non
     train_tokenizer(TEXTS[0][:50], 300).save(tokenizer)
     wishes = Wishes(("s3://corpus/text",), tokenizer)
     undisturbed = build(wishes, tmp_path / "undisturbed", 2, unit_bytes=50_000)
-    assert undisturbed.documents["train"] + undisturbed.documents["validation"] == 500 * OBJECTS
+    assert undisturbed.documents["train"] + undisturbed.documents["validation"] == 300 * OBJECTS
 
     restarts: list[threading.Thread] = []
     last: list[Progress] = []
@@ -123,7 +123,7 @@ def test_reading_outlives_a_killed_server(server: Server) -> None:
     for unit in units:
         for item in read_unit(unit, "text", watch):
             got.append(item.text)
-            if len(got) == 700:
+            if len(got) == 400:
                 server.kill()
                 restart = server.restart_later(0.3)
     assert restart is not None
@@ -141,8 +141,8 @@ def test_a_stream_outlives_a_killed_server(server: Server, tmp_path: Path) -> No
     def steps(disturb: bool) -> list[list[list[int]]]:
         loader = StreamLoader(open_flow(data, 300), **settings)
         found = []
-        for number in range(150):
-            if disturb and number == 40:
+        for number in range(60):
+            if disturb and number == 20:
                 server.kill()
                 restarts.append(server.restart_later(0.3))
             found.append(next(loader).batch.tokens_BS.tolist())
