@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from meshwright.data.samples import IGNORE, Sample
 from meshwright.model import Documents
@@ -105,14 +106,14 @@ class Batch:
 
 def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch:
     """The samples as a batch, under the numbers given."""
-    labels_BS = np.stack([sample.labels_S for sample in samples])
+    labels_BS = _stack([sample.labels_S for sample in samples])
     return Batch(
-        tokens_BS=torch.from_numpy(np.stack([sample.tokens_S for sample in samples])),
-        labels_BS=torch.from_numpy(labels_BS),
+        tokens_BS=_stack([sample.tokens_S for sample in samples]),
+        labels_BS=labels_BS,
         positions_BS=_stack_if_given([sample.positions_S for sample in samples]),
         document_ids_BS=_stack_if_given([sample.document_ids_S for sample in samples]),
         sample_ids_B=torch.tensor(sample_ids, dtype=torch.int64),
-        valid_counts=tuple((labels_BS != IGNORE).sum(axis=1).tolist()),
+        valid_counts=tuple((labels_BS.numpy() != IGNORE).sum(axis=1).tolist()),
         document_counts=tuple(1 if s.document_ids_S is None else int(s.document_ids_S[-1]) + 1 for s in samples),
         lengths=tuple(sample.length for sample in samples),
     )
@@ -120,4 +121,13 @@ def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch
 
 def _stack_if_given(rows: Sequence[NDArray[np.int64] | None]) -> Tensor | None:
     given = [row for row in rows if row is not None]
-    return torch.from_numpy(np.stack(given)) if given else None
+    return _stack(given) if given else None
+
+
+def _stack(rows: Sequence[NDArray[np.int64]]) -> Tensor:
+    stacked = torch.empty(len(rows), len(rows[0]), dtype=torch.int64)
+    if get_worker_info() is not None:
+        # Filled where the parent will read it, it is not copied once more.
+        stacked.share_memory_()  # type: ignore[no-untyped-call]
+    np.stack(rows, out=stacked.numpy())
+    return stacked

@@ -1,5 +1,6 @@
 """Packed windows: an index of whole documents, kept beside the tokens, and how a window is read by it."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from meshwright.errors import UserError
 
 PADDING = 0
 """The token of places that hold none: any would do, for no label is there and nothing sees it."""
+_LOOKS, _LOOK_TOKENS = 64, 1 << 14
 _ARRAYS = ("starts", "lengths", "first")
 
 
@@ -119,7 +121,9 @@ def open_packed(
             f'data.packing = "{packing}" needs text with an end, which builtin:synthetic has not; name your own '
             'data.sources, or set data.packing = "concatenate"'
         )
-    name = None if folder is None else folder / f"{split}.{packing}-{sequence_length}"
+    name = None
+    if folder is not None:
+        name = folder / f"{split}.{packing}-{sequence_length}-{_fingerprint(store, bounds)}"
     kept = None if name is None else _read(name)
     if kept is not None:
         return kept
@@ -127,6 +131,15 @@ def open_packed(
     if name is not None:
         _write(name, made)
     return made
+
+
+def _fingerprint(store: TokenStore, bounds: Sequence[int]) -> str:
+    """Tells packed stores apart that would keep their index in one folder, by looks at where documents begin."""
+    digest = hashlib.sha256(json.dumps(list(bounds)).encode())
+    for look in range(_LOOKS):
+        start = look * len(store) // _LOOKS
+        digest.update(store.starts_between(start, start + _LOOK_TOKENS).tobytes())
+    return digest.hexdigest()[:8]
 
 
 def _make(store: TokenStore, bounds: Sequence[int], packing: str, sequence_length: int) -> PackIndex:
@@ -177,7 +190,7 @@ def _replace(path: Path, write: Any) -> None:
 def _read(name: Path) -> PackIndex | None:
     try:
         facts = json.loads(Path(f"{name}.json").read_text(encoding="utf-8"))
-        arrays = [np.load(f"{name}.{kind}.npy", mmap_mode="r") for kind in _ARRAYS]
+        arrays = [np.asarray(np.load(f"{name}.{kind}.npy", mmap_mode="r")) for kind in _ARRAYS]
         if [len(array) for array in arrays] != facts["sizes"]:
             return None
         return PackIndex(Packed(*arrays), tuple(facts["bounds"]), Shares(**facts["shares"]), Shares(**facts["running"]))

@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import numpy as np
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
 from meshwright.data.chat import ChatTemplate, load_chat_template
 from meshwright.data.corpus import Corpus
+from meshwright.data.join import joined
 from meshwright.data.mixing import fraction_of
 from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
@@ -29,6 +32,7 @@ _SAMPLING_KEY = 0x70_4B_E2
 _BATCH_BYTES = 4_000_000
 
 Report = Callable[[str, float], None]
+Read = Callable[[Sequence[Source]], Iterator[Document]]
 
 
 def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -48,9 +52,14 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
     sweep(root)
     if not _is_complete(folder):
         try:
-            with building(folder, _is_complete) as partial:
-                used = given or train_tokenizer(_training_texts(sources, data, chat, report), vocab_size)
-                _write(partial, data, sources, used, chat, report)
+            with building(folder, _is_complete) as draft:
+                with _reading(data, sources, chat, root) as (read, apart):
+                    used = given or train_tokenizer(_training_texts(apart, read, report), vocab_size)
+                    _write(draft, data, apart, read, used, report)
+                if _state(list_sources(data.sources)) != _state(sources):
+                    raise UserError(
+                        "data.sources changed while it was read; start again when nothing writes to it any more"
+                    )
         except OSError as error:
             raise _unwritable(error, root, sources, vocab_size) from error
     return _open(folder)
@@ -140,6 +149,7 @@ def _key(
         "format": FORMAT,
         "files": _state(sources),
         "text_field": data.text_field,
+        "join": data.join,
         "tokenizer": given.fingerprint() if given else vocab_size,
         "validation_fraction": data.validation_fraction,
         "chat": None if chat is None else chat.fingerprint,
@@ -151,13 +161,23 @@ def _state(sources: Sequence[Source]) -> list[list[str | int]]:
     return [[str(file.path), file.size_bytes, file.modified_ns] for source in sources for file in source.files]
 
 
-def _training_texts(
-    sources: Sequence[Source], data: Data, chat: ChatTemplate | None, report: Report | None
-) -> Iterator[str]:
+@contextmanager
+def _reading(
+    data: Data, sources: Sequence[Source], chat: ChatTemplate | None, root: Path
+) -> Iterator[tuple[Read, Sequence[Source]]]:
+    """How documents are read, and the sources that they are read from: joined ones are one."""
+    if data.join is None:
+        yield partial(iterate_documents, text_field=data.text_field, chat=chat), sources
+    else:
+        with joined(sources, data.text_field, data.join, root) as table:
+            yield table.documents, sources[:1]
+
+
+def _training_texts(sources: Sequence[Source], read: Read, report: Report | None) -> Iterator[str]:
     """A fixed sample of the documents, at most TRAINING_BYTES of them."""
     total = sum(source.size_bytes for source in sources)
     taken = 0
-    for number, document in enumerate(iterate_documents(sources, data.text_field, chat)):
+    for number, document in enumerate(read(sources)):
         if taken and fraction_of(number, _SAMPLING_KEY) >= TRAINING_BYTES / total:
             continue
         yield document.text
@@ -172,28 +192,26 @@ def _write(
     folder: Path,
     data: Data,
     sources: Sequence[Source],
+    read: Read,
     tokenizer: Tokenizer,
-    chat: ChatTemplate | None,
     report: Report | None,
 ) -> None:
-    fraction, marked = data.validation_fraction, chat is not None
+    fraction, marked = data.validation_fraction, data.format == "conversations"
     # The end of a conversation without its beginning would be no test of anything.
-    by_document = marked or fraction == 0 or splits_by_document(iterate_documents(sources, data.text_field), fraction)
+    by_document = marked or fraction == 0 or splits_by_document(read(sources), fraction)
     dtype = token_dtype(tokenizer.vocab_size)
     total = sum(source.size_bytes for source in sources)
     done = 0
     bounds = [0]
     with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document, marked=marked) as writer:
         for source in sources:
-            for batch in _batches(iterate_documents([source], data.text_field, chat)):
+            for batch in _batches(read([source])):
                 _add(writer, tokenizer, batch)
                 done += sum(document.source_bytes for document in batch)
                 if report:
                     report("tokens", done / total)
             bounds.append(writer.train.count)
         writer.finish()
-    if _state(list_sources(data.sources)) != _state(sources):
-        raise UserError("data.sources changed while it was read; start again when nothing writes to it any more")
     tokenizer.save(folder / TOKENIZER)
     manifest = {
         "format": FORMAT,

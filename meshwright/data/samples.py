@@ -101,6 +101,6 @@ class RunningWindows:
 
 def numbered(starts: Int64Array, length: int) -> tuple[Int64Array, Int64Array]:
     """Positions within documents that begin at the given places, and the documents' numbers."""
+    lengths = np.diff(starts[starts < length], append=length)
     places = np.arange(length, dtype=np.int64)
-    document_ids = np.searchsorted(starts, places, side="right") - 1
-    return places - starts[document_ids], document_ids
+    return places - np.repeat(starts[: len(lengths)], lengths), np.repeat(np.arange(len(lengths)), lengths)

@@ -91,6 +91,28 @@ def iterate_documents(
             raise UserError(f"data.sources: {source.name} holds no text; put some there or remove it from the list")
 
 
+def iterate_keyed(source: Source, text_field: str, key_field: str) -> Iterator[tuple[str, Document]]:
+    """The documents of a source of JSONL files, each with the key in another of its fields."""
+    for file in source.files:
+        if file.path.suffix.lower() != JSONL_SUFFIX:
+            raise UserError(
+                f"data.join joins {JSONL_SUFFIX} files, not {file.path}; write a document with its key a line"
+            )
+        with file.path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                origin = f"{file.path}:{number}"
+                if not line.strip():
+                    continue
+                text = _text_of_line(file.path, origin, line, text_field)
+                key = _record_of_line(file.path, origin, line).get(key_field)
+                if isinstance(key, bool) or not isinstance(key, str | int):
+                    raise UserError(
+                        f'data.sources: {origin} has no text or whole number in its field "{key_field}" to join it by; '
+                        "correct data.join, or mend the line"
+                    )
+                yield str(key), Document(text, origin, len(line))
+
+
 def _files_of(source: str) -> Iterator[SourceFile]:
     if source == STDLIB:
         yield from _stdlib_files()

@@ -65,7 +65,7 @@ class FileTokens:
         """Where documents start, start included and stop not."""
         if self._starts is None:
             try:
-                self._starts = np.load(self._starts_path, mmap_mode="r")
+                self._starts = np.asarray(np.load(self._starts_path, mmap_mode="r"))
             except (OSError, ValueError) as error:
                 raise _lost(self._starts_path) from error
         first, last = np.searchsorted(self._starts, (start, stop))
@@ -84,7 +84,8 @@ class FileTokens:
             return np.empty(0, dtype)
         try:
             # A shorter file would kill the process on access, so its size is checked by asking for the shape.
-            return np.memmap(path, dtype=dtype, mode="r", shape=(self._count,))
+            # Slices of a plain array are made several times faster than those of a memmap.
+            return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(self._count,)))
         except (OSError, ValueError) as error:
             raise _lost(path) from error
 

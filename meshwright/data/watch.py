@@ -72,7 +72,7 @@ class Watch:
             since = self.waiting_since
             if since is not None and since != told and time.monotonic() - since > SLOW_S:
                 told = since
-                self._report(f"training has waited {SLOW_S:.0f} s for {self._roll.name_slowest()}")
+                self._report(f"training has waited {SLOW_S:g} s for {self._roll.name_slowest()}")
 
 
 def to_stderr(sentence: str) -> None:

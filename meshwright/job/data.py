@@ -28,6 +28,9 @@ class Data(Section):
     """Other weights from a number of tokens on, as `{tokens = 1000000, weights = [1, 2]}`; ascending."""
     text_field: str = Field(default="text", min_length=1)
     """The key that holds the text in each line of a JSONL file."""
+    join: str | None = Field(default=None, min_length=1)
+    """A field of JSONL files: each document of the first source is followed by those of the others with the same value
+    there."""
     format: Literal["text", "conversations"] = "text"
     """`conversations`: every line of a JSONL file is one, and the loss counts only what the assistant says."""
     chat_template: str | None = None
@@ -58,6 +61,11 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
+        if self.join is not None and (self.weights is not None or self.format == "conversations"):
+            beside = "data.weights" if self.weights is not None else 'data.format = "conversations"'
+            raise ValueError(
+                f'data.join = "{self.join}" makes one text of all sources and knows no {beside}; leave one out'
+            )
         if self.stages and self.weights is None:
             raise ValueError("data.stages needs data.weights, which hold until the first stage begins; set them")
         if self.stream and (self.weights is not None or self.packing != "concatenate" or self.format != "text"):

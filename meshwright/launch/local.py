@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from meshwright.checkpoint import Keeper, require_backup
-from meshwright.data import Corpus, Loader, StreamLoader
+from meshwright.data import Corpus, Loader, StreamLoader, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run
@@ -219,6 +219,8 @@ def _build_and_train(
         folder.write("tokenizer.json", corpus.tokenizer.to_json())
     if kernels is not None:
         folder.event("attention", **kernels)
+    if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
+        folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
     with ConsoleProgress(job, console) as progress:
         training = make_training(job, corpus, engine, weights, folder, progress, world)
         training.watch_memory(folder.memory)
@@ -258,6 +260,7 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
         _tokens_told(corpus),
         f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
+        *_packing(job, corpus),
         f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
         f"run folder {folder.path}",
     ]
@@ -265,3 +268,14 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     if slow := emulated_format(job, world.device):
         text += f" · note: this CPU has no {slow} arithmetic, fp32 is far faster here"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _packing(job: Job, corpus: Corpus) -> list[str]:
+    """What packing costs, where there is any, beside what concatenating would."""
+    index = training_index(corpus, job.data, job.batch.sequence_length)
+    if index is None:
+        return []
+    return [
+        f"packing {job.data.packing}: {index.shares.padded:.1%} padding, {index.shares.truncated:.1%} of the tokens "
+        f"cut off from their document's beginning ({index.running.truncated:.1%} if concatenated)"
+    ]

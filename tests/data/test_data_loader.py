@@ -3,8 +3,10 @@
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from meshwright.data import (
     training_stream,
     validation_batches,
     validation_windows,
+    watch,
 )
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -179,6 +182,27 @@ def test_a_dead_worker_is_an_error(corpus):
             os.kill(worker.pid, signal.SIGKILL)
         take(loader, 10)
     loader.close()
+
+
+class Slow(RunningWindows):
+    """Windows of which one in the second step takes its time."""
+
+    def read(self, window):
+        if window == stream_of(self.store).place(5)[1]:
+            time.sleep(1.5)
+        return super().read(window)
+
+
+def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch):
+    monkeypatch.setattr(watch, "SLOW_S", 0.3)
+    loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    told = []
+    loader.on_slow = told.append
+    take(loader, 4)
+    (sentence,) = told
+    assert re.fullmatch(
+        r"training has waited 0\.3 s for data worker 1 of 2 \(process \d+, reading the step of sample 4\)", sentence
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1])

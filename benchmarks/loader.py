@@ -1,0 +1,92 @@
+"""How many tokens a second one worker process delivers from prepared data, in every packing.
+
+python benchmarks/loader.py [--tokens 50000000] [--seconds 3] [--out benchmarks/results/loader.json]
+
+The tokens are prepared in files first (documents of log-normal length, two sources), then read by the loader that
+training uses, with one worker process and nothing else at work; what is counted are the places of the batches that the
+training process received. The read-ahead of the worker fills up before the clock starts, and what it held then is not
+counted.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data import Corpus, Loader, training_stream
+from meshwright.data.store import FileTokens, TokenWriter, token_dtype
+from meshwright.job.data import Data
+
+SEQUENCE, GLOBAL_BATCH, PREFETCH = 4096, 32, 4
+CASES: dict[str, dict[str, Any]] = {
+    "concatenate": {},
+    "concatenate, documents masked": {"mask_documents": True},
+    "concatenate, blended 70/30": {"weights": (0.7, 0.3)},
+    "best-fit, documents masked": {"packing": "best-fit", "mask_documents": True},
+    "none, documents masked": {"packing": "none", "mask_documents": True},
+}
+
+
+def write_corpus(folder: Path, tokens: int) -> Corpus:
+    """Token files as preparation writes them."""
+    generator = np.random.default_rng(0)
+    writer = TokenWriter(folder, "train", token_dtype(50_000))
+    bounds = [0]
+    for share in (0.7, 0.3):
+        target = writer.count + int(tokens * share)
+        while writer.count < target:
+            writer.begin_document()
+            writer.append(generator.integers(0, 50_000, int(generator.lognormal(6.5, 1.0)) + 2))
+        bounds.append(writer.count)
+    writer.finish()
+    store = FileTokens(folder, "train", writer.count, token_dtype(50_000).str)
+    return Corpus(None, store, store, folder, tuple(bounds))
+
+
+def measure(corpus: Corpus, fields: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Tokens a second of one worker, and without a process between."""
+    data = Data(sources=("a", "b"), **fields)
+    stream = training_stream(corpus, data, SEQUENCE, seed=0)
+    rates = {}
+    for name, workers in (("one_worker", 1), ("no_worker", 0)):
+        loader = Loader(stream, global_batch=GLOBAL_BATCH, workers=workers, prefetch=PREFETCH)
+        for _ in range(PREFETCH + 1):
+            next(loader)
+        steps, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            next(loader)
+            steps += 1
+        # What lay ready when the clock started was not made in the time counted.
+        made = steps - (PREFETCH if workers else 0)
+        rates[name] = made * GLOBAL_BATCH * SEQUENCE / (time.perf_counter() - started)
+        loader.close()
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=50_000_000)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus = write_corpus(Path(scratch), options.tokens)
+        results = {name: measure(corpus, fields, options.seconds) for name, fields in CASES.items()}
+    for name, rates in results.items():
+        told = " · ".join(f"{rate / 1e6:7.1f} M tokens/s {kind.replace('_', ' ')}" for kind, rate in rates.items())
+        sys.stdout.write(f"{name:32} {told}\n")
+    if options.out:
+        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+        settings = {"sequence_length": SEQUENCE, "global_batch": GLOBAL_BATCH, "tokens": options.tokens}
+        options.out.write_text(json.dumps(machine | settings | {"tokens_per_s": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
