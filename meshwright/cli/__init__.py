@@ -7,6 +7,7 @@ import typer
 
 from meshwright.cli import (
     bench,
+    calibrate,
     checkpoint,
     data,
     doctor,
@@ -37,6 +38,7 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("eval")(evaluate.evaluate)
+app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
