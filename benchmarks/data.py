@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 WIDE = 8
+UNIT_BYTES = 2 << 20
+"""So that small inputs have units for every core too."""
 
 
 def write_corpus(path: Path, size_bytes: int, seed: int) -> None:
@@ -71,7 +73,7 @@ def prepare(source: str, tokenizer: str) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         started, before = time.perf_counter(), cpu_s()
-        manifest = build(Wishes((source,), Path(tokenizer)), Path(folder) / "out")
+        manifest = build(Wishes((source,), Path(tokenizer)), Path(folder) / "out", unit_bytes=UNIT_BYTES)
         seconds = time.perf_counter() - started
     size_bytes = sum(manifest.text_bytes.values())
     return {"seconds": seconds, "cpu_s": cpu_s() - before, "mb_per_s": size_bytes / seconds / 1e6}

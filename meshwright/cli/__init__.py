@@ -11,6 +11,7 @@ from meshwright.cli import (
     checkpoint,
     data,
     doctor,
+    evaluate,
     generate,
     job,
     plan,
@@ -36,6 +37,7 @@ app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)

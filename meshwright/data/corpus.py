@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from meshwright.data.streaming import Flow
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,9 @@ class Corpus:
     folder: Path | None
     source_bounds: tuple[int, ...] = ()
     """Where each of data.sources begins in the training tokens, and where the last ends; empty when there is one."""
+
+    flow: "Flow | None" = None
+    """Where training is read from when nothing was prepared; there are no training tokens then."""
 
     @property
     def bounds(self) -> tuple[int, ...]:

@@ -117,11 +117,11 @@ class Loader:
             self._steps,
             batch_size=None,
             sampler=itertools.count(self._position, self._steps.global_batch),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if many else None,
             pin_memory=self._pin_memory,
-            worker_init_fn=_leave_signals_to_the_parent if many else None,
+            worker_init_fn=leave_signals_to_the_parent if many else None,
             multiprocessing_context="fork" if many and sys.platform == "linux" else None,
             # Without its own generator the loader would draw from the global one, and a resumed run would differ.
             generator=torch.Generator(),
@@ -180,11 +180,12 @@ def validation_batches(windows: Windows, micro_batch: int, count: int) -> Iterat
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
 
 
-def _as_it_is(item: Any) -> Any:
+def as_it_is(item: Any) -> Any:
+    """What a worker made, unchanged."""
     return item
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
+def leave_signals_to_the_parent(worker: int) -> None:
     """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
 
     SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits.

@@ -35,14 +35,17 @@ Report = Callable[[str, float], None]
 Read = Callable[[Sequence[Source]], Iterator[Document]]
 
 
-def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus:
-    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it."""
+def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it.
+
+    A tokenizer that is given stands in the place of the section's own.
+    """
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
     if any(is_prepared(name) for name in data.sources):
         return _prepared(data, vocab_size)
     sources = list_sources(data.sources)
-    given = _given_tokenizer(data.tokenizer, vocab_size)
+    given = tokenizer or _given_tokenizer(data.tokenizer, vocab_size)
     chat = _chat_template(data)
     root = cache_root(data.cache)
     folder = root / f"tokens-{_key(data, sources, vocab_size, given, chat)}"
@@ -51,8 +54,8 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus
         try:
             with building(folder, _is_complete) as draft:
                 with _reading(data, sources, chat, root) as (read, apart):
-                    tokenizer = given or train_tokenizer(_training_texts(apart, read, report), vocab_size)
-                    _write(draft, data, apart, read, tokenizer, report)
+                    used = given or train_tokenizer(_training_texts(apart, read, report), vocab_size)
+                    _write(draft, data, apart, read, used, report)
                 if _state(list_sources(data.sources)) != _state(sources):
                     raise UserError(
                         "data.sources changed while it was read; start again when nothing writes to it any more"
@@ -74,6 +77,11 @@ def _synthetic(data: Data, vocab_size: int) -> Corpus:
 
 def _prepared(data: Data, vocab_size: int) -> Corpus:
     """Folders that `meshwright data prepare` made, one behind the other; the tokenizer is theirs."""
+    if data.format != "text":
+        raise UserError(
+            f'data.format = "{data.format}" cannot read prepared folders, which hold plain text; name the '
+            "conversations' own files in data.sources"
+        )
     folders = []
     for name in data.sources:
         if not is_prepared(name):

@@ -2,10 +2,13 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.errors import UserError
@@ -17,6 +20,7 @@ SMALLEST_VOCABULARY = 257
 """Every byte and the end of text."""
 
 _SLICE = 4096
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 # The library's thread pool does not survive a fork: a child that used it would hang, and the library warns of every
 # fork while this is not set. A user's own setting stands.
@@ -77,6 +81,23 @@ class Tokenizer:
         """The text of the tokens, special ones by name."""
         text: str = self._inner.decode(list(tokens), skip_special_tokens=False)
         return text
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """How many bytes of text every token stands for; special tokens stand for none."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        special = {token for token, entry in self._inner.get_added_tokens_decoder().items() if entry.special}
+        # A byte-level alphabet has one character for each byte.
+        by_byte = type(self._inner.decoder).__name__ == "ByteLevel"
+        for text, token in self._inner.get_vocab(with_added_tokens=True).items():
+            if token in special:
+                continue
+            if by_byte:
+                lengths[token] = len(text)
+            elif _BYTE.fullmatch(text):
+                lengths[token] = 1
+            else:
+                lengths[token] = len(text.replace("▁", " ").encode("utf-8"))
+        return lengths
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json."""

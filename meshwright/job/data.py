@@ -44,6 +44,12 @@ class Data(Section):
     """Attention and positions stay within a document."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
     """Share of the documents held out for validation; 0 holds out none."""
+    stream: bool = False
+    """Read and tokenise the sources while training, without preparing them; any kind and place `data prepare` reads."""
+    virtual_shards: PositiveInt = 64
+    """stream only: parts of the input with a cursor each; a multiple of the data-parallel ranks reads nothing twice."""
+    shuffle_buffer: PositiveInt = 64
+    """stream only: sequences of a virtual shard that are shuffled among each other."""
     workers: NonNegativeInt = 2
     """Processes that read ahead; 0 reads in the training process."""
     prefetch: PositiveInt = 4
@@ -62,6 +68,11 @@ class Data(Section):
             )
         if self.stages and self.weights is None:
             raise ValueError("data.stages needs data.weights, which hold until the first stage begins; set them")
+        if self.stream and (self.weights is not None or self.packing != "concatenate" or self.format != "text"):
+            raise ValueError(
+                "data.stream reads plain text as it runs on, without data.weights, other data.packing or "
+                "conversations; leave those out or prepare the data"
+            )
         tokens = [stage.tokens for stage in self.stages]
         if tokens != sorted(set(tokens)):
             raise ValueError(f"data.stages begin at {tokens} tokens; put them in ascending order")

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes
-from meshwright.data import Corpus
+from meshwright.data import Corpus, Cursor
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import from_rank_zero
 from meshwright.model import build_architecture
 from meshwright.parallel import World
-from meshwright.train import fingerprint
+from meshwright.train import fingerprint, saved_cursors
 
 # What decides which samples come next, and what the saved states of the optimizer are.
 _FIXED = (
@@ -40,6 +40,10 @@ class Start:
     def position(self) -> int:
         """The first sample of the global stream to read."""
         return 0 if self.checkpoint is None else self.checkpoint.facts.position
+
+    def cursors(self) -> dict[int, Cursor] | None:
+        """Where a stream goes on, shard by shard."""
+        return None if self.checkpoint is None else saved_cursors(self.checkpoint)
 
 
 def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[str]]:

@@ -17,13 +17,15 @@ from pathlib import Path
 import pytest
 from data_texts import text_of
 
+from meshwright.data import StreamLoader, open_flow
 from meshwright.data.prepared import Progress, Wishes, build, open_prepared
 from meshwright.data.raw import list_inputs, plan_units, read_unit, remote
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.errors import UserError
+from meshwright.job.data import Data
 
 OBJECTS = 4
-TEXTS = [[f"object {part} " + text_of(number) for number in range(500)] for part in range(OBJECTS)]
+TEXTS = [[f"object {part} " + text_of(number) for number in range(300)] for part in range(OBJECTS)]
 
 
 class Server:
@@ -84,7 +86,7 @@ def test_prepare_outlives_a_killed_server(server: Server, tmp_path: Path) -> Non
     train_tokenizer(TEXTS[0][:50], 300).save(tokenizer)
     wishes = Wishes(("s3://corpus/text",), tokenizer)
     undisturbed = build(wishes, tmp_path / "undisturbed", 2, unit_bytes=50_000)
-    assert undisturbed.documents["train"] + undisturbed.documents["validation"] == 500 * OBJECTS
+    assert undisturbed.documents["train"] + undisturbed.documents["validation"] == 300 * OBJECTS
 
     restarts: list[threading.Thread] = []
     last: list[Progress] = []
@@ -121,12 +123,35 @@ def test_reading_outlives_a_killed_server(server: Server) -> None:
     for unit in units:
         for item in read_unit(unit, "text", watch):
             got.append(item.text)
-            if len(got) == 700:
+            if len(got) == 400:
                 server.kill()
                 restart = server.restart_later(0.3)
     assert restart is not None
     restart.join()
     assert got == [text for texts in TEXTS for text in texts] and retries > 0
+
+
+def test_a_stream_outlives_a_killed_server(server: Server, tmp_path: Path) -> None:
+    train_tokenizer(TEXTS[0][:50], 300).save(tmp_path / "tokenizer.json")
+    data = Data(
+        sources=("s3://corpus/text",), tokenizer=str(tmp_path / "tokenizer.json"), stream=True, virtual_shards=4
+    )
+    settings = {"seed": 1, "sequence_length": 64, "global_batch": 8}
+
+    def steps(disturb: bool) -> list[list[list[int]]]:
+        loader = StreamLoader(open_flow(data, 300), **settings)
+        found = []
+        for number in range(60):
+            if disturb and number == 20:
+                server.kill()
+                restarts.append(server.restart_later(0.3))
+            found.append(next(loader).batch.tokens_BS.tolist())
+        return found
+
+    restarts: list[threading.Thread] = []
+    undisturbed = steps(disturb=False)
+    assert steps(disturb=True) == undisturbed
+    restarts[0].join()
 
 
 def test_addresses_that_hold_nothing(server: Server, monkeypatch) -> None:

@@ -1,5 +1,6 @@
 """A prepared folder looked at: what is in it, some of it as text, and whether every byte is as it was written."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from meshwright.errors import UserError
 
 _SAMPLE_TOKENS = 200
 _SAMPLING = 0x5A_3B_1E
+_SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.")
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,10 @@ def verify(folder: Path, follow: Callable[[int, int], None] = lambda done, total
         done += record.bytes
         follow(done, total)
     damages += _tokenizer_damage(folder, manifest)
-    known = {*records, TOKENIZER, "manifest.json"}
     damages += [
         f"{path.name} is not in the manifest"
         for path in sorted(folder.iterdir())
-        if path.name.endswith((".bin", ".npy")) and path.name not in known
+        if _SHARD.match(path.name) and path.name not in records
     ]
     return Findings(len(records), done, damages)
 
