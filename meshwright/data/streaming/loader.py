@@ -89,6 +89,10 @@ class StreamLoader:
         step = Step(batch, valid, self._tokens)
         return step.pin_memory() if self._pin_memory else step
 
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """The error itself: it tells of a process already."""
+        return error
+
     def start(self) -> None:
         """Have the workers read ahead from now on."""
         if self._iterator is None:
