@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from meshwright.cli import bench, checkpoint, doctor, generate, job, plan, report, schedule, train, verify
+from meshwright.cli import bench, checkpoint, doctor, generate, job, plan, report, schedule, submit, train, verify
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -26,6 +26,10 @@ app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
+app.command("submit")(submit.submit)
+app.command("status")(submit.status)
+app.command("logs")(submit.logs)
+app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 
