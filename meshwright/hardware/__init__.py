@@ -1,4 +1,4 @@
-"""GPUs and what they can do, Slurm sites that have them, and an examination of this machine; imports no torch until the machine is examined."""
+"""GPUs, Slurm sites that have them, and an examination of this machine; no torch until the machine is examined."""
 
 from meshwright.hardware.doctor import Finding, examine
 from meshwright.hardware.gpus import Gpu, Link, find_gpu, gpu_by_key, known_gpus, peak_flops

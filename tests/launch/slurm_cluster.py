@@ -1,4 +1,4 @@
-"""A real Slurm for the tests: slurmctld here, every node in network, process and name spaces of its own on this host."""
+"""A real Slurm for the tests: the controller here, every node in name spaces of its own on this host."""
 
 import os
 import shutil
@@ -43,11 +43,11 @@ KillWait=5
 ReturnToService=1
 JobRequeue=1
 GresTypes=gpu
-NodeName=node[01-03] NodeAddr={net}.[11-13] CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 \
+NodeName=node[01-05] NodeAddr={net}.[11-15] CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 \
 RealMemory=4000 State=UNKNOWN
 NodeName=big[1-2] NodeAddr={net}.[21-22] CPUs=288 Boards=1 SocketsPerBoard=1 CoresPerSocket=288 ThreadsPerCore=1 \
 RealMemory=4000 Gres=gpu:8 Feature=thin State=UNKNOWN
-PartitionName=main Nodes=node[01-03] Default=YES MaxTime=INFINITE DefaultTime=10 State=UP
+PartitionName=main Nodes=node[01-05] Default=YES MaxTime=INFINITE DefaultTime=10 State=UP
 PartitionName=DEFAULT Nodes=big[1-2] MaxTime=3-00:00:00 State=UP
 """
 
@@ -63,14 +63,14 @@ def missing() -> str | None:
 
 
 class Cluster:
-    """Three small nodes (node01–03) that run jobs and two large ones (big1–2) for scripts that are only checked."""
+    """Five small nodes (node01–05) that run jobs and two large ones (big1–2) for scripts that are only checked."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)  # munge refuses a socket that not everybody reaches
         self.tag = f"{os.getpid() % 100_000}"
         self.net = f"10.{64 + os.getpid() // 250 % 64}.{os.getpid() % 250}"
-        self.nodes = {f"node0{n}": 10 + n for n in (1, 2, 3)} | {f"big{n}": 20 + n for n in (1, 2)}
+        self.nodes = {f"node0{n}": 10 + n for n in range(1, 6)} | {f"big{n}": 20 + n for n in (1, 2)}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
@@ -99,7 +99,18 @@ class Cluster:
             f"slurmd -D -f {self.folder}/slurm.conf -N {node} & p=$!; "
             "trap 'kill -TERM $p' TERM; wait $p; wait $p"
         )
-        unshared = ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc", "bash", "-c", inside]
+        unshared = [
+            "unshare",
+            "--pid",
+            "--mount",
+            "--uts",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "bash",
+            "-c",
+            inside,
+        ]
         self._spawn(node, ["nsenter", f"--net=/run/netns/mw{self.tag}-{node}", *unshared])
 
     def crash(self, node: str) -> None:
@@ -142,7 +153,9 @@ class Cluster:
         (self.folder / "munge/key").chmod(0o600)
         hosts = [("127.0.0.1", "localhost"), (f"{self.net}.1", host)]
         hosts += [(f"{self.net}.{last}", node) for node, last in self.nodes.items()]
-        (self.folder / "nsswitch.conf").write_text("hosts: files\npasswd: files\ngroup: files\n")  # no name server there
+        (self.folder / "nsswitch.conf").write_text(
+            "hosts: files\npasswd: files\ngroup: files\n"
+        )  # no name server there
         (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for address, name in hosts))
 
     def _network(self) -> None:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,24 +18,38 @@ from slurm_cluster import Cluster, missing, told
 
 from meshwright.checkpoint import newest
 from meshwright.cli import main
+from meshwright.errors import UserError
 from meshwright.hardware import known_sites
 from meshwright.job import load_job
 from meshwright.launch.local import run_local
 from meshwright.launch.ranks import find_place
-from meshwright.launch.slurm import status_of
-from meshwright.launch.slurm.commands import job_state
+from meshwright.launch.slurm import Status, cancel, status_of
+from meshwright.launch.slurm.commands import SlurmJob, job_state
 from meshwright.launch.slurm.commands import test_only as require_accepted
 from meshwright.launch.worker import run_rank
 from meshwright.verify.ranks import run_ranks
 
 PROFILE = """
 title = "the tests' own cluster"
-gpus_per_node = 2
+gpus_per_node = {ranks}
 partition = "main"
 gpu_request = "none"
 time = "10"
 """
 STEPS = 24
+# Imported by every Python of a job: steps that take a moment, so that there is time to interrupt them.
+SLOW = """
+import time
+from meshwright.launch import RunFolder
+
+metric = RunFolder.metric
+
+def slow(self, row):
+    metric(self, row)
+    time.sleep(0.15)
+
+RunFolder.metric = slow
+"""
 JOB = f"""
 [model]
 preset = "tiny-llama"
@@ -56,8 +72,15 @@ every_steps = 0
 steps = {STEPS}
 device = "cpu"
 """
-TWO_BY_TWO = ["layout.dp_shard=2", "layout.tp=2"]
-TWO_NODES = ["layout.dp_replicate=2", "checkpoint.every_steps=4"]
+# Kept apart, so that a node one run loses is not another's.
+LEFT, RIGHT = "--exclude=node03,node04,node05", "--exclude=node01,node02"
+RUNS = {
+    "signalled": (["--sbatch", LEFT], ["layout.dp_replicate=4"]),
+    "moved": (["--sbatch", RIGHT, "--per-rank"], ["layout.dp_replicate=2", "checkpoint.every_steps=2"]),
+    "chained": (["--sbatch", LEFT, "--chain", "3"], []),
+    "cancelled": (["--sbatch", LEFT, "--chain", "2"], ["run.steps=100000"]),
+    "tried": (["--sbatch", LEFT, "--ladder", "--budget", "0.3"], ["layout.dp_replicate=2", "run.steps=10000000"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +105,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for number in range(60):
         (folder / f"corpus/{number:02}.py").write_text(f"def add_{number}(a, b):\n    return a + b + {number}\n" * 8)
     (folder / "job.toml").write_text(JOB)
-    (folder / "mine.toml").write_text(PROFILE)
-    before = Path.cwd()
-    os.chdir(folder)
-    yield folder
-    os.chdir(before)
+    for name, ranks in (("pairs", 2), ("singles", 1)):
+        (folder / f"{name}.toml").write_text(PROFILE.format(ranks=ranks))
+    (folder / "slow").mkdir()
+    (folder / "slow/sitecustomize.py").write_text(SLOW)
+    path = os.pathsep.join([str(folder / "slow"), str(Path(__file__).parents[2])])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PYTHONPATH", path)
+        yield folder
 
 
 def meshwright(*words: str) -> str:
@@ -98,18 +125,20 @@ def meshwright(*words: str) -> str:
     return out.getvalue()
 
 
-def submit(run: str, *words: str, settings: list[str]) -> list[str]:
+def submit(run: str) -> list[str]:
+    words, settings = RUNS[run]
+    site = "singles.toml" if run == "moved" else "pairs.toml"
     sets = [word for setting in (*settings, f"run.folder={run}") for word in ("--set", setting)]
-    return json.loads(meshwright("submit", "job.toml", *sets, "--site", "mine.toml", *words, "--json"))["jobs"]
+    return json.loads(meshwright("submit", "job.toml", *sets, "--site", site, *words, "--json"))["jobs"]
 
 
-def until(condition: Callable[[], bool], run: str, seconds: float = 90) -> None:
+def until(condition: Callable[[], bool], run: str, seconds: float = 240, every_s: float = 0.2) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             texts = [f"{path}:\n{path.read_text()[-2000:]}" for path in Path(run).glob("slurm/*.out")]
             raise AssertionError("\n".join([told("scontrol", "show", "job"), str(status_of(Path(run))), *texts]))
-        time.sleep(0.2)
+        time.sleep(every_s)
 
 
 def rows(run: str) -> list[dict]:
@@ -117,7 +146,7 @@ def rows(run: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def attempts(run: str) -> int:
+def starts(run: str) -> int:
     events = [json.loads(line) for line in Path(run, "events.jsonl").read_text().splitlines()]
     return sum(event["kind"] == "start" for event in events)
 
@@ -126,7 +155,15 @@ def losses(run: str) -> list[tuple]:
     """Of the valid rows, what must not depend on interruptions."""
     from meshwright.launch import RunFolder
 
-    return [tuple(row[name] for name in ("step", "loss", "grad_norm", "lr")) for row in RunFolder.open(Path(run)).metrics()]
+    return [
+        tuple(row[name] for name in ("step", "loss", "grad_norm", "lr")) for row in RunFolder.open(Path(run)).metrics()
+    ]
+
+
+def state(job: str) -> SlurmJob:
+    found = job_state(job)
+    assert found is not None
+    return found
 
 
 def _train(*overrides: str) -> None:
@@ -139,21 +176,105 @@ def signal_before_the_limit(job: str) -> None:
     subprocess.run(["scancel", "--batch", "--signal=USR1", job], check=True)
 
 
-def test_a_signalled_job_saves_is_queued_again_and_ends_with_the_losses_of_a_quiet_one(
-    cluster: Cluster, work: Path
-) -> None:
-    (job,) = submit("signalled", settings=TWO_BY_TWO)
-    until(lambda: len(rows("signalled")) > 2, "signalled")
-    assert status_of(Path("signalled")).state == "running"
+@pytest.fixture(scope="module")
+def ended(cluster: Cluster, work: Path) -> dict[str, "Future[Any]"]:
+    """What became of every run; they go side by side, since each waits for Slurm most of the time."""
+    jobs = {run: submit(run) for run in RUNS}
+    scenarios = {
+        "signalled": lambda: signalled(jobs["signalled"][0]),
+        "moved": lambda: moved(jobs["moved"][0], cluster),
+        "chained": lambda: chained(jobs["chained"]),
+        "cancelled": lambda: cancelled(jobs["cancelled"]),
+        "tried": lambda: until(lambda: status_of(Path("tried")).state == "failed", "tried", every_s=1),
+    }
+    with ThreadPoolExecutor(len(scenarios)) as pool:
+        return {name: pool.submit(scenario) for name, scenario in scenarios.items()}
+
+
+def signalled(job: str) -> tuple[Status, Status, int]:
+    until(lambda: len(rows("signalled")) > 0, "signalled")
+    running = status_of(Path("signalled"))
     signal_before_the_limit(job)
-    until(lambda: (job_state(job) or pytest.fail("gone")).waits, "signalled")
-    requeued = status_of(Path("signalled"))
-    assert requeued.state == "requeued" and f"of {STEPS}" in requeued.why
-    stopped_at = newest(Path("signalled")).facts.step
-    assert 0 < stopped_at < STEPS
-    until(lambda: len(losses("signalled")) == STEPS and Path("signalled/slurm/over").exists(), "signalled")
-    assert status_of(Path("signalled")).state == "done"
-    assert attempts("signalled") == 2
-    run_ranks(_train, 4, *TWO_BY_TWO, "run.folder=quiet")
-    assert losses("signalled") == losses("quiet")
-    assert "resuming from step" in meshwright("logs", "signalled")
+    until(lambda: state(job).waits, "signalled")
+    requeued, step = status_of(Path("signalled")), newest(Path("signalled")).facts.step
+    until(lambda: Path("signalled/slurm/over").exists(), "signalled")
+    return running, requeued, step
+
+
+def moved(job: str, cluster: Cluster) -> tuple[str, str]:
+    until(lambda: any(Path("moved/checkpoints").glob("step-*/*")) and len(rows("moved")) > 2, "moved")
+    before = state(job).nodes
+    cluster.crash("node04")
+    until(lambda: state(job).restarts == 1 and not state(job).waits, "moved")
+    after = state(job).nodes
+    until(lambda: Path("moved/slurm/over").exists(), "moved")
+    return before, after
+
+
+def chained(jobs: list[str]) -> list[str]:
+    for number, job in enumerate(jobs[:-1]):
+        until(lambda number=number: len({row["attempt"] for row in rows("chained")}) == number + 1, "chained")
+        signal_before_the_limit(job)
+    until(lambda: Path("chained/slurm/over").exists() and not state(jobs[-1]).active, "chained")
+    return [state(job).exit_code for job in jobs]
+
+
+def cancelled(jobs: list[str]) -> Status:
+    until(lambda: len(rows("cancelled")) > 0, "cancelled")
+    return cancel(Path("cancelled"), wait_s=120)
+
+
+def test_a_signalled_job_saves_is_queued_again_and_ends_as_a_quiet_one(ended: dict[str, "Future[Any]"]) -> None:
+    running, requeued, step = ended["signalled"].result()
+    assert running.state == "running" and running.nodes == "node[01-02]"
+    assert requeued.state == "requeued" and f"of {STEPS}" in requeued.why and 0 < step < STEPS
+    assert status_of(Path("signalled")).state == "done" and starts("signalled") == 2
+    run_ranks(_train, 4, *RUNS["signalled"][1], "run.folder=quiet-4")
+    assert losses("signalled") == losses("quiet-4")
+    assert f"resuming from step {step} (attempt 1)" in meshwright("logs", "signalled")
+
+
+def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_as_a_quiet_one(ended: dict[str, "Future[Any]"]) -> None:
+    before, after = ended["moved"].result()
+    assert before == "node[03-04]" and after == "node[03,05]"
+    assert status_of(Path("moved")).state == "done" and starts("moved") == 2
+    run_ranks(_train, 2, *RUNS["moved"][1], "run.folder=quiet-2")
+    assert losses("moved") == losses("quiet-2")
+    assert "resuming from step" in meshwright("logs", "moved", "--rank", "0")
+
+
+def test_a_chain_of_three_jobs_ends_as_one_quiet_job(ended: dict[str, "Future[Any]"]) -> None:
+    assert ended["chained"].result() == ["85:0", "85:0", "0:0"]
+    assert status_of(Path("chained")).state == "done" and starts("chained") == 3
+    run_local(load_job("job.toml", ["run.folder=quiet-1"]), Console(quiet=True))
+    assert losses("chained") == losses("quiet-1")
+
+
+def test_a_cancelled_run_has_saved_and_does_not_come_back(ended: dict[str, "Future[Any]"]) -> None:
+    status = ended["cancelled"].result()
+    assert status.state == "cancelled" and newest(Path("cancelled")).facts.step == status.step > 0
+    assert starts("cancelled") == 1
+    assert json.loads(meshwright("status", "--all", ".", "--json"))[0]["state"], "all runs are told"
+
+
+def test_a_trial_that_costs_too_much_lets_no_run_start(ended: dict[str, "Future[Any]"]) -> None:
+    ended["tried"].result()
+    status = status_of(Path("tried"))
+    assert status.state == "failed" and "trial on 1 says no-go: the run would take" in status.why
+    assert not rows("tried") and len(rows("tried/ladder/1")) == 20
+
+
+@pytest.mark.parametrize("name", known_sites())
+def test_slurm_accepts_the_script_of(cluster: Cluster, work: Path, name: str) -> None:
+    site = known_sites()[name]
+    sets = [f"layout.dp_shard={2 * site.gpus_per_node}", f"batch.global_batch={2 * site.gpus_per_node}"]
+    words = [word for setting in sets for word in ("--set", setting)]
+    given = ["--account", "project", "--qos", "any", "--time", "12:00:00", "--site", name]
+    script = meshwright("submit", "job.toml", *words, *given, "--dry-run")
+    path = work / f"{name}.sh"
+    path.write_text(script)
+    require_accepted(path)
+    assert site.partition is not None and f"--partition={site.partition}" in script
+    path.write_text(script.replace(f"--partition={site.partition}", "--partition=nowhere"))
+    with pytest.raises(UserError, match=r"sbatch refused: .*partition"):
+        require_accepted(path)

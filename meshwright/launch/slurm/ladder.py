@@ -127,12 +127,15 @@ def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
 def _require_fit(job: Job, site: Site, ranks: int) -> None:
     """Refuse a trial that would only show that fewer ranks have less memory."""
     from meshwright.job.devices import Cluster
-    from meshwright.plan import predict
+    from meshwright.plan import machine_of, predict
 
-    if site.gpu is None:
-        return
     nodes = max(1, ranks // site.gpus_per_node)
-    if not predict(job, Cluster(nodes=nodes, gpus_per_node=ranks // nodes, gpu=site.gpu)).fits:
+    cluster = Cluster(nodes=nodes, gpus_per_node=ranks // nodes, gpu=site.gpu)
+    try:
+        machine_of(cluster)
+    except UserError:
+        return  # of a GPU the planner does not know nothing can be said
+    if not predict(job, cluster).fits:
         raise UserError(f"the plan says that it does not fit on {ranks} × {site.gpu}")
 
 
