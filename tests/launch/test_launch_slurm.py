@@ -21,6 +21,7 @@ from meshwright.cli import main
 from meshwright.errors import UserError
 from meshwright.hardware import known_sites
 from meshwright.job import load_job
+from meshwright.launch import RunFolder
 from meshwright.launch.local import run_local
 from meshwright.launch.ranks import find_place
 from meshwright.launch.slurm import Status, cancel, status_of
@@ -153,8 +154,6 @@ def starts(run: str) -> int:
 
 def losses(run: str) -> list[tuple]:
     """Of the valid rows, what must not depend on interruptions."""
-    from meshwright.launch import RunFolder
-
     return [
         tuple(row[name] for name in ("step", "loss", "grad_norm", "lr")) for row in RunFolder.open(Path(run)).metrics()
     ]
@@ -205,10 +204,8 @@ def moved(job: str, cluster: Cluster) -> tuple[str, str]:
     until(lambda: any(Path("moved/checkpoints").glob("step-*/*")) and len(rows("moved")) > 2, "moved")
     before = state(job).nodes
     cluster.crash("node04")
-    until(lambda: state(job).restarts == 1 and not state(job).waits, "moved")
-    after = state(job).nodes
     until(lambda: Path("moved/slurm/over").exists(), "moved")
-    return before, after
+    return before, RunFolder.open(Path("moved")).attempt(1)["environment"]["variables"]["SLURM_JOB_NODELIST"]
 
 
 def chained(jobs: list[str]) -> list[str]:
