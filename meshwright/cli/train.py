@@ -91,7 +91,7 @@ def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, pl
     loaded = load_job(job, overrides)
 
     from meshwright.cli.output import rank_failures_told
-    from meshwright.launch.elastic import launch_node
+    from meshwright.launch.several import launch_node
     from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]

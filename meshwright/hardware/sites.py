@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import gpu_by_key
+from meshwright.hardware.profile import profile_of
 
 Asked = Literal["account", "qos", "partition", "time"]
 
@@ -121,6 +122,6 @@ def _site(name: str, table: dict[str, Any], where: str | None = None) -> Site:
         raise UserError(
             f"{where}: {field} is not allowed or missing ({first['msg'].lower()}); mend the profile"
         ) from None
-    if site.gpu is not None:
+    if site.gpu is not None and profile_of(site.gpu) is None:
         gpu_by_key(site.gpu)
     return site

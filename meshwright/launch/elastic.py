@@ -67,7 +67,7 @@ def launch(
     try:
         run_agent(folder.path, nproc, arguments)
     except ChildFailedError as error:
-        cause = cause_of(error, logs)
+        cause = ended_by(error, logs)
         _end(folder, cause, on_end, new=not continues)
         raise cause from None
     except BaseException as error:
@@ -77,34 +77,7 @@ def launch(
     return folder
 
 
-def launch_node(
-    loaded: LoadedJob, nproc: int, node: Node, arguments: Sequence[str], on_end: OnEnd = lambda path: None
-) -> RunFolder:
-    """Train this machine's ranks of a run on several; its folder is there, made when it was submitted.
-
-    Failures are raised as by `launch`, on every machine that has some; a script has cleared what was left of others.
-    """
-    require_layout(loaded.job, nproc * node.nodes)
-    require_devices(loaded.job, nproc)
-    folder = RunFolder.open(run_path(loaded, resume=True))
-    logs = folder.path / "logs"
-    logs.mkdir(exist_ok=True)
-    try:
-        run_agent(folder.path, nproc, arguments, node)
-    except ChildFailedError as error:
-        cause = cause_of(error, logs)
-        if folder.state() == "running":
-            record_failure(folder, str(cause), on_end)
-        raise cause from None
-    finally:
-        for rank in range(node.rank * nproc, (node.rank + 1) * nproc):
-            for log in logs.glob(f"rank-{rank}.*"):
-                if not log.stat().st_size:
-                    log.unlink()
-    return folder
-
-
-def cause_of(error: ChildFailedError, logs: Path) -> UserError | RankFailure:
+def ended_by(error: ChildFailedError, logs: Path) -> UserError | RankFailure:
     """What ended some ranks of this machine, once nothing of theirs is left."""
     for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
         with contextlib.suppress(ProcessLookupError, PermissionError):
