@@ -158,6 +158,8 @@ class _Mlflow:
     def __init__(self, run: Path, job: Job, attempt: dict[str, Any]) -> None:
         self._mlflow = mlflow = import_module("mlflow")
         if "MLFLOW_TRACKING_URI" not in os.environ:
+            # Newer releases want a database for this, which shared file systems of clusters do not carry.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             mlflow.set_tracking_uri((run / "mlflow").absolute().as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
         mlflow.start_run(run_name=f"{run.name}-{attempt['attempt']}")

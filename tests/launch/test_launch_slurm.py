@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from slurm_cluster import Cluster, missing, told
+from slurm_cluster import Cluster, left_over, missing, told
 
 from meshwright.checkpoint import newest
 from meshwright.cli import main
@@ -96,6 +96,7 @@ def cluster() -> Iterator[Cluster]:
         yield started
     finally:
         started.stop()
+    assert left_over(str(started.folder)) == [] and started.tag not in told("ip", "netns", "list")
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +244,7 @@ def test_a_run_that_loses_a_node_goes_on_elsewhere_and_ends_as_a_quiet_one(ended
 def test_a_chain_of_three_jobs_ends_as_one_quiet_job(ended: dict[str, "Future[Any]"]) -> None:
     assert ended["chained"].result() == ["85:0", "85:0", "0:0"]
     assert status_of(Path("chained")).state == "done" and starts("chained") == 3
+    assert left_over(f"{Path.cwd()}/") == [], "of no run a process is left"
     run_local(load_job("job.toml", ["run.folder=quiet-1"]), Console(quiet=True))
     assert losses("chained") == losses("quiet-1")
 
