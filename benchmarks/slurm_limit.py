@@ -1,6 +1,6 @@
 """A run that meets the real time limit of a real Slurm: signalled, saved, queued again, finished as a quiet one.
 
-Needs root and Debian's slurm-wlm and munge (scripts/slurm-packages); takes five to seven minutes, most of it waiting.
+Needs root and Debian's slurm-wlm and munge (scripts/slurm-packages); takes six to eight minutes, most of it waiting.
 
     python benchmarks/slurm_limit.py
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests/launch"))
 
 from slurm_cluster import Cluster  # noqa: E402
 
-LIMIT_MINUTES, SIGNAL_S, STEP_S, STEPS = 2, 60, 0.5, 240
+LIMIT_MINUTES, SIGNAL_S, STEP_S, STEPS = 4, 120, 0.5, 240
 PROFILE = 'title = "here"\ngpus_per_node = 2\npartition = "main"\ngpu_request = "none"\n'
 SLOW = f"""
 import time
@@ -54,7 +54,14 @@ def main() -> None:
     (folder / "slow/sitecustomize.py").write_text(SLOW)
     (folder / "here.toml").write_text(PROFILE)
     settings = [f"run.steps={STEPS}", "run.device=cpu", "layout.dp_replicate=4", "evaluation.every_steps=0"]
-    settings += ["model.preset=tiny-llama", "data.cache=cache", "batch.global_batch=4", "batch.micro_batch=1"]
+    settings += [
+        "model.preset=tiny-llama",
+        'data.sources=["builtin:synthetic"]',
+        "data.workers=0",
+        "data.cache=cache",
+        "batch.global_batch=4",
+        "batch.micro_batch=1",
+    ]
     sets = [word for setting in settings for word in ("--set", setting)]
     cluster = Cluster()
     try:
@@ -62,7 +69,7 @@ def main() -> None:
         began = time.monotonic()
         words = ["--site", "here.toml", "--time", str(LIMIT_MINUTES), "--signal-before", str(SIGNAL_S)]
         meshwright(folder, "submit", "demo", *sets, "--set", "run.folder=run", *words)
-        while not (folder / "run/slurm/over").exists() and time.monotonic() - began < 900:
+        while not (folder / "run/slurm/over").exists() and time.monotonic() - began < 1200:
             time.sleep(1)
         took_s = time.monotonic() - began
         status = json.loads(meshwright(folder, "status", "run", "--json"))
