@@ -18,11 +18,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
-from meshwright.job import LoadedJob
+from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
+from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
 from meshwright.launch.nodes import ALONE, Node
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
@@ -65,7 +66,7 @@ def launch(
         left.unlink(missing_ok=True)
     console.print(f"starting {nproc} ranks", highlight=False)
     try:
-        run_agent(folder.path, nproc, arguments)
+        run_agent(job, folder.path, nproc, arguments)
     except ChildFailedError as error:
         cause = ended_by(error, logs)
         _end(folder, cause, on_end, new=not continues)
@@ -85,20 +86,20 @@ def ended_by(error: ChildFailedError, logs: Path) -> UserError | RankFailure:
     return explain(error.failures, logs)
 
 
-def run_under_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
-    """Run `python -m meshwright ARGUMENTS` as so many local ranks that leave no run behind; their logs go to a folder.
+def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
+    """Run `python -m meshwright ARGUMENTS` as so many ranks of a job that leave no run behind; logs go to a folder.
 
     Failures are raised as by `launch`.
     """
     logs = path / "logs"
     logs.mkdir()
     try:
-        run_agent(path, nproc, arguments)
+        run_agent(job, path, nproc, arguments)
     except ChildFailedError as error:
         raise explain(error.failures, logs) from None
 
 
-def run_agent(path: Path, nproc: int, arguments: Sequence[str], node: Node = ALONE) -> None:
+def run_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str], node: Node = ALONE) -> None:
     """Start this machine's ranks under torch's agent and wait for their end."""
     config = LaunchConfig(
         min_nodes=node.nodes,
@@ -112,7 +113,8 @@ def run_agent(path: Path, nproc: int, arguments: Sequence[str], node: Node = ALO
     )
     # The agent puts its own values in place of $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
-    with _agents_words_in(path / f"logs/agent{node.suffix}.log"), _signals_kept(path / STOP_FILE):
+    started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
+    with _agents_words_in(path / f"logs/agent{node.suffix}.log"), _signals_kept(path / STOP_FILE), started:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as error:

@@ -26,7 +26,7 @@ def launch_node(
     logs = folder.path / "logs"
     logs.mkdir(exist_ok=True)
     try:
-        run_agent(folder.path, nproc, arguments, node)
+        run_agent(loaded.job, folder.path, nproc, arguments, node)
     except ChildFailedError as error:
         cause = ended_by(error, logs)
         if folder.state() == "running":
