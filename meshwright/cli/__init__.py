@@ -17,6 +17,7 @@ from meshwright.cli import (
     plan,
     report,
     schedule,
+    submit,
     train,
     verify,
 )
@@ -43,6 +44,10 @@ app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
+app.command("submit")(submit.submit)
+app.command("status")(submit.status)
+app.command("logs")(submit.logs)
+app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Prediction
 
 CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time by named terms.")
-CLUSTER = typer.Option(None, "--cluster", help="Where it runs, as 8xh100 or 16x8xa100-80gb; else the job's own.")
+CLUSTER = typer.Option(None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo.")
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
 MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
 SEQ = typer.Option(None, "--seq", help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
