@@ -215,7 +215,15 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
 
 def sizes_of(job: Job, mode: str) -> dict[str, float]:
     """A block's saved tensors on one rank by name, as our own trainer saves them."""
-    return dict(_sizes(job.model.model_copy(update={"layers": 1}), job.batch, job.layout, job.precision, mode))
+    cut = {"tp", "sp", "cp", "cp_method", "kv_replicate"}
+    layout = Layout.model_construct(**{name: getattr(job.layout, name) for name in cut})
+    batch = job.batch.model_copy(update={"global_batch": job.batch.micro_batch})
+    return dict(_sizes(_one_deep(job.model), batch, layout, job.precision, mode))
+
+
+@lru_cache(maxsize=64)
+def _one_deep(model: Model) -> Model:
+    return model.model_copy(update={"layers": 1})
 
 
 @lru_cache(maxsize=4096)

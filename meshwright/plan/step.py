@@ -21,7 +21,7 @@ _HOST_SHARE = 0.85
 """Of the link to the host, what page-locked copies reach (an H200: 55 of 63 GB/s)."""
 _UNKNOWN_HOST_LINK = 12e9
 """Bytes a second where the GPU's link to its host is not known: PCIe 3."""
-_STRAGGLERS = 0.008
+STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and of more nodes one is slower."""
 _CONTENTION = 0.06
 """What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
@@ -113,7 +113,7 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
         phases |= offload_phases(job, held / owners, kept, sum(phases.values()), *rates, ranks)
         if offloads_states(job):
             phases["optimizer"] = 0.0
-    phases["waiting for the slowest node"] = _STRAGGLERS * log2(machine.nodes) * sum(phases.values())
+    phases["waiting for the slowest node"] = STRAGGLERS * log2(machine.nodes) * sum(phases.values())
     return phases
 
 
@@ -131,7 +131,7 @@ def _stages(
     blocks, tensor = {}, {}
     for mode in set(modes):
         work = block_work(job, device, software, mode)
-        forward, backward = _tensor_s(job, software, wires, groups, mode)
+        forward, backward = tensor_s(job, software, wires, groups, mode)
         waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
@@ -160,7 +160,7 @@ def _stages(
     return stages
 
 
-def _tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
+def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
     """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
     layout, tokens = job.layout, tokens_of(job)
     size = 2.0 * tokens * job.model.width
