@@ -167,7 +167,8 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, products: list
     wide = 4 if job.precision.gradients == "fp32" else 2
     moved = 2.0 * wide * parameters
     if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
-        moved = parameters * ((2 + wide) + (2 + 2 * wide) * (job.accumulation - 1)) / job.accumulation
+        first = 0 if job.accumulation == 1 else 2 + wide
+        moved = parameters * (first + (2 + 2 * wide) * (job.accumulation - 1)) / job.accumulation
     if job.layout.zero_stage == 3:
         moved += parameters * 8
     return memory_s(device, moved, 1)
@@ -288,9 +289,15 @@ def embedding_work(job: Job, device: Device) -> Work:
     )
 
 
-def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool) -> float:
+_ONE_PASS = 0.9
+"""Of what copies reach, what an update does that goes through five arrays at once."""
+
+
+def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool = False) -> float:
     """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
     moved = parameters * (12 + gradient_bytes + 12 + 2)
+    if one_pass:
+        return memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
     if device.measured is not None and device.measured.update_s_per_parameter is not None:
         # the working copy is made from the masters, and the norm reads all gradients
         copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)

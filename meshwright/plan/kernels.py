@@ -20,6 +20,8 @@ _FILL = 128
 """Steps of the inner dimension lost to filling and draining a tile's pipeline and writing it out."""
 UNKNOWN_BANDWIDTH = 2000e9
 """Bytes a second where the maker publishes none: HBM2e on four stacks, the least of the parts concerned."""
+_ELEMENTWISE = 0.87
+"""Of what a copy reaches, what kernels do that compute and reduce on the way (an H200: norms, rotation, SwiGLU)."""
 Sizes = tuple[int, int, int]
 _KERNEL_S = 3e-6
 """From a kernel's start to its first useful work and from its last to the next kernel, on the device alone."""
@@ -64,8 +66,8 @@ def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = 
         wide * rates.matmul,
         rates.backward,
         (wide * rates.attention[0], wide * rates.attention[1], wide * rates.attention[2]),
-        moved if measured is None else measured.copy_bytes_per_s,
-        _KERNEL_S if measured is None else measured.profile.kernel_s or _KERNEL_S,
+        moved if measured is None else measured.copy_bytes_per_s * _ELEMENTWISE,
+        _KERNEL_S if measured is None else max(_KERNEL_S, measured.profile.kernel_s or 0.0),
         measured,
     )
 

@@ -95,7 +95,7 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
     layout, zero = job.layout, job.layout.zero_stage
     sharers = layout.dp_shard * layout.cp
     narrow = job.precision.compute not in ("fp32", "tf32")
-    gradient = 2 if job.precision.gradients == "bf16" else 4
+    gradient = gradient_bytes(job, software)
     moments = 2 * {"fp32": 4, "bf16": 2, "int8": 1}[job.precision.optimizer_states]
     shared = sharers if zero >= 1 else 1
     sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
@@ -123,6 +123,16 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
     if whole_gradients and zero > 0:
         terms["gradients before they are reduced"] = gradient * parameters
     return terms | _gathered(job)
+
+
+def gradient_bytes(job: Job, software: Software) -> int:
+    """Bytes of a gradient until the update: as asked for, or as the backward makes it where nothing is added up."""
+    if software.own:
+        from meshwright.parallel.one_pass import updates_in_one_pass
+
+        if job.accumulation == 1 and updates_in_one_pass(job):
+            return 2
+    return 2 if job.precision.gradients == "bf16" else 4
 
 
 def _gathered(job: Job) -> Terms:
@@ -177,9 +187,6 @@ def _cached_holdings(
 
 def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
     """Bytes a block keeps of a micro-batch, and those its recomputation brings back at once."""
-    if mode == "none" and software.fusion == "fused" and job.precision.compute == "fp8":
-        # Around products in fp8 the compiler makes again what selective recomputation would.
-        return sum(sizes_of(job, "selective").values()), 0.0
     whole = _edited(job, software, sizes_of(job, "none"))
     if mode == "none":
         return sum(whole.values()), 0.0
@@ -204,6 +211,14 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     edited = dict(sizes)
     if software.fusion == "fused" and job.model.activation == "swiglu":
         edited.pop("ffn.activated", None)  # made again from gate and up inside the fused kernel's backward
+    if software.own and software.fusion == "fused" and job.layout.tp == 1:
+        # Values are part of the one product that queries and keys were part of, and keep it whole.
+        edited["attention.v"] = sum(sizes[f"attention.{name}"] for name in "qkv")
+        if job.precision.compute == "fp8":
+            # Inputs of products are kept in 8 bits, that of the attention's projection beside its result.
+            for name in ("attention.input", "ffn.input", "ffn.product"):
+                edited[name] = edited.get(name, 0.0) / 2
+            edited["attention.out"] *= 1.5
     if software.regather and job.layout.sp:
         for name in ("attention.input", "ffn.input"):
             edited[name] /= job.layout.tp
@@ -252,10 +267,9 @@ def _loss(job: Job, software: Software) -> Terms:
     if software.logit_bytes is not None:
         return {"logits and loss": software.logit_bytes * tokens * vocabulary}
     each = 4 if job.precision.compute in ("fp32", "tf32") else 2
-    chunks, rows = loss_chunks(job)
-    # Logits, their gradient and, where there are more chunks, that of the one before; eager also makes logits wide.
-    copies = (2.0 if chunks == 1 else 3.0) + (0.0 if software.fusion == "fused" or each == 4 else 2.0)
-    made = copies * each * rows * vocabulary + 4.0 * vocabulary * width + each * tokens * width
+    _, rows = loss_chunks(job)
+    # Logits, whose memory their gradient takes, those of the chunk before, and what their product is added from.
+    made = 3.0 * each * rows * vocabulary + 4.0 * vocabulary * width + each * tokens * width
     if not software.own:
         return {"logits and loss": made}
     return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}

@@ -10,7 +10,7 @@ from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import block_bytes
+from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.parameters import stage_parameters
 from meshwright.plan.play import Played, play, shortened, table_of
@@ -267,6 +267,16 @@ def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
     return {name: micro_batches * seconds for name, seconds in named.items()}
 
 
+def _optimizer_s(job: Job, software: Software, device: Device, parameters: float) -> float:
+    one_pass = False
+    if software.own:
+        from meshwright.parallel.one_pass import updates_in_one_pass
+
+        one_pass = updates_in_one_pass(job)
+    clip = job.optimizer.clip > 0
+    return optimizer_s(device, parameters, gradient_bytes(job, software) if one_pass else 4, clip, one_pass)
+
+
 def _once_a_step(
     job: Job,
     machine: Machine,
@@ -298,6 +308,6 @@ def _once_a_step(
     return {
         "gradient reduction": reduce + tied,
         "parameter gathering": gather,
-        "optimizer": optimizer_s(device, parameters / owners, 4, job.optimizer.clip > 0),
+        "optimizer": _optimizer_s(job, software, device, parameters / owners),
         "host": software.step_s,
     }
