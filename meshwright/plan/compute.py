@@ -141,8 +141,8 @@ def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Pr
     """Numbers read in 16 bits and written in 8, forward and backward.
 
     Delayed scales need no look at the numbers: what made them casts them too, and weights are cast once a step.
-    Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch; the backward casts
-    weights and inputs once more and lays them and the gradients across. Eager operations make each part in memory.
+    Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch; the backward wants
+    everything laid across as well. Eager operations make each part in memory.
     """
     fused, count = software.fusion == "fused", len(products)
     inputs = sum(rows * inner for rows, _, inner in products)
@@ -151,11 +151,11 @@ def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Pr
         cast = memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights / job.accumulation, 2 * count)
         return cast, 1.5 * cast
     outputs = sum(rows * columns for rows, columns, _ in products)
-    scaled, again = (5.0, 3.0) if fused else (33.0, 27.0)
-    across = 3.0  # read by rows and written by columns, at two thirds of the rate
-    forward = memory_s(device, scaled * (inputs + weights), 4 * count)
-    moved = (scaled + across) * outputs + (again + across) * (inputs + weights)
-    return forward, memory_s(device, moved, 6 * count)
+    if fused:  # one kernel casts to both orders of memory, and an input stays as its weight's gradient wants it
+        forward = memory_s(device, 5.0 * (inputs + weights), 4 * count)
+        return forward, memory_s(device, 6.0 * outputs + 3.0 * weights, 6 * count)
+    forward = memory_s(device, 33.0 * (inputs + weights), 10 * count)
+    return forward, memory_s(device, 35.0 * outputs + 29.0 * (inputs + weights), 20 * count)
 
 
 def _gradient_sum_s(job: Job, device: Device, software: Software, products: list[Product]) -> float:
