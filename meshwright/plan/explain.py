@@ -71,7 +71,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "layout.tp": layout.tp,
         "layout.cp": layout.cp,
         "layout.pp": layout.pp,
-        "layout.schedule": (layout.schedule, layout.virtual_stages),
+        "layout.schedule": layout.schedule + (f" of {v} stages a rank" if (v := layout.virtual_stages) else ""),
         "batch.micro_batch": job.batch.micro_batch,
         "memory.recompute": job.memory.recompute,
         "memory.offload": job.memory.offload,
