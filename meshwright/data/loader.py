@@ -65,12 +65,13 @@ class Loader:
         assert self._iterator is not None
         try:
             step = next(self._iterator)
-        except RuntimeError as error:
+        except (RuntimeError, EOFError, OSError) as error:  # the latter two of a worker that dies while it hands over
             self.close()
             if self._workers == 0:
                 raise
+            why = str(error) or type(error).__name__
             raise RuntimeError(
-                f"one of data.workers = {self._workers} data worker processes failed ({error}); it may have run out of "
+                f"one of data.workers = {self._workers} data worker processes failed ({why}); it may have run out of "
                 "memory or of space in /dev/shm: try fewer workers, or data.workers = 0"
             ) from error
         if isinstance(step, UserError):

@@ -19,11 +19,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
-from meshwright.job import LoadedJob
+from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
+from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
 from meshwright.parallel import World, require_layout
@@ -65,7 +66,7 @@ def launch(
         left.unlink(missing_ok=True)
     console.print(f"starting {nproc} ranks", highlight=False)
     try:
-        _run_agent(folder.path, nproc, arguments)
+        _run_agent(job, folder.path, nproc, arguments)
     except ChildFailedError as error:
         for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -80,20 +81,20 @@ def launch(
     return folder
 
 
-def run_under_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
-    """Run `python -m meshwright ARGUMENTS` as so many local ranks that leave no run behind; their logs go to a folder.
+def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
+    """Run `python -m meshwright ARGUMENTS` as so many ranks of a job that leave no run behind; logs go to a folder.
 
     Failures are raised as by `launch`.
     """
     logs = path / "logs"
     logs.mkdir()
     try:
-        _run_agent(path, nproc, arguments)
+        _run_agent(job, path, nproc, arguments)
     except ChildFailedError as error:
         raise explain(error.failures, logs) from None
 
 
-def _run_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
+def _run_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -109,7 +110,8 @@ def _run_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
     )
     # The agent puts its own values in place of $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
-    with _agents_words_in(path / "logs/agent.log"), _signals_kept(path / STOP_FILE):
+    started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
+    with _agents_words_in(path / "logs/agent.log"), _signals_kept(path / STOP_FILE), started:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as error:

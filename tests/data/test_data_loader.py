@@ -165,6 +165,18 @@ def test_a_dead_worker_is_an_error(corpus):
     loader.close()
 
 
+@pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])
+def test_a_worker_that_dies_while_it_hands_over_is_the_same_error(corpus, monkeypatch, error):
+    def torn(self, timeout=0.0):
+        raise error()
+
+    loader = loader_of(corpus.train, workers=1, prefetch=1)
+    next(loader)
+    monkeypatch.setattr(type(loader._iterator), "_try_get_data", torn)
+    with pytest.raises(RuntimeError, match=r"data\.workers = 1 data worker processes failed"):
+        next(loader)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_tokens_that_vanish_are_named(corpus, tmp_path, workers):
     source = tmp_path / "a.txt"
