@@ -19,6 +19,7 @@ from meshwright.cli import (
     schedule,
     submit,
     train,
+    tune,
     verify,
 )
 from meshwright.errors import UserError
@@ -38,6 +39,7 @@ app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
