@@ -61,6 +61,11 @@ def plan(
         raise UserError(f"--markdown = {markdown} is a page of --validate's table; give --validate or leave it out")
     if scale is not None and not check:
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; name it with --check JOB")
+    for option, value in (("--tokens", tokens), ("--price", price), ("--mtbf-hours", mtbf_hours)):
+        if value is not None and not value > 0:
+            raise UserError(f"{option} = {value:g} must be above 0; correct it or leave it out")
+    if price is not None and tokens is None:
+        raise UserError(f"--price = {price:g} makes the cost of a whole training; say how long it is with --tokens")
     if model:
         from meshwright.cli.plan_search import Training, show_search
 

@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
 from meshwright.data.chat import ChatTemplate, load_chat_template
 from meshwright.data.corpus import Corpus
+from meshwright.data.grouping import grouped_by_size
 from meshwright.data.join import joined
 from meshwright.data.mixing import fraction_of
 from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
@@ -30,6 +31,7 @@ TOKENIZER = "tokenizer.json"
 TRAINING_BYTES = 20_000_000
 _SAMPLING_KEY = 0x70_4B_E2
 _BATCH_BYTES = 4_000_000
+"""Enough documents for every processor core, and few enough for memory."""
 
 Report = Callable[[str, float], None]
 Read = Callable[[Sequence[Source]], Iterator[Document]]
@@ -205,7 +207,7 @@ def _write(
     bounds = [0]
     with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document, marked=marked) as writer:
         for source in sources:
-            for batch in _batches(read([source])):
+            for batch in grouped_by_size(read([source]), lambda document: document.source_bytes, _BATCH_BYTES):
                 _add(writer, tokenizer, batch)
                 done += sum(document.source_bytes for document in batch)
                 if report:
@@ -242,20 +244,6 @@ def _add(writer: SplitWriter, tokenizer: Tokenizer, batch: Sequence[Document]) -
     else:
         for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
             writer.add(tokens, last_piece=document.last_piece)
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups large enough for every processor core and small enough for memory."""
-    batch: list[Document] = []
-    size_bytes = 0
-    for document in documents:
-        batch.append(document)
-        size_bytes += document.source_bytes
-        if size_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def _is_complete(folder: Path) -> bool:

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.hardware.triton import HAS_TRITON
 from meshwright.job.model import Model
 from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
-from meshwright.model.swiglu import HAS_TRITON
 
 IGNORE = -100
 """The label of a token that counts for nothing."""

@@ -4,14 +4,13 @@ The compiler's own backward lays the two gradients side by side in one kernel th
 on an H200 twice the time of reading them once, 4% of a step of a 1B model. Hence one kernel by hand, on GPUs alone.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from meshwright.hardware.triton import HAS_TRITON
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

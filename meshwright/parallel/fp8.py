@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshwright.errors import UserError
-from meshwright.model.swiglu import HAS_TRITON
+from meshwright.hardware.triton import HAS_TRITON
 from meshwright.parallel.formats import FP8_MULTIPLE
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2

@@ -2,8 +2,8 @@
 
 import torch
 
+from meshwright.hardware.triton import HAS_TRITON
 from meshwright.job import Job
-from meshwright.model.swiglu import HAS_TRITON
 from meshwright.parallel.layout import ranks_of
 from meshwright.parallel.precision import DTYPES
 

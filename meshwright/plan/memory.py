@@ -128,10 +128,9 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
 def gradient_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient until the update: as asked for, or as the backward makes it where nothing is added up."""
     if software.own:
-        from meshwright.parallel.one_pass import updates_in_one_pass
+        from meshwright.parallel.one_pass import gradient_format
 
-        if job.accumulation == 1 and updates_in_one_pass(job):
-            return 2
+        return gradient_format(job).itemsize
     return 2 if job.precision.gradients == "bf16" else 4
 
 

@@ -189,19 +189,6 @@ class Cluster:
             time.sleep(0.05)
 
 
-def left_over(word: str) -> list[str]:
-    """Processes with a word in their command line."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if word in command:
-            found.append(command)
-    return found
-
-
 def told(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_processes import left_over
 
 from meshwright.checkpoint import newest
 
@@ -35,19 +36,6 @@ def ranks(launcher: int) -> list[int]:
     """The processes a launcher started and that still run."""
     listed = subprocess.run(["pgrep", "-P", str(launcher)], capture_output=True, text=True).stdout
     return [int(line) for line in listed.split()]
-
-
-def left_over(folder: Path) -> list[str]:
-    """Processes of a run, by the name of its folder in their command line, even when their launcher is gone."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if f"run.folder={folder}" in command:
-            found.append(command)
-    return found
 
 
 def wait_for_steps(process: "subprocess.Popen[str]", run: Path) -> None:
@@ -111,7 +99,7 @@ def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
     assert job["evaluation"]["sample_prompt"] == "$$x"
     assert stop_event(run)["reason"] == "finished"
     assert newest(run).facts.step == 10 and (run / "report.html").is_file()
-    assert left_over(run) == []
+    assert left_over(f"run.folder={run}") == []
 
 
 def test_ranks_that_are_new_programs_as_on_gpus(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +134,8 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path:
     event = stop_event(run)
     assert event["signal"] == "launcher died" and newest(run).facts.step == event["step"]
     deadline = time.monotonic() + 20
-    while left_over(run):
-        assert time.monotonic() < deadline, left_over(run)
+    while left_over(f"run.folder={run}"):
+        assert time.monotonic() < deadline, left_over(f"run.folder={run}")
         time.sleep(0.1)
 
 
@@ -162,7 +150,7 @@ def test_a_killed_rank_is_named_and_takes_the_run_with_it(tiny_job: Path, tmp_pa
     assert len(err.splitlines()) == 1 and "rank 1 was killed by SIGKILL" in err, err
     assert stop_event(run)["reason"] == "failed" and "rank 1" in stop_event(run)["error"]
     assert (run / "report.html").is_file()
-    assert left_over(run) == []
+    assert left_over(f"run.folder={run}") == []
 
 
 def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -> None:
@@ -188,7 +176,7 @@ def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -
         err.splitlines()[-1].startswith("meshwright: rank 1 failed at ") and "logs/rank-1.err" in err.splitlines()[-1]
     )
     assert "ValueError: the third step" in (run / "logs/rank-1.err").read_text()
-    assert left_over(run) == []
+    assert left_over(f"run.folder={run}") == []
 
 
 def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path, tmp_path: Path) -> None:
@@ -201,7 +189,7 @@ def test_ctrl_c_ends_all_ranks_at_one_step_from_which_they_resume(tiny_job: Path
     event = stop_event(run)
     assert event["reason"] == "interrupted" and event["signal"] == "SIGINT"
     assert newest(run).facts.step == event["step"]
-    assert left_over(run) == []
+    assert left_over(f"run.folder={run}") == []
 
     (run / "logs").mkdir()
     (run / "logs/stop").write_text("SIGINT")  # as a launcher that was killed leaves it

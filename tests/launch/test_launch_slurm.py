@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_processes import left_over
 from rich.console import Console
-from slurm_cluster import Cluster, left_over, missing, told
+from slurm_cluster import Cluster, missing, told
 
 from meshwright.checkpoint import newest
 from meshwright.cli import main

@@ -1,6 +1,8 @@
 """Other numbers of GPUs, whole trainings, and what failures leave of them."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from plan_jobs import llama, nodes
@@ -90,3 +92,17 @@ def test_the_command_shows_all_of_it() -> None:
     assert [point["gpus"] for point in points] == [1, 2, 4] and points[0]["efficiency"] == 1.0
     error = CliRunner().invoke(app, ["plan", "--model", "llama-3-70b", "--cluster", "1xh100"]).exception
     assert "times the GPUs" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--tokens", "0"], "--tokens = 0 must be above 0; correct it or leave it out"),
+        (["--tokens", "1e9", "--price", "-3"], "--price = -3 must be above 0; correct it or leave it out"),
+        (["--mtbf-hours", "nan"], "--mtbf-hours = nan must be above 0; correct it or leave it out"),
+        (["--price", "3"], "--price = 3 makes the cost of a whole training; say how long it is with --tokens"),
+    ],
+)
+def test_a_cost_that_cannot_be_is_refused(cli: Callable[..., Any], words: list[str], sentence: str) -> None:
+    result = cli("plan", "--model", "gpt2", "--cluster", "1xh100", *words)
+    assert result.code == 2 and sentence in " ".join(result.err.split())

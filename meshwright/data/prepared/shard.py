@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from meshwright.data.grouping import grouped_by_size
 from meshwright.data.mixing import fraction_of, mix
 from meshwright.data.prepared.folder import PARTIAL, SPLITS, FileRecord, Part, Shard, shard_name
 from meshwright.data.raw import Bad, BadDocuments, Text, Unit, in_parts, read_unit
@@ -46,7 +47,8 @@ def make_shard(
     beside.mkdir()
     writer = _Splits(beside, unit.number, tokenizer, fraction)
     try:
-        for batch in _batches(_good(read_unit(unit, text_field, watch), bad, heard)):
+        texts = _good(read_unit(unit, text_field, watch), bad, heard)
+        for batch in grouped_by_size(texts, lambda text: text.size_bytes, BATCH_BYTES):
             for text, tokens in zip(batch, tokenizer.encode_batch([text.text for text in batch]), strict=True):
                 writer.add(text, tokens)
         parts = writer.finish(out)
@@ -96,19 +98,6 @@ def _good(items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard) -> Itera
         else:
             heard(int(item.ends), 0)
             yield from in_parts(item)
-
-
-def _batches(texts: Iterable[Text]) -> Iterator[list[Text]]:
-    batch: list[Text] = []
-    size_bytes = 0
-    for text in texts:
-        batch.append(text)
-        size_bytes += text.size_bytes
-        if size_bytes >= BATCH_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-    if batch:
-        yield batch
 
 
 class _Splits:
