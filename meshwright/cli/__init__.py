@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 130 stopped by Ctrl-C.",
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 85 stopped by a signal, 130 by Ctrl-C.",
 )
 app.add_typer(job.app, name="job")
 app.command("plan")(plan.plan)

@@ -45,14 +45,18 @@ def _alone(job: str, overrides: list[str], resume: bool, console: "Console", as_
     from meshwright.job import load_job
 
     loaded = load_job(job, overrides)
+    if loaded.job.run.max_restarts or loaded.job.run.watchdog_s:  # somebody must outlive the process that trains
+        _with_ranks(job, overrides, resume, 1, console, as_json)
+        return
 
     from meshwright.launch.local import run_local
+    from meshwright.launch.signals import exit_code
     from meshwright.studio import write_report
 
     finished = run_local(loaded, console, on_end=write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(finished.signal))
 
 
 def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, console: "Console", as_json: bool) -> None:
@@ -62,6 +66,7 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
 
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
+    from meshwright.launch.signals import exit_code
     from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
@@ -69,7 +74,7 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     if folder.state() == "stopped":
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(folder.events()[-1].get("signal")))
 
 
 def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", console: "Console", as_json: bool) -> None:
@@ -77,6 +82,7 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
     from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down
     from meshwright.launch.gather import SharedRefusal
+    from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_rank
     from meshwright.studio import write_report
 
@@ -97,7 +103,7 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
     if place.rank == 0:
         _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted" and not launched:  # to a launcher any other code is a failure
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(finished.signal))
 
 
 def _show(finished: "Finished", console: "Console", as_json: bool) -> None:

@@ -1,11 +1,13 @@
 """Steps of training data in order, read ahead by worker processes; validation batches in a fixed order."""
 
+import ctypes
 import itertools
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +18,9 @@ from meshwright.data.batch import Batch, Step, stack_samples
 from meshwright.data.samples import IGNORE, count_valid, count_windows, read_sample, read_window
 from meshwright.data.store import TokenStore
 from meshwright.errors import UserError
+
+_DEATH_SIGNAL = 1
+"""Linux's number for: send me this when my parent dies."""
 
 
 class Loader:
@@ -102,7 +107,7 @@ class Loader:
             num_workers=self._workers,
             prefetch_factor=self._prefetch if many else None,
             pin_memory=self._pin_memory,
-            worker_init_fn=_leave_signals_to_the_parent if many else None,
+            worker_init_fn=partial(_leave_signals_to_the_parent, os.getpid()) if many else None,
             multiprocessing_context="fork" if many and sys.platform == "linux" else None,
             # Without its own generator the loader would draw from the global one, and a resumed run would differ.
             generator=torch.Generator(),
@@ -168,11 +173,16 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
+def _leave_signals_to_the_parent(parent: int, worker: int) -> None:
     """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
 
-    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits.
+    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits. A worker ends with its
+    parent, however that ended.
     """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before we could ask
+            os._exit(1)
     os.setpgid(0, 0)
     for name in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,12 +28,13 @@ from meshwright.launch.local import (
     record_failure,
     require_room,
     run_path,
-    train_in,
+    train_with_rewinds,
 )
 from meshwright.launch.ranks import Place
 from meshwright.launch.signals import stop_on_signal
+from meshwright.launch.watchdog import signs_of_life
 from meshwright.parallel import World, join_world, require_layout
-from meshwright.train import choose_device, prepare_device, require_enough_text
+from meshwright.train import Pulse, choose_device, prepare_device, require_enough_text
 
 RUN_FOLDER = "MESHWRIGHT_RUN_FOLDER"
 """Set for ranks that our own launcher started: the folder it made for them."""
@@ -56,23 +59,31 @@ def run_rank(
         raise SharedRefusal(str(error)) from None
     launched_in = os.environ.get(RUN_FOLDER)
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
-    job = with_own_device(loaded.job, place)
-    device = choose_device(job)
-    prepare_device(job, device)
-    world = join_world(job, device)
-    corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
-    try:
-        with _stop(launched_in) as stop:
-            outcome = train_in(folder, job, corpus, world, console, stop, start)
-    except BaseException as error:
-        if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
-            record_failure(folder, f"{type(error).__name__}: {error}", on_end)
-        raise
-    if folder is not None:
-        on_end(folder.path)
+    pulse = Pulse()
+    with signs_of_life(loaded.job.run.watchdog_s, place, pulse) as life:
+        job = with_own_device(loaded.job, place)
+        device = choose_device(job)
+        prepare_device(job, device)
+        pulse.at("meeting the other ranks")
+        world = join_world(job, device)
+        life.met()
+        pulse.at("preparing data and looking for a checkpoint")
+        corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
+        life.found(start.lease.run)
+        start = replace(start, pulse=pulse)
+        try:
+            with _stop(launched_in) as stop:
+                outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
+        except BaseException as error:
+            if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
+                record_failure(folder, f"{type(error).__name__}: {error}", on_end)
+            raise
+        if folder is not None:
+            on_end(folder.path)
     # Only now: after a failure the connections must outlive what this rank has to say about it.
-    dist.destroy_process_group()
-    return Finished(start.lease.run, outcome)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return Finished(start.lease.run, outcome, stop.signal)
 
 
 def _open(
@@ -115,6 +126,8 @@ def _stop(launched_in: str | None) -> Iterator[Stop]:
         with stop_on_signal() as stop:
             yield stop
     else:
+        # A scheduler may send its warning to every process of a job; it is the launcher's to act on.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         yield _LauncherStop(Path(launched_in) / STOP_FILE)
 
 

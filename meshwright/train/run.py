@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Decoder, count_parameters, flops_per_token
 from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, World, take_traffic
+from meshwright.train.bad_steps import RecentLosses, Rewind
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate
 from meshwright.train.feed import evaluates, fingerprint, held_out_batches, training_loader
@@ -23,6 +24,7 @@ from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
 from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
 from meshwright.train.optimizer import build_optimizer
+from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.scaling import LossScale
 from meshwright.train.state import capture, restore
@@ -89,6 +91,10 @@ class TrainingRun(ABC, Generic[E]):
         """How often the run was begun before."""
         self.position = 0
         """Samples of the global stream this run has used."""
+        self.pass_over: frozenset[int] = frozenset()
+        """Positions of batches that are not trained on, since they came out bad again and again."""
+        self.losses = RecentLosses()
+        self.pulse = Pulse()
         self._keeper: Keeper | None = None
         self._resumed_step = 0
         self._throughputs: list[float] = []
@@ -146,6 +152,10 @@ class TrainingRun(ABC, Generic[E]):
         """The next step's data, and how long it kept us waiting."""
         take_traffic()  # what moved before, in an evaluation, is no step's
         started = time.perf_counter()
+        while self.position in self.pass_over:
+            next(data)
+            self.recorder.event("passed_over", position=self.position, samples=self.job.batch.global_batch)
+            self.position += self.job.batch.global_batch
         given = next(data)
         self.position += self.job.batch.global_batch
         return given, time.perf_counter() - started
@@ -160,6 +170,7 @@ class TrainingRun(ABC, Generic[E]):
 
     def _save_if_due(self, step: int) -> None:
         if self._keeper is not None:
+            self.pulse.at("checkpoint")
             self._keeper.after_step(step, self.capture)
 
     def _record(self, numbers: StepNumbers) -> None:
@@ -193,22 +204,31 @@ class TrainingRun(ABC, Generic[E]):
         self.progress.step(row)
         collect_if_due(step)
 
-    def _may_update(self, step: int, loss: float, norm: float) -> bool:
-        """run.on_bad_step decides what a loss or gradient norm that is not finite does."""
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
+        """run.on_bad_step decides what a loss or gradient norm that is not finite does, and a loss that leaps."""
+        settings = self.job.run
+        score = self.losses.score(loss) if settings.spike_score else None
+        if math.isfinite(loss) and math.isfinite(norm) and (score is None or score <= settings.spike_score):
+            if settings.spike_score:
+                self.losses.add(loss)
             return True
-        policy = self.job.run.on_bad_step
-        self.recorder.event("bad_step", step=step, loss=loss, grad_norm=norm, policy=policy)
+        policy = settings.on_bad_step
+        data = {"position": position, "samples": self.job.batch.global_batch}
+        self.recorder.event("bad_step", step=step, loss=loss, grad_norm=norm, score=score, policy=policy, **data)
+        if policy == "rewind":
+            raise Rewind(step, position)
         if policy == "stop":
+            leap = "" if score is None else f" ({score:.1f} robust deviations above the last ones)"
             raise UserError(
-                f"step {step} gave loss {loss} and gradient norm {norm}; lower optimizer.lr = {self.job.optimizer.lr} "
-                f'or set run.on_bad_step = "skip"'
+                f"step {step} gave loss {loss}{leap} and gradient norm {norm}; lower optimizer.lr = "
+                f'{self.job.optimizer.lr} or set run.on_bad_step = "skip"'
             )
         return policy == "keep"
 
     def _evaluate(self, step: int) -> None:
         if not evaluates(self.job):
             return
+        self.pulse.at("evaluation")
         val_loss = evaluate(self.engine, held_out_batches(self.job, self.corpus), self.world)
         self.outcome.val_loss = val_loss
         if self.outcome.first_val_loss is None:
