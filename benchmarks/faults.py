@@ -10,18 +10,15 @@ every process of a run (`sitecustomize`), or armed in processes that are forked 
 `detected_s` is from the fault to the launcher's event that names it, `recovered_s` from there until training goes on.
 """
 
-import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -195,7 +192,7 @@ class Run:
         (folder / "faults.json").write_text(json.dumps([asdict(fault) for fault in faults]))
         restarts = sum(fault.kind not in HARMLESS for fault in faults)
         settings = [*(settings or []), f"run.steps={steps}", f"run.max_restarts={restarts}"]
-        settings += [f"run.watchdog_s={WATCHDOG_S}"]
+        settings += [f"run.watchdog_s={WATCHDOG_S}"] if faults else []
         words = [word for setting in settings for word in ("--set", setting)]
         self.words = ["train", "job.toml", *words, "--nproc", str(RANKS), "--resume"]
 
@@ -250,9 +247,14 @@ class Run:
 
     def _outcome(self, fault: Fault) -> dict[str, Any]:
         struck = struck_at(self.folder, fault)
-        row: dict[str, Any] = {"fault": fault.kind, "rank": fault.rank, "step": fault.step, "struck": struck is not None}
-        noticed_by = {"NaN on a rank": "rewind", "checkpoints turned read-only": "checkpoint_failed"}
-        noticed_by |= {"agent killed": "stop"}
+        row: dict[str, Any] = {
+            "fault": fault.kind,
+            "rank": fault.rank,
+            "step": fault.step,
+            "struck": struck is not None,
+        }
+        noticed_by = {"NaN on a rank": "bad_step", "checkpoints turned read-only": "checkpoint_failed"}
+        noticed_by |= {"agent killed": "stop", "SIGSTOP a rank": "hang", "a rank stuck outside of collectives": "hang"}
         if struck is None or fault.kind.startswith("clock"):
             return row
         later = [event for event in self.events() if seconds(event) > struck - 0.002]
@@ -261,8 +263,9 @@ class Run:
         if noticed is None:
             return row
         row["detected_s"] = round(seconds(noticed) - struck, 2)
-        row["cause"] = noticed.get("cause") or noticed.get("error") or noticed.get("signal")
-        if kind in ("restart", "rewind"):
+        told = next((event for event in later if event["kind"] == "restart"), {}) if kind == "hang" else noticed
+        row["cause"] = told.get("cause") or told.get("error") or told.get("signal") or f"loss {told.get('loss')}"
+        if kind in ("restart", "bad_step", "hang"):
             began = next(event for event in later if event["kind"] == "start" and seconds(event) > seconds(noticed))
             row["recovered_s"] = round(seconds(began) - seconds(noticed), 2)
         return row

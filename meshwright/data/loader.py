@@ -70,7 +70,7 @@ class Loader:
         assert self._iterator is not None
         try:
             step = next(self._iterator)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, EOFError) as error:  # a worker that dies may be in the middle of a message
             self.close()
             if self._workers == 0:
                 raise

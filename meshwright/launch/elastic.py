@@ -40,6 +40,10 @@ from meshwright.train import require_enough_text
 _AGENTS = (signal.SIGHUP, signal.SIGQUIT)
 
 
+class NoMeetingPoint(Exception):
+    """The ranks were never started: what they would have found each other by failed."""
+
+
 def launch(
     loaded: LoadedJob,
     nproc: int,
@@ -122,7 +126,7 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
         explained = explain(error.failures, logs, nproc)
         return explained if watch is None or watch.hang is None else watch.hang
     except (dist.DistError, RendezvousError) as error:  # a port was taken, or the agent's own store failed
-        return error
+        return NoMeetingPoint(f"the ranks' meeting point could not be opened: {str(error.__cause__ or error).strip()}")
     finally:
         folder.close()  # the ranks write between the launcher's lines
     return None

@@ -82,22 +82,22 @@ class Board:
                 found[rank] = Beat.parse(self._store.get(f"beat/{rank}"))
         return found
 
-    def ask_for_stacks(self) -> None:
-        """Have every rank that still beats show its stacks."""
-        self._store.set("ask", "")
+    def ask_for_stacks(self, alarm: int) -> None:
+        """Have every rank that still beats show its stacks; of several alarms each has its own."""
+        self._store.set("alarm", str(alarm))
 
-    def asked(self) -> bool:
-        """Whether the stacks were asked for."""
-        return bool(self._store.check(["ask"]))
+    def alarm(self) -> int:
+        """The last alarm; 0 before the first."""
+        return int(self._store.get("alarm")) if self._store.check(["alarm"]) else 0
 
-    def show_stacks(self, rank: int, text: str) -> None:
+    def show_stacks(self, alarm: int, rank: int, text: str) -> None:
         """Leave a rank's stacks."""
-        self._store.set(f"stacks/{rank}", text)
+        self._store.set(f"stacks/{alarm}/{rank}", text)
 
-    def stacks(self, ranks: int) -> dict[int, str]:
+    def stacks(self, alarm: int, ranks: int) -> dict[int, str]:
         """What was shown so far."""
-        shown = (rank for rank in range(ranks) if self._store.check([f"stacks/{rank}"]))
-        return {rank: self._store.get(f"stacks/{rank}").decode(errors="replace") for rank in shown}
+        shown = (rank for rank in range(ranks) if self._store.check([f"stacks/{alarm}/{rank}"]))
+        return {rank: self._store.get(f"stacks/{alarm}/{rank}").decode(errors="replace") for rank in shown}
 
 
 class Heart:
@@ -115,7 +115,7 @@ class Heart:
         self.heard_at = time.monotonic()
         """When the store last answered."""
         self._stopped = threading.Event()
-        self._answered = False
+        self._answered, self._cut_off = 0, False
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._number = 0
 
@@ -127,26 +127,30 @@ class Heart:
         """Say that the rank ends in good order, and fall silent."""
         self._stopped.set()
         self._thread.join(timeout=ANSWER_S)
-        with suppress(RuntimeError):
-            self._board.beat(self._rank, replace(self._beat(), done=True))
+        if not self._cut_off:
+            with suppress(RuntimeError):
+                self._board.beat(self._rank, replace(self._beat(), done=True))
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval_s):
-            with suppress(RuntimeError):  # torch's store errors: whoever keeps the store is gone
+            try:
                 self._exchange()
-                self.heard_at = time.monotonic()
+            except RuntimeError:  # torch's: whoever keeps the store is gone, and nobody connects to it again
+                self._cut_off = True
+                return
+            self.heard_at = time.monotonic()
 
     def _exchange(self) -> None:
         self._board.beat(self._rank, self._beat())
         if self.alarmed:
-            self._board.ask_for_stacks()
-        if not self._answered and self._board.asked():
-            self._answered = True
-            self._board.show_stacks(self._rank, stacks())
+            self._board.ask_for_stacks(1)
+        if (alarm := self._board.alarm()) > self._answered:
+            self._answered = alarm
+            self._board.show_stacks(alarm, self._rank, stacks())
         if self.curious:
             self.others = self._board.beats(self._ranks)
         if self.alarmed:
-            self.shown = self._board.stacks(self._ranks)
+            self.shown = self._board.stacks(1, self._ranks)
 
     def _beat(self) -> Beat:
         pulse = self._pulse

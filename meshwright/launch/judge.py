@@ -8,7 +8,7 @@ from meshwright.launch.heart import Beat
 
 COLD, COLDEST_S = 10.0, 60.0
 """Until a rank has made its first step it may take so many times longer for a phase, and at least so long."""
-_VERDICT, _SILENT = 0.8, 0.4
+VERDICT, _SILENT = 0.7, 0.4
 """Of run.watchdog_s: when a standstill is called one, so that the report is there in time, and what silence is."""
 
 
@@ -65,9 +65,8 @@ class Judge:
         now = self._clock()
         still = {rank: now - since for rank, since in self._moved_since.items() if not self._done(rank)}
         quiet = {rank: now - self._beat_since[rank] for rank in still}
-        limit = _VERDICT * self._watchdog_s
-        late = [rank for rank in still if still[rank] > limit * self._patience(rank)]
-        late += [rank for rank in still if rank in self._last and quiet[rank] > limit]
+        limit = VERDICT * self._watchdog_s
+        late = [rank for rank in still if max(still[rank], quiet[rank]) > limit * self._patience(rank)]
         return self.accuse(max(still[rank] for rank in late)) if late else None
 
     def accuse(self, still_s: float) -> Verdict:

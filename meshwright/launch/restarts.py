@@ -104,4 +104,5 @@ def last_step(folder: RunFolder) -> int:
 
 def cause_of(error: BaseException) -> str:
     """One sentence."""
-    return str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
+    told = str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
+    return told.splitlines()[0]

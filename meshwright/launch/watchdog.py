@@ -19,13 +19,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from meshwright.launch.failures import Hang, write_failure
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.heart import ANSWER_S, WATCH, Board, Heart, beat_interval_s
-from meshwright.launch.judge import COLD, COLDEST_S, Judge, Verdict
+from meshwright.launch.judge import COLD, COLDEST_S, VERDICT, Judge, Verdict
 from meshwright.launch.ranks import Place
 from meshwright.train import Pulse
 
-_LOOK, _VERDICT, _UNHEARD, _STACKS = 0.3, 0.8, 0.4, 0.15
-"""Of run.watchdog_s: when a rank that stands still looks at the others, ends, takes a store for lost, and how long
-stacks are waited for."""
+_LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1
+"""Of run.watchdog_s: when a rank that stands still looks at the others, when it takes their store for lost, and how
+long stacks are waited for."""
 
 
 class Watch:
@@ -56,21 +56,27 @@ class Watch:
         del self._board, self._store  # its port is free again
 
     def _run(self) -> None:
-        judge = Judge(self._ranks, self._watchdog_s)
+        judge, alarms = Judge(self._ranks, self._watchdog_s), 0
         while not self._ended.wait(beat_interval_s(self._watchdog_s)):
             judge.see(self._board.beats(self._ranks))
-            if (verdict := judge.verdict()) is not None:
-                self._end(verdict)
+            if judge.verdict() is None:
+                continue
+            alarms += 1
+            shown = self._stacks(alarms)
+            judge.see(self._board.beats(self._ranks))
+            if (verdict := judge.verdict()) is not None:  # nobody has come back meanwhile
+                self._end(verdict, shown)
                 return
 
-    def _end(self, verdict: Verdict) -> None:
-        self._board.ask_for_stacks()
-        waiting = [rank for rank in verdict.last if not (verdict.silent and rank in verdict.missing)]
+    def _stacks(self, alarm: int) -> dict[int, str]:
+        """The stacks of all ranks that answer in time."""
+        self._board.ask_for_stacks(alarm)
         deadline = time.monotonic() + _STACKS * self._watchdog_s
-        shown = self._board.stacks(self._ranks)
-        while time.monotonic() < deadline and not all(rank in shown for rank in waiting):
+        while time.monotonic() < deadline and len(self._board.stacks(alarm, self._ranks)) < self._ranks:
             time.sleep(beat_interval_s(self._watchdog_s) / 2)
-            shown = self._board.stacks(self._ranks)
+        return self._board.stacks(alarm, self._ranks)
+
+    def _end(self, verdict: Verdict, shown: Mapping[int, str]) -> None:
         self.hang = report(self._folder, verdict, shown, self._watchdog_s)
         for rank in verdict.missing if any(rank in verdict.last for rank in verdict.missing) else verdict.last:
             if rank in verdict.last:
@@ -165,7 +171,7 @@ class _Peers:
                 judge = Judge(self._place.size, self._watchdog_s)
                 continue
             judge.see(self._heart.others)
-            if still > _VERDICT:
+            if still > VERDICT:
                 self._end(judge, now - since)
                 return
 
