@@ -10,13 +10,16 @@ every process of a run (`sitecustomize`), or armed in processes that are forked 
 `detected_s` is from the fault to the launcher's event that names it, `recovered_s` from there until training goes on.
 """
 
+import argparse
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -408,4 +411,78 @@ def command(words: list[str]) -> None:
 
     sys.argv = ["meshwright", *words]
     arm()
+    main()
+
+
+def spread(kinds: list[str], first: int = 4, apart: int = 3) -> list[Fault]:
+    """Faults one after the other; what the launcher or rank 0 alone can do strikes there."""
+    at_zero = ("agent killed", "checkpoints turned read-only")
+    return [
+        Fault(number, kind, 0 if kind in at_zero else 1, first + apart * number) for number, kind in enumerate(kinds)
+    ]
+
+
+def at_random(count: int, seed: int, apart: int = 4) -> list[Fault]:
+    """So many faults of all kinds, on any rank."""
+    dice = random.Random(seed)
+    faults, step = [], 3
+    for number in range(count):
+        kind = dice.choice([*KINDS, "agent killed"])
+        rank = 0 if kind in ("agent killed", "checkpoints turned read-only") else dice.randrange(RANKS)
+        faults.append(Fault(number, kind, rank, step))
+        # A folder that is read-only must be writable again before the next fault needs a checkpoint of its own.
+        step += dice.randint(2, apart) + (READ_ONLY_STEPS if kind.startswith("checkpoints") else 0)
+    return faults
+
+
+def compare(quiet: Run, hurt: Run, start: Callable[[Run], Any]) -> dict[str, Any]:
+    """Run both to their ends; what differs, and what was left behind."""
+    codes = [quiet.finish(start), hurt.finish(start, timeout_s=3600.0)]
+    rows = list(zip(quiet.numbers(), hurt.numbers(), strict=True))
+    return {
+        "exit_codes": codes,
+        "rows_compared": len(rows),
+        "rows_that_differ": sum(a != b for a, b in rows),
+        "faults": hurt.outcomes(),
+        "restarts": sum(event["kind"] == "restart" for event in hurt.events()),
+        "rewinds": sum(event["kind"] == "rewind" for event in hurt.events()),
+        "left": hurt.traces.left(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("table", "random", "link"))
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cut", type=float, default=30.0, help="seconds the wire is cut for")
+    parser.add_argument("--fork", action="store_true", help="fork the ranks: no imports, so restarts cost less")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.fork:
+        import meshwright.launch.elastic
+        import meshwright.launch.worker  # noqa: F401  so that forked ranks find it imported
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if given.what == "link":
+            from faults_link import cut_link
+
+            result = cut_link(folder, given.cut)
+        else:
+            kinds = ["rendezvous port taken", *KINDS, "agent killed"]
+            faults = spread(kinds, apart=6) if given.what == "table" else at_random(given.count, given.seed)
+            steps = faults[-1].step + 10
+            quiet, hurt = Run(folder / "quiet", steps, []), Run(folder / "hurt", steps, faults)
+            result = compare(quiet, hurt, fork if given.fork else Run.start)
+    report = {"date": time.strftime("%Y-%m-%d"), "what": given.what, "forked": given.fork, **result}
+    report["seconds"] = round(time.monotonic() - began, 1)
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    sys.stdout.write(text)
+    if given.out:
+        given.out.write_text(text)
+    sys.exit(bool(report["rows_that_differ"]) or any(report["left"].values()))
+
+
+if __name__ == "__main__":
     main()

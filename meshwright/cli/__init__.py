@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from meshwright.cli import bench, checkpoint, doctor, generate, job, plan, report, schedule, train, verify
+from meshwright.cli import bench, checkpoint, doctor, generate, job, plan, replay, report, schedule, train, verify
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -23,6 +23,7 @@ app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("generate")(generate.generate)
+app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")

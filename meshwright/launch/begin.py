@@ -111,7 +111,6 @@ def rewound(
     folder: RunFolder | None, job: Job, world: World, console: Console, start: Start, step: int, bad: list[int]
 ) -> Start:
     """The start of a new attempt after a bad step, from the last checkpoint; all ranks call this together."""
-    start.pulse.at("rewinding")
     checkpoint, passed_over = find_checkpoint(start.lease.run, world)
 
     def begin_again() -> Start:

@@ -21,6 +21,7 @@ from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
+from meshwright.launch.links import try_links
 from meshwright.launch.signals import stop_on_signal
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build, host_buffer, ranks_of, require_layout
@@ -159,6 +160,7 @@ def train_with_rewinds(
             return train_in(folder, job, corpus, world, console, stop, start)
         except Rewind as rewind:
             step, position = rewind.step, rewind.position
+        start.pulse.begin()
         gc.collect()  # the old weights, before there are new ones
         bad.append(position)
         if len(bad) > MOST_REWINDS:
@@ -218,6 +220,7 @@ def _train(
     training.keep(keeper)
     if start.checkpoint is not None:
         training.resume(start.checkpoint)
+    try_links(world, recorder, progress, start.pulse)
     try:
         outcome = training.run(stop, loader)
     except Rewind:

@@ -109,6 +109,8 @@ def _open(
         if checkpoint is not None:
             require_same_run(job, corpus, checkpoint)
         folder = RunFolder.open(path) if launched_in or continues else create_folder(loaded, path)
+        if (restart := int(os.environ.get(RESTARTS, "0"))) and launched_in is None:
+            folder.event("restart", restart=restart, cause=_last_failure(folder), ranks=world.size)
         start = begin(folder, job, checkpoint, passed_over, console)
         print_headline(job, corpus, world, folder, console)
         return folder, start
@@ -118,6 +120,15 @@ def _open(
     if opened is not None:
         return corpus, *opened
     return corpus, None, Start(Lease(path, attempt), checkpoint)
+
+
+def _last_failure(folder: RunFolder) -> str:
+    """What the ranks wrote down before their agent started them again."""
+    told = [event for event in folder.events() if event["kind"] in ("start", "hang", "stop")]
+    if not told or told[-1]["kind"] == "start":
+        return "a rank died without a word"
+    last = told[-1]
+    return str(last.get("error") or f"ranks {last.get('missing')} stood still; see {last.get('report')}")
 
 
 @contextlib.contextmanager

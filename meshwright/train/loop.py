@@ -62,7 +62,9 @@ class Training(TrainingRun[Engine]):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         step_s = time.perf_counter() - started
-        self._record(StepNumbers(step, loss_value, norm_value, rate, data_wait_s, step_s))
+        numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, step_s)
+        self._record(numbers)
+        self._compare_ranks(numbers)
         self._count(ballots)
         return stopping > 0
 

@@ -9,6 +9,11 @@ class Pulse:
         self.warm = False
         """Whether a whole step was made: the first allocates, compiles and connects, and takes its time."""
 
+    def begin(self) -> None:
+        """Everything is built anew, and the next step is a first one again."""
+        self.step, self.warm = 0, False
+        self.at("starting")
+
     def at(self, phase: str, step: int | None = None) -> None:
         """The main thread begins something."""
         if step is not None:

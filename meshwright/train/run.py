@@ -22,12 +22,14 @@ from meshwright.train.feed import evaluates, fingerprint, held_out_batches, trai
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
+from meshwright.train.gpu_meter import GpuMeter
 from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.scaling import LossScale
 from meshwright.train.state import capture, restore
+from meshwright.train.stragglers import Stragglers, slow_ranks
 
 FLOPS_CONVENTION = "6·P_matmul + 12·L·S·A per token (full attention, no recompute)"
 
@@ -99,6 +101,8 @@ class TrainingRun(ABC, Generic[E]):
         self._resumed_step = 0
         self._throughputs: list[float] = []
         self._gauge = MemoryGauge(self.device)
+        self._gpu = GpuMeter(self.device)
+        self._stragglers = Stragglers(world)
         self._curve: MemoryCurve | None = None
 
     def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
@@ -134,7 +138,7 @@ class TrainingRun(ABC, Generic[E]):
         self._record_start()
         loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
         try:
-            with collected_by_schedule():
+            with collected_by_schedule(), self._gpu:
                 if self._resumed_step == 0:
                     self._evaluate(0)
                 self._train(iter(loader), stop)
@@ -192,6 +196,7 @@ class TrainingRun(ABC, Generic[E]):
             "step_s": numbers.step_s,
             "memory_bytes": self._gauge.after_step(made),
             "attempt": self.attempt,
+            **self._gpu.reading,
         }
         if job.memory.offload:
             row |= {f"offload_{name}": value for name, value in asdict(take_traffic()).items()}
@@ -203,6 +208,16 @@ class TrainingRun(ABC, Generic[E]):
         self.recorder.metric(row)
         self.progress.step(row)
         collect_if_due(step)
+
+    def _compare_ranks(self, numbers: StepNumbers) -> None:
+        """Now and then look for a rank that keeps the others waiting."""
+        self._stragglers.step(numbers.data_wait_s)
+        if self._stragglers.due(numbers.step - self._resumed_step):
+            times = self._stragglers.compare()
+            slow = slow_ranks(times)
+            self.recorder.event("stragglers", step=numbers.step, slow=slow, **times)
+            for clause in slow:
+                self.progress.message(f"step {numbers.step}: {clause}")
 
     def _may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
         """run.on_bad_step decides what a loss or gradient norm that is not finite does, and a loss that leaps."""

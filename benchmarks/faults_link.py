@@ -1,0 +1,114 @@
+"""Two "hosts" in network namespaces, each with an agent of torch's and one rank, and the wire between them cut."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from faults import JOB, ROOT, Run, Traces, seconds
+
+SPACES, ADDRESSES, PORT = ("alive-0", "alive-1"), ("10.99.9.1", "10.99.9.2"), "29519"
+WATCHDOG_S = 4.0
+
+
+def shell(command: str) -> None:
+    subprocess.run(command, shell=True, check=True)
+
+
+def lay_wire() -> None:
+    """Needs root."""
+    for space in SPACES:
+        shell(f"ip netns add {space}")
+    shell(f"ip link add wire netns {SPACES[0]} type veth peer name wire netns {SPACES[1]}")
+    for space, address in zip(SPACES, ADDRESSES, strict=True):
+        shell(f"ip -n {space} addr add {address}/24 dev wire && ip -n {space} link set wire up")
+        shell(f"ip -n {space} link set lo up")
+
+
+def take_wire_away() -> None:
+    for space in SPACES:
+        subprocess.run(f"ip netns del {space}", shell=True, stderr=subprocess.DEVNULL, check=False)
+
+
+def cut(*, whole: bool) -> None:
+    """Let nothing through, in silence, or everything again."""
+    for space in SPACES:
+        shell(f"tc -n {space} qdisc {'del' if whole else 'add'} dev wire root netem loss 100%")
+
+
+def start_hosts(folder: Path, steps: int) -> list["subprocess.Popen[str]"]:
+    """torchrun on both hosts, as a user without Slurm would start it."""
+    processes = []
+    for number, space in enumerate(SPACES):
+        variables = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = ["ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += [f"--node-rank={number}", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}"]
+        command += [f"--master-port={PORT}", "--max-restarts=3", "--monitor-interval=0.2", "-m", "meshwright", "train"]
+        command += ["job.toml", "--resume", "--set", f"run.steps={steps}", "--set", f"run.watchdog_s={WATCHDOG_S}"]
+        out = (folder / f"out-{number}").open("w")
+        processes.append(
+            subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=subprocess.STDOUT, text=True)
+        )
+    return processes
+
+
+def steps_made(folder: Path) -> int:
+    file = folder / "run/metrics.jsonl"
+    return file.read_text().count('"loss"') if file.is_file() else 0
+
+
+def cut_link(folder: Path, cut_s: float, steps: int = 150, quiet: Run | None = None) -> dict[str, Any]:
+    """Train on both hosts, cut the wire for a while, and compare with a run left alone."""
+    if quiet is None:
+        quiet = Run(folder / "quiet", steps, [])
+        assert quiet.finish() == 0
+    hurt = folder / "hurt"
+    hurt.mkdir()
+    (hurt / "job.toml").write_text(JOB)
+    traces = Traces(hurt)
+    run = Run.__new__(Run)
+    run.folder = hurt
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        lay_wire()
+        processes = start_hosts(hurt, steps)
+        deadline = time.monotonic() + 120.0
+        while steps_made(hurt) < 8:
+            assert time.monotonic() < deadline and all(process.poll() is None for process in processes), _words(hurt)
+            time.sleep(0.05)
+        cut(whole=False)
+        began, cut_at = steps_made(hurt), time.time()
+        ends = time.monotonic() + cut_s
+        while time.monotonic() < ends:
+            traces.look()
+            time.sleep(0.2)
+        cut(whole=True)
+        codes = [process.wait(180.0) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        take_wire_away()
+    rows = list(zip(quiet.numbers(), run.numbers(), strict=True))
+    events = [event for event in run.events() if seconds(event) > cut_at]
+    hangs = [event for event in events if event["kind"] == "hang"]
+    went_on = next((seconds(event) for event in events if event["kind"] == "start"), None)
+    return {
+        "exit_codes": codes,
+        "cut_s": cut_s,
+        "step_at_cut": began,
+        "detected_s": round(seconds(hangs[0]) - cut_at, 2) if hangs else None,
+        "named": [event["missing"] for event in hangs],
+        "went_on_after_s": None if went_on is None else round(went_on - cut_at, 2),
+        "causes": [event["cause"] for event in events if event["kind"] == "restart"],
+        "rows_compared": len(rows),
+        "rows_that_differ": sum(a != b for a, b in rows),
+        "left": traces.left(),
+    }
+
+
+def _words(folder: Path) -> str:
+    return json.dumps({path.name: path.read_text()[-2000:] for path in folder.glob("out-*")})
