@@ -394,15 +394,21 @@ def fork(run: Run) -> Forked:
     out = (run.folder / "out").open("a")
 
     def launcher() -> None:
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-        def forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
-            return Forked(lambda: command(list(args[3:])), env, handler._stdout, handler._stderr, run.folder)
-
-        SubprocessHandler._popen = forked_rank  # type: ignore[method-assign,assignment]
+        fork_ranks(run.folder)
         command(run.words)
 
     return Forked(launcher, run.variables(), out, out, run.folder)
+
+
+def fork_ranks(folder: Path) -> None:
+    """In an agent's process: have it fork its ranks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:
+        words = list(args[args.index("meshwright") + 1 :])
+        return Forked(lambda: command(words), env, handler._stdout, handler._stderr, folder)
+
+    SubprocessHandler._popen = forked_rank  # type: ignore[method-assign,assignment]
 
 
 def command(words: list[str]) -> None:
@@ -422,12 +428,12 @@ def spread(kinds: list[str], first: int = 4, apart: int = 3) -> list[Fault]:
     ]
 
 
-def at_random(count: int, seed: int, apart: int = 4) -> list[Fault]:
-    """So many faults of all kinds, on any rank."""
+def at_random(count: int, seed: int, kinds: list[str] = KINDS, apart: int = 4) -> list[Fault]:
+    """So many faults, on any rank."""
     dice = random.Random(seed)
     faults, step = [], 3
     for number in range(count):
-        kind = dice.choice([*KINDS, "agent killed"])
+        kind = dice.choice([*kinds, "agent killed"])
         rank = 0 if kind in ("agent killed", "checkpoints turned read-only") else dice.randrange(RANKS)
         faults.append(Fault(number, kind, rank, step))
         # A folder that is read-only must be writable again before the next fault needs a checkpoint of its own.

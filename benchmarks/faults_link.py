@@ -1,14 +1,17 @@
 """Two "hosts" in network namespaces, each with an agent of torch's and one rank, and the wire between them cut."""
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults import JOB, ROOT, Run, Traces, seconds
+from faults import JOB, ROOT, Forked, Run, Traces, fork_ranks, seconds
 
 SPACES, ADDRESSES, PORT = ("alive-0", "alive-1"), ("10.99.9.1", "10.99.9.2"), "29519"
 WATCHDOG_S = 4.0
@@ -35,24 +38,39 @@ def take_wire_away() -> None:
 
 def cut(*, whole: bool) -> None:
     """Let nothing through, in silence, or everything again."""
+    # A bucket too small for any packet lets none through.
+    change = "del dev wire root" if whole else "add dev wire root tbf rate 8bit burst 10b limit 10b"
     for space in SPACES:
-        shell(f"tc -n {space} qdisc {'del' if whole else 'add'} dev wire root netem loss 100%")
+        shell(f"tc -n {space} qdisc {change}")
 
 
-def start_hosts(folder: Path, steps: int) -> list["subprocess.Popen[str]"]:
+def start_hosts(folder: Path, steps: int, forked: bool) -> list[Any]:
     """torchrun on both hosts, as a user without Slurm would start it."""
-    processes = []
+    processes: list[Any] = []
     for number, space in enumerate(SPACES):
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = ["ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-        command += [f"--node-rank={number}", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}"]
-        command += [f"--master-port={PORT}", "--max-restarts=3", "--monitor-interval=0.2", "-m", "meshwright", "train"]
-        command += ["job.toml", "--resume", "--set", f"run.steps={steps}", "--set", f"run.watchdog_s={WATCHDOG_S}"]
+        words = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}"]
+        words += [f"--master-port={PORT}", "--max-restarts=3", "--monitor-interval=0.2", "-m", "meshwright", "train"]
+        words += ["job.toml", "--resume", "--set", f"run.steps={steps}", "--set", f"run.watchdog_s={WATCHDOG_S}"]
         out = (folder / f"out-{number}").open("w")
-        processes.append(
-            subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=subprocess.STDOUT, text=True)
-        )
+        if forked:
+            processes.append(Forked(partial(_host, space, words, folder), variables, out, out, folder))
+            continue
+        command = ["ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run", *words]
+        pipes = {"stdout": out, "stderr": subprocess.STDOUT}
+        processes.append(subprocess.Popen(command, cwd=folder, env=variables, text=True, **pipes))
     return processes
+
+
+def _host(space: str, words: list[str], folder: Path) -> None:
+    """In a forked process: torchrun in a network namespace, whose ranks are forked too."""
+    with Path(f"/run/netns/{space}").open() as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    fork_ranks(folder)
+
+    from torch.distributed.run import main
+
+    main(words)
 
 
 def steps_made(folder: Path) -> int:
@@ -60,7 +78,9 @@ def steps_made(folder: Path) -> int:
     return file.read_text().count('"loss"') if file.is_file() else 0
 
 
-def cut_link(folder: Path, cut_s: float, steps: int = 150, quiet: Run | None = None) -> dict[str, Any]:
+def cut_link(
+    folder: Path, cut_s: float, steps: int = 150, quiet: Run | None = None, forked: bool = False
+) -> dict[str, Any]:
     """Train on both hosts, cut the wire for a while, and compare with a run left alone."""
     if quiet is None:
         quiet = Run(folder / "quiet", steps, [])
@@ -71,10 +91,10 @@ def cut_link(folder: Path, cut_s: float, steps: int = 150, quiet: Run | None = N
     traces = Traces(hurt)
     run = Run.__new__(Run)
     run.folder = hurt
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Any] = []
     try:
         lay_wire()
-        processes = start_hosts(hurt, steps)
+        processes = start_hosts(hurt, steps, forked)
         deadline = time.monotonic() + 120.0
         while steps_made(hurt) < 8:
             assert time.monotonic() < deadline and all(process.poll() is None for process in processes), _words(hurt)
@@ -90,7 +110,7 @@ def cut_link(folder: Path, cut_s: float, steps: int = 150, quiet: Run | None = N
     finally:
         for process in processes:
             if process.poll() is None:
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)
         take_wire_away()
     rows = list(zip(quiet.numbers(), run.numbers(), strict=True))
     events = [event for event in run.events() if seconds(event) > cut_at]

@@ -5,7 +5,9 @@ import itertools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
@@ -13,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from meshwright.data.batch import Batch, Step, stack_samples
 from meshwright.data.samples import IGNORE, count_valid, count_windows, read_sample, read_window
@@ -69,6 +72,7 @@ class Loader:
         self.start()
         assert self._iterator is not None
         try:
+            _error_if_any_worker_fails()
             step = next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:  # a worker that dies may be in the middle of a message
             self.close()
@@ -112,7 +116,8 @@ class Loader:
             # Without its own generator the loader would draw from the global one, and a resumed run would differ.
             generator=torch.Generator(),
         )
-        return iter(loader)
+        with _own_handler_kept(signal.SIGCHLD):
+            return iter(loader)
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,15 @@ def _validation_batches(
         missing = micro_batch - len(ids)
         filler = replace(samples[-1], labels_S=np.full(sequence_length, IGNORE, np.int64))
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
+
+
+@contextmanager
+def _own_handler_kept(number: signal.Signals) -> Iterator[None]:
+    """torch's handler of a dead worker raises in the middle of whatever runs then; the loader asks before it reads."""
+    before = signal.getsignal(number)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, before or signal.SIG_DFL)
 
 
 def _as_it_is(item: Any) -> Any:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -47,9 +45,6 @@ def failures_written_down() -> Iterator[None]:
 
 def write_failure(error: Exception) -> None:
     """Leave an error in the file the launcher named, if one did."""
-    if threading.current_thread() is threading.main_thread():
-        # torch's reader of data raises from this signal's handler, in the middle of whatever runs.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if path := os.environ.get(ERROR_FILE):
         draft = Path(f"{path}.new")  # the agent fails itself on a file that is half-written
         with suppress(OSError):  # on a full disk the exit code still tells that something failed

@@ -1,6 +1,8 @@
 """The fault table: each is put into a run of two ranks under torch's agent, which ends as if nothing had happened."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import meshwright.launch.worker  # noqa: F401  so that forked ranks find it impo
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import faults
+import faults_link
 
 RESTARTED = {
     "kill -9 a rank": "rank 1 was killed by SIGKILL",
@@ -130,3 +133,25 @@ def test_every_restart_is_an_event_with_its_cause(hurt: faults.Run) -> None:
 def test_nothing_is_left_behind(hurt: faults.Run) -> None:
     assert hurt.traces.left() == {"processes": [], "ports": [], "shared_memory": []}
     assert not (hurt.folder / "run/logs/stop").exists()
+
+
+def test_so_many_faults_at_random_change_nothing(quiet: faults.Run, tmp_path: Path) -> None:
+    """The short form of `benchmarks/faults.py random --count 50`."""
+    kinds = [kind for kind in faults.KINDS if "SIGSTOP" not in kind and "stuck" not in kind]
+    run = faults.Run(tmp_path / "here", STEPS, faults.at_random(6, seed=3, kinds=kinds, apart=7))
+    assert run.finish(faults.fork, timeout_s=240.0) == 0, (run.folder / "out").read_text()
+    assert all(row["struck"] for row in run.outcomes())
+    assert run.numbers() == quiet.numbers()
+    assert run.traces.left() == {"processes": [], "ports": [], "shared_memory": []}
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"),
+    reason="a cut wire between two hosts: needs root, ip and tc for network namespaces",
+)
+def test_two_hosts_whose_wire_is_cut_notice_and_go_on(quiet: faults.Run, tmp_path: Path) -> None:
+    """The short form of `benchmarks/faults.py link --cut 30`, with torch's agents on both hosts."""
+    found = faults_link.cut_link(tmp_path, 6.0, STEPS, quiet, forked=True)
+    assert found["exit_codes"] == [0, 0] and found["rows_that_differ"] == 0, found
+    assert found["detected_s"] < faults_link.WATCHDOG_S and [1] in found["named"], found
+    assert found["causes"] and found["left"]["processes"] == []

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from meshwright.errors import UserError
 from meshwright.job import load_job
+from meshwright.launch import local
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import MOST_REWINDS, run_local
+from meshwright.launch.local import run_local
 from meshwright.parallel.engine import OneStage
 from meshwright.train.bad_steps import FEWEST, RecentLosses
 from meshwright.train.gpu_meter import parse_smi
@@ -99,7 +100,8 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
     assert rows("run") == rows("quiet")
     whole = OneStage.accumulate
     monkeypatch.setattr(OneStage, "accumulate", lambda *given: whole(*given) * float("nan"))
-    with pytest.raises(UserError, match=f"step 1 came out bad after {MOST_REWINDS} rewinds; look at it with `mesh"):
+    monkeypatch.setattr(local, "MOST_REWINDS", 2)
+    with pytest.raises(UserError, match="step 1 came out bad after 2 rewinds; look at it with `meshwright replay"):
         train("hopeless", "run.on_bad_step=rewind", "run.steps=3")
 
 
