@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FAULTS = "MESHWRIGHT_FAULTS"
 """A file that lists the faults of a run; beside it every fault leaves a file when it strikes, and strikes no more."""
-RANKS, WATCHDOG_S = 2, 3.0
+RANKS, WATCHDOG_S = 2, 5.0
 JOB = """
 [model]
 preset = "tiny-llama"

@@ -44,14 +44,22 @@ class Judge:
 
     def __init__(self, ranks: int, watchdog_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._watchdog_s, self._clock = watchdog_s, clock
-        now = clock()
+        self._looked = now = clock()
         self._last: dict[int, Beat] = {}
         self._beat_since = dict.fromkeys(range(ranks), now)
         self._moved_since = dict.fromkeys(range(ranks), now)
 
     def see(self, beats: Mapping[int, Beat]) -> None:
-        """Take in the ranks' last beats."""
+        """Take in the ranks' last beats.
+
+        Time in which this process itself did not get to look is nobody's fault: a machine may be that busy.
+        """
         now = self._clock()
+        missed = max(0.0, now - self._looked - _SILENT * self._watchdog_s / 2)
+        self._looked = now
+        for since in (self._beat_since, self._moved_since):
+            for rank in since:
+                since[rank] = min(now, since[rank] + missed)
         for rank, beat in beats.items():
             before = self._last.get(rank)
             if before is None or beat.number != before.number:

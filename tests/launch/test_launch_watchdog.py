@@ -74,6 +74,15 @@ def test_the_first_step_takes_its_time_and_a_rank_that_has_ended_is_no_matter() 
     assert court.pass_time(60.0, 2, silent=(2,)) is None
 
 
+def test_a_judge_that_could_not_look_blames_nobody_for_that_time() -> None:
+    court = Court()
+    court.pass_time(1.0)
+    court.now += 30.0
+    court.judge.see(court.beats)
+    assert court.judge.verdict() is None
+    assert court.pass_time(10.0, 1, silent=(1,)) is not None
+
+
 def test_a_clock_that_others_set_changes_nothing() -> None:
     """A beat has no time in it: only whether it changed counts."""
     assert not any("time" in name or name.endswith("_at") for name in BEAT.__dataclass_fields__)
