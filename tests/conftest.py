@@ -20,14 +20,20 @@ class CommandResult:
 Cli = Callable[..., CommandResult]
 
 
+@pytest.fixture(autouse=True)
+def precision_of_products() -> Iterator[None]:
+    """A run on a GPU allows TF32 for its whole process: not for the tests after it."""
+    torch = sys.modules.get("torch")
+    before = torch.get_float32_matmul_precision() if torch else "highest"
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture
-def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """`cli("train", "job.toml", …)` in an empty folder with its own data cache."""
-    import torch
-
     from meshwright.cli import main
-
-    precision = torch.get_float32_matmul_precision()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -43,8 +49,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         captured = capsys.readouterr()
         return CommandResult(code, captured.out, captured.err)
 
-    yield run
-    torch.set_float32_matmul_precision(precision)  # a run on a GPU allows TF32 for the whole process
+    return run
 
 
 TINY_JOB = """

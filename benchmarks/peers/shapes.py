@@ -52,7 +52,9 @@ SETTINGS = {
     "1b-16k": _one_b(16384, 2, tied=False),
     "1b-32k": _one_b(32768, 1, tied=False),
     "8b-8k": Setting(
-        *(32, 4096, 32, 8, 14336, 128256, 8192, 1, False), recompute="full", ours=('precision.gradients="bf16"',)
+        *(32, 4096, 32, 8, 14336, 128256, 8192, 1, False),
+        recompute="full",
+        ours=('precision.gradients="bf16"', 'memory.recompute="selective"'),
     ),
     "tiny": Setting(2, 64, 4, 2, 128, 512, 64, 2, True, compute="fp32", compile=False, device="cpu"),
 }

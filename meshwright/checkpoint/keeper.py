@@ -95,9 +95,13 @@ class Keeper:
             self._settle(self._save, int(failed))
         self._tell()
 
+    def due(self, step: int) -> bool:
+        """Whether `after_step` will begin a save."""
+        return self._due or self._interval.due_at(step)
+
     def after_step(self, step: int, capture: Callable[[], State]) -> None:
         """Begin a save where one is due."""
-        if self._due or self._interval.due_at(step):
+        if self.due(step):
             self._begin(capture)
         self._due = False
 

@@ -5,7 +5,20 @@ import sys
 
 import typer
 
-from meshwright.cli import bench, checkpoint, doctor, generate, job, plan, replay, report, schedule, train, verify
+from meshwright.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    doctor,
+    generate,
+    job,
+    plan,
+    replay,
+    report,
+    schedule,
+    train,
+    verify,
+)
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -22,6 +35,7 @@ app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)

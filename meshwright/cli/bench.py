@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshwright.measure import Bench
 
 SWEEP = typer.Option([], "--sweep", metavar="FIELD=V,V", help="Measure every combination of these values; may repeat.")
+SHOWN_KERNELS = 20
 OUT = typer.Option(None, "--out", metavar="FILE", help="Where a sweep keeps its rows; it goes on from what is there.")
 
 
@@ -207,7 +208,7 @@ def _print(result: Bench, console: Console) -> None:
         total = sum(result.kernels.kinds_s.values())
         parts = [f"{kind} {_ms(each)} ({each / total:.0%})" for kind, each in result.kernels.kinds_s.items()]
         console.print("\nkernels  " + " · ".join(parts), highlight=False, markup=False, soft_wrap=True)
-        for kernel in result.kernels.top:
+        for kernel in result.kernels.top[:SHOWN_KERNELS]:
             line = f"{1e3 * kernel.seconds:9.2f} ms  {kernel.calls:6.0f} calls  {kernel.kind:13}  {kernel.name}"
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -19,11 +19,13 @@ _MEMORY_TOLERANCE = 0.1
 _MAKERS = ("nvidia ", "tesla ", "amd ")
 
 
-class _Fact(BaseModel):
+class Fact(BaseModel):
+    """Something known, as a file has it."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class Link(_Fact):
+class Link(Fact):
     """A way in and out of a GPU."""
 
     kind: Literal["nvlink", "nvlink-c2c", "pcie", "infinity-fabric"]
@@ -34,7 +36,7 @@ class Link(_Fact):
     """Rate in one direction, all lanes together."""
 
 
-class Gpu(_Fact):
+class Gpu(Fact):
     """What is known of one GPU, per device as torch counts devices; None is unknown or absent, never a guess."""
 
     key: str

@@ -6,6 +6,7 @@ looks at the others' beats, and all that can end themselves.
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,9 @@ from meshwright.train import Pulse
 _LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1
 """Of run.watchdog_s: when a rank that stands still looks at the others, when it takes their store for lost, and how
 long stacks are waited for."""
+
+RECONNECT_S = 900.0
+"""How long a rank that is cut off from the others waits for the network before it ends."""
 
 
 class Watch:
@@ -176,7 +180,8 @@ class _Peers:
                 return
 
     def _end(self, judge: Judge, still_s: float) -> None:
-        if time.monotonic() - self._heart.heard_at > _UNHEARD * self._watchdog_s:
+        cut_off = time.monotonic() - self._heart.heard_at > _UNHEARD * self._watchdog_s
+        if cut_off:
             others = tuple(rank for rank in range(self._place.size) if rank != self._place.rank)
             verdict = Verdict(others, True, still_s, dict(self._heart.others))  # the network between is cut
         else:
@@ -189,7 +194,22 @@ class _Peers:
             with suppress(Exception):  # a disk that is out of reach must not keep this process alive
                 hang = report(RunFolder.open(self.run), verdict, self._heart.shown, self._watchdog_s)
         write_failure(hang)
+        if cut_off:
+            _wait_for_store()
         os._exit(1)
+
+
+def _wait_for_store() -> None:
+    """Keep the agent from starting us again while it could not reach the others either: it would not survive that."""
+    where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline = time.monotonic() + RECONNECT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(where, timeout=2.0).close()
+        except OSError:
+            time.sleep(0.5)
+        else:
+            return
 
 
 def _kill_child(pid: int) -> None:

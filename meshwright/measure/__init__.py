@@ -1,6 +1,7 @@
-"""Measuring: what a job reaches on the hardware at hand, where its time goes, and lists of settings."""
+"""Measuring: what a job reaches on the hardware at hand, where its time goes, lists of settings, and the hardware."""
 
 from meshwright.measure.bench import Bench, Spread, bench
+from meshwright.measure.calibrated import calibrated
 from meshwright.measure.sweep import Sweep, settings_of
 
-__all__ = ["Bench", "Spread", "Sweep", "bench", "settings_of"]
+__all__ = ["Bench", "Spread", "Sweep", "bench", "calibrated", "settings_of"]

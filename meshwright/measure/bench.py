@@ -71,6 +71,8 @@ class Bench:
     steady_memory_bytes: int | None
     reserved_memory_bytes: int | None
     """What torch's allocator took from the device; None on a CPU."""
+    device_memory_bytes: int | None
+    """What the device says is used, by everyone; None on a CPU."""
     data_wait_share: float
     """Of the timed steps' time."""
     losses: list[float]
@@ -116,6 +118,7 @@ class _Watch(Silent):
         self.phases: Phases | None = None
         self.kernels = Kernels(device) if profile else None
         self.reserved: int | None = None
+        self.used: int | None = None
         self.timed_s = 0.0
         self._began = 0.0
         self._timed_after, self._timed_until, self._device = timed_after, timed_until, device
@@ -128,7 +131,9 @@ class _Watch(Silent):
             self._began = time.perf_counter()
         if step == self._timed_until:
             self.timed_s = time.perf_counter() - self._began
-            self.reserved = torch.cuda.max_memory_reserved() if self._device.type == "cuda" else None
+            if self._device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(self._device)
+                self.reserved, self.used = torch.cuda.max_memory_reserved(), total - free
             if self.phases is not None:
                 self.phases.begin()
         if step == self._timed_until + PHASE_STEPS:
@@ -169,6 +174,7 @@ def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, ste
         peak_memory_bytes=timed[-1]["memory_bytes"],
         steady_memory_bytes=steady,
         reserved_memory_bytes=watch.reserved,
+        device_memory_bytes=watch.used,
         data_wait_share=sum(row["data_wait_s"] for row in timed) / sum(row["step_s"] for row in timed),
         losses=[row["loss"] for row in timed],
         phases_s=None if watch.phases is None else watch.phases.medians(),

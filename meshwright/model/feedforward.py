@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from meshwright.job.model import Model
 from meshwright.model.cost import Cost, linear_cost, saved
-from meshwright.model.together import project_together
+from meshwright.model.swiglu import swiglu
+from meshwright.model.together import joined_product
 
 
 class FeedForward(nn.Module):
@@ -30,12 +31,10 @@ class FeedForward(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate is None:
             inner_BSF = F.gelu(self.up(x_BSD), approximate="tanh")
+        elif self.together:
+            inner_BSF = swiglu(joined_product(x_BSD, (self.gate, self.up)))
         else:
-            linears = (self.gate, self.up)
-            gate_BSF, up_BSF = (
-                project_together(x_BSD, linears) if self.together else [linear(x_BSD) for linear in linears]
-            )
-            inner_BSF = F.silu(gate_BSF) * up_BSF
+            inner_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
         out_BSD: Tensor = self.down(inner_BSF)
         return out_BSD
 

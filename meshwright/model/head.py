@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from meshwright.job.model import Model
 from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
+from meshwright.model.swiglu import HAS_TRITON
 
 IGNORE = -100
 """The label of a token that counts for nothing."""
 
-CHUNK_LOGITS_BYTES = 512 * 2**20
+CHUNK_LOGITS_BYTES = 2**30
 """Logits that may exist at a time: every chunk adds to the whole weight gradient once, which for few tokens costs more
 than their products."""
 CHUNK_MULTIPLE = 128
@@ -74,6 +75,12 @@ def loss_of_logits(
     logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Σ cross-entropy of some tokens and its gradient by the logits, in whose memory it may be made."""
+    if logits_NV.is_cuda and HAS_TRITON and wide_dtype(logits_NV.dtype) == torch.float32:
+        # By hand, since the compiler's kernel writes the gradient beside the logits: twice the memory, and of what it
+        # reads a second time less is still in the cache.
+        from meshwright.model.loss_kernel import launch
+
+        return launch(logits_NV, labels_N1, shares_N1, with_gradient, IGNORE)
     wide_NV = logits_NV.to(wide_dtype(logits_NV.dtype))
     valid_N1 = labels_N1 != IGNORE
     target_N1 = torch.where(valid_N1, labels_N1, 0)
@@ -119,7 +126,7 @@ class _ChunkedLoss(torch.autograd.Function):
             loss += part
             if grad is not None and grad_hidden_ND is not None and grad_weight_VD is not None:
                 torch.mm(grad, weight_VD, out=grad_hidden_ND[chunk])
-                _add_product(grad_weight_VD, grad.t(), hidden)
+                add_product(grad_weight_VD, grad.t(), hidden)
 
         if grad_hidden_ND is not None and grad_weight_VD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
@@ -144,7 +151,7 @@ def chunk_rows(tokens: int, weight_VD: Tensor) -> int:
     return even if even < CHUNK_MULTIPLE else ceil(even / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, kept wide where the device can multiply narrow numbers into wide ones."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)

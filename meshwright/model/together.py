@@ -12,8 +12,13 @@ from torch import Tensor, nn
 
 def project_together(x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
     """What each linear makes of x; all of them have biases, or none."""
+    return torch.split(joined_product(x, linears), [linear.out_features for linear in linears], dim=-1)
+
+
+def joined_product(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
+    """The same side by side."""
     weight = torch.cat([linear.weight for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     multiply = getattr(linears[0], "multiply", F.linear)  # linears with products of their own kind name them so
-    together = multiply(x, weight, torch.cat(biases) if biases else None)
-    return torch.split(together, [linear.out_features for linear in linears], dim=-1)
+    product: Tensor = multiply(x, weight, torch.cat(biases) if biases else None)
+    return product

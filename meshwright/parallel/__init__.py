@@ -8,6 +8,7 @@ from meshwright.parallel.held import held_gradients, held_parameters
 from meshwright.parallel.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.layout import axes, is_asynchronous, ranks_of, require_layout, table_of
 from meshwright.parallel.offload import OffloadedWeights, update
+from meshwright.parallel.one_pass import gradient_format, one_pass_here
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.pipedream import PipeDream
 from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
@@ -29,12 +30,14 @@ __all__ = [
     "axes",
     "budget_span",
     "build",
+    "gradient_format",
     "held_gradients",
     "held_parameters",
     "holdings_of_rank",
     "host_buffer",
     "is_asynchronous",
     "join_world",
+    "one_pass_here",
     "ranks_of",
     "recompute_modes",
     "require_layout",

@@ -11,7 +11,6 @@ from meshwright.job import Job
 from meshwright.model import CausalAttend, build_architecture
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
-from meshwright.model.head import Head
 from meshwright.parallel.compress import CompressedWeights
 from meshwright.parallel.context import make_context_attend
 from meshwright.parallel.dualpipe import copies_of_chains
@@ -22,6 +21,7 @@ from meshwright.parallel.materialise import fill
 from meshwright.parallel.offload import OffloadedWeights, offloads, share_cores
 from meshwright.parallel.offload_activations import offload_activations
 from meshwright.parallel.offload_sharded import count_traffic, materialise_on_host, offload_policy
+from meshwright.parallel.one_pass import gradient_format, one_pass_here
 from meshwright.parallel.pipedream import PipeDream, VersionedWeights
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
@@ -126,7 +126,7 @@ def _piece(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
     if job.run.compile:
-        _compile(model, world.device)
+        _compile(model)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages go their own ways
@@ -143,13 +143,10 @@ def _project_together(model: nn.Module) -> None:
             module.together = True
 
 
-def _compile(model: nn.Module, device: torch.device) -> None:
-    """Compile every block on its own, and on a GPU the loss, whose passes over the logits take longer than the blocks'
-    work between their products."""
+def _compile(model: nn.Module) -> None:
+    """Compile every block on its own: one compilation serves all of them."""
     for block in cast(nn.ModuleDict, model.layers).values():
         block.compile()
-    if device.type == "cuda" and isinstance(head := getattr(model, "head", None), Head):
-        head.loss_of_logits = torch.compile(head.loss_of_logits, dynamic=False)
 
 
 def _materialise(model: nn.Module, job: Job, world: World) -> None:
@@ -165,7 +162,8 @@ def _whole(job: Job, world: World, model: nn.Module, master: torch.dtype, comput
     if offloads(job, "optimizer", "params"):
         gradients, stream = _gradients(job, master), offloads(job, "params")
         return OffloadedWeights(model, world.device, master, compute, gradients, stream=stream)
-    return WholeWeights(model, compute, _gradients(job, master))
+    narrow = one_pass_here(job, world.device) and master == torch.float32
+    return WholeWeights(model, compute, gradient_format(job) if narrow else _gradients(job, master))
 
 
 def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]], master: torch.dtype) -> ShardedWeights:

@@ -2,8 +2,10 @@
 
 x × weightᵀ and both of its gradients are products of 8-bit numbers, added up in float32. Everything else (norms,
 attention, embedding, head, the working copy of the weights) stays bf16, masters and optimizer fp32. What is kept for
-the backward is the bf16 input and the bf16 weight, as without fp8: q, k and v share one input, and a weight that zero 3
-lets go of stays gone. M tokens, N outputs, K inputs.
+the backward is the bf16 weight, so that one that zero 3 lets go of stays gone, and the bf16 input, which q, k and v
+share; compiled on a GPU, where they are one product, the fp8 input as the weight's gradient wants it: the hardware
+multiplies fp8 matrices only along their last dims, and what one product reads by rows another reads by columns.
+M tokens, N outputs, K inputs.
 """
 
 from typing import Any, cast
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshwright.errors import UserError
+from meshwright.model.swiglu import HAS_TRITON
 from meshwright.parallel.formats import FP8_MULTIPLE
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,15 +54,37 @@ def fp8_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(q, scale) with x ≈ q × scale: the largest entry of x becomes the format's largest."""
+    scale = _scale(x, dtype)
+    return _cast(x, scale, dtype), scale
+
+
+def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     # By rows first: the compiler can do that in the kernel that makes x, and need not read x once more.
     largest = x.abs().amax(dim=-1).amax().float()
-    scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
-    return _cast(x, scale, dtype), scale
+    return (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+@torch.library.custom_op("meshwright::fp8_both_ways", mutates_args=())
+def fp8_both_ways(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool) -> tuple[Tensor, Tensor]:
+    """x / scale in fp8, and the same transposed; the first is empty unless `plain`.
+
+    By hand, since the compiler makes a transposed copy in a kernel that writes across memory: on an H200 seven times as
+    long as reading and writing takes.
+    """
+    from meshwright.parallel.fp8_kernel import launch
+
+    return launch(x.contiguous(), scale, dtype, plain)
+
+
+@fp8_both_ways.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    return x.new_empty((rows, columns) if plain else (0,), dtype=dtype), x.new_empty((columns, rows), dtype=dtype)
 
 
 def _products(x: Tensor, weight_NK: Tensor) -> Tensor:
@@ -83,9 +108,12 @@ def _on_pieces(x: DTensor, weight: DTensor) -> DTensor:
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        x, x_scale = quantise(x_MK, FORWARD)
-        weight, weight_scale = quantise(weight_NK, FORWARD)
-        ctx.save_for_backward(x_MK, weight_NK, x_scale, weight_scale)
+        x_scale, (weight, weight_scale) = _scale(x_MK, FORWARD), quantise(weight_NK, FORWARD)
+        if ctx.needs_input_grad[1] and _by_hand(x_MK):
+            x, kept = fp8_both_ways(x_MK, x_scale, FORWARD, True)
+        else:
+            x, kept = _cast(x_MK, x_scale, FORWARD), x_MK
+        ctx.save_for_backward(kept, weight_NK, x_scale, weight_scale)
         # Fast accumulation adds up in fewer bits than float32 (about 14 on Hopper, arXiv:2412.19437 section 3.3.2),
         # more than bf16 keeps of the result; gradients, which are summed over all tokens, do without it.
         return _scaled(x, weight, x_scale, weight_scale, x_MK.dtype, fast=True)
@@ -93,16 +121,38 @@ class _Fp8Product(torch.autograd.Function):
     # The gradient has a name because torch 2.11's compiler gave zero gradients for functions that take `*grads`.
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_MK, weight_NK, x_scale, weight_scale = ctx.saved_tensors
-        grad, grad_scale = quantise(grad_MN, GRADIENT)
+        kept, weight_NK, x_scale, weight_scale = ctx.saved_tensors
+        grad_scale, out = _scale(grad_MN, GRADIENT), grad_MN.dtype
+        grad_MN, grad_NM = _both_ways(grad_MN, grad_scale, GRADIENT)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            weight_KN = _cast(weight_NK, weight_scale, FORWARD).t().contiguous()
-            grad_x = _scaled(grad, weight_KN, grad_scale, weight_scale, x_MK.dtype, fast=False)
+            weight_KN = _turned(weight_NK, weight_scale)
+            grad_x = _scaled(grad_MN, weight_KN, grad_scale, weight_scale, out, fast=False)
         if ctx.needs_input_grad[1]:
-            x_KM = _cast(x_MK, x_scale, FORWARD).t().contiguous()
-            grad_weight = _scaled(grad.t().contiguous(), x_KM, grad_scale, x_scale, weight_NK.dtype, fast=False)
+            x_KM = kept if kept.dtype == FORWARD else _turned(kept, x_scale)
+            grad_weight = _scaled(grad_NM, x_KM, grad_scale, x_scale, weight_NK.dtype, fast=False)
         return grad_x, grad_weight
+
+
+def _by_hand(x: Tensor) -> bool:
+    """Whether `fp8_both_ways` can be used and pays."""
+    return x.is_cuda and HAS_TRITON and torch.compiler.is_compiling()
+
+
+def _both_ways(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if _by_hand(x):
+        plain, turned = fp8_both_ways(x, scale, dtype, True)
+        return plain, turned
+    narrow = _cast(x, scale, dtype)
+    return narrow, narrow.t().contiguous()
+
+
+def _turned(x: Tensor, scale: Tensor) -> Tensor:
+    """A forward operand as the backward wants it."""
+    if _by_hand(x):
+        _, turned = fp8_both_ways(x, scale, FORWARD, False)
+        return cast(Tensor, turned)
+    return _cast(x, scale, FORWARD).t().contiguous()
 
 
 def _scaled(

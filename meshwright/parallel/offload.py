@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ class Updates(Protocol):
 
     def step(self) -> Any:
         """Make one step."""
+
+
+@runtime_checkable
+class UpdatesAll(Updates, Protocol):
+    """One that reads gradients in any format and writes the working copies itself."""
+
+    writes_working_copies: bool
 
 
 def offloads(job: Job, *what: str) -> bool:
@@ -198,6 +205,8 @@ def update(optimizer: Updates, weights: Weights) -> None:
     started = time.perf_counter()
     if isinstance(weights, OffloadedWeights):
         weights.update(optimizer)
+    elif isinstance(optimizer, UpdatesAll):
+        optimizer.step()
     else:
         make_step(optimizer, weights.masters.values())
         weights.refresh()

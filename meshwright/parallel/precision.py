@@ -58,7 +58,8 @@ class WholeWeights:
     def __init__(self, model: nn.Module, compute: torch.dtype, gradients: torch.dtype | None = None) -> None:
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._pieces = {name: piece_of(p, tuple(p.shape)) for name, p in self.masters.items()}
-        self._working: list[Tensor] = []
+        self.working: dict[nn.Parameter, Tensor] = {}
+        """What the model computes with, by master, where that is not the master itself."""
         if any(compute != p.dtype for p in self.masters.values()):
             self._split(compute, gradients)
 
@@ -69,7 +70,7 @@ class WholeWeights:
             parameter.data = parameter.data.to(compute)
             parameter.register_post_accumulate_grad_hook(move_gradient_to(master))  # type: ignore[no-untyped-call]
             self.masters[name] = master
-            self._working.append(parameter)
+            self.working[master] = parameter
 
     def begin_micro_batch(self, last: bool) -> None:
         """Nothing to prepare on one device."""
@@ -80,8 +81,8 @@ class WholeWeights:
     @torch.no_grad()
     def refresh(self) -> None:
         """Derive the working copy anew."""
-        if self._working:
-            torch._foreach_copy_(self._working, list(self.masters.values()))
+        if self.working:
+            torch._foreach_copy_(list(self.working.values()), list(self.working))
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""

@@ -84,8 +84,8 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     """One block over one micro-batch, with recomputation by mode."""
     products = list(products_of(job, software))
     forward = sum(matmul_s(device, *product) for product in products)
-    inputs = sum(matmul_s(device, rows, inner, columns) for rows, columns, inner in products) / device.backward
-    weights = sum(matmul_s(device, columns, inner, rows) for rows, columns, inner in products) / device.backward
+    inputs = sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in products)
+    weights = sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in products)
     if device.compute == "fp8":
         cast = _fp8_casts_s(job, device, software, products)
         forward, inputs = forward + cast, inputs + 1.5 * cast
@@ -104,13 +104,24 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
 
-def host_waits(job: Job, software: Software, mode: str, forward_s: float, backward_s: float) -> tuple[float, float]:
+_USUAL_LAUNCH_S = 4.5e-6
+"""A bare operation's launch on the hosts whose programs' launches are in `software`."""
+
+
+def host_waits(
+    job: Job, device: Device, software: Software, mode: str, forward_s: float, backward_s: float
+) -> tuple[float, float]:
     """What a block's forward and backward, transfers included, wait for a host that launches kernels more slowly.
 
     Ranks that share every product meet at each collective, where now one's host is late and now another's device: there
     neither hides behind the other in full.
     """
-    launches = kernels_of(job, software) * software.launch_s
+    launch_s = software.launch_s
+    if device.measured is not None and device.measured.profile.launch_s is not None:
+        if device.measured.on_cpu:
+            return 0.0, 0.0  # there is no other device to wait: starting an operation is part of it
+        launch_s *= device.measured.profile.launch_s / _USUAL_LAUNCH_S
+    launches = kernels_of(job, software) * launch_s
     waits = []
     for device_s, host_s in ((forward_s, launches), (backward_s, (3 if mode == "full" else 2) * launches)):
         both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
@@ -155,6 +166,11 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
     if software.attention == "flash":
         seen = window * (1 - window / (2 * sequence))
         flops = 4.0 * queries * seen * heads * model.head_dim
+        if device.measured is not None:
+            rows, groups = job.batch.micro_batch * heads, heads / kv_heads_of(job)
+            found = device.measured.attention_s(flops, model.head_dim, sequence, rows, groups)
+            if found is not None:
+                return found
         about = model.head_dim, sequence, software.flash_generation
         return attention_s(device, flops, *about), attention_s(device, 2.5 * flops, *about)
     batch = job.batch.micro_batch * heads
@@ -217,18 +233,36 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     """Final norm, head and loss over one micro-batch; the vocabulary is shared by the tensor-parallel ranks."""
     model, tokens = job.model, tokens_of(job)
     vocabulary = -(-model.vocab_size // job.layout.tp)
-    product = matmul_s(device, tokens, vocabulary, model.width, wide=True)
-    inputs = matmul_s(device, tokens, model.width, vocabulary, wide=True)
-    weights = matmul_s(device, vocabulary, model.width, tokens, wide=True)
-    logits = tokens * vocabulary
+    chunks, rows = 1, tokens
+    if software.logit_bytes is None:
+        chunks, rows = loss_chunks(job)
+    product = matmul_s(device, rows, vocabulary, model.width, wide=True)
+    inputs = matmul_s(device, rows, model.width, vocabulary, wide=True, kind="input")
+    weights = matmul_s(device, vocabulary, model.width, rows, wide=True, kind="weight sum")
+    if chunks > 1 and device.measured is None:  # every chunk reads and writes the whole matrix's gradient
+        weights += memory_s(device, 8.0 * vocabulary * model.width)
+    logits = rows * vocabulary
     forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
+    loss = memory_s(device, forward_bytes * logits, 4)
+    if device.measured is not None and software.logit_bytes is None and software.fusion == "fused":
+        loss = device.measured.loss_s(rows, vocabulary) or loss
     return Work(
-        forward_matmul=product,
-        forward_elementwise=memory_s(device, forward_bytes * logits, 4),
-        input_matmul=inputs,
-        weight_matmul=weights,
-        backward_elementwise=memory_s(device, backward_bytes * logits, 3),
+        forward_matmul=chunks * product,
+        forward_elementwise=chunks * loss,
+        input_matmul=chunks * inputs,
+        weight_matmul=chunks * weights,
+        backward_elementwise=memory_s(device, backward_bytes * logits * chunks, 3),
     )
+
+
+def loss_chunks(job: Job) -> tuple[int, int]:
+    """Into how many pieces our head cuts a micro-batch's tokens, and the tokens of one."""
+    from meshwright.model.head import CHUNK_LOGITS_BYTES
+
+    tokens, vocabulary = tokens_of(job), -(-job.model.vocab_size // job.layout.tp)
+    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    chunks = -(-tokens // max(1, CHUNK_LOGITS_BYTES // (vocabulary * each)))
+    return chunks, -(-tokens // chunks)
 
 
 def embedding_work(job: Job, device: Device) -> Work:
@@ -242,6 +276,10 @@ def embedding_work(job: Job, device: Device) -> Work:
 def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool) -> float:
     """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
     moved = parameters * (12 + gradient_bytes + 12 + 2)
+    if device.measured is not None and device.measured.update_s_per_parameter is not None:
+        # the working copy is made from the masters, and the norm reads all gradients
+        copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)
+        return parameters * device.measured.update_s_per_parameter + copies
     if clip:
         moved += parameters * gradient_bytes
     return memory_s(device, moved, 4)

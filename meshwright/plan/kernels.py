@@ -1,10 +1,12 @@
 """How long one kernel takes on a GPU: matrix products by their tiles, fused attention, and work bounded by memory."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 
 from meshwright.hardware import Gpu, peak_flops
+from meshwright.hardware.profile import ProductKind
+from meshwright.plan.measured import Measured
 from meshwright.plan.rates import Rates
 
 # Output tiles cuBLAS chooses from and the share of the ceiling a full multiprocessor reaches with each: a smaller tile
@@ -35,10 +37,20 @@ class Device:
     """Ceilings of fused attention by generation, which no format below 16 bits speeds up."""
     bytes_per_s: float
     """What elementwise kernels move."""
+    kernel_s: float = _KERNEL_S
+    """From a kernel's start to its first useful work and from its last to the next kernel, on the device alone."""
+    measured: Measured | None = None
+    """A calibration profile, which knows better than the rates."""
+
+    @property
+    def wide(self) -> str:
+        """The format of products that stay wide."""
+        return "bf16" if self.compute == "fp8" else self.compute
 
 
-def device_of(gpu: Gpu, rates: Rates, compute: str) -> Device:
+def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = None) -> Device:
     """The GPU in a compute format; one it has no rate for runs as its nearest wider one."""
+    moved = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy
     wide = peak_flops(gpu, "bf16" if compute == "fp8" else compute) or peak_flops(gpu, "fp16") or gpu.peak["fp32"]
     narrow = peak_flops(gpu, "fp8") if compute == "fp8" else None
     return Device(
@@ -48,13 +60,27 @@ def device_of(gpu: Gpu, rates: Rates, compute: str) -> Device:
         wide * rates.matmul,
         rates.backward,
         (wide * rates.attention[0], wide * rates.attention[1], wide * rates.attention[2]),
-        (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy,
+        moved if measured is None else measured.copy_bytes_per_s,
+        _KERNEL_S if measured is None else measured.profile.kernel_s or _KERNEL_S,
+        measured,
     )
 
 
 @lru_cache(maxsize=65536)
-def matmul_s(device: Device, rows: int, columns: int, inner: int, *, wide: bool = False) -> float:
-    """Seconds of (rows × inner) @ (inner × columns), the best of the tiles and splits a library would try."""
+def matmul_s(
+    device: Device, rows: int, columns: int, inner: int, *, wide: bool = False, kind: ProductKind = "forward"
+) -> float:
+    """Seconds of (rows × inner) @ (inner × columns): by tiles, corrected by what a profile measured nearby."""
+    seconds = _tiled_s(device, wide, rows, columns, inner)
+    if device.measured is not None:
+        dtype = device.wide if wide else device.compute
+        formula = partial(_tiled_s, device, wide)
+        return seconds * device.measured.product_factor(dtype, kind, (rows, columns, inner), formula)
+    return seconds if kind == "forward" or wide else seconds / device.backward
+
+
+def _tiled_s(device: Device, wide: bool, rows: int, columns: int, inner: int) -> float:
+    """The best of the tiles and splits a library would try."""
     ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
     per_unit = ceiling / device.multiprocessors
     best = float("inf")
@@ -69,7 +95,7 @@ def matmul_s(device: Device, rows: int, columns: int, inner: int, *, wide: bool 
             best = min(best, seconds)
     best /= _alignment(min(_power(columns), _power(inner)))
     moved = 2.0 * (rows * inner + inner * columns + rows * columns) / device.bytes_per_s
-    return max(best, moved) + _KERNEL_S
+    return max(best, moved) + device.kernel_s
 
 
 def _power(size: int) -> int:
@@ -85,9 +111,9 @@ def _alignment(power: int) -> float:
 def attention_s(device: Device, flops: float, head_dim: int, sequence: int, generation: int) -> float:
     """Seconds of fused attention over so many FLOPs; small heads spend more on the softmax, short rows on ends."""
     ceiling = device.attention_flops_per_s[generation - 1]
-    return flops / (ceiling * min(1.0, 0.76 + 0.24 * head_dim / 128) * sequence / (sequence + 256)) + _KERNEL_S
+    return flops / (ceiling * min(1.0, 0.76 + 0.24 * head_dim / 128) * sequence / (sequence + 256)) + device.kernel_s
 
 
 def memory_s(device: Device, moved_bytes: float, kernels: int = 1) -> float:
     """Seconds of elementwise work that reads and writes so many bytes."""
-    return moved_bytes / device.bytes_per_s + kernels * _KERNEL_S
+    return moved_bytes / device.bytes_per_s + kernels * device.kernel_s

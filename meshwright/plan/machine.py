@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu, gpu_by_key
+from meshwright.hardware import Gpu, gpu_by_key, is_known, profile_of
 from meshwright.job.devices import Cluster
 from meshwright.plan.communication import Wires
-from meshwright.plan.rates import Rates, rates_of
+from meshwright.plan.measured import Measured, measured_of
+from meshwright.plan.rates import Rates, measured_rates, rates_of
 
 _SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][\w-]*)")
 
@@ -39,11 +40,18 @@ class Machine:
     nodes: int
     wires: Wires
     guessed: tuple[str, ...]
+    measured: Measured | None = None
+    """What a calibration profile says of the GPU."""
 
     @property
     def gpus(self) -> int:
         """GPUs in all."""
         return self.nodes * self.wires.gpus_per_node
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of one GPU: as its driver told the profile, else as it is sold."""
+        return (self.measured.profile.memory_gib if self.measured else self.gpu.memory_gib) * 2**30
 
 
 def parse_cluster(spelling: str) -> Cluster:
@@ -56,21 +64,52 @@ def parse_cluster(spelling: str) -> Cluster:
     nodes, gpus, gpu = found.groups()
     if 0 in (int(nodes or 1), int(gpus)):
         raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{gpu}")
-    return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu_by_key(gpu).key)
+    return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=_gpu(gpu).key)
 
 
-def machine_of(cluster: Cluster) -> Machine:
-    """The machine of a cluster section; cluster.links may say `node` (GB/s a GPU) and `network` (GB/s a node)."""
+def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
+    """The machine of a cluster section; cluster.links may say `node` (GB/s a GPU) and `network` (GB/s a node).
+
+    Without `profiled` it is the datasheet's, whatever was measured of it.
+    """
     if cluster.gpu is None:
         raise UserError(
             "cluster.gpu is not given, and a plan needs one; set it to h100, a100-80gb or another known GPU"
         )
-    gpu = gpu_by_key(cluster.gpu)
-    rates, links, guessed = rates_of(gpu), cluster.links or {}, [f"kernel efficiency of {gpu.key}: no profile"]
+    gpu, links = _gpu(cluster.gpu), cluster.links or {}
+    profile = profile_of(gpu.key) if profiled else None
+    measured = None if profile is None else measured_of(profile)
+    rates = measured_rates(profile) if profile and not is_known(gpu) else rates_of(gpu)
+    guessed = [] if profile else [f"kernel efficiency of {gpu.key}: no profile; meshwright calibrate makes one"]
     if unknown := sorted(set(links) - {"node", "network"}):
         raise UserError(
             f"cluster.links has {unknown[0]!r}, which is no link; give node (GB/s a GPU) or network (a node)"
         )
+    wires, said = _wires(cluster, gpu, rates)
+    if measured is not None:
+        wires, known = measured.wires(wires, given=set(links))
+        said = {link: why for link, why in said.items() if link not in known}
+    return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured)
+
+
+def _gpu(key: str) -> Gpu:
+    """A GPU of the table, or one that only a profile knows."""
+    try:
+        return gpu_by_key(key)
+    except UserError as error:
+        profile = profile_of(key)
+        if profile is not None:
+            return profile.as_gpu()
+        near = str(error).partition("; ")[2].partition(", or")[0]
+        raise UserError(
+            f"the GPU {key!r} is not in the hardware table and has no calibration profile; {near}, or run meshwright "
+            "calibrate on it and name it as its profile does"
+        ) from None
+
+
+def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, str]]:
+    """The links as given or as usual, and what was guessed of which."""
+    links, guessed = cluster.links or {}, {}
     if "node" in links:
         node = links["node"] * 1e9
     elif gpu.gpu_link is not None:
@@ -78,13 +117,13 @@ def machine_of(cluster: Cluster) -> Machine:
     else:
         # Through the host's bridge: both directions of the card's own lanes, shared with what the host does.
         node = (gpu.host_link.bytes_per_s if gpu.host_link else 12e9) * 0.5
-        guessed.append("links between GPUs: half of their PCIe lanes")
+        guessed["node"] = "links between GPUs: half of their PCIe lanes"
     if "network" in links:
         network = links["network"] * 1e9 / cluster.gpus_per_node * _NETWORK_SHARE
     else:
         usual, why = next((v for k, v in _USUAL_NETWORK.items() if gpu.key.startswith(k)), _FALLBACK_NETWORK)
         network = usual * 1e9 * _NETWORK_SHARE
         if cluster.nodes > 1:
-            guessed.append(f"network between nodes: {why}")
+            guessed["network"] = f"network between nodes: {why}"
     wires = Wires(cluster.gpus_per_node, node, rates.node_latency_s, network, _NETWORK_LATENCY_S)
-    return Machine(gpu, rates, cluster.nodes, wires, tuple(guessed))
+    return wires, guessed

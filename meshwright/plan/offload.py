@@ -3,7 +3,7 @@
 from meshwright.job import Job
 
 HOST_UPDATE_BYTES_PER_S = 40e9
-"""Memory traffic one machine's cores reach in an update; guessed, as no profile says it."""
+"""Memory traffic one machine's cores reach in an update; where no profile says it."""
 _UPDATE_BYTES = 28.0
 """AdamW on the host: gradient, master and moments read, all but the gradient written."""
 _HOST_TERMS = ("weights", "gradients", "optimizer states", "gradients before they are reduced")
@@ -34,7 +34,13 @@ def move_to_host(job: Job, terms: dict[str, float], block_bytes: float, layer_pa
 
 
 def offload_phases(
-    job: Job, parameters: float, activation_bytes: float, compute_s: float, host_bytes_per_s: float, node_ranks: int
+    job: Job,
+    parameters: float,
+    activation_bytes: float,
+    compute_s: float,
+    host_bytes_per_s: float,
+    update_bytes_per_s: float,
+    node_ranks: int,
 ) -> dict[str, float]:
     """Seconds that transfers to and from the host add to a step, and the update of a rank's `parameters` there."""
     if not job.memory.offload:
@@ -51,5 +57,5 @@ def offload_phases(
     transfers = moved / 2 / host_bytes_per_s
     phases = {"waiting for transfers to the host": max(0.0, transfers - compute_s)}
     if offloads_states(job):
-        phases["update on the host"] = parameters * _UPDATE_BYTES * node_ranks / HOST_UPDATE_BYTES_PER_S
+        phases["update on the host"] = parameters * _UPDATE_BYTES * node_ranks / update_bytes_per_s
     return phases

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every
+from meshwright.plan.compute import products_of
 from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
@@ -50,10 +51,10 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and its kind are looked at: the first
     two, which hold most micro-batches, and the last, which has the loss.
     """
-    machine = machine_of(cluster)
+    machine = machine_of(cluster, profiled=software is None)  # a profile measures this torch, not other programs
     _require_ranks(job, machine)
 
-    from meshwright.hardware import peak_flops
+    from meshwright.hardware import known_peak
     from meshwright.model.cost import flops_per_token
     from meshwright.parallel.stages import split_layers
 
@@ -67,9 +68,15 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     memory = tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
-    peak = peak_flops(machine.gpu, job.precision.compute)
-    capacity = machine.gpu.memory_gib * 2**30
-    return Prediction(phases, memory, rate, flops, flops / peak if peak else None, capacity, machine.guessed)
+    peak = known_peak(machine.gpu, job.precision.compute)
+    mfu = flops / peak if peak else None
+    return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, _guesses(job, machine, software))
+
+
+def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
+    if machine.measured is None:
+        return machine.guessed
+    return (*machine.guessed, *machine.measured.unmeasured(job.precision.compute, products_of(job, software)))
 
 
 def _require_ranks(job: Job, machine: Machine) -> None:

@@ -7,7 +7,7 @@ short benchmark; shapes lower them further (see `kernels`).
 from dataclasses import dataclass, replace
 
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu
+from meshwright.hardware import Gpu, Profile
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ _BY_PREFIX = {
     "l40s": replace(_CONSUMER, multiprocessors=142, matmul=0.70, matmul_fp8=0.65),
     "rtx": _CONSUMER,
 }
+
+
+def measured_rates(profile: Profile) -> Rates:
+    """Of a device that only a profile knows: its fastest measured product stands for the peak, so nothing is lost."""
+    return replace(_CONSUMER, multiprocessors=profile.units, matmul=1.0, matmul_fp8=1.0, backward=1.0, copy=1.0)
 
 
 def rates_of(gpu: Gpu) -> Rates:

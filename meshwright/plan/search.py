@@ -128,7 +128,7 @@ def _runs(job: Job, gpus: int) -> bool:
 def _pieces(
     model: Model, machine: Machine, software: Software, sequence: int, batch: int, compute: str
 ) -> Iterator[_Piece]:
-    device = device_of(machine.gpu, machine.rates, compute)
+    device = device_of(machine.gpu, machine.rates, compute, machine.measured)
     for tp, cp in product(_powers(machine.gpus), _powers(16)):
         divides = not any(size % tp for size in (model.heads, model.kv_heads, model.ffn_width, model.width))
         if not divides or tp * cp > machine.gpus:

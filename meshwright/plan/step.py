@@ -11,7 +11,7 @@ from meshwright.plan.compute import Work, block_work, embedding_work, head_work,
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes
-from meshwright.plan.offload import offload_phases, offloads_states
+from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.parameters import stage_parameters
 from meshwright.plan.play import Played, play, shortened, table_of
 from meshwright.plan.software import Software
@@ -88,7 +88,7 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
 
     `layers` are the stages' numbers of layers along the model, `modes` every layer's recomputation.
     """
-    device = device_of(machine.gpu, machine.rates, job.precision.compute)
+    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
     stages = _stages(job, device, software, machine.wires, groups, layers, modes)
     table, busy, bubble = table_for(job), [0], 0.0
@@ -108,13 +108,21 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     if job.memory.offload:
         owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
-        link = machine.gpu.host_link.bytes_per_s if machine.gpu.host_link else _UNKNOWN_HOST_LINK
         ranks = min(machine.gpus, machine.wires.gpus_per_node)
-        phases |= offload_phases(job, held / owners, kept, sum(phases.values()), link * _HOST_SHARE, ranks)
+        rates = _host_rates(machine)
+        phases |= offload_phases(job, held / owners, kept, sum(phases.values()), *rates, ranks)
         if offloads_states(job):
             phases["optimizer"] = 0.0
     phases["waiting for the slowest node"] = _STRAGGLERS * log2(machine.nodes) * sum(phases.values())
     return phases
+
+
+def _host_rates(machine: Machine) -> tuple[float, float]:
+    """Bytes a second between device and host, and of updates on the host: measured, or the link's usual share."""
+    link = machine.gpu.host_link.bytes_per_s if machine.gpu.host_link else _UNKNOWN_HOST_LINK
+    profile = machine.measured.profile if machine.measured else None
+    between = (profile and profile.to_device_bytes_per_s) or link * _HOST_SHARE
+    return between, (profile and profile.host_update_bytes_per_s) or HOST_UPDATE_BYTES_PER_S
 
 
 def _stages(
@@ -124,7 +132,7 @@ def _stages(
     for mode in set(modes):
         work = block_work(job, device, software, mode)
         forward, backward = _tensor_s(job, software, wires, groups, mode)
-        waits = host_waits(job, software, mode, work.forward + forward, work.backward + backward)
+        waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
             forward_elementwise=work.forward_elementwise + waits[0],

@@ -5,6 +5,7 @@ import warnings
 
 import torch
 
+from meshwright.data.cache import cache_root
 from meshwright.errors import UserError
 from meshwright.hardware import Gpu, find_gpu, peak_flops
 from meshwright.job import Job
@@ -49,8 +50,10 @@ def _require_format(compute: str, device: torch.device) -> None:
 
 
 def prepare_device(job: Job, device: torch.device) -> None:
-    """Process-wide settings of a run: whether fp32 products may be TF32, and determinism where asked for."""
+    """Process-wide settings: TF32 for fp32 products, determinism where asked for, and a home for compiled code."""
     torch.manual_seed(job.run.seed)
+    if job.run.compile:  # torch's own choice, the machine's temporary folder, is empty in every new job of a cluster
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(job.data.cache) / "compiled"))
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format says it in plain words
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts

@@ -3,14 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from meshwright.data import Step
 from meshwright.parallel import CompressedWeights, Engine, update
 from meshwright.train.feed import evaluation_due
-from meshwright.train.optimizer import clip_gradients, set_learning_rate
+from meshwright.train.optimizer import OnePassAdamW, clip_factor, clip_gradients, set_learning_rate
 from meshwright.train.run import StepNumbers, TrainingRun
 from meshwright.train.schedule import learning_rate
 
@@ -18,20 +18,24 @@ from meshwright.train.schedule import learning_rate
 class Training(TrainingRun[Engine]):
     """The usual way: all ranks make a step together."""
 
+    _ended = 0.0
+    """When the last step ended, on the host's clock."""
+
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
+        self._ended = time.perf_counter()
         for step in range(self.outcome.step + 1, self.job.run.steps + 1):
             with self._watched(step):
                 stopping = self._step(step, data, stop)
-            if evaluation_due(self.job, step):
-                self._evaluate(step)
-            self._save_if_due(step)
+            with self._between_steps(evaluation_due(self.job, step) or self._save_due(step)):
+                if evaluation_due(self.job, step):
+                    self._evaluate(step)
+                self._save_if_due(step)
             if stopping:
                 self.outcome.reason = "interrupted" if step < self.job.run.steps else "finished"
                 break
 
     def _step(self, step: int, data: Iterator[Step], stop: Callable[[], bool]) -> bool:
         """One optimizer step; true when some rank was asked to stop."""
-        started = time.perf_counter()
         self.pulse.at("reading data", step)
         given, data_wait_s = self._next(data)
 
@@ -59,14 +63,24 @@ class Training(TrainingRun[Engine]):
         self.weights.zero_gradients()
         self._sample_memory("end")
 
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        step_s = time.perf_counter() - started
-        numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, step_s)
+        # A GPU still has the update to do: the host prepares the next step meanwhile, and a step's time is that from
+        # one end on the host to the next.
+        began, self._ended = self._ended, time.perf_counter()
+        numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
         self._record(numbers)
         self._compare_ranks(numbers)
         self._count(ballots)
         return stopping > 0
+
+    @contextmanager
+    def _between_steps(self, something_to_do: bool) -> Iterator[None]:
+        """Around work that is no step's: its time is not the next one's, what a GPU still does of the last one is."""
+        if something_to_do and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        left_s = time.perf_counter() - self._ended
+        yield
+        if something_to_do:
+            self._ended = time.perf_counter() - left_s
 
     def _watched(self, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._curve is None else self._curve.step(step)
@@ -76,6 +90,9 @@ class Training(TrainingRun[Engine]):
             self._curve.sample(at)
 
     def _clip(self, norm: float) -> None:
+        if isinstance(self.optimizer, OnePassAdamW):
+            self.optimizer.factor = clip_factor(norm, self.job.optimizer.clip, self.scaling.scale)
+            return
         clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
 
     def _overflowed(self, step: int, loss: float, norm: float) -> bool:

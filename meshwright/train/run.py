@@ -14,7 +14,7 @@ from meshwright.data import Corpus, Loader, Step
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Decoder, count_parameters, flops_per_token
-from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, World, take_traffic
+from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, WholeWeights, World, take_traffic
 from meshwright.train.bad_steps import RecentLosses, Rewind
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate
@@ -84,7 +84,8 @@ class TrainingRun(ABC, Generic[E]):
         self.job, self.corpus, self.engine, self.weights = job, corpus, engine, weights
         self.recorder, self.progress, self.world = recorder, progress, world
         self.device = world.device
-        self.optimizer = build_optimizer(weights.masters, job, weights.pieces(), world)
+        working = weights.working if isinstance(weights, WholeWeights) else None
+        self.optimizer = build_optimizer(weights.masters, job, weights.pieces(), world, working)
         self.scaling = LossScale.of(job)
         self.flops_per_token = _flops_per_token(job, "full")
         self.peak_flops = device_peak_flops(job, self.device)
@@ -171,6 +172,9 @@ class TrainingRun(ABC, Generic[E]):
     def _count(self, ballots: list[float]) -> None:
         if self._keeper is not None:
             self._keeper.count(ballots)
+
+    def _save_due(self, step: int) -> bool:
+        return self._keeper is not None and self._keeper.due(step)
 
     def _save_if_due(self, step: int) -> None:
         if self._keeper is not None:

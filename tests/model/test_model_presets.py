@@ -62,10 +62,10 @@ def test_transformers_builds_the_same_size(name: str) -> None:
 
 
 def test_the_largest_is_built_on_meta_in_well_under_a_second() -> None:
-    began = time.perf_counter()
+    began = time.process_time()  # of this process alone: others may be busy beside it
     with torch.device("meta"):
         Decoder(preset("llama-3.1-405b"))
-    assert time.perf_counter() - began < 0.9
+    assert time.process_time() - began < 0.9
 
 
 @pytest.mark.parametrize(("attention", "flops", "days"), [("causal", 7.72e23, 71_600), ("full", 8.69e23, 80_600)])

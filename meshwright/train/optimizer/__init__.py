@@ -1,12 +1,22 @@
 """Optimizers over master weights: whole ones, or a rank's shards of them."""
 
-from meshwright.train.optimizer.build import Optimizer, build_optimizer, clip_gradients, set_learning_rate, states_of
+from meshwright.train.optimizer.build import (
+    Optimizer,
+    build_optimizer,
+    clip_factor,
+    clip_gradients,
+    set_learning_rate,
+    states_of,
+)
+from meshwright.train.optimizer.onepass import OnePassAdamW
 from meshwright.train.optimizer.saved import restore_states, saved_states
 from meshwright.train.optimizer.states import cuts_blocks
 
 __all__ = [
+    "OnePassAdamW",
     "Optimizer",
     "build_optimizer",
+    "clip_factor",
     "clip_gradients",
     "cuts_blocks",
     "restore_states",

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from meshwright.job import Job
 from meshwright.model import build_architecture
-from meshwright.parallel import Piece, World
+from meshwright.parallel import Piece, World, one_pass_here
 from meshwright.parallel.pieces import piece_of
 from meshwright.train.optimizer.adafactor import Adafactor
 from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.muon import Muon
+from meshwright.train.optimizer.onepass import OnePassAdamW
 
 PROJECTIONS = ("column", "kv-column", "row")
 """Roles of the modules whose matrices Muon updates; embedding, head and vectors are AdamW's."""
@@ -50,10 +51,12 @@ def build_optimizer(
     job: Job,
     pieces: Mapping[str, Piece] | None = None,
     world: World | None = None,
+    working: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> Optimizer:
     """The job's optimizer over named masters, which are `pieces` of whole parameters in a world, or whole without.
 
-    Norms, biases and other vectors are never decayed. All ranks of a world call this together.
+    Norms, biases and other vectors are never decayed. Given the working copies of all masters, it may write them in
+    the same pass (`OnePassAdamW`). All ranks of a world call this together.
     """
     whole = {name: piece_of(master, tuple(master.shape)) for name, master in masters.items()}
     places = {master: (pieces or whole)[name] for name, master in masters.items()}
@@ -61,6 +64,8 @@ def build_optimizer(
     if job.optimizer.name == "adafactor":
         holders = Holders(world or _alone(everything))
         return Adafactor(_groups(everything, job), places, holders, lr=job.optimizer.lr, eps=job.optimizer.eps)
+    if working and one_pass_here(job, everything[0].device):
+        return OnePassAdamW(_groups(everything, job), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
         return _elementwise(job.optimizer.name, everything, job, places)
     names = _projections(job, masters)
@@ -88,9 +93,14 @@ def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, s
 
     Where they are `scale` times too large (the norm is not), that is taken back in the same pass.
     """
-    factor = limit / (norm + 1e-6) if limit > 0 and not norm <= limit else 1.0
-    if factor / scale != 1.0:
-        torch._foreach_mul_([p.grad for p in masters if p.grad is not None], factor / scale)
+    factor = clip_factor(norm, limit, scale)
+    if factor != 1.0:
+        torch._foreach_mul_([p.grad for p in masters if p.grad is not None], factor)
+
+
+def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
+    """What clipping multiplies gradients by."""
+    return (limit / (norm + 1e-6) if limit > 0 and not norm <= limit else 1.0) / scale
 
 
 def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
@@ -107,12 +117,15 @@ def _elementwise(
     name: str, masters: list[nn.Parameter], job: Job, pieces: Mapping[nn.Parameter, Piece]
 ) -> torch.optim.Optimizer:
     settings = job.optimizer
-    common: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas}
     if name == "adamw" and job.precision.optimizer_states == "fp32":
         decays = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in _groups(masters, job)]
-        return torch.optim.AdamW(decays, eps=settings.eps, fused=True, **common)
+        return torch.optim.AdamW(decays, fused=True, **_adamw_settings(job))
     rule = {"adamw": adamw(), "sgd": sgd(settings.momentum), "lion": lion()}[name]
-    return Elementwise(_groups(masters, job), rule, pieces, eps=settings.eps, momentum=settings.momentum, **common)
+    return Elementwise(_groups(masters, job), rule, pieces, momentum=settings.momentum, **_adamw_settings(job))
+
+
+def _adamw_settings(job: Job) -> dict[str, Any]:
+    return {"lr": job.optimizer.lr, "betas": job.optimizer.betas, "eps": job.optimizer.eps}
 
 
 def _groups(masters: list[nn.Parameter], job: Job) -> list[dict[str, Any]]:

@@ -1,0 +1,130 @@
+"""`meshwright calibrate`: what this machine does, measured in two minutes, for plans that need not guess."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from meshwright.cli.job import JSON
+
+if TYPE_CHECKING:
+    from meshwright.hardware import Profile
+    from meshwright.launch.ranks import Place
+
+OUT = typer.Option(None, "--out", metavar="FILE", help="Write the profile here instead of this user's folder.")
+
+
+def calibrate(
+    out: Path | None = OUT,
+    quick: bool = typer.Option(False, "--quick", help="Fewer repeats: half a minute instead of two."),
+    nproc: int | None = typer.Option(None, "--nproc", min=2, help="Measure collectives too, over this many ranks."),
+    device: str = typer.Option("auto", "--device", help="auto, cpu or cuda."),
+    as_json: bool = JSON,
+) -> None:
+    """Measure this machine's kernels, memory and links; plans and benches use the profile from then on."""
+    from meshwright.launch.ranks import find_place, slurm_variables
+
+    os.environ.update(slurm_variables(os.environ))
+    place = find_place(os.environ)
+    if place is None and nproc is not None:
+        _with_ranks(out, quick, nproc, device, as_json)
+    else:
+        _here(out, quick, place, device, as_json)
+
+
+def _with_ranks(out: Path | None, quick: bool, nproc: int, device: str, as_json: bool) -> None:
+    from tempfile import TemporaryDirectory
+
+    from meshwright.cli.output import rank_failures_told
+    from meshwright.job import Job
+    from meshwright.launch.devices import require_devices
+    from meshwright.launch.elastic import run_under_agent
+
+    require_devices(Job.model_validate({"run": {"device": device}}), nproc)
+    words = ["calibrate", "--device", device, *(["--quick"] if quick else []), *(["--json"] if as_json else [])]
+    words += [] if out is None else ["--out", str(out)]
+    with TemporaryDirectory() as folder, rank_failures_told():
+        run_under_agent(Path(folder), nproc, words)
+
+
+def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_json: bool) -> None:
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.hardware import profiles_folder, write_profile
+    from meshwright.job import Job
+    from meshwright.launch.devices import with_own_device
+    from meshwright.launch.failures import failures_written_down
+    from meshwright.measure import calibrated
+    from meshwright.train import choose_device
+
+    job = Job.model_validate({"run": {"device": device}})
+    with failures_written_down():
+        chosen = choose_device(job if place is None else with_own_device(job, place))
+        console = stderr_console() if as_json else stdout_console()
+        console.quiet = place is not None and place.rank > 0
+        with console.status("measuring") as status:
+            told = (lambda part: status.update(f"measuring {part}")) if console.is_terminal else (lambda part: None)
+            profile = calibrated(chosen, place, quick=quick, told=told)
+    if profile is None:
+        return
+    path = out or profiles_folder() / f"{profile.gpu}.json"
+    write_profile(profile, path)
+    if as_json:
+        print_json({"file": str(path), **summary(profile)})
+        return
+    for name, value in _lines(profile, path):
+        console.print(f"{name:22} {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def summary(profile: Profile) -> dict[str, Any]:
+    """The profile in a few figures."""
+    best: dict[str, float] = {}
+    for one in profile.products:
+        rate = 2.0 * one.rows * one.columns * one.inner / one.seconds
+        best[one.dtype] = max(rate, best.get(one.dtype, 0.0))
+    largest = max(profile.copies, key=lambda one: one.moved_bytes)
+    wide = [one for one in profile.collectives if one.kind == "all-reduce"]
+    top = max(wide, key=lambda one: (one.ranks, one.size_bytes), default=None)
+    return {
+        "gpu": profile.gpu,
+        "device": profile.device,
+        "date": profile.date,
+        "torch": profile.torch,
+        "took_s": profile.took_s,
+        "best_product_flops_per_s": best,
+        "copy_bytes_per_s": largest.moved_bytes / largest.seconds,
+        "to_device_bytes_per_s": profile.to_device_bytes_per_s,
+        "to_host_bytes_per_s": profile.to_host_bytes_per_s,
+        "launch_s": profile.launch_s,
+        "all_reduce_bytes_per_s": None
+        if top is None
+        else 2.0 * (top.ranks - 1) / top.ranks * top.size_bytes / top.seconds,
+        "counts": {
+            name: len(getattr(profile, name)) for name in ("products", "attentions", "copies", "losses", "collectives")
+        },
+        "skipped": list(profile.skipped),
+    }
+
+
+def _lines(profile: Profile, path: Path) -> list[tuple[str, str]]:
+    figures = summary(profile)
+    rates = ", ".join(f"{dtype} {rate / 1e12:,.3g}" for dtype, rate in figures["best_product_flops_per_s"].items())
+    counts = figures["counts"]
+    lines = [
+        ("device", f"{profile.device} ({profile.gpu}), torch {profile.torch}"),
+        ("products", f"{counts['products']} measured; the fastest {rates} TFLOP/s"),
+        ("attention", f"{counts['attentions']} measured"),
+        ("copies", f"{figures['copy_bytes_per_s'] / 1e9:,.0f} GB/s, read and written"),
+    ]
+    if profile.to_device_bytes_per_s and profile.to_host_bytes_per_s:
+        both = f"{profile.to_device_bytes_per_s / 1e9:.1f} GB/s in, {profile.to_host_bytes_per_s / 1e9:.1f} out"
+        lines.append(("link to the host", both))
+    if profile.launch_s:
+        lines.append(("a kernel's launch", f"{1e6 * profile.launch_s:.1f} µs"))
+    if figures["all_reduce_bytes_per_s"]:
+        rate = f"{figures['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s over the links in all-reduces"
+        lines.append(("collectives", f"{counts['collectives']} measured; {rate}"))
+    lines += [("left out", reason) for reason in profile.skipped[:5]]
+    return [*lines, ("written", f"{path} after {profile.took_s:.0f} s")]

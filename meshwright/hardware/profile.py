@@ -1,0 +1,239 @@
+"""What was measured of a device: a calibration profile, where profiles lie, and the one that is used."""
+
+import json
+import os
+from datetime import date
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+
+from meshwright.errors import UserError
+from meshwright.hardware.gpus import Dtype, Fact, Gpu, known_gpus, peak_flops
+
+FOLDER_VARIABLE = "MESHWRIGHT_PROFILES"
+ProductKind = Literal["forward", "input", "weight", "weight sum"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+
+
+class Product(Fact):
+    """One matrix product, (rows × inner) @ (inner × columns)."""
+
+    dtype: Dtype
+    """Format of its operands."""
+    kind: ProductKind
+    """Which of a projection's it is: its operands lie differently in memory; "weight sum" adds to a wider matrix."""
+    rows: PositiveInt
+    """Of the result."""
+    columns: PositiveInt
+    """Of the result."""
+    inner: PositiveInt
+    """What is summed over."""
+    seconds: PositiveFloat
+    """Median."""
+
+
+class Attention(Fact):
+    """One causal attention."""
+
+    kernel: str
+    """Which of torch's kernels, and how grouped heads reach it."""
+    dtype: Dtype
+    """Format."""
+    batch: PositiveInt
+    """Sequences."""
+    heads: PositiveInt
+    """Query heads."""
+    kv_heads: PositiveInt
+    """Key and value heads."""
+    head_dim: PositiveInt
+    """Size of a head."""
+    sequence: PositiveInt
+    """Tokens of a sequence."""
+    forward_s: PositiveFloat
+    """Median of the forward."""
+    backward_s: PositiveFloat
+    """Median of the backward."""
+
+
+class Copy(Fact):
+    """Memory copied on the device."""
+
+    moved_bytes: PositiveFloat
+    """Read and written together."""
+    seconds: PositiveFloat
+    """Median."""
+
+
+class Loss(Fact):
+    """The loss and its gradient, from logits that are there."""
+
+    rows: PositiveInt
+    """Tokens."""
+    vocabulary: PositiveInt
+    """Logits of each."""
+    compiled: bool
+    """Whether torch's compiler made its kernels."""
+    seconds: PositiveFloat
+    """Median."""
+
+
+class Update(Fact):
+    """An AdamW step over fp32 masters, gradients and moments."""
+
+    parameters: PositiveInt
+    """Updated at once."""
+    seconds: PositiveFloat
+    """Median."""
+
+
+class Collective(Fact):
+    """One collective over some ranks."""
+
+    kind: CollectiveKind
+    """Which."""
+    ranks: PositiveInt
+    """Members of the group."""
+    nodes: PositiveInt
+    """Machines they are on."""
+    size_bytes: PositiveInt
+    """The whole buffer: what an all-reduce sums, what an all-gather ends with, what a send carries."""
+    seconds: PositiveFloat
+    """Median."""
+
+
+class Profile(Fact):
+    """A device as it was measured."""
+
+    gpu: str
+    """Its key in the hardware table, or one made of its name."""
+    device: str
+    """Its name as torch or the machine prints it."""
+    date: str
+    """The day."""
+    torch: str
+    """The version measured with."""
+    cuda: str | None = None
+    """The version of CUDA torch was built for."""
+    memory_gib: PositiveFloat
+    """Memory of the device."""
+    units: PositiveInt
+    """Multiprocessors, or the threads of a CPU."""
+    took_s: PositiveFloat
+    """Seconds the measuring took."""
+    products: tuple[Product, ...] = ()
+    """Matrix products."""
+    attentions: tuple[Attention, ...] = ()
+    """Attention."""
+    copies: tuple[Copy, ...] = ()
+    """Copies on the device."""
+    losses: tuple[Loss, ...] = ()
+    """Losses."""
+    updates: tuple[Update, ...] = ()
+    """Optimizer steps on the device."""
+    to_device_bytes_per_s: PositiveFloat | None = None
+    """Page-locked host memory to the device."""
+    to_host_bytes_per_s: PositiveFloat | None = None
+    """The device to page-locked host memory."""
+    host_update_bytes_per_s: PositiveFloat | None = None
+    """Memory traffic the host's cores reach in an AdamW step."""
+    launch_s: PositiveFloat | None = None
+    """Host time to start a kernel."""
+    kernel_s: PositiveFloat | None = None
+    """Least time between kernels that nothing but the device bounds."""
+    collectives: tuple[Collective, ...] = ()
+    """Collectives."""
+    skipped: tuple[str, ...] = Field(default=())
+    """What could not be measured, and why."""
+
+    def as_gpu(self) -> Gpu:
+        """What is known of a device that the hardware table has not: its memory, and no peak."""
+        peak: dict[Dtype, float] = {}
+        for product in self.products:
+            rate = 2.0 * product.rows * product.columns * product.inner / product.seconds
+            peak[product.dtype] = max(rate, peak.get(product.dtype, 0.0))
+        fastest = max(self.copies, key=lambda one: one.moved_bytes, default=None)
+        return Gpu(
+            key=self.gpu,
+            names=(self.device,),
+            memory_gib=self.memory_gib,
+            memory_bandwidth_bytes_per_s=None if fastest is None else fastest.moved_bytes / fastest.seconds,
+            peak=peak,
+            source=f"measured on {self.date}: the fastest product of each format stands for a peak",
+        )
+
+
+def profiles_folder() -> Path:
+    """Where this user's profiles lie."""
+    if named := os.environ.get(FOLDER_VARIABLE):
+        return Path(named)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "meshwright" / "profiles"
+
+
+def profile_of(key: str) -> Profile | None:
+    """The profile of a GPU: this user's, else one that Meshwright brings, else None."""
+    name = f"{key}.json"
+    own = profiles_folder() / name
+    if own.is_file():
+        return _read(own, own.stat().st_mtime_ns)
+    return _shipped(name)
+
+
+def read_profile(path: Path) -> Profile:
+    """A profile from a file."""
+    return _parsed(path.read_text(encoding="utf-8"), str(path))
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile where nothing half-written can be found."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    fields = profile.model_dump(mode="json", exclude_none=True)
+    lists = {name: value for name, value in fields.items() if isinstance(value, list) and value}
+    plain = {name: value for name, value in fields.items() if not isinstance(value, list)}
+    parts = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in plain.items()]
+    for name, rows in lists.items():
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
+    beside.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def today() -> str:
+    """The day as profiles write it."""
+    return date.today().isoformat()
+
+
+def known_peak(gpu: Gpu, dtype: str) -> float | None:
+    """The maker's dense peak; None for a device that only a profile knows."""
+    return peak_flops(gpu, dtype) if is_known(gpu) else None
+
+
+def is_known(gpu: Gpu) -> bool:
+    """Whether a GPU is in the hardware table."""
+    return any(known.key == gpu.key for known in known_gpus())
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, changed_ns: int) -> Profile:
+    return read_profile(path)
+
+
+@lru_cache(maxsize=32)
+def _shipped(name: str) -> Profile | None:
+    path = files("meshwright.hardware").joinpath("profiles", name)
+    return _parsed(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
+
+
+def _parsed(text: str, where: str) -> Profile:
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(
+            f"the profile {where} is not one that this version reads ({place}: {first['msg']}); "
+            "measure again with meshwright calibrate, or remove it"
+        ) from None

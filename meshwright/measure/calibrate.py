@@ -1,0 +1,299 @@
+"""What this device does: products, attention, copies, the loss, updates, launches and its link to the host.
+
+Operands are random and larger together than the device's caches, and times are medians. What does not fit in memory or
+is not there is left out and named; where time runs out, the coarse shapes are in and the finer ones are not.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from meshwright.errors import UserError
+from meshwright.hardware import Profile, find_gpu, today
+from meshwright.hardware.profile import Attention, Copy, Loss, Product, ProductKind, Update
+from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
+from meshwright.measure.stopwatch import Stopwatch
+from meshwright.model import attend
+from meshwright.model.head import add_product, loss_of_logits
+from meshwright.parallel.fp8 import FORWARD, GRADIENT
+from meshwright.train.kernels import BACKENDS
+
+LIMIT_S = 100.0
+QUICK_LIMIT_S = 25.0
+_CACHE_BYTES = 256 * 2**20
+"""Operands that calls go round in: several times the cache of any GPU."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+_UPDATE_ENTRIES = 16 * 2**20
+_ADAM_BYTES = 28.0
+"""AdamW moves for each parameter: gradient, master and moments read, all but the gradient written."""
+
+Told = Callable[[str], None]
+
+
+class Calibration:
+    """One device, measured part by part."""
+
+    def __init__(self, device: torch.device, quick: bool, told: Told, shapes: Shapes | None = None) -> None:
+        self.device, self.told = device, told
+        self.shapes = shapes or shapes_for(device)
+        self.cuda = device.type == "cuda"
+        self.watch = Stopwatch(device, (0.02 if quick else 0.05) if self.cuda else (0.01 if quick else 0.03))
+        self.skipped: list[str] = []
+        self._began = time.perf_counter()
+        self._limit_s = QUICK_LIMIT_S if quick else LIMIT_S
+
+    def profile(self) -> Profile:
+        """Everything; about two minutes at most."""
+        self.told("launches and copies")
+        fields: dict[str, Any] = {"copies": tuple(self._copies()), "updates": tuple(self._updates())}
+        fields |= self._launches() | self._host()
+        # Each part may use what is left up to its own share; attention and the loss are few and come first.
+        self.told("attention")
+        fields["attentions"] = tuple(self._until(0.30, self._attentions()))
+        self.told("loss")
+        fields["losses"] = tuple(self._until(0.45, self._losses()))
+        self.told("products")
+        fields["products"] = tuple(self._until(1.0, self._products()))
+        if not fields["products"] or not fields["copies"]:
+            raise UserError(
+                f"nothing could be measured on {device_words(self.device)} ({'; '.join(self.skipped[:2])}); "
+                "free its memory and try again"
+            )
+        return Profile(
+            **identity(self.device),
+            **fields,
+            took_s=round(time.perf_counter() - self._began, 1),
+            skipped=tuple(self.skipped),
+        )
+
+    def _until(self, share: float, results: Iterator[Any]) -> Iterator[Any]:
+        """Results until a share of all the time is spent."""
+        for result in results:
+            yield result
+            if time.perf_counter() - self._began > share * self._limit_s:
+                self.skipped.append("finer shapes: the time was up")
+                return
+
+    def _try(self, what: str, measure: Callable[..., Any], *arguments: Any) -> Any:
+        """A measurement, or None with its reason written down."""
+        try:
+            return measure(*arguments)
+        except (torch.OutOfMemoryError, RuntimeError, NotImplementedError, TypeError) as error:
+            if self.cuda:
+                torch.cuda.empty_cache()
+            first = (str(error).splitlines() or [""])[0]
+            reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else first[:120]
+            self.skipped.append(f"{what}: {reason}")
+            return None
+
+    def _copies(self) -> Iterator[Copy]:
+        for size in self.shapes.copies:
+            rounds = max(2, min(64, _CACHE_BYTES // size)) if self.cuda else 2
+            found = self._try(f"a copy of {size} bytes", self._copy_s, size, rounds)
+            if found is not None:
+                yield Copy(moved_bytes=2 * size, seconds=found)
+
+    def _copy_s(self, size: int, rounds: int) -> float:
+        source = [torch.randn(size // 4, device=self.device) for _ in range(rounds)]
+        target = [torch.empty_like(one) for one in source]
+        return self.watch.median_s(lambda number: target[number % rounds].copy_(source[number % rounds]))
+
+    def _updates(self) -> Iterator[Update]:
+        for entries in self.shapes.updates:
+            found = self._try(f"an update of {entries}", self._update_s, entries, self.device)
+            if found is not None:
+                yield Update(parameters=entries, seconds=found)
+
+    def _update_s(self, entries: int, device: torch.device) -> float:
+        masters = [torch.nn.Parameter(torch.randn(entries // 4, device=device)) for _ in range(4)]
+        for master in masters:
+            master.grad = torch.randn_like(master)
+        optimizer = torch.optim.AdamW(masters, fused=True)
+        watch = self.watch if device == self.device else Stopwatch(device, 0.3)
+        return watch.median_s(lambda _: optimizer.step())
+
+    def _launches(self) -> dict[str, float]:
+        small = torch.zeros(16, device=self.device)
+        launch = self._try("launches", self._launch_s, small)
+        found = {} if launch is None else {"launch_s": launch}
+        if self.cuda:
+            kernel = self._try("kernels in a graph", self._graph_s, small)
+            return found | ({} if kernel is None else {"kernel_s": kernel})
+        return found | ({} if launch is None else {"kernel_s": launch})
+
+    def _launch_s(self, small: torch.Tensor) -> float:
+        """The host's time alone: calls return before the device is done."""
+        times = []
+        for _ in range(7):
+            self.watch.wait()
+            began = time.perf_counter()
+            for _ in range(500):
+                small.add_(1.0)
+            times.append((time.perf_counter() - began) / 500)
+        return sorted(times)[3]
+
+    def _graph_s(self, small: torch.Tensor) -> float:
+        calls, graph = 200, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                small.add_(1.0)
+        return self.watch.median_s(lambda _: graph.replay()) / calls
+
+    def _host(self) -> dict[str, float]:
+        if not self.cuda:
+            return {}
+        found = {}
+        host = self._try("page-locked memory", lambda: torch.empty(64 * 2**20, pin_memory=True))
+        if host is not None:
+            there = torch.empty_like(host, device=self.device)
+            size = host.numel() * host.element_size()
+            into = self.watch.median_s(lambda _: there.copy_(host, non_blocking=True))
+            out = self.watch.median_s(lambda _: host.copy_(there, non_blocking=True))
+            found = {"to_device_bytes_per_s": size / into, "to_host_bytes_per_s": size / out}
+        update = self._try("an update on the host", self._update_s, _UPDATE_ENTRIES, torch.device("cpu"))
+        return found | ({} if update is None else {"host_update_bytes_per_s": _ADAM_BYTES * _UPDATE_ENTRIES / update})
+
+    def _attentions(self) -> Iterator[Attention]:
+        for one in self.shapes.attentions:
+            ways = [(name, groups) for name in (BACKENDS if self.cuda else ("cpu",)) for groups in _groups(one)]
+            for kernel, groups in ways:
+                what = f"{kernel} attention, {groups} groups, heads of {one.head_dim}, {one.sequence} tokens"
+                found = self._try(what, self._attention_s, one, kernel, groups)
+                if found is not None:
+                    yield one.measured(f"{kernel}, {groups}", *found)
+
+    def _attention_s(self, one: AttentionShape, kernel: str, groups: str) -> tuple[float, float]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        dtype = _DTYPES[one.dtype]
+
+        def drawn(count: int) -> torch.Tensor:
+            made = torch.randn(one.batch, one.sequence, count, one.head_dim, dtype=dtype, device=self.device)
+            return made.transpose(1, 2).requires_grad_()
+
+        q, k, v = drawn(one.heads), drawn(one.kv_heads), drawn(one.kv_heads)
+        grad = torch.randn_like(q)
+
+        def forward(_: int) -> torch.Tensor:
+            keys, values = attend.expanded(k, v, one.heads) if groups == "expanded" else (k, v)
+            grouped = keys.shape[1] != one.heads
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=grouped)
+
+        with sdpa_kernel(BACKENDS[kernel] if self.cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            ahead = self.watch.median_s(forward)
+            out = forward(0)
+            back = self.watch.median_s(lambda _: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
+            return ahead, back
+
+    def _losses(self) -> Iterator[Loss]:
+        for rows, vocabulary in self.shapes.losses:
+            what = f"a loss over {rows} × {vocabulary} logits"
+            found = self._try(what, self._loss_s, rows, vocabulary)
+            if found is not None:
+                yield Loss(rows=rows, vocabulary=vocabulary, compiled=self.cuda, seconds=found)
+
+    def _loss_s(self, rows: int, vocabulary: int) -> float:
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        logits = [torch.randn(rows, vocabulary, dtype=dtype, device=self.device) for _ in range(2)]
+        labels = torch.randint(vocabulary, (rows, 1), device=self.device)
+        shares = torch.full((rows, 1), 1e-3, device=self.device)
+        # As the trainer does it: compiled on a GPU, and by the book on a CPU.
+        loss = torch.compile(loss_of_logits, dynamic=False) if self.cuda else loss_of_logits
+        return self.watch.median_s(lambda number: loss(logits[number % 2], labels, shares, True))
+
+    def _products(self) -> Iterator[Product]:
+        warm = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device) if self.cuda else None
+        if warm is not None:
+            self.watch.busy(lambda _: warm @ warm, 1.0)
+        for dtype, kind, rows, columns, inner in self.shapes.products():
+            if dtype == "fp8" and not self._has_fp8():
+                continue
+            what = f"a {dtype} product ({kind}) of {rows} × {columns} × {inner}"
+            found = self._try(what, self._product_s, dtype, kind, rows, columns, inner)
+            if found is not None:
+                yield Product(dtype=dtype, kind=kind, rows=rows, columns=columns, inner=inner, seconds=found)
+
+    def _has_fp8(self) -> bool:
+        return self.cuda and torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    def _product_s(self, dtype: str, kind: ProductKind, rows: int, columns: int, inner: int) -> float:
+        if dtype == "fp8":
+            return self._fp8_product_s(kind, rows, columns, inner)
+        if self.cuda:
+            torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
+        form = _DTYPES[dtype]
+        rounds = self._rounds((rows * inner + inner * columns + rows * columns) * form.itemsize)
+
+        def drawn(height: int, width: int) -> list[torch.Tensor]:
+            return [torch.randn(height, width, dtype=form, device=self.device) for _ in range(rounds)]
+
+        # As autograd calls them: x @ Wᵀ, dy @ W and dyᵀ @ x, all matrices stored by rows.
+        if kind == "forward":
+            left, right = drawn(rows, inner), drawn(columns, inner)
+            return self.watch.median_s(lambda n: left[n % rounds] @ right[n % rounds].t())
+        if kind == "input":
+            left, right = drawn(rows, inner), drawn(inner, columns)
+            return self.watch.median_s(lambda n: left[n % rounds] @ right[n % rounds])
+        left, right = drawn(inner, rows), drawn(inner, columns)
+        if kind == "weight":
+            return self.watch.median_s(lambda n: left[n % rounds].t() @ right[n % rounds])
+        total = torch.zeros(rows, columns, device=self.device)
+        return self.watch.median_s(lambda n: add_product(total, left[n % rounds].t(), right[n % rounds]))
+
+    def _fp8_product_s(self, kind: ProductKind, rows: int, columns: int, inner: int) -> float:
+        """Operands with the summed dim last, as the trainer lays them out; formats and sums as in its passes."""
+        rounds = self._rounds(rows * inner + inner * columns + 2 * rows * columns)
+        first = FORWARD if kind == "forward" else GRADIENT
+
+        def drawn(height: int, form: torch.dtype) -> list[torch.Tensor]:
+            return [torch.randn(height, inner, device=self.device).to(form) for _ in range(rounds)]
+
+        left, right, scale = drawn(rows, first), drawn(columns, FORWARD), torch.ones((), device=self.device)
+        fast = kind == "forward"
+
+        def call(n: int) -> torch.Tensor:
+            right_t = right[n % rounds].t()
+            made: torch.Tensor = torch._scaled_mm(
+                left[n % rounds], right_t, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+            return made
+
+        return self.watch.median_s(call)
+
+    def _rounds(self, size: int) -> int:
+        return max(2, min(64, -(-_CACHE_BYTES // size))) if self.cuda else 2
+
+
+def _groups(one: AttentionShape) -> tuple[str, ...]:
+    return ("native", "expanded") if one.heads != one.kv_heads else ("native",)
+
+
+def identity(device: torch.device) -> dict[str, Any]:
+    """What a profile says of the device itself."""
+    common: dict[str, Any] = {"date": today(), "torch": torch.__version__, "device": device_words(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = find_gpu(properties.name, properties.total_memory)
+        key = gpu.key if gpu else "-".join(properties.name.lower().replace("/", " ").split())
+        memory = properties.total_memory / 2**30
+        return common | {
+            "gpu": key,
+            "cuda": torch.version.cuda,
+            "memory_gib": round(memory, 2),
+            "units": properties.multi_processor_count,
+        }
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return common | {"gpu": "cpu", "memory_gib": round(memory, 2), "units": torch.get_num_threads()}
+
+
+def device_words(device: torch.device) -> str:
+    """The device as its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    import platform
+
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,161 @@
+"""The shapes a calibration measures: those of decoders from 0.1B to 70B and of their shares under tensor parallelism,
+coarse ones first, so that a device that runs out of time has something of everything."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.hardware.profile import Attention, ProductKind
+
+_MOST_FLOPS = 15e12
+"""Of one product: about 20 ms on the fastest GPUs of 2026."""
+_EVERY = {"bf16": 1, "fp8": 2, "tf32": 3, "fp32": 3}
+"""bf16 gets every number of tokens, fp8 every second, the wider formats every third."""
+_WIDE_PROJECTIONS = 5
+"""Projections that formats wider than 16 bits are measured with, where others are the rule."""
+_WIDE_SHARE = 0.05
+"""Of the largest product in FLOPs, what fp32 gets without the units for narrow formats."""
+
+Size = tuple[str, ProductKind, int, int, int]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One attention to measure."""
+
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sequence: int
+
+    def measured(self, kernel: str, forward_s: float, backward_s: float) -> Attention:
+        """Its row in the profile."""
+        return Attention.model_validate(
+            {**self.__dict__, "kernel": kernel, "forward_s": forward_s, "backward_s": backward_s}
+        )
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured."""
+
+    dtypes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    """Rows of projections."""
+    projections: tuple[tuple[int, int], ...]
+    """Outputs and inputs."""
+    heads: tuple[tuple[int, int, int], ...]
+    """Tokens of a chunk, vocabulary and width."""
+    attentions: tuple[AttentionShape, ...]
+    losses: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+    updates: tuple[int, ...]
+
+    def products(self) -> Iterator[Size]:
+        """Every product; the middle numbers of tokens first, then the ends, and the heads between."""
+        middle = sorted(self.tokens, key=lambda size: abs(self.tokens.index(size) - len(self.tokens) // 2))
+        yield from self._heads()
+        for place, tokens in enumerate(middle):
+            for dtype in self.dtypes:
+                if place % (_EVERY[dtype] if dtype != self.dtypes[0] else 1) == 0:
+                    few = dtype in ("fp32", "tf32") and dtype != self.dtypes[0]
+                    most = _MOST_FLOPS * (_WIDE_SHARE if dtype == "fp32" else 1.0)
+                    for outputs, inputs in self.projections[: _WIDE_PROJECTIONS if few else None]:
+                        if 2.0 * tokens * outputs * inputs <= most:
+                            yield dtype, "forward", tokens, outputs, inputs
+                            yield dtype, "input", tokens, inputs, outputs
+                            yield dtype, "weight", outputs, inputs, tokens
+
+    def _heads(self) -> Iterator[Size]:
+        dtype = self.dtypes[0]
+        for rows, vocabulary, width in self.heads:
+            yield dtype, "forward", rows, vocabulary, width
+            yield dtype, "input", rows, width, vocabulary
+            yield dtype, "weight sum", vocabulary, width, rows
+
+
+def shapes_for(device: torch.device) -> Shapes:
+    """A GPU's or a CPU's."""
+    return _GPU if device.type == "cuda" else _CPU
+
+
+def _projections(width: int, inner: int, kv: int) -> list[tuple[int, int]]:
+    """Of one decoder: q, k and v together, the output, gate and up together, down, and q and up alone."""
+    return [(width + 2 * kv, width), (width, width), (2 * inner, width), (width, inner), (inner, width)]
+
+
+def _attentions(
+    dtype: str, tokens: int, head_dims: tuple[int, ...], sequences: tuple[int, ...]
+) -> list[AttentionShape]:
+    return [
+        AttentionShape(dtype, tokens // sequence, 2048 // head_dim, 2048 // head_dim // groups, head_dim, sequence)
+        for sequence in sequences
+        for head_dim in head_dims
+        for groups in (4, 1)
+        if tokens >= sequence
+    ]
+
+
+_GPU = Shapes(
+    dtypes=("bf16", "fp8", "tf32", "fp32"),
+    tokens=(1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    projections=tuple(
+        dict.fromkeys(
+            [
+                *_projections(2048, 8192, 512),
+                *_projections(4096, 14336, 1024),
+                *_projections(768, 3072, 768),
+                *_projections(1024, 4096, 1024),
+                *_projections(8192, 28672, 1024),
+                *_projections(3072, 8192, 1024),
+                # of eight and of two tensor-parallel ranks
+                (1280, 8192),
+                (8192, 1024),
+                (7168, 8192),
+                (8192, 3584),
+                (2048, 4096),
+                (4096, 7168),
+            ]
+        )
+    ),
+    heads=(
+        (2048, 128256, 2048),
+        (2048, 128256, 4096),
+        (2048, 128256, 768),
+        (8192, 32000, 4096),
+        (8192, 32000, 2048),
+        (8192, 32000, 1024),
+        (5376, 50304, 768),
+    ),
+    attentions=(
+        *_attentions("bf16", 16384, (128, 64), (4096, 16384, 1024, 2048, 8192)),
+        *_attentions("bf16", 4096, (128, 64), (4096, 2048, 1024)),
+        *_attentions("bf16", 32768, (128, 64), (4096, 32768)),
+    ),
+    losses=((2048, 128256), (8192, 32000)),
+    copies=(2**30, 2**28, 2**26, 2**24, 2**22, 2**20),
+    updates=(256 * 2**20, 32 * 2**20),
+)
+_CPU = Shapes(
+    dtypes=("fp32",),
+    tokens=(64, 256, 1024, 4096),
+    projections=tuple(
+        dict.fromkeys([*_projections(256, 768, 128), *_projections(64, 192, 32), *_projections(768, 2048, 256)])
+    ),
+    heads=((256, 2048, 128), (512, 8192, 256)),
+    attentions=tuple(
+        AttentionShape("fp32", batch, heads, heads // 2, head_dim, sequence)
+        for batch, heads, head_dim, sequence in (
+            (4, 4, 32, 128),
+            (4, 8, 64, 256),
+            (1, 8, 64, 1024),
+            (8, 4, 16, 64),
+        )
+    ),
+    losses=((256, 2048), (512, 8192)),
+    copies=(2**26, 2**22, 2**18),
+    updates=(4 * 2**20,),
+)

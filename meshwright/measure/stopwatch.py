@@ -1,0 +1,56 @@
+"""Timing calls on a device: by its own events on a GPU, by the clock on a CPU; medians of groups of calls."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+GROUPS = 5
+_MOST_CALLS = 2000
+
+
+class Stopwatch:
+    """Times calls on one device until a deadline."""
+
+    def __init__(self, device: torch.device, goal_s: float) -> None:
+        self.device = device
+        self._goal_s = goal_s
+        """Seconds spent on one measurement."""
+
+    def median_s(self, call: Callable[[int], object]) -> float:
+        """Median seconds of one call; `call` gets a running number, to take other memory each time."""
+        call(0)
+        once = self._span(call, 1)
+        calls = max(1, min(_MOST_CALLS, int(self._goal_s / GROUPS / max(once, 1e-7))))
+        groups = GROUPS if once * GROUPS < 4 * self._goal_s else 2
+        return statistics.median(self._span(call, calls) for _ in range(groups)) / calls
+
+    def busy(self, call: Callable[[int], object], seconds: float) -> None:
+        """Keep the device at work for a time, so that its clock and its power are those of long runs."""
+        began, number = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            for _ in range(10):
+                call(number)
+                number += 1
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _span(self, call: Callable[[int], object], calls: int) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            for number in range(calls):
+                call(number)
+            return time.perf_counter() - began
+        self.wait()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for number in range(calls):
+            call(number)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

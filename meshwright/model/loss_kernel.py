@@ -1,0 +1,51 @@
+"""Cross-entropy of a chunk of logits and its gradient as one Triton kernel; imported only where GPU and Triton are."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 16384
+
+
+@triton.jit
+def _cross_entropy(
+    logits_ptr, labels_ptr, shares_ptr, losses_ptr, vocabulary, ignore, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * vocabulary
+    label = tl.load(labels_ptr + row)
+    highest, total = -float("inf"), 0.0
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        x = tl.load(logits_ptr + column, mask=inside, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
+        highest = higher
+    valid = label != ignore
+    own = tl.load(logits_ptr + tl.where(valid, label, 0)).to(tl.float32)
+    tl.store(losses_ptr + row, tl.where(valid, tl.log(total) + highest - own, 0.0))
+    if GRADIENT:
+        share = tl.load(shares_ptr + row)
+        factor = share / total
+        for start in range(0, vocabulary, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < vocabulary
+            x = tl.load(logits_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
+            gradient = tl.exp(x - highest) * factor - tl.where(column == label, share, 0.0)
+            tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def launch(
+    logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool, ignore: int
+) -> tuple[Tensor, Tensor | None]:
+    """Σ cross-entropy of some tokens, and its gradient, made in the logits' memory."""
+    rows, vocabulary = logits_NV.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
+    _cross_entropy[(rows,)](
+        logits_NV, labels_N1, shares_N1, losses, vocabulary, ignore, GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=16
+    )
+    return losses.sum(), logits_NV if with_gradient else None

@@ -1,0 +1,163 @@
+"""A calibration profile as the planner asks it: how much longer than its formula a product takes near measured shapes,
+attention by the fastest kernel, and rates of memory, host and links."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.hardware import Profile
+from meshwright.hardware.profile import Collective
+from meshwright.plan.communication import Wires
+
+_NEAR = 6
+"""Measured shapes that a figure is made of."""
+_FAR = 1.5
+"""Doublings of a size beyond what was measured from which on a figure is told to be a guess."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Positive values at points of several sizes; between them by the nearest, each by its distance in doublings."""
+
+    points: Floats
+    values: Floats
+
+    @staticmethod
+    def of(rows: Iterable[tuple[tuple[float, ...], float]]) -> "Cloud | None":
+        """From (sizes, value) pairs; None where there is none."""
+        pairs = list(rows)
+        if not pairs:
+            return None
+        return Cloud(np.log2(np.array([sizes for sizes, _ in pairs])), np.log(np.array([value for _, value in pairs])))
+
+    def at(self, *sizes: float) -> float:
+        """The value near these sizes; of what was measured, never beyond it."""
+        distance = ((self.points - np.log2(np.array(sizes))) ** 2).sum(axis=1)
+        nearest = np.argpartition(distance, min(_NEAR, len(distance)) - 1)[:_NEAR]
+        weights = 1.0 / (distance[nearest] + 1e-3) ** 1.5
+        return float(np.exp((weights * self.values[nearest]).sum() / weights.sum()))
+
+    def doublings_to(self, *sizes: float) -> float:
+        """How far the nearest measured point is in its farthest size."""
+        return float(np.abs(self.points - np.log2(np.array(sizes))).max(axis=1).min())
+
+
+class Measured:
+    """One device's profile; the same object for the same profile, so that results can be remembered by it."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._attention = _attention_clouds(profile)
+        self._products: dict[tuple[str, str], Cloud | None] = {}
+        self.on_cpu = profile.gpu == "cpu"
+        largest = max(profile.copies, key=lambda one: one.moved_bytes)
+        self.copy_bytes_per_s = largest.moved_bytes / largest.seconds
+        update = max(profile.updates, key=lambda one: one.parameters, default=None)
+        self.update_s_per_parameter = None if update is None else update.seconds / update.parameters
+        self._loss = Cloud.of(
+            ((one.rows, one.vocabulary), one.seconds / (one.rows * one.vocabulary)) for one in profile.losses
+        )
+
+    def product_factor(
+        self, dtype: str, kind: str, sizes: tuple[int, int, int], formula: Callable[[int, int, int], float]
+    ) -> float:
+        """Seconds measured near a shape over what the formula gives there; 1 where the format was not measured."""
+        if (dtype, kind) not in self._products:
+            samples = [one for one in self.profile.products if one.dtype == dtype and one.kind == kind]
+            self._products[dtype, kind] = Cloud.of(
+                ((one.rows, one.columns, one.inner), one.seconds / formula(one.rows, one.columns, one.inner))
+                for one in samples
+            )
+        cloud = self._products[dtype, kind]
+        if cloud is None:
+            return 1.0 if kind != "weight sum" else self.product_factor(dtype, "weight", sizes, formula)
+        return cloud.at(*sizes)
+
+    def unmeasured(self, dtype: str, forwards: Iterable[tuple[int, int, int]]) -> list[str]:
+        """Of some projections' forwards, those whose format or size is far from what was measured, in words."""
+        cloud = Cloud.of(
+            ((one.rows, one.columns, one.inner), one.seconds)
+            for one in self.profile.products
+            if one.dtype == dtype and one.kind == "forward"
+        )
+        if cloud is None:
+            return [f"products in {dtype}: not in the profile"]
+        far = [sizes for sizes in forwards if cloud.doublings_to(*sizes) > _FAR]
+        return [
+            f"products of {' × '.join(map(str, sizes))}: the profile's nearest is far" for sizes in dict.fromkeys(far)
+        ]
+
+    def attention_s(
+        self, forward_flops: float, head_dim: int, sequence: int, heads: float, groups: float
+    ) -> tuple[float, float] | None:
+        """Forward and backward of the kernel that takes least for both; None where none was measured.
+
+        `heads` are all that run at once, those of every sequence.
+        """
+        taken = []
+        for (_, grouped), (forward, backward) in self._attention.items():
+            if grouped == (groups > 1):
+                sizes = (head_dim, sequence, max(1.0, heads))
+                taken.append((forward_flops / forward.at(*sizes), 2.5 * forward_flops / backward.at(*sizes)))
+        return min(taken, key=sum, default=None)
+
+    def loss_s(self, rows: int, vocabulary: int) -> float | None:
+        """The loss and its gradient from logits; None where not measured."""
+        return None if self._loss is None else self._loss.at(rows, vocabulary) * rows * vocabulary
+
+    def wires(self, wires: Wires, given: set[str]) -> tuple[Wires, set[str]]:
+        """Links as all-reduces showed them, `node` and `network`, but for those `given`; and which were measured."""
+        rows = [one for one in self.profile.collectives if one.kind == "all-reduce"]
+        known = set()
+        if "node" not in given and (link := _link([one for one in rows if one.nodes == 1])):
+            wires, known = replace(wires, node_latency_s=link[0], node_bytes_per_s=link[1]), {"node"}
+        if "network" not in given and (link := _link([one for one in rows if one.nodes > 1])):
+            wires, known = replace(wires, network_latency_s=link[0], network_bytes_per_s=link[1]), known | {"network"}
+        return wires, known
+
+
+_KNOWN: dict[int, Measured] = {}
+"""By the profile's identity, which lasts since its figures hold it; comparing profiles would take longer than this."""
+
+
+def measured_of(profile: Profile) -> Measured:
+    """The profile's figures, made once."""
+    if id(profile) not in _KNOWN:
+        _KNOWN[id(profile)] = Measured(profile)
+    return _KNOWN[id(profile)]
+
+
+def _attention_clouds(profile: Profile) -> dict[tuple[str, bool], tuple[Cloud, Cloud]]:
+    """By kernel and whether heads share keys: FLOPs a second, forward and backward, of the causal half."""
+    rows: dict[tuple[str, bool], list[tuple[tuple[float, ...], float, float]]] = {}
+    for one in profile.attentions:
+        flops = 2.0 * one.batch * one.heads * one.sequence**2 * one.head_dim
+        sizes = (float(one.head_dim), float(one.sequence), float(one.batch * one.heads))
+        key = one.kernel, one.heads != one.kv_heads
+        rows.setdefault(key, []).append((sizes, flops / one.forward_s, 2.5 * flops / one.backward_s))
+    clouds = {}
+    for key, found in rows.items():
+        forward, backward = Cloud.of((s, f) for s, f, _ in found), Cloud.of((s, b) for s, _, b in found)
+        assert forward is not None and backward is not None
+        clouds[key] = forward, backward
+    return clouds
+
+
+def _link(rows: list[Collective]) -> tuple[float, float] | None:
+    """Latency of a hop and bytes a second that fit ring all-reduces best; None where nothing was measured."""
+    if len(rows) < 2:
+        return None
+    hops = np.array([2.0 * (one.ranks - 1) for one in rows])
+    carried = np.array([2.0 * (one.ranks - 1) / one.ranks * one.size_bytes for one in rows])
+    seconds = np.array([one.seconds for one in rows])
+    # Relative errors count, so that small messages tell the latency and large ones the rate.
+    matrix = np.stack([hops, carried], axis=1) / seconds[:, None]
+    (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=None)
+    largest = max(range(len(rows)), key=lambda place: carried[place])
+    if per_byte <= 0:
+        per_byte = seconds[largest] / carried[largest]
+    return max(float(latency), 1e-7), 1.0 / float(per_byte)

@@ -1,0 +1,27 @@
+"""On a GPU the kernel by hand gives the cross-entropy and the gradient of float64, in the logits' own memory."""
+
+import pytest
+import torch
+
+from meshwright.model.head import IGNORE, loss_of_logits
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+@pytest.mark.parametrize("vocabulary", [5, 16384, 50257])
+def test_loss_and_gradient_are_float64s(vocabulary: int, dtype: torch.dtype, bound: float) -> None:
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(9, vocabulary, device="cuda")).to(dtype)
+    labels = torch.randint(0, vocabulary, (9, 1), device="cuda")
+    labels[2], labels[3], labels[4] = IGNORE, 0, vocabulary - 1
+    shares = torch.where(labels == IGNORE, 0.0, 0.25)
+    exact, grad = loss_of_logits(logits.cpu().double(), labels.cpu(), shares.cpu().double(), True)
+    only, nothing = loss_of_logits(logits.clone(), labels, shares, False)
+    loss, gradient = loss_of_logits(logits, labels, shares, True)
+    assert gradient is not None and grad is not None and nothing is None
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert torch.equal(only, loss)
+    assert abs(float(loss) - float(exact)) < 1e-5 * float(exact)
+    assert (gradient.cpu().double() - grad).abs().max() / grad.abs().max() < bound
+    assert not gradient[2].any()
