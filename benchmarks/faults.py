@@ -474,7 +474,7 @@ def main() -> None:
         if given.what == "link":
             from faults_link import cut_link
 
-            result = cut_link(folder, given.cut)
+            result = cut_link(folder, given.cut, forked=given.fork)
         else:
             kinds = ["rendezvous port taken", *KINDS, "agent killed"]
             faults = spread(kinds, apart=6) if given.what == "table" else at_random(given.count, given.seed)

@@ -80,7 +80,7 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
 def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", console: "Console", as_json: bool) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
-    from meshwright.launch.failures import failures_written_down
+    from meshwright.launch.failures import failures_written_down, leave
     from meshwright.launch.gather import SharedRefusal
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_rank
@@ -96,9 +96,11 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
                 raise SharedRefusal(str(error)) from None
             finished = run_rank(loaded, place, console, on_end=write_report, resume=resume)
     except Exception as error:
-        told_by_another = launched or (place.rank > 0 and isinstance(error, SharedRefusal))
-        if told_by_another:
-            raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
+        code = 2 if isinstance(error, UserError) else 1
+        if launched:
+            leave(code)
+        if place.rank > 0 and isinstance(error, SharedRefusal):  # rank 0 tells it
+            raise typer.Exit(code) from None
         raise
     if place.rank == 0:
         _show(finished, console, as_json)
