@@ -15,7 +15,8 @@ from meshwright.job import load_job
 from meshwright.launch.local import run_local
 from meshwright.train import OutOfMemory
 torch.cuda.set_per_process_memory_fraction(0.02)
-words = ["run.device=cuda", "run.folder=run", "model.width=1024", "model.heads=8", "model.kv_heads=8", "model.layers=16",
+words = ["run.device=cuda", "run.folder=run", "model.width=1024", "model.heads=8", "model.kv_heads=8",
+         "model.layers=16",
          "model.ffn_width=8192", "batch.global_batch=64", "batch.micro_batch=64", "data.cache=cache"]
 try:
     run_local(load_job("job.toml", words), Console(quiet=True))
@@ -30,9 +31,8 @@ def test_a_gpu_that_is_too_small_is_told_in_bytes(tiny_job: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=tiny_job.parent, env=environment, capture_output=True, text=True, timeout=300
     )
-    found = re.search(
-        r"ran out of memory \(([\d,]+) bytes held at most and ([\d,]+) predicted, of ([\d,]+)\)", done.stdout
-    )
+    sentence = r"ran out of memory \(([\d,]+) bytes held at most and ([\d,]+) predicted, of ([\d,]+)\)"
+    found = re.search(sentence, done.stdout)
     assert found, done.stdout + done.stderr
     held, predicted, total = (int(number.replace(",", "")) for number in found.groups())
     assert 0 < held < total and predicted > 0
