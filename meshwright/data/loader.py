@@ -79,7 +79,7 @@ class Loader:
             if self._workers == 0:
                 raise
             raise RuntimeError(
-                f"one of data.workers = {self._workers} data worker processes failed ({error}); it may have run out of "
+                f"one of data.workers = {self._workers} data worker processes failed ({str(error) or type(error).__name__}); it may have run out of "
                 "memory or of space in /dev/shm: try fewer workers, or data.workers = 0"
             ) from error
         if isinstance(step, UserError):
