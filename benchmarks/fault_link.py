@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from faults import JOB, ROOT, Forked, Run, Traces, fork_ranks, seconds
+from fault_runs import JOB, ROOT, Forked, Run, Traces, fork_ranks, seconds
 
 SPACES, ADDRESSES, PORT = ("alive-0", "alive-1"), ("10.99.9.1", "10.99.9.2"), "29519"
 WATCHDOG_S = 4.0
