@@ -85,25 +85,26 @@ READ_ONLY_STEPS = 5
 
 
 def arm() -> None:
-    """In a process of a run: make the listed faults happen, each once."""
+    """In a run's launcher, whose ranks are forked from it: make the listed faults happen, each once."""
     listed = os.environ.get(FAULTS)
     if listed is None or "train" not in sys.argv[:3] + sys.orig_argv[:5]:
         return
     faults = [Fault(**row) for row in json.loads(Path(listed).read_text())]
-    if "RANK" not in os.environ:
-        if any(fault.kind == "rendezvous port taken" for fault in faults):
-            take_port(next(fault for fault in faults if fault.kind == "rendezvous port taken"))
-        return
+    for fault in faults:
+        if fault.kind == "rendezvous port taken":
+            take_port(fault)
     from meshwright.train.loop import Training
 
-    step_of, rank = Training._step, int(os.environ["RANK"])
+    step_of = Training._step
 
     def step_with_faults(training: Any, step: int, *given: Any) -> bool:
         for fault in faults:
-            if fault.rank == rank and fault.step == step and strikes_now(fault):
+            if fault.rank != training.world.rank:
+                continue
+            if fault.step == step and strikes_now(fault):
                 strike(fault, training)
-            ends = fault.kind == "checkpoints turned read-only" and fault.rank == rank
-            if ends and step == fault.step + READ_ONLY_STEPS and struck_at(Path(listed).parent, fault):
+            ends = fault.kind == "checkpoints turned read-only" and step == fault.step + READ_ONLY_STEPS
+            if ends and struck_at(Path(listed).parent, fault):
                 lock(Path("run/checkpoints"), locked=False)
         return step_of(training, step, *given)
 

@@ -250,18 +250,13 @@ class Forked:
 
 
 def fork(run: Run) -> Forked:
-    """The run's launcher, whose ranks are forked too; nothing is imported twice."""
+    """The run's launcher, forked from this process; nothing is imported twice."""
     out = (run.folder / "out").open("a")
-
-    def launcher() -> None:
-        fork_ranks(run.folder)
-        command(run.words)
-
-    return Forked(launcher, run.variables(), out, out, run.folder)
+    return Forked(lambda: command(run.words), run.variables(), out, out, run.folder)
 
 
 def fork_ranks(folder: Path) -> None:
-    """In an agent's process: have it fork its ranks."""
+    """In the process of an agent that is not our launcher's: have it fork its ranks too."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:

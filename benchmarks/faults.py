@@ -6,7 +6,7 @@
 
 Each compares the losses, norms and rates of the finished run with those of a run left alone, bit for bit, and looks for
 processes, shared memory and ports left behind. A fault is armed by the rank it strikes: this file is imported first by
-every process of a run (`sitecustomize`), or armed in processes that are forked from one that has imported torch.
+the run's launcher (`sitecustomize`), from which the ranks are forked.
 `detected_s` is from the fault to the launcher's event that names it, `recovered_s` from there until training goes on.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_kinds import KINDS, at_random, spread
-from fault_runs import Run, fork
+from fault_runs import Run
 
 
 def compare(quiet: Run, hurt: Run, start: Callable[[Run], Any]) -> dict[str, Any]:
@@ -44,26 +44,22 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cut", type=float, default=30.0, help="seconds the wire is cut for")
-    parser.add_argument("--fork", action="store_true", help="fork the ranks: no imports, so restarts cost less")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if given.fork:
-        import meshwright.launch.elastic
-        import meshwright.launch.worker  # noqa: F401  so that forked ranks find it imported
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given.what == "link":
             from fault_link import cut_link
 
-            result = cut_link(folder, given.cut, forked=given.fork)
+            result = cut_link(folder, given.cut)
         else:
             kinds = ["rendezvous port taken", *KINDS, "agent killed"]
             faults = spread(kinds, apart=6) if given.what == "table" else at_random(given.count, given.seed)
             steps = faults[-1].step + 10
             quiet, hurt = Run(folder / "quiet", steps, []), Run(folder / "hurt", steps, faults)
-            result = compare(quiet, hurt, fork if given.fork else Run.start)
-    report = {"date": time.strftime("%Y-%m-%d"), "what": given.what, "forked": given.fork, **result}
+            result = compare(quiet, hurt, Run.start)
+    report = {"date": time.strftime("%Y-%m-%d"), "what": given.what, **result}
     report["seconds"] = round(time.monotonic() - began, 1)
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     sys.stdout.write(text)

@@ -9,7 +9,9 @@ from meshwright.cli import (
     bench,
     calibrate,
     checkpoint,
+    data,
     doctor,
+    evaluate,
     generate,
     job,
     plan,
@@ -31,10 +33,12 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 85 stopped by a signal, 130 by Ctrl-C.",
 )
 app.add_typer(job.app, name="job")
+app.add_typer(data.app, name="data")
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("replay")(replay.replay)

@@ -118,7 +118,7 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, .
     require_devices(loaded.job, nproc)
     words = ["bench", job, *(word for override in overrides for word in ("--set", override)), *counts]
     with TemporaryDirectory() as folder, rank_failures_told():
-        run_under_agent(Path(folder), nproc, [*words, "--json"] if as_json else words)
+        run_under_agent(loaded.job, Path(folder), nproc, [*words, "--json"] if as_json else words)
 
 
 def _sweep(

@@ -23,8 +23,6 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 _ONE = "set it to 1"
 PENDING = (
-    Pending("data.weights", _is(None), "blending of sources", "leave it out"),
-    Pending("data.packing", _is("concatenate"), "other packing", 'set it to "concatenate"'),
     Pending("log.sinks", _is(()), "other sinks", "leave it out"),
     Pending("cluster.name", _is(None), "known clusters", "leave it out"),
     Pending("cluster.nodes", _is(1), "training on several machines", _ONE),

@@ -8,19 +8,22 @@ import torch.distributed as dist
 from rich.console import Console
 
 from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes
-from meshwright.data import Corpus
+from meshwright.data import Corpus, Cursor
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import from_rank_zero, on_rank_zero
 from meshwright.model import build_architecture
 from meshwright.parallel import World
-from meshwright.train import Pulse, fingerprint
+from meshwright.train import Pulse, fingerprint, saved_cursors
 
 # What decides which samples come next, and what the saved states of the optimizer are.
 _FIXED = (
     ("run", "seed"),
     ("batch", "sequence_length"),
+    ("data", "weights"),
+    ("data", "stages"),
+    ("data", "packing"),
     ("optimizer", "name"),
     ("precision", "optimizer_states"),
 )
@@ -40,6 +43,10 @@ class Start:
     def position(self) -> int:
         """The first sample of the global stream to read."""
         return 0 if self.checkpoint is None else self.checkpoint.facts.position
+
+    def cursors(self) -> dict[int, Cursor] | None:
+        """Where a stream goes on, shard by shard."""
+        return None if self.checkpoint is None else saved_cursors(self.checkpoint)
 
 
 def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
@@ -63,9 +70,10 @@ def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[st
 
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
     """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
-    before, now = checkpoint.job(), job.model_dump(mode="json")
+    before, now, default = checkpoint.job(), job.model_dump(mode="json"), Job().model_dump(mode="json")
     for section, name in _FIXED:
-        was, given = before[section][name], now[section][name]
+        # What an older checkpoint does not know of was as it is by default.
+        was, given = before[section].get(name, default[section][name]), now[section][name]
         if was != given:
             raise UserError(
                 f"{section}.{name} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "

@@ -22,11 +22,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
-from meshwright.job import LoadedJob
+from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, explain
 from meshwright.launch.folder import RunFolder
+from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heart import WATCH
 from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
 from meshwright.launch.restarts import Restarts, cause_of, last_step
@@ -118,7 +119,7 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
     try:
         with watch or contextlib.nullcontext():
             variables = {} if watch is None else {WATCH: watch.address}
-            _run_agent(folder.path, nproc, arguments, variables, restarts.used)
+            _run_agent(restarts.job, folder.path, nproc, arguments, variables, restarts.used)
     except ChildFailedError as error:
         for failure in error.failures.values():  # what a killed rank had started itself
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -132,8 +133,8 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
     return None
 
 
-def run_under_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
-    """Run `python -m meshwright ARGUMENTS` as so many local ranks that leave no run behind; their logs go to a folder.
+def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
+    """Run `python -m meshwright ARGUMENTS` as so many ranks of a job that leave no run behind; logs go to a folder.
 
     Failures are raised as by `launch`.
     """
@@ -141,12 +142,14 @@ def run_under_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
     logs.mkdir()
     try:
         with _signals_kept(path / STOP_FILE):
-            _run_agent(path, nproc, arguments, {}, 0)
+            _run_agent(job, path, nproc, arguments, {}, 0)
     except ChildFailedError as error:
         raise explain(error.failures, logs) from None
 
 
-def _run_agent(path: Path, nproc: int, arguments: Sequence[str], variables: Mapping[str, str], restart: int) -> None:
+def _run_agent(
+    job: Job, path: Path, nproc: int, arguments: Sequence[str], variables: Mapping[str, str], restart: int
+) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -162,7 +165,8 @@ def _run_agent(path: Path, nproc: int, arguments: Sequence[str], variables: Mapp
     )
     # The agent puts its own values in place of $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
-    with _agents_words_in(path / "logs/agent.log"):
+    started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
+    with _agents_words_in(path / "logs/agent.log"), started:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as error:

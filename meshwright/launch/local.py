@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from meshwright.checkpoint import Keeper, require_backup
-from meshwright.data import Corpus, Loader, prepare
+from meshwright.data import Corpus, Loader, StreamLoader, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run, rewound
@@ -40,6 +40,7 @@ from meshwright.train import (
     emulated_format,
     make_training,
     memory_errors_explained,
+    open_corpus,
     prepare_device,
     require_enough_text,
     training_loader,
@@ -137,7 +138,7 @@ def require_room(job: Job, path: Path) -> None:
 def prepare_data(job: Job, console: Console) -> Corpus:
     """The job's corpus, with a line on the console that follows its making."""
     with console.status("preparing data") as status:
-        return prepare(job.data, job.model.vocab_size, lambda stage, share: status.update(f"{stage} {share:.0%}"))
+        return open_corpus(job, lambda stage, share: status.update(f"{stage} {share:.0%}"))
 
 
 def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
@@ -175,7 +176,7 @@ def train_in(
     folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, start: Start
 ) -> Outcome:
     """Build, train and save the state; only rank 0 has a folder, the others keep silent."""
-    loader = training_loader(job, corpus, world, start.position)
+    loader = training_loader(job, corpus, world, start.position, start.cursors())
     try:
         with memory_errors_explained(job, world):
             loader.start()
@@ -202,7 +203,7 @@ def _train(
     recorder: Recorder,
     progress: Progress,
     stop: Stop,
-    loader: Loader,
+    loader: Loader | StreamLoader,
 ) -> Outcome:
     """From the first weights or a checkpoint to the last step, which is saved."""
     keeper = Keeper(
@@ -241,7 +242,7 @@ def _build_and_train(
     console: Console,
     stop: Stop,
     start: Start,
-    loader: Loader,
+    loader: Loader | StreamLoader,
 ) -> Outcome:
     start.pulse.at("building the model")
     kernels = choose_attention(job, world, _attention_of(folder))
@@ -254,6 +255,8 @@ def _build_and_train(
         folder.write("tokenizer.json", corpus.tokenizer.to_json())
     if kernels is not None:
         folder.event("attention", **kernels)
+    if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
+        folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
     with ConsoleProgress(job, console) as progress:
         training = make_training(job, corpus, engine, weights, folder, progress, world)
         training.watch_memory(folder.memory)
@@ -280,13 +283,20 @@ def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
         on_end(folder.path)
 
 
+def _tokens_told(corpus: Corpus) -> str:
+    if corpus.flow is not None:
+        return f"text streamed from {corpus.flow.shards} virtual shards"
+    return f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens"
+
+
 def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, console: Console) -> None:
     """One line that says what is about to be trained, on what, and where it is kept."""
     parts: list[Any] = [
         f"{count_parameters(job.model):,} parameters",
-        f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens",
+        _tokens_told(corpus),
         f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
+        *_packing(job, corpus),
         f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
         f"run folder {folder.path}",
     ]
@@ -294,3 +304,14 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     if slow := emulated_format(job, world.device):
         text += f" · note: this CPU has no {slow} arithmetic, fp32 is far faster here"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _packing(job: Job, corpus: Corpus) -> list[str]:
+    """What packing costs, where there is any, beside what concatenating would."""
+    index = training_index(corpus, job.data, job.batch.sequence_length)
+    if index is None:
+        return []
+    return [
+        f"packing {job.data.packing}: {index.shares.padded:.1%} padding, {index.shares.truncated:.1%} of the tokens "
+        f"cut off from their document's beginning ({index.running.truncated:.1%} if concatenated)"
+    ]

@@ -54,6 +54,8 @@ def replay(run: Path, step: int, device: str, console: Console) -> Replay:
     job = _alone(Job.model_validate(folder.job()), device)
     if not 1 <= step <= job.run.steps:
         raise UserError(f"--step {step} is no step of {run}, which has 1 to {job.run.steps}")
+    if job.data.stream:
+        raise UserError(f"{run} reads its data as a stream, which cannot go back to one step; prepare it instead")
     require_layout(job, 1)
     world = World(choose_device(job))
     prepare_device(job, world.device)

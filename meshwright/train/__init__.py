@@ -9,9 +9,9 @@ from meshwright.train.device import (
     emulated_format,
     prepare_device,
 )
-from meshwright.train.evaluate import evaluate
+from meshwright.train.evaluate import Score, evaluate, score
 from meshwright.train.exhausted import OutOfMemory, memory_errors_explained
-from meshwright.train.feed import fingerprint, require_enough_text, training_loader
+from meshwright.train.feed import fingerprint, held_out_batches, open_corpus, require_enough_text, training_loader
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
@@ -22,6 +22,7 @@ from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.run import FLOPS_CONVENTION, Outcome
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
+from meshwright.train.state import saved_cursors
 
 __all__ = [
     "FLOPS_CONVENTION",
@@ -34,6 +35,7 @@ __all__ = [
     "Pulse",
     "Recorder",
     "Rewind",
+    "Score",
     "Silent",
     "Training",
     "build_optimizer",
@@ -47,11 +49,15 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "generate",
+    "held_out_batches",
     "learning_rate",
     "make_training",
     "memory_errors_explained",
+    "open_corpus",
     "prepare_device",
     "require_enough_text",
+    "saved_cursors",
+    "score",
     "states_of",
     "training_loader",
     "windows",
