@@ -1,6 +1,7 @@
 """Runs with faults: as a user starts them or forked, what came of them, and what they left behind."""
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -223,10 +224,15 @@ class Forked:
         for target, file in ((1, out), (2, err)):
             if file is not None:
                 os.dup2(file.fileno(), target)
-        os.closerange(3, 1024)
+        # Emptied, not closed: what owns them here may close them later, when the number is another's.
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+            if int(name) > 2:
+                os.dup2(nothing, int(name))
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        faulthandler.enable()
         os.environ.clear()
         os.environ.update(variables)
 

@@ -6,19 +6,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
-from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails  # type: ignore[attr-defined]
 
 from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
+from meshwright.data.deaths import deaths_told, workers_starting
 from meshwright.data.samples import IGNORE, Sample, Windows
 from meshwright.data.stream import Stream
 from meshwright.data.watch import Report, Roll, Watch, to_stderr
@@ -73,10 +71,10 @@ class Loader:
         self.start()
         assert self._iterator is not None
         try:
-            _error_if_any_worker_fails()
             if self._watch is not None:
                 self._watch.waiting_since = time.monotonic()
-            step = next(self._iterator)
+            with deaths_told():
+                step = next(self._iterator)
         except RuntimeError as error:
             self.close()
             raise self.explained(error) from error
@@ -95,10 +93,7 @@ class Loader:
         return step.unpacked() if isinstance(step, Parcel) else step
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error itself, or one that names the worker whose death it tells of.
-
-        A worker's death is noticed by a signal, so that it is raised wherever this process happens to be.
-        """
+        """The error itself, or one that names the worker whose death it tells of."""
         failed = self._steps.roll.name_failed(str(error)) if self._workers else None
         if failed is None:
             return error
@@ -137,7 +132,7 @@ class Loader:
             # Without its own generator the loader would draw from the global one, and a resumed run would differ.
             generator=torch.Generator(),
         )
-        with own_handler_kept(signal.SIGCHLD):
+        with workers_starting():
             return iter(loader)
 
 
@@ -190,15 +185,6 @@ def validation_batches(windows: Windows, micro_batch: int, count: int) -> Iterat
         missing = micro_batch - len(ids)
         filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64))
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
-
-
-@contextmanager
-def own_handler_kept(number: signal.Signals) -> Iterator[None]:
-    """torch's handler of a dead worker raises in the middle of whatever runs then; the loader asks before it reads."""
-    before = signal.getsignal(number)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, before or signal.SIG_DFL)
 
 
 def as_it_is(item: Any) -> Any:
