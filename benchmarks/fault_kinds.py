@@ -160,6 +160,9 @@ def at_random(count: int, seed: int, kinds: list[str] = KINDS, apart: int = 4) -
         kind = dice.choice([*kinds, "agent killed"])
         rank = 0 if kind in ("agent killed", "checkpoints turned read-only") else dice.randrange(RANKS)
         faults.append(Fault(number, kind, rank, step))
-        # A folder that is read-only must be writable again before the next fault needs a checkpoint of its own.
-        step += dice.randint(2, apart) + (READ_ONLY_STEPS if kind.startswith("checkpoints") else 0)
+        # The run itself makes a folder writable again, and must not be ended in between: neither by the next fault nor
+        # by ranks that have yet to notice their launcher's death.
+        step += dice.randint(2, apart) + {"checkpoints turned read-only": READ_ONLY_STEPS, "agent killed": 4}.get(
+            kind, 0
+        )
     return faults

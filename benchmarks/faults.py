@@ -26,6 +26,7 @@ from fault_runs import Run
 def compare(quiet: Run, hurt: Run, start: Callable[[Run], Any]) -> dict[str, Any]:
     """Run both to their ends; what differs, and what was left behind."""
     codes = [quiet.finish(start), hurt.finish(start, timeout_s=3600.0)]
+    assert codes == [0, 0], (hurt.folder / "out").read_text()
     rows = list(zip(quiet.numbers(), hurt.numbers(), strict=True))
     return {
         "exit_codes": codes,

@@ -26,6 +26,8 @@ class Restarts:
     _barren: int = 0
     """Failures in a row between which no step was made."""
     _step: int = -1
+    _attempt: int = -1
+    """The last one that made a step."""
     _rank: int | None = field(default=None)
     _same_rank: int = 0
 
@@ -33,16 +35,19 @@ class Restarts:
         """Take note of a failure; whether the run is worth another start.
 
         A mistake of the user's fails again however often it is tried, and so does a lack of memory that comes twice
-        before a step is made.
+        before a step is made. But what a restart is refused for before its first step was no mistake when the run
+        began: a disk that is read-only for a while may come back.
         """
-        step = last_step(folder)
+        step, attempt = last_step(folder), max((row.get("attempt", 0) for row in folder.metrics()), default=-1)
+        refused = self.used > 0 and attempt == self._attempt
+        self._attempt = attempt
         self._barren = 0 if step > self._step else self._barren + 1
         rank = getattr(cause, "rank", None)
         self._same_rank = self._same_rank + 1 if self._barren and rank == self._rank else 1
         self._step, self._rank = max(step, self._step), rank
         if isinstance(cause, OutOfMemory):
             return self.used < self.job.run.max_restarts and self._barren < 2
-        return self.used < self.job.run.max_restarts and not isinstance(cause, UserError)
+        return self.used < self.job.run.max_restarts and (refused or not isinstance(cause, UserError))
 
     def next(self, cause: Exception, folder: RunFolder, ranks: int) -> tuple[float, list[str]]:
         """Count a restart and write it down: how long to wait for it, and what the job must say differently."""

@@ -122,6 +122,17 @@ def test_a_mistake_is_not_tried_again_and_a_lack_of_memory_once(folder: RunFolde
     assert [restarts.allows(OutOfMemory("too little"), folder) for _ in range(3)] == [True, True, False]
 
 
+def test_a_restart_that_is_refused_is_tried_again(folder: RunFolder) -> None:
+    restarts, locked = Restarts(job(run={"max_restarts": 9})), UserError("run.folder cannot be written")
+    assert not Restarts(job(run={"max_restarts": 9})).allows(locked, folder), "at the start it is a mistake"
+    folder.metric({"step": 1, "loss": 1.0, "attempt": 0})
+    assert restarts.allows(RankFailure("rank 1 fell", 1, ""), folder)
+    restarts.next(RankFailure("rank 1 fell", 1, ""), folder, 1)
+    assert restarts.allows(locked, folder) and restarts.next(locked, folder, 1)[0] == 1.0
+    folder.metric({"step": 1, "loss": 1.0, "attempt": 1})
+    assert not restarts.allows(UserError("step 2 gave loss nan"), folder), "it had begun"
+
+
 def test_only_data_parallel_axes_shrink_to_what_the_batch_can_be_cut_by() -> None:
     wide = job(layout={"dp_replicate": 4, "tp": 2})
     assert (found := shrunk(wide, 7)) is not None and (found.layout.dp_replicate, found.layout.tp) == (3, 2)
