@@ -152,6 +152,9 @@ def spread(kinds: list[str], first: int = 4, apart: int = 3) -> list[Fault]:
     ]
 
 
+_LONGER = {"checkpoints turned read-only": READ_ONLY_STEPS, "agent killed": 4}
+
+
 def at_random(count: int, seed: int, kinds: list[str] = KINDS, apart: int = 4) -> list[Fault]:
     """So many faults, on any rank."""
     dice = random.Random(seed)
@@ -162,7 +165,5 @@ def at_random(count: int, seed: int, kinds: list[str] = KINDS, apart: int = 4) -
         faults.append(Fault(number, kind, rank, step))
         # The run itself makes a folder writable again, and must not be ended in between: neither by the next fault nor
         # by ranks that have yet to notice their launcher's death.
-        step += dice.randint(2, apart) + {"checkpoints turned read-only": READ_ONLY_STEPS, "agent killed": 4}.get(
-            kind, 0
-        )
+        step += dice.randint(2, apart) + _LONGER.get(kind, 0)
     return faults
