@@ -19,7 +19,8 @@ types: setup
 	.venv/bin/mypy
 
 unit: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@scripts/slurm-packages
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs --no-fold-skipped -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 wheel: setup

@@ -18,7 +18,9 @@ from meshwright.cli import (
     replay,
     report,
     schedule,
+    submit,
     train,
+    tune,
     verify,
 )
 from meshwright.errors import UserError
@@ -38,6 +40,7 @@ app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
@@ -45,6 +48,10 @@ app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
+app.command("submit")(submit.submit)
+app.command("status")(submit.status)
+app.command("logs")(submit.logs)
+app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 

@@ -23,7 +23,6 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 _ONE = "set it to 1"
 PENDING = (
-    Pending("log.sinks", _is(()), "other sinks", "leave it out"),
     Pending("cluster.name", _is(None), "known clusters", "leave it out"),
     Pending("cluster.nodes", _is(1), "training on several machines", _ONE),
     Pending("cluster.gpus_per_node", _is(1), "training on several devices", _ONE),

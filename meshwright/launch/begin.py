@@ -1,5 +1,6 @@
 """How a process of a run begins: at the first step, or where the newest sound checkpoint left off."""
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import from_rank_zero, on_rank_zero
+from meshwright.launch.sinks import require_sinks
 from meshwright.model import build_architecture
 from meshwright.parallel import World
 from meshwright.train import Pulse, fingerprint, saved_cursors
@@ -101,6 +103,7 @@ def begin(
     folder: RunFolder, job: Job, checkpoint: Checkpoint | None, passed_over: list[str], console: Console
 ) -> Start:
     """Claim the folder for a new attempt, and write down and say what it begins with."""
+    require_sinks(job)
     lease = folder.begin_attempt()
     for damage in passed_over:
         folder.event("checkpoint_refused", error=damage)
@@ -112,6 +115,7 @@ def begin(
         folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
         told = "no complete checkpoint, so from the start" if checkpoint is None else f"from step {step}"
         console.print(f"resuming {told} (attempt {lease.attempt})", markup=False, highlight=False)
+    folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
 
 

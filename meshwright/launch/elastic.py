@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
-from uuid import uuid4
+from types import FrameType, MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,12 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
-from meshwright.launch.failures import ERROR_FILE, explain
+from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heart import WATCH
 from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
+from meshwright.launch.nodes import ALONE, Node
 from meshwright.launch.restarts import Restarts, cause_of, last_step
 from meshwright.launch.signals import STOPS
 from meshwright.launch.watchdog import Watch
@@ -119,18 +119,23 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
     try:
         with watch or contextlib.nullcontext():
             variables = {} if watch is None else {WATCH: watch.address}
-            _run_agent(restarts.job, folder.path, nproc, arguments, variables, restarts.used)
+            run_agent(restarts.job, folder.path, nproc, arguments, variables=variables, restart=restarts.used)
     except ChildFailedError as error:
-        for failure in error.failures.values():  # what a killed rank had started itself
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(failure.pid, signal.SIGKILL)
-        explained = explain(error.failures, logs, nproc)
+        explained = ended_by(error, logs, nproc)
         return explained if watch is None or watch.hang is None else watch.hang
     except (dist.DistError, RendezvousError) as error:  # a port was taken, or the agent's own store failed
         return NoMeetingPoint(f"the ranks' meeting point could not be opened: {str(error.__cause__ or error).strip()}")
     finally:
         folder.close()  # the ranks write between the launcher's lines
     return None
+
+
+def ended_by(error: ChildFailedError, logs: Path, ranks: int | None = None) -> UserError | RankFailure:
+    """What ended some ranks of this machine, once nothing of theirs is left."""
+    for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(failure.pid, signal.SIGKILL)
+    return explain(error.failures, logs, ranks)
 
 
 def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
@@ -141,24 +146,27 @@ def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) 
     logs = path / "logs"
     logs.mkdir()
     try:
-        with _signals_kept(path / STOP_FILE):
-            _run_agent(job, path, nproc, arguments, {}, 0)
+        run_agent(job, path, nproc, arguments)
     except ChildFailedError as error:
         raise explain(error.failures, logs) from None
 
 
-def _run_agent(
-    job: Job, path: Path, nproc: int, arguments: Sequence[str], variables: Mapping[str, str], restart: int
+def run_agent(
+    job: Job,
+    path: Path,
+    nproc: int,
+    arguments: Sequence[str],
+    node: Node = ALONE,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    restart: int = 0,
 ) -> None:
+    """Start this machine's ranks under torch's agent, with some variables more, and wait for their end."""
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=node.nodes,
+        max_nodes=node.nodes,
         nproc_per_node=nproc,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
         max_restarts=0,
+        **node.rendezvous(),
         monitor_interval=0.1,
         logs_specs=_RankLogs(path, nproc, variables, restart),
         signals_to_handle=",".join(number.name for number in _AGENTS),
@@ -166,7 +174,7 @@ def _run_agent(
     # The agent puts its own values in place of $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
     started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
-    with _agents_words_in(path / "logs/agent.log"), started:
+    with _agents_words_in(path / f"logs/agent{node.suffix}.log"), _signals_kept(path / STOP_FILE), started:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as error:
@@ -212,13 +220,14 @@ class _RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Every rank's files; the agent hands over the variables it will start each rank with."""
         files = LogsDest()
-        for rank, variables in envs.items():
+        for local, variables in envs.items():
+            rank = int(variables["RANK"])  # of all machines
             base = f"{self.root_log_dir}/rank-{rank}{self._suffix}"
-            files.stdouts[rank] = f"{base}.out" if rank else ""
-            files.stderrs[rank] = f"{base}.err" if rank else ""
-            files.error_files[rank] = f"{base}.error.json"
+            files.stdouts[local] = f"{base}.out" if rank else ""
+            files.stderrs[local] = f"{base}.err" if rank else ""
+            files.error_files[local] = f"{base}.error.json"
             variables.update(self._variables)
-            variables[ERROR_FILE] = files.error_files[rank]
+            variables[ERROR_FILE] = files.error_files[local]
         return files
 
 

@@ -23,6 +23,7 @@ from meshwright.launch.gather import on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
 from meshwright.launch.links import try_links
 from meshwright.launch.signals import stop_on_signal
+from meshwright.launch.sinks import recorded_everywhere, require_sinks
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build, host_buffer, ranks_of, require_layout
 from meshwright.train import (
@@ -120,6 +121,7 @@ def require_room(job: Job, path: Path) -> None:
     """Refuse a run folder that is taken, first weights that are not whole, a disk too small for the last checkpoint, a
     backup out of reach."""
     RunFolder.require_free(path)
+    require_sinks(job)
     require_start(job)
     if job.checkpoint.backup_to is not None:
         require_backup(job.checkpoint.backup_to)
@@ -257,10 +259,11 @@ def _build_and_train(
         folder.event("attention", **kernels)
     if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
         folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
-    with ConsoleProgress(job, console) as progress:
-        training = make_training(job, corpus, engine, weights, folder, progress, world)
+    everywhere = recorded_everywhere(folder, job, start.lease.attempt)
+    with ConsoleProgress(job, console) as progress, everywhere as recorder:
+        training = make_training(job, corpus, engine, weights, recorder, progress, world)
         training.watch_memory(folder.memory)
-        return _train(training, job, world, start, folder, progress, stop, loader)
+        return _train(training, job, world, start, recorder, progress, stop, loader)
 
 
 def _attention_of(folder: RunFolder | None) -> dict[str, Any] | None:

@@ -1,11 +1,15 @@
 """Ctrl-C, SIGTERM and SIGUSR1 end a run after the step at hand; a second signal ends it at once."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+STOP_FILE = "MESHWRIGHT_STOP_FILE"
+"""Names a file whose appearance asks the run to stop as a signal does: it cannot come before its handler."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: a person, a system that shuts down, a scheduler whose time is up."""
 INTERRUPTED, REQUEUE = 130, 85
@@ -22,8 +26,11 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._file = Path(os.environ[STOP_FILE]) if STOP_FILE in os.environ else None
 
     def __call__(self) -> bool:
+        if self.signal is None and self._file is not None and self._file.exists():
+            self.signal = self._file.read_text().strip()
         return self.signal is not None
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
