@@ -26,6 +26,10 @@ _DEATH_SIGNAL = 1
 """Linux's number for: send me this when my parent dies."""
 
 
+class WorkerDied(RuntimeError):
+    """A process that reads data is gone; whatever the words say of peers, they are not other ranks."""
+
+
 class Loader:
     """An endless iterator over steps; which samples they hold depends on the stream and the position alone.
 
@@ -208,7 +212,7 @@ def leave_signals_to_the_parent(worker: int) -> None:
         signal.signal(name, signal.SIG_IGN)
 
 
-def _failed(what: str) -> RuntimeError:
-    return RuntimeError(
+def _failed(what: str) -> WorkerDied:
+    return WorkerDied(
         f"{what}; it may have run out of memory or of space in /dev/shm: try fewer data.workers, or data.workers = 0"
     )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import meshwright
+from meshwright.data import WorkerDied
 from meshwright.errors import UserError
 from meshwright.train import OutOfMemory
 
@@ -80,6 +81,8 @@ def _described(error: Exception) -> dict[str, Any]:
 
 def _lost_peer(error: Exception) -> bool:
     """Whether this looks like the echo of another rank's death."""
+    if isinstance(error, WorkerDied):
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
     )

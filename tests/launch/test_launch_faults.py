@@ -24,7 +24,7 @@ RESTARTED = {
     "exception on a rank": "rank 1 failed at meshwright/train/loop.py",
     "a rank exits 0 early": "rank 1 ended with exit code 0 before the run was over",
     "out of memory on a rank": "rank 1: CPU ran out of memory",
-    "loader worker killed": "one of data.workers = 1 data worker processes failed",
+    "loader worker killed": "it may have run out of memory or of space in /dev/shm: try fewer data.workers",
     "SIGSTOP a rank": "rank 1 gave no sign for",
     "a rank stuck outside of collectives": "rank 1 made no headway for",
     "rendezvous port taken": "could not be opened",
