@@ -13,7 +13,7 @@ from typing import Any
 
 from fault_runs import JOB, ROOT, Forked, Run, Traces, fork_ranks, seconds
 
-SPACES, ADDRESSES, PORT = ("alive-0", "alive-1"), ("10.99.9.1", "10.99.9.2"), "29519"
+SPACES, ADDRESSES, PORT = (f"alive-{os.getpid()}-0", f"alive-{os.getpid()}-1"), ("10.99.9.1", "10.99.9.2"), "29519"
 WATCHDOG_S = 4.0
 
 
