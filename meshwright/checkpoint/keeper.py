@@ -121,6 +121,10 @@ class Keeper:
             )
         return checkpoint_path(self._lease.run, step)
 
+    def settle(self) -> None:
+        """Let a save that is on its way end; all ranks call this together."""
+        self._wait()
+
     def abandon(self) -> None:
         """Where training has failed: let a save that is on its way end, if no other rank is needed for it."""
         if self._ranks == 1:

@@ -47,6 +47,8 @@ class Facts(Record):
     """Steps in a row since the loss scale last changed."""
     skipped: NonNegativeInt = 0
     """Steps skipped because scaled gradients overflowed."""
+    recent_losses: tuple[float, ...] = ()
+    """What the next loss is judged by, where spikes are looked for."""
     replicas: PositiveInt = 1
     """Ranks that each had an error-feedback memory of their own."""
     data: str = ""

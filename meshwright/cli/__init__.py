@@ -15,6 +15,7 @@ from meshwright.cli import (
     generate,
     job,
     plan,
+    replay,
     report,
     schedule,
     submit,
@@ -31,7 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 130 stopped by Ctrl-C.",
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 85 stopped by a signal, 130 by Ctrl-C.",
 )
 app.add_typer(job.app, name="job")
 app.add_typer(data.app, name="data")
@@ -43,6 +44,7 @@ app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
+app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")

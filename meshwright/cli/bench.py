@@ -90,7 +90,7 @@ def _here(
         prepare_device(job, device)
         world = join_world(job, device)
         corpus = prepare_data(job, console)
-        with memory_errors_explained(job, device), console.status(f"{warmup} + {steps} steps"):
+        with memory_errors_explained(job, world), console.status(f"{warmup} + {steps} steps"):
             result = measure(job, corpus, world, steps=steps, warmup=warmup, profile=profile)
     if place is not None:
         dist.destroy_process_group()

@@ -53,14 +53,18 @@ def _alone(job: str, overrides: list[str], resume: bool, console: "Console", as_
     from meshwright.job import load_job
 
     loaded = load_job(job, overrides)
+    if loaded.job.run.max_restarts or loaded.job.run.watchdog_s:  # somebody must outlive the process that trains
+        _with_ranks(job, overrides, resume, 1, console, as_json)
+        return
 
     from meshwright.launch.local import run_local
+    from meshwright.launch.signals import exit_code
     from meshwright.studio import write_report
 
     finished = run_local(loaded, console, on_end=write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(finished.signal))
 
 
 def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, console: "Console", as_json: bool) -> None:
@@ -70,6 +74,7 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
 
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
+    from meshwright.launch.signals import exit_code
     from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
@@ -77,7 +82,7 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     if folder.state() == "stopped":
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(folder.stop_signal()))
 
 
 def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, place: tuple[int, int, str]) -> None:
@@ -92,20 +97,22 @@ def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, pl
 
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.several import launch_node
+    from meshwright.launch.signals import exit_code
     from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
     with rank_failures_told():
         folder = launch_node(loaded, nproc, node, words, on_end=write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(folder.stop_signal()))
 
 
 def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", console: "Console", as_json: bool) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
-    from meshwright.launch.failures import failures_written_down
+    from meshwright.launch.failures import failures_written_down, leave
     from meshwright.launch.gather import SharedRefusal
+    from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_rank
     from meshwright.studio import write_report
 
@@ -119,14 +126,16 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
                 raise SharedRefusal(str(error)) from None
             finished = run_rank(loaded, place, console, on_end=write_report, resume=resume)
     except Exception as error:
-        told_by_another = launched or (place.rank > 0 and isinstance(error, SharedRefusal))
-        if told_by_another:
-            raise typer.Exit(2 if isinstance(error, UserError) else 1) from None
+        code = 2 if isinstance(error, UserError) else 1
+        if launched:
+            leave(code)
+        if place.rank > 0 and isinstance(error, SharedRefusal):  # rank 0 tells it
+            raise typer.Exit(code) from None
         raise
     if place.rank == 0:
         _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted" and not launched:  # to a launcher any other code is a failure
-        raise typer.Exit(130)
+        raise typer.Exit(exit_code(finished.signal))
 
 
 def _show(finished: "Finished", console: "Console", as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from meshwright.data.batch import Batch, Step
 from meshwright.data.corpus import Corpus
 from meshwright.data.judged import evaluation_windows
-from meshwright.data.loader import Loader, validation_batches
+from meshwright.data.loader import Loader, WorkerDied, validation_batches
 from meshwright.data.mixture import training_index, training_stream, validation_windows
 from meshwright.data.prepare import prepare
 from meshwright.data.samples import IGNORE, RunningWindows
@@ -25,6 +25,7 @@ __all__ = [
     "StreamLoader",
     "TokenStore",
     "Tokenizer",
+    "WorkerDied",
     "evaluation_windows",
     "open_flow",
     "prepare",

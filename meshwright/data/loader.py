@@ -1,6 +1,8 @@
 """Steps of training data in order, read ahead by worker processes; validation batches in a fixed order."""
 
+import ctypes
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,10 +16,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
+from meshwright.data.deaths import deaths_told, workers_starting
 from meshwright.data.samples import IGNORE, Sample, Windows
 from meshwright.data.stream import Stream
 from meshwright.data.watch import Report, Roll, Watch, to_stderr
 from meshwright.errors import UserError
+
+_DEATH_SIGNAL = 1
+"""Linux's number for: send me this when my parent dies."""
+
+
+class WorkerDied(RuntimeError):
+    """A process that reads data is gone; whatever the words say of peers, they are not other ranks."""
 
 
 class Loader:
@@ -67,7 +77,8 @@ class Loader:
         try:
             if self._watch is not None:
                 self._watch.waiting_since = time.monotonic()
-            step = next(self._iterator)
+            with deaths_told():
+                step = next(self._iterator)
         except RuntimeError as error:
             self.close()
             raise self.explained(error) from error
@@ -86,10 +97,7 @@ class Loader:
         return step.unpacked() if isinstance(step, Parcel) else step
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error itself, or one that names the worker whose death it tells of.
-
-        A worker's death is noticed by a signal, so that it is raised wherever this process happens to be.
-        """
+        """The error itself, or one that names the worker whose death it tells of."""
         failed = self._steps.roll.name_failed(str(error)) if self._workers else None
         if failed is None:
             return error
@@ -128,7 +136,8 @@ class Loader:
             # Without its own generator the loader would draw from the global one, and a resumed run would differ.
             generator=torch.Generator(),
         )
-        return iter(loader)
+        with workers_starting():
+            return iter(loader)
 
 
 @dataclass(frozen=True)
@@ -190,14 +199,20 @@ def as_it_is(item: Any) -> Any:
 def leave_signals_to_the_parent(worker: int) -> None:
     """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
 
-    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits.
+    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits. A worker ends with its
+    parent, however that ended.
     """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it was gone before we could ask
+            os._exit(1)
     os.setpgid(0, 0)
     for name in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
 
 
-def _failed(what: str) -> RuntimeError:
-    return RuntimeError(
+def _failed(what: str) -> WorkerDied:
+    return WorkerDied(
         f"{what}; it may have run out of memory or of space in /dev/shm: try fewer data.workers, or data.workers = 0"
     )

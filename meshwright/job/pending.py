@@ -23,8 +23,6 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 _ONE = "set it to 1"
 PENDING = (
-    Pending("run.max_restarts", _is(0), "restarts", "set it to 0"),
-    Pending("run.watchdog_s", _is(0), "the watchdog", "set it to 0"),
     Pending("cluster.name", _is(None), "known clusters", "leave it out"),
     Pending("cluster.nodes", _is(1), "training on several machines", _ONE),
     Pending("cluster.gpus_per_node", _is(1), "training on several devices", _ONE),

@@ -23,11 +23,15 @@ class Run(Section):
     deterministic: bool = False
     """Only algorithms that give the same bits every time, at some cost in speed on a GPU."""
     max_restarts: NonNegativeInt = 0
-    """Restarts after a failure before giving up."""
+    """Restarts after a failure, each from the last checkpoint, before giving up."""
+    may_shrink: bool = False
+    """Restart with fewer data-parallel ranks where a GPU is gone or one rank fails twice without a step between."""
     watchdog_s: NonNegativeFloat = 0.0
-    """A rank silent for longer is named and the run restarted; 0 is off."""
-    on_bad_step: Literal["stop", "skip", "keep"] = "stop"
-    """What a non-finite loss or gradient norm does: stop the run, skip that update, or go on."""
+    """A rank that makes no headway for so long is named and the run restarted; longer than any step; 0 is off."""
+    on_bad_step: Literal["stop", "skip", "rewind", "keep"] = "stop"
+    """What a loss or gradient norm that is not finite does, or a spike: stop, skip the update, rewind, or go on."""
+    spike_score: NonNegativeFloat = 0.0
+    """A loss so many robust deviations above the last ones is a bad step; 10 is a good start, 0 is off."""
 
 
 class Checkpoint(Section):

@@ -1,7 +1,7 @@
 """How a process of a run begins: at the first step, or where the newest sound checkpoint left off."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,11 +13,11 @@ from meshwright.data import Corpus, Cursor
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import from_rank_zero
+from meshwright.launch.gather import from_rank_zero, on_rank_zero
 from meshwright.launch.sinks import require_sinks
 from meshwright.model import build_architecture
 from meshwright.parallel import World
-from meshwright.train import fingerprint, saved_cursors
+from meshwright.train import Pulse, fingerprint, saved_cursors
 
 # What decides which samples come next, and what the saved states of the optimizer are.
 _FIXED = (
@@ -37,6 +37,9 @@ class Start:
 
     lease: Lease
     checkpoint: Checkpoint | None
+    pulse: Pulse = field(default_factory=Pulse)
+    pass_over: frozenset[int] = frozenset()
+    """Positions of batches that came out bad again and again."""
 
     @property
     def position(self) -> int:
@@ -70,12 +73,12 @@ def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[st
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
     """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
     before, now, default = checkpoint.job(), job.model_dump(mode="json"), Job().model_dump(mode="json")
-    for section, field in _FIXED:
+    for section, name in _FIXED:
         # What an older checkpoint does not know of was as it is by default.
-        was, given = before[section].get(field, default[section][field]), now[section][field]
+        was, given = before[section].get(name, default[section][name]), now[section][name]
         if was != given:
             raise UserError(
-                f"{section}.{field} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "
+                f"{section}.{name} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "
                 "back or start a new run"
             )
     if checkpoint.facts.data != fingerprint(corpus):
@@ -114,6 +117,24 @@ def begin(
         console.print(f"resuming {told} (attempt {lease.attempt})", markup=False, highlight=False)
     folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
+
+
+def rewound(
+    folder: RunFolder | None, job: Job, world: World, console: Console, start: Start, step: int, bad: list[int]
+) -> Start:
+    """The start of a new attempt after a bad step, from the last checkpoint; all ranks call this together."""
+    checkpoint, passed_over = find_checkpoint(start.lease.run, world)
+
+    def begin_again() -> Start:
+        assert folder is not None
+        to = 0 if checkpoint is None else checkpoint.facts.step
+        folder.event("rewind", step=step, to=to, pass_over=sorted(set(bad)))
+        return begin(folder, job, checkpoint, passed_over, console)
+
+    begun = on_rank_zero(world, begin_again)
+    attempt = from_rank_zero(world, 0 if begun is None else begun.lease.attempt)
+    lease = Lease(start.lease.run, attempt) if begun is None else begun.lease
+    return Start(lease, checkpoint, start.pulse, frozenset(bad))
 
 
 def _damage(path: Path, world: World) -> str | None:

@@ -7,14 +7,17 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
@@ -24,15 +27,22 @@ from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.forked import can_fork, ranks_forked
+from meshwright.launch.heart import WATCH
 from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
 from meshwright.launch.nodes import ALONE, Node
+from meshwright.launch.restarts import Restarts, cause_of, last_step
+from meshwright.launch.signals import STOPS
+from meshwright.launch.watchdog import Watch
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
-from meshwright.parallel import World, require_layout
+from meshwright.parallel import World, ranks_of, require_layout
 from meshwright.train import require_enough_text
 
-# The agent's own answer to these two ends the ranks within 30 s, saved or not; ours are let finish.
-_OURS = (signal.SIGINT, signal.SIGTERM)
+# The agent's own answer to a signal ends the ranks within 30 s, saved or not; after ours they are let finish.
 _AGENTS = (signal.SIGHUP, signal.SIGQUIT)
+
+
+class NoMeetingPoint(Exception):
+    """The ranks were never started: what they would have found each other by failed."""
 
 
 def launch(
@@ -45,8 +55,9 @@ def launch(
 ) -> RunFolder:
     """Train a job on `nproc` local ranks that run `python -m meshwright ARGUMENTS`; returns the run's folder.
 
-    What can be refused is refused before any process starts; with `resume` a folder that is there is continued. A
-    rank's mistake of the user is raised as UserError, its crash as RankFailure, both after every process has ended.
+    What can be refused is refused before any process starts; with `resume` a folder that is there is continued. After
+    a failure all ranks start again from the last checkpoint, up to run.max_restarts times. In the end a rank's mistake
+    of the user is raised as UserError, its crash as RankFailure, both after every process has ended.
     """
     job = loaded.job
     require_layout(job, nproc)
@@ -64,26 +75,67 @@ def launch(
     logs.mkdir(exist_ok=True)
     for left in [*logs.glob("*.error.json"), folder.path / STOP_FILE]:  # of an attempt that was killed
         left.unlink(missing_ok=True)
-    console.print(f"starting {nproc} ranks", highlight=False)
+    console.print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", highlight=False)
+    restarts = Restarts(job)
     try:
-        run_agent(job, folder.path, nproc, arguments)
-    except ChildFailedError as error:
-        cause = ended_by(error, logs)
-        _end(folder, cause, on_end, new=not continues)
-        raise cause from None
+        with _signals_kept(folder.path / STOP_FILE):
+            _keep_running(folder, restarts, nproc, list(arguments), console, on_end)
     except BaseException as error:
-        _end(folder, error, on_end, new=not continues)
+        _end(folder, error, on_end, new=not continues and not restarts.used)
         raise
     _tidy(logs)
     return folder
 
 
-def ended_by(error: ChildFailedError, logs: Path) -> UserError | RankFailure:
+def _keep_running(
+    folder: RunFolder, restarts: Restarts, nproc: int, arguments: list[str], console: Console, on_end: OnEnd
+) -> None:
+    """Start the ranks until they have ended in good order, or failed once too often."""
+    stop_file = folder.path / STOP_FILE
+    while (cause := _attempt(folder, nproc, arguments, restarts)) is not None:
+        if stop_file.exists():  # what a rank did after it was asked to stop needs no second try
+            asked = stop_file.read_text()
+            folder.event("stop", reason="interrupted", signal=asked, step=max(0, last_step(folder)), error=str(cause))
+            on_end(folder.path)
+            return
+        if not restarts.allows(cause, folder):
+            raise cause from None
+        wait_s, changes = restarts.next(cause, folder, nproc)
+        nproc = ranks_of(restarts.job.layout)
+        which = f"restart {restarts.used} of {restarts.job.run.max_restarts}"
+        shown = f"{which} on {nproc} rank{'s' if nproc > 1 else ''} in {wait_s:.0f} s: {cause_of(cause)}"
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        arguments += [word for change in changes for word in ("--set", change)]
+        arguments += [] if "--resume" in arguments else ["--resume"]
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not stop_file.exists():
+            time.sleep(0.05)
+
+
+def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Restarts) -> Exception | None:
+    """Run the ranks once; what made them fail, if they did."""
+    watchdog_s, logs = restarts.job.run.watchdog_s, folder.path / "logs"
+    watch = Watch(folder, nproc, watchdog_s) if watchdog_s else None
+    try:
+        with watch or contextlib.nullcontext():
+            variables = {} if watch is None else {WATCH: watch.address}
+            run_agent(restarts.job, folder.path, nproc, arguments, variables=variables, restart=restarts.used)
+    except ChildFailedError as error:
+        explained = ended_by(error, logs, nproc)
+        return explained if watch is None or watch.hang is None else watch.hang
+    except (dist.DistError, RendezvousError) as error:  # a port was taken, or the agent's own store failed
+        return NoMeetingPoint(f"the ranks' meeting point could not be opened: {str(error.__cause__ or error).strip()}")
+    finally:
+        folder.close()  # the ranks write between the launcher's lines
+    return None
+
+
+def ended_by(error: ChildFailedError, logs: Path, ranks: int | None = None) -> UserError | RankFailure:
     """What ended some ranks of this machine, once nothing of theirs is left."""
     for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(failure.pid, signal.SIGKILL)
-    return explain(error.failures, logs)
+    return explain(error.failures, logs, ranks)
 
 
 def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
@@ -99,8 +151,16 @@ def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) 
         raise explain(error.failures, logs) from None
 
 
-def run_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str], node: Node = ALONE) -> None:
-    """Start this machine's ranks under torch's agent and wait for their end."""
+def run_agent(
+    job: Job,
+    path: Path,
+    nproc: int,
+    arguments: Sequence[str],
+    node: Node = ALONE,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    restart: int = 0,
+) -> None:
+    """Start this machine's ranks under torch's agent, with some variables more, and wait for their end."""
     config = LaunchConfig(
         min_nodes=node.nodes,
         max_nodes=node.nodes,
@@ -108,7 +168,7 @@ def run_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str], node: 
         max_restarts=0,
         **node.rendezvous(),
         monitor_interval=0.1,
-        logs_specs=_RankLogs(path, nproc),
+        logs_specs=_RankLogs(path, nproc, variables, restart),
         signals_to_handle=",".join(number.name for number in _AGENTS),
     )
     # The agent puts its own values in place of $name in the arguments.
@@ -129,8 +189,7 @@ def _end(folder: RunFolder, error: BaseException, on_end: OnEnd, *, new: bool) -
         return
     _tidy(folder.path / "logs")
     if folder.state() == "running":
-        told = str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
-        record_failure(folder, told, on_end)
+        record_failure(folder, cause_of(error), on_end)
 
 
 def _tidy(logs: Path) -> None:
@@ -145,9 +204,10 @@ def _tidy(logs: Path) -> None:
 class _RankLogs(LogsSpecs):
     """Rank 0 writes to our console, the others to files in the run folder; all are told where to leave an error."""
 
-    def __init__(self, path: Path, nproc: int) -> None:
+    def __init__(self, path: Path, nproc: int, variables: Mapping[str, str], restart: int) -> None:
         super().__init__(log_dir=str(path / "logs"))
-        self._variables = {RUN_FOLDER: str(path)}
+        self._variables = {RUN_FOLDER: str(path), **variables}
+        self._suffix = f".restart-{restart}" if restart else ""
         if "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             self._variables["OMP_NUM_THREADS"] = str(max(1, cores // nproc))
@@ -162,7 +222,7 @@ class _RankLogs(LogsSpecs):
         files = LogsDest()
         for local, variables in envs.items():
             rank = int(variables["RANK"])  # of all machines
-            base = f"{self.root_log_dir}/rank-{rank}"
+            base = f"{self.root_log_dir}/rank-{rank}{self._suffix}"
             files.stdouts[local] = f"{base}.out" if rank else ""
             files.stderrs[local] = f"{base}.err" if rank else ""
             files.error_files[local] = f"{base}.error.json"
@@ -188,7 +248,7 @@ def _agents_words_in(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_kept(stop_file: Path) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the ranks to stop after the step at hand; a second one ends them at once."""
+    """A signal asks the ranks to stop after the step at hand; a second one ends them at once."""
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if stop_file.exists():
@@ -200,8 +260,8 @@ def _signals_kept(stop_file: Path) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may install handlers
         return
-    before = {number: signal.getsignal(number) for number in (*_OURS, *_AGENTS)}
-    for number in _OURS:
+    before = {number: signal.getsignal(number) for number in (*STOPS, *_AGENTS)}
+    for number in STOPS:
         signal.signal(number, ask)
     try:
         yield

@@ -2,18 +2,21 @@
 
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import meshwright
+from meshwright.data import WorkerDied
 from meshwright.errors import UserError
+from meshwright.train import OutOfMemory
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # gloo raises plain RuntimeErrors, which only their texts tell from others.
@@ -28,22 +31,38 @@ class RankFailure(Exception):
         self.rank, self.rank_traceback = rank, rank_traceback
 
 
+class Hang(RankFailure):
+    """Ranks stood still; the first of those to blame is named, with every stack there was."""
+
+
 @contextmanager
 def failures_written_down() -> Iterator[None]:
     """Leave an error that ends this rank in the file its launcher named, before its peers can notice its death."""
     try:
         yield
     except Exception as error:
-        if path := os.environ.get(ERROR_FILE):
-            draft = Path(f"{path}.new")  # the agent fails itself on a file that is half-written
-            with suppress(OSError):  # on a full disk the exit code still tells that something failed
-                draft.write_text(json.dumps(_described(error)), encoding="utf-8")
-                draft.rename(path)
+        write_failure(error)
         raise
 
 
+def write_failure(error: Exception) -> None:
+    """Leave an error in the file the launcher named, if one did."""
+    if path := os.environ.get(ERROR_FILE):
+        draft = Path(f"{path}.new")  # the agent fails itself on a file that is half-written
+        with suppress(OSError):  # on a full disk the exit code still tells that something failed
+            draft.write_text(json.dumps(_described(error)), encoding="utf-8")
+            draft.rename(path)
+
+
+def leave(code: int) -> NoReturn:
+    """End a failed rank at once: taking torch down in good order takes seconds in which its peers and launcher wait."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _described(error: Exception) -> dict[str, Any]:
-    """The fields torch's agents read, and ours beside them; the time keeps its fraction, which orders the failures."""
+    """The fields torch's agents read, and ours beside them; the clock, which nobody sets, orders the failures."""
     mistake = isinstance(error, UserError)
     told = str(error) if mistake else f"{type(error).__name__}: {error}"
     callstack = "".join(traceback.format_exception(error))
@@ -53,6 +72,8 @@ def _described(error: Exception) -> dict[str, Any]:
         "message": {"message": told, "extraInfo": extra},
         "callstack": callstack,
         "users_mistake": mistake,
+        "out_of_memory": isinstance(error, OutOfMemory),
+        "clock": time.monotonic(),
         "lost_peer": _lost_peer(error),
         "place": _place(error),
     }
@@ -60,6 +81,8 @@ def _described(error: Exception) -> dict[str, Any]:
 
 def _lost_peer(error: Exception) -> bool:
     """Whether this looks like the echo of another rank's death."""
+    if isinstance(error, WorkerDied):
+        return False
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER)
     )
@@ -77,19 +100,27 @@ def _place(error: Exception) -> str:
     return f"{shown}:{own[-1].lineno}"
 
 
-def explain(failures: dict[int, ProcessFailure], logs: Path) -> UserError | RankFailure:
-    """The cause among the failures of some ranks; each traceback goes to its rank's log."""
-    for rank, failure in failures.items():
+def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None = None) -> UserError | RankFailure:
+    """The cause among the failures of some ranks; each traceback goes to its rank's log.
+
+    With the number of ranks given, one that is not among the failures has ended with exit code 0: the agent ends all
+    that still run, and counts them.
+    """
+    for failure in failures.values():
         if callstack := _callstack(failure):
-            with suppress(OSError), (logs / f"rank-{rank}.err").open("a", encoding="utf-8") as file:
+            with suppress(OSError), _log(failure, logs).open("a", encoding="utf-8") as file:
                 file.write(callstack)
+    left = sorted(set(range(ranks or 0)) - set(failures))
+    if left and all(_is_echo(failure) for failure in failures.values()):
+        sentence = f"rank {left[0]} ended with exit code 0 before the run was over, which its peers noticed"
+        return RankFailure(sentence, left[0], "")
     rank = _first(failures)
     failure = failures[rank]
     written = failure.error_file_data
     message = failure.message
     told = str(message["message"]) if isinstance(message, dict) else str(message)
     if written.get("users_mistake"):
-        mistake = UserError(told)
+        mistake = OutOfMemory(f"rank {rank}: {told}") if written.get("out_of_memory") else UserError(told)
         mistake.add_note(_callstack(failure))  # shown by --debug
         return mistake
     if isinstance(message, dict):
@@ -99,7 +130,7 @@ def explain(failures: dict[int, ProcessFailure], logs: Path) -> UserError | Rank
         how += " (the system does so when memory runs out)" if failure.signal_name() == "SIGKILL" else ""
     else:
         how = f"ended with exit code {failure.exitcode} and no word"
-    log = logs / f"rank-{rank}.err"
+    log = _log(failure, logs)
     where = f"its log is {log}" if log.is_file() and log.stat().st_size else "it left no log"
     return RankFailure(f"rank {rank} {how}; {where}", rank, _callstack(failure))
 
@@ -114,12 +145,24 @@ def _first(failures: dict[int, ProcessFailure]) -> int:
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
         if isinstance(failure.message, dict) and not failure.error_file_data.get("lost_peer"):
-            return 0, failure.message["extraInfo"]["timestamp"]
+            return 0, failure.error_file_data.get("clock", 0.0)
         if not isinstance(failure.message, dict) and failure.signal_name() != "SIGTERM":
             return 1, 0.0
         return 2, 0.0
 
     return min(failures, key=order)
+
+
+def _log(failure: ProcessFailure, logs: Path) -> Path:
+    """A rank's log lies beside its error file."""
+    return logs / Path(failure.error_file).name.replace(".error.json", ".err")
+
+
+def _is_echo(failure: ProcessFailure) -> bool:
+    """Whether a rank only complained of a lost peer, or was ended by the agent."""
+    if isinstance(failure.message, dict):
+        return bool(failure.error_file_data.get("lost_peer"))
+    return failure.signal_name() == "SIGTERM"
 
 
 def _callstack(failure: ProcessFailure) -> str:

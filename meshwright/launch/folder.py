@@ -203,6 +203,11 @@ class RunFolder:
                 state = _STATES.get(event.get("reason"), "failed")
         return state
 
+    def stop_signal(self) -> str | None:
+        """What asked the run to stop the last time, if anything did."""
+        stops = [event for event in self.events() if event["kind"] == "stop"]
+        return stops[-1].get("signal") if stops else None
+
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if self.lease is not None:
             self.lease.require()

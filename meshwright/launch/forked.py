@@ -83,7 +83,7 @@ class _Started:
 def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str] | None, err: IO[str] | None) -> None:
     """In the fork: become what a new program would be, then run the module."""
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _close_sockets()

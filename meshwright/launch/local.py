@@ -1,6 +1,7 @@
 """A training run in this process: data, model, run folder, loop, weights; alone, or as one rank's part of it."""
 
 import contextlib
+import gc
 import shutil
 import sys
 import time
@@ -16,10 +17,11 @@ from meshwright.checkpoint import Keeper, require_backup
 from meshwright.data import Corpus, Loader, StreamLoader, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run
+from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run, rewound
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
+from meshwright.launch.links import try_links
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.sinks import recorded_everywhere, require_sinks
 from meshwright.model import count_parameters
@@ -30,6 +32,7 @@ from meshwright.train import (
     Outcome,
     Progress,
     Recorder,
+    Rewind,
     Silent,
     Training,
     choose_attention,
@@ -48,6 +51,8 @@ OnEnd = Callable[[Path], object]
 # What an optimizer keeps for most parameters, at least.
 _MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 0}
 _BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+MOST_REWINDS = 8
+"""After so many in one attempt to train, going back helps no more."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Finished:
 
     folder: Path
     outcome: Outcome
+    signal: str | None = None
+    """What asked it to stop, if anything did."""
 
 
 class Stop(Protocol):
@@ -93,12 +100,12 @@ def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: 
     print_headline(job, corpus, world, folder, console)
     try:
         with stop_on_signal() as stop:
-            outcome = train_in(folder, job, corpus, world, console, stop, start)
+            outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
     except BaseException as error:
         record_failure(folder, f"{type(error).__name__}: {error}", on_end)
         raise
     on_end(path)
-    return Finished(path, outcome)
+    return Finished(path, outcome, stop.signal)
 
 
 def run_path(loaded: LoadedJob, resume: bool = False) -> Path:
@@ -143,13 +150,37 @@ def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
     return folder
 
 
+def train_with_rewinds(
+    folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, start: Start
+) -> Outcome:
+    """Train, and where a step comes out bad and run.on_bad_step says so, go back to the last checkpoint and go on.
+
+    The first time all data is read again, in case a machine erred; a batch that is bad twice is passed over.
+    """
+    bad: list[int] = []
+    while True:
+        try:
+            return train_in(folder, job, corpus, world, console, stop, start)
+        except Rewind as rewind:
+            step, position = rewind.step, rewind.position
+        start.pulse.begin()
+        gc.collect()  # the old weights, before there are new ones
+        bad.append(position)
+        if len(bad) > MOST_REWINDS:
+            raise UserError(
+                f"step {step} came out bad after {MOST_REWINDS} rewinds; look at it with `meshwright replay "
+                f"{start.lease.run} --step {step}`, lower optimizer.lr = {job.optimizer.lr} or change the data"
+            )
+        start = rewound(folder, job, world, console, start, step, [p for p in bad if bad.count(p) > 1])
+
+
 def train_in(
     folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, start: Start
 ) -> Outcome:
     """Build, train and save the state; only rank 0 has a folder, the others keep silent."""
     loader = training_loader(job, corpus, world, start.position, start.cursors())
     try:
-        with memory_errors_explained(job, world.device):
+        with memory_errors_explained(job, world):
             loader.start()
             outcome = _build_and_train(folder, job, corpus, world, console, stop, start, loader)
     finally:
@@ -188,12 +219,16 @@ def _train(
         sums=world.sum_over_world,
         saved_step=None if start.checkpoint is None else start.checkpoint.facts.step,
     )
-    training.attempt = start.lease.attempt
+    training.attempt, training.pulse, training.pass_over = start.lease.attempt, start.pulse, start.pass_over
     training.keep(keeper)
     if start.checkpoint is not None:
         training.resume(start.checkpoint)
+    try_links(world, recorder, progress, start.pulse)
     try:
         outcome = training.run(stop, loader)
+    except Rewind:
+        keeper.settle()
+        raise
     except Exception:
         keeper.abandon()
         raise
@@ -211,6 +246,7 @@ def _build_and_train(
     start: Start,
     loader: Loader | StreamLoader,
 ) -> Outcome:
+    start.pulse.at("building the model")
     kernels = choose_attention(job, world, _attention_of(folder))
     engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world)
     if folder is None:

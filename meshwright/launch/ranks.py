@@ -22,7 +22,8 @@ class Place:
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
     """The place torchrun's variables give this process; None when it is alone."""
-    if "RANK" not in environment or int(environment.get("WORLD_SIZE", "1")) < 2:
+    alone = int(environment.get("WORLD_SIZE", "1")) < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment
+    if "RANK" not in environment or alone:
         return None
     if "LOCAL_RANK" not in environment:
         raise UserError("RANK and WORLD_SIZE are set but LOCAL_RANK is not; set it, or start with torchrun or srun")

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step at hand; a second one ends it at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1 end a run after the step at hand; a second signal ends it at once."""
 
 import os
 import signal
@@ -10,6 +10,15 @@ from types import FrameType
 
 STOP_FILE = "MESHWRIGHT_STOP_FILE"
 """Names a file whose appearance asks the run to stop as a signal does: it cannot come before its handler."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to stop: a person, a system that shuts down, a scheduler whose time is up."""
+INTERRUPTED, REQUEUE = 130, 85
+"""Exit codes of a run that was asked to stop and saved its state: by Ctrl-C, and by any other signal."""
+
+
+def exit_code(reason: str | None) -> int:
+    """The exit code of a run that a signal ended after its checkpoint."""
+    return INTERRUPTED if reason in (None, "SIGINT") else REQUEUE
 
 
 class StopRequest:
@@ -33,12 +42,12 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """While inside, SIGINT and SIGTERM set the request instead of killing the process."""
+    """While inside, these signals set the request instead of killing the process."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request  # only the main thread may install handlers
         return
-    before = {number: signal.signal(number, request.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, request.handle) for number in STOPS}
     try:
         yield request
     finally:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,12 +28,13 @@ from meshwright.launch.local import (
     record_failure,
     require_room,
     run_path,
-    train_in,
+    train_with_rewinds,
 )
 from meshwright.launch.ranks import Place
 from meshwright.launch.signals import stop_on_signal
+from meshwright.launch.watchdog import signs_of_life
 from meshwright.parallel import World, join_world, require_layout
-from meshwright.train import choose_device, prepare_device, require_enough_text
+from meshwright.train import Pulse, choose_device, prepare_device, require_enough_text
 
 RUN_FOLDER = "MESHWRIGHT_RUN_FOLDER"
 """Set for ranks that our own launcher started: the folder it made for them."""
@@ -56,23 +59,31 @@ def run_rank(
         raise SharedRefusal(str(error)) from None
     launched_in = os.environ.get(RUN_FOLDER)
     resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
-    job = with_own_device(loaded.job, place)
-    device = choose_device(job)
-    prepare_device(job, device)
-    world = join_world(job, device)
-    corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
-    try:
-        with _stop(launched_in) as stop:
-            outcome = train_in(folder, job, corpus, world, console, stop, start)
-    except BaseException as error:
-        if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
-            record_failure(folder, f"{type(error).__name__}: {error}", on_end)
-        raise
-    if folder is not None:
-        on_end(folder.path)
+    pulse = Pulse()
+    with signs_of_life(loaded.job.run.watchdog_s, place, pulse) as life:
+        job = with_own_device(loaded.job, place)
+        device = choose_device(job)
+        prepare_device(job, device)
+        pulse.at("meeting the other ranks")
+        world = join_world(job, device)
+        life.met()
+        pulse.at("preparing data and looking for a checkpoint")
+        corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
+        life.found(start.lease.run)
+        start = replace(start, pulse=pulse)
+        try:
+            with _stop(launched_in) as stop:
+                outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
+        except BaseException as error:
+            if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
+                record_failure(folder, f"{type(error).__name__}: {error}", on_end)
+            raise
+        if folder is not None:
+            on_end(folder.path)
     # Only now: after a failure the connections must outlive what this rank has to say about it.
-    dist.destroy_process_group()
-    return Finished(start.lease.run, outcome)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return Finished(start.lease.run, outcome, stop.signal)
 
 
 def _open(
@@ -98,6 +109,8 @@ def _open(
         if checkpoint is not None:
             require_same_run(job, corpus, checkpoint)
         folder = RunFolder.open(path) if launched_in or continues else create_folder(loaded, path)
+        if (restart := int(os.environ.get(RESTARTS, "0"))) and launched_in is None:
+            folder.event("restart", restart=restart, cause=_last_failure(folder), ranks=world.size)
         start = begin(folder, job, checkpoint, passed_over, console)
         print_headline(job, corpus, world, folder, console)
         return folder, start
@@ -109,12 +122,23 @@ def _open(
     return corpus, None, Start(Lease(path, attempt), checkpoint)
 
 
+def _last_failure(folder: RunFolder) -> str:
+    """What the ranks wrote down before their agent started them again."""
+    told = [event for event in folder.events() if event["kind"] in ("start", "hang", "stop")]
+    if not told or told[-1]["kind"] == "start":
+        return "a rank died without a word"
+    last = told[-1]
+    return str(last.get("error") or f"ranks {last.get('missing')} stood still; see {last.get('report')}")
+
+
 @contextlib.contextmanager
 def _stop(launched_in: str | None) -> Iterator[Stop]:
     if launched_in is None:
         with stop_on_signal() as stop:
             yield stop
     else:
+        # A scheduler may send its warning to every process of a job; it is the launcher's to act on.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         yield _LauncherStop(Path(launched_in) / STOP_FILE)
 
 

@@ -167,6 +167,12 @@ def _require_pipedream(job: Job) -> None:
                 f"{schedule} runs over layout.pp alone, but layout.{axis} = {size}; set it to 1 or "
                 'layout.schedule = "1f1b"'
             )
+    if job.run.on_bad_step == "rewind" or job.run.spike_score:
+        field = "run.spike_score" if job.run.spike_score else 'run.on_bad_step = "rewind"'
+        raise UserError(
+            f"{schedule} lets every stage update before all have seen the loss, which {field} needs; set "
+            'run.on_bad_step = "skip" and run.spike_score = 0'
+        )
     if job.accumulation > 1:
         raise UserError(
             f"{schedule} updates after every micro-batch, but batch.micro_batch = {job.batch.micro_batch} makes "

@@ -1,21 +1,23 @@
 """Training: the loops, the optimizer, evaluation and generation."""
 
 from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
+from meshwright.train.bad_steps import Rewind
 from meshwright.train.device import (
     choose_device,
     device_name,
     device_peak_flops,
     emulated_format,
-    memory_errors_explained,
     prepare_device,
 )
 from meshwright.train.evaluate import Score, evaluate, score
+from meshwright.train.exhausted import OutOfMemory, memory_errors_explained
 from meshwright.train.feed import fingerprint, held_out_batches, open_corpus, require_enough_text, training_loader
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
 from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
 from meshwright.train.progress import ConsoleProgress
+from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.run import FLOPS_CONVENTION, Outcome
 from meshwright.train.scaling import LossScale
@@ -27,9 +29,12 @@ __all__ = [
     "AsynchronousTraining",
     "ConsoleProgress",
     "LossScale",
+    "OutOfMemory",
     "Outcome",
     "Progress",
+    "Pulse",
     "Recorder",
+    "Rewind",
     "Score",
     "Silent",
     "Training",

@@ -2,8 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -62,18 +60,6 @@ def prepare_device(job: Job, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if job.precision.compute == "fp32" else "high")
-
-
-@contextmanager
-def memory_errors_explained(job: Job, device: torch.device) -> Iterator[None]:
-    """A device that runs out of memory inside becomes a sentence with what to lower."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"{device_name(device)} ran out of memory with batch.micro_batch = {job.batch.micro_batch} and "
-            f"batch.sequence_length = {job.batch.sequence_length}; lower one of them or choose a smaller model"
-        ) from error
 
 
 def emulated_format(job: Job, device: torch.device) -> str | None:

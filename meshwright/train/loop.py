@@ -36,13 +36,16 @@ class Training(TrainingRun[Engine]):
 
     def _step(self, step: int, data: Iterator[Step], stop: Callable[[], bool]) -> bool:
         """One optimizer step; true when some rank was asked to stop."""
+        self.pulse.at("reading data", step)
         given, data_wait_s = self._next(data)
 
+        self.pulse.at("forward and backward")
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
         if isinstance(self.weights, CompressedWeights):
             self.weights.reduction.begin(step)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
+        self.pulse.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
         scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
             [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
@@ -50,8 +53,11 @@ class Training(TrainingRun[Engine]):
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
         norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # of NaN the root raises
+        self.pulse.at("update")
         self._clip(norm_value)
-        if not self._overflowed(step, loss_value, norm_value) and self._may_update(step, loss_value, norm_value):
+        if not self._overflowed(step, loss_value, norm_value) and self._may_update(
+            step, loss_value, norm_value, self.position - self.job.batch.global_batch
+        ):
             update(self.optimizer, self.weights)
         self._sample_memory("updated")
         self.weights.zero_gradients()
@@ -60,7 +66,9 @@ class Training(TrainingRun[Engine]):
         # A GPU still has the update to do: the host prepares the next step meanwhile, and a step's time is that from
         # one end on the host to the next.
         began, self._ended = self._ended, time.perf_counter()
-        self._record(StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began))
+        numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
+        self._record(numbers)
+        self._compare_ranks(numbers)
         self._count(ballots)
         return stopping > 0
 

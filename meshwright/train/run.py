@@ -15,17 +15,21 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Decoder, count_parameters, flops_per_token
 from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, WholeWeights, World, take_traffic
+from meshwright.train.bad_steps import RecentLosses, Rewind
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.evaluate import evaluate, score
 from meshwright.train.feed import evaluates, fingerprint, held_out_batches, set_batches, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
+from meshwright.train.gpu_meter import GpuMeter
 from meshwright.train.memory import WATCHED_STEPS, MemoryCurve
 from meshwright.train.optimizer import build_optimizer
+from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.scaling import LossScale
 from meshwright.train.state import capture, restore
+from meshwright.train.stragglers import Stragglers, slow_ranks
 
 FLOPS_CONVENTION = "6·P_matmul + 12·L·S·A per token (full attention, no recompute)"
 
@@ -90,12 +94,18 @@ class TrainingRun(ABC, Generic[E]):
         """How often the run was begun before."""
         self.position = 0
         """Samples of the global stream this run has used."""
+        self.pass_over: frozenset[int] = frozenset()
+        """Positions of batches that are not trained on, since they came out bad again and again."""
+        self.losses = RecentLosses()
+        self.pulse = Pulse()
         self._keeper: Keeper | None = None
         self._resumed_step = 0
         self._step_tokens = 0
         self.loader: Loader | StreamLoader | None = None
         self._throughputs: list[float] = []
         self._gauge = MemoryGauge(self.device)
+        self._gpu = GpuMeter(self.device)
+        self._stragglers = Stragglers(world)
         self._curve: MemoryCurve | None = None
 
     def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
@@ -133,7 +143,7 @@ class TrainingRun(ABC, Generic[E]):
         loader.on_slow = self.progress.message
         self.loader = loader
         try:
-            with collected_by_schedule():
+            with collected_by_schedule(), self._gpu:
                 if self._resumed_step == 0:
                     self._evaluate(0)
                 self._train(iter(loader), stop)
@@ -155,6 +165,10 @@ class TrainingRun(ABC, Generic[E]):
         """The next step's data, and how long it kept us waiting."""
         take_traffic()  # what moved before, in an evaluation, is no step's
         started = time.perf_counter()
+        while self.position in self.pass_over:
+            next(data)
+            self.recorder.event("passed_over", position=self.position, samples=self.job.batch.global_batch)
+            self.position += self.job.batch.global_batch
         given = next(data)
         self.position += self.job.batch.global_batch
         self._step_tokens = given.tokens
@@ -173,6 +187,7 @@ class TrainingRun(ABC, Generic[E]):
 
     def _save_if_due(self, step: int) -> None:
         if self._keeper is not None:
+            self.pulse.at("checkpoint")
             self._keeper.after_step(step, self.capture)
 
     def _record(self, numbers: StepNumbers) -> None:
@@ -194,6 +209,7 @@ class TrainingRun(ABC, Generic[E]):
             "step_s": numbers.step_s,
             "memory_bytes": self._gauge.after_step(made),
             "attempt": self.attempt,
+            **self._gpu.reading,
         }
         if job.data.weights is not None and self.loader is not None:
             row |= {"epochs": list(self.loader.epochs)}
@@ -208,20 +224,39 @@ class TrainingRun(ABC, Generic[E]):
         self.progress.step(row)
         collect_if_due(step)
 
-    def _may_update(self, step: int, loss: float, norm: float) -> bool:
-        """run.on_bad_step decides what a loss or gradient norm that is not finite does."""
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _compare_ranks(self, numbers: StepNumbers) -> None:
+        """Now and then look for a rank that keeps the others waiting."""
+        self._stragglers.step(numbers.data_wait_s)
+        if self._stragglers.due(numbers.step - self._resumed_step):
+            times = self._stragglers.compare()
+            slow = slow_ranks(times)
+            self.recorder.event("stragglers", step=numbers.step, slow=slow, **times)
+            for clause in slow:
+                self.progress.message(f"step {numbers.step}: {clause}")
+
+    def _may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
+        """run.on_bad_step decides what a loss or gradient norm that is not finite does, and a loss that leaps."""
+        settings = self.job.run
+        score = self.losses.score(loss) if settings.spike_score else None
+        if math.isfinite(loss) and math.isfinite(norm) and (score is None or score <= settings.spike_score):
+            if settings.spike_score:
+                self.losses.add(loss)
             return True
-        policy = self.job.run.on_bad_step
-        self.recorder.event("bad_step", step=step, loss=loss, grad_norm=norm, policy=policy)
+        policy = settings.on_bad_step
+        data = {"position": position, "samples": self.job.batch.global_batch}
+        self.recorder.event("bad_step", step=step, loss=loss, grad_norm=norm, score=score, policy=policy, **data)
+        if policy == "rewind":
+            raise Rewind(step, position)
         if policy == "stop":
+            leap = "" if score is None else f" ({score:.1f} robust deviations above the last ones)"
             raise UserError(
-                f"step {step} gave loss {loss} and gradient norm {norm}; lower optimizer.lr = {self.job.optimizer.lr} "
-                f'or set run.on_bad_step = "skip"'
+                f"step {step} gave loss {loss}{leap} and gradient norm {norm}; lower optimizer.lr = "
+                f'{self.job.optimizer.lr} or set run.on_bad_step = "skip"'
             )
         return policy == "keep"
 
     def _evaluate(self, step: int) -> None:
+        self.pulse.at("evaluation")
         if evaluates(self.job):
             self._evaluate_held_out(step)
         if self.job.evaluation.every_steps:

@@ -8,6 +8,7 @@ import torch
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
 from meshwright.data import Cursor, StreamLoader
 from meshwright.parallel import CompressedWeights, Piece, World
+from meshwright.train.bad_steps import RecentLosses
 from meshwright.train.feedback import restore_feedback, saved_feedback
 from meshwright.train.optimizer import restore_states, saved_states
 
@@ -49,6 +50,7 @@ def capture(run: "TrainingRun[Any]") -> State:
         loss_scale=float(scale["scale"]) if run.scaling.dynamic else None,
         good_steps=int(scale["good_steps"]),
         skipped=int(scale["skipped"]),
+        recent_losses=run.losses.values(),
         replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
         data=run.fingerprint,
     )
@@ -72,6 +74,7 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
     if run.scaling.dynamic and facts.loss_scale is not None:
         scale = {"scale": facts.loss_scale, "good_steps": facts.good_steps, "skipped": facts.skipped}
         run.scaling.load_state_dict(scale)
+    run.losses = RecentLosses(facts.recent_losses)
     run.position = facts.position
     outcome = run.outcome
     outcome.step, outcome.tokens, outcome.loss = facts.step, facts.tokens, facts.loss

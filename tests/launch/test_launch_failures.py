@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from meshwright.data import WorkerDied
 from meshwright.errors import UserError
 from meshwright.launch.failures import ERROR_FILE, RankFailure, explain, failures_written_down
 
@@ -46,6 +47,16 @@ def test_the_earlier_of_two_errors_of_their_own_comes_first(failed, tmp_path: Pa
 def test_a_killed_rank_comes_before_the_complaints_of_its_peers(failed, tmp_path: Path) -> None:
     failures = {0: failed(0, RESET), 1: failed(1, -signal.SIGTERM), 3: failed(3, -signal.SIGKILL)}
     assert "rank 3 was killed by SIGKILL" in str(explain(failures, tmp_path))
+
+
+def test_a_dead_data_worker_is_no_echo_whatever_its_words(failed, tmp_path: Path) -> None:
+    failures = {0: failed(0, RESET), 1: failed(1, WorkerDied("a data worker failed (Connection reset by peer)"))}
+    assert str(explain(failures, tmp_path)).startswith("rank 1 failed")
+
+
+def test_a_rank_that_ended_well_too_early_is_named(failed, tmp_path: Path) -> None:
+    failures = {0: failed(0, RESET), 2: failed(2, -signal.SIGTERM)}
+    assert str(explain(failures, tmp_path, 3)).startswith("rank 1 ended with exit code 0 before the run was over")
 
 
 def test_a_lost_connection_is_told_when_nothing_else_is_known(failed, tmp_path: Path) -> None:

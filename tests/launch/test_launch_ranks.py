@@ -96,7 +96,7 @@ def test_ranks_that_something_else_started_train_what_one_process_trains(
         own, other = ranks.whole(name), alone.whole(name)
         torch.testing.assert_close(own, other, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name} {text}")
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
-    assert [event["kind"] for event in events] == ["start", "checkpoint", "stop"]
+    assert [event["kind"] for event in events] == ["links", "start", "checkpoint", "stop"]
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 13, "one rank records, the others are silent"
 
 

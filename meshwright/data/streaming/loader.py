@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from meshwright.data.batch import Step, stack_samples
+from meshwright.data.deaths import deaths_told, workers_starting
 from meshwright.data.loader import as_it_is, leave_signals_to_the_parent
 from meshwright.data.samples import Sample
 from meshwright.data.streaming.flow import Flow
@@ -73,7 +74,8 @@ class StreamLoader:
         assert self._iterator is not None
         found: _Part = []
         for _ in range(max(1, self._workers)):
-            part = next(self._iterator)
+            with deaths_told():
+                part = next(self._iterator)
             if isinstance(part, UserError):
                 self.close()
                 raise part
@@ -115,7 +117,8 @@ class StreamLoader:
             multiprocessing_context="fork" if many and sys.platform == "linux" else None,
             generator=torch.Generator(),
         )
-        return iter(loader)
+        with workers_starting():
+            return iter(loader)
 
 
 @dataclass

@@ -1,0 +1,41 @@
+"""`meshwright replay`: a step of a run made again, to see what was in it."""
+
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.job import JSON
+
+
+def replay(
+    run: Path = typer.Argument(help="A run folder."),
+    step: int = typer.Option(..., "--step", min=1, help="The step to make again."),
+    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
+    as_json: bool = JSON,
+) -> None:
+    """Make a step again on one device: its loss and gradient norm, and every sample's loss, the worst first."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.launch.replay import replay as make_again
+
+    found = make_again(run, step, device, stderr_console())
+    if as_json:
+        print_json(asdict(found))
+        return
+    console = stdout_console()
+    recorded = "nothing" if found.recorded_loss is None else f"{found.recorded_loss} and {found.recorded_grad_norm}"
+    console.print(
+        f"step {found.step} from sample {found.position} on: loss {found.loss}, gradient norm {found.grad_norm} "
+        f"(recorded: {recorded}; weights of step {found.from_step} and the steps since)",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("sample", "loss", "tokens", "text")
+    for sample in found.samples:
+        shown = "" if sample.text is None else repr(sample.text)[:60]
+        table.add_row(str(sample.sample), f"{sample.loss:.4f}", str(sample.tokens), shown)
+    console.print(table, markup=False)

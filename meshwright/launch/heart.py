@@ -1,0 +1,187 @@
+"""A rank's signs of life: a thread that tells where the main thread is, and shows every stack when asked."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+import meshwright
+from meshwright.train import Pulse
+
+WATCH = "MESHWRIGHT_WATCH"
+"""Set for ranks that our own launcher started with run.watchdog_s: where it listens, HOST:PORT."""
+ANSWER_S = 5.0
+"""A store that does not answer within this is out of reach."""
+_PACKAGE = Path(meshwright.__file__).parent
+_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself."""
+
+    number: int
+    """Grows with every beat: one that stays tells that the whole process stands still."""
+    moves: int
+    """Grows with every phase: one that stays tells that the main thread does."""
+    step: int
+    phase: str
+    place: str
+    """The innermost line of ours the main thread was in."""
+    collective: str | None
+    """What of torch.distributed the main thread waited in, if anything."""
+    warm: bool
+    pid: int
+    host: str
+    done: bool = False
+    """The rank has ended in good order."""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        """The beat a rank left in the store."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        waiting = f", in {self.collective}" if self.collective else ""
+        return f"step {self.step}, {self.phase}{waiting} at {self.place}"
+
+
+class Board:
+    """Where ranks leave their beats and stacks for each other: a store of torch's."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("alive", store)
+
+    @classmethod
+    def at(cls, address: str) -> Self:
+        """Of a store that listens somewhere."""
+        host, _, port = address.rpartition(":")
+        wait = timedelta(seconds=ANSWER_S)
+        return cls(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait))
+
+    def beat(self, rank: int, beat: Beat) -> None:
+        """Leave a beat."""
+        self._store.set(f"beat/{rank}", json.dumps(asdict(beat)))
+
+    def beats(self, ranks: int) -> dict[int, Beat]:
+        """The last beat of every rank that ever had one."""
+        found = {}
+        for rank in range(ranks):
+            if self._store.check([f"beat/{rank}"]):
+                found[rank] = Beat.parse(self._store.get(f"beat/{rank}"))
+        return found
+
+    def ask_for_stacks(self, alarm: int) -> None:
+        """Have every rank that still beats show its stacks; of several alarms each has its own."""
+        self._store.set("alarm", str(alarm))
+
+    def alarm(self) -> int:
+        """The last alarm; 0 before the first."""
+        return int(self._store.get("alarm")) if self._store.check(["alarm"]) else 0
+
+    def show_stacks(self, alarm: int, rank: int, text: str) -> None:
+        """Leave a rank's stacks."""
+        self._store.set(f"stacks/{alarm}/{rank}", text)
+
+    def stacks(self, alarm: int, ranks: int) -> dict[int, str]:
+        """What was shown so far."""
+        shown = (rank for rank in range(ranks) if self._store.check([f"stacks/{alarm}/{rank}"]))
+        return {rank: self._store.get(f"stacks/{alarm}/{rank}").decode(errors="replace") for rank in shown}
+
+
+class Heart:
+    """Beats until it is stopped, and reads what others left: nobody else waits for a store that may be out of reach."""
+
+    def __init__(self, board: Board, rank: int, ranks: int, pulse: Pulse, watchdog_s: float) -> None:
+        self._board, self._rank, self._ranks, self._pulse = board, rank, ranks, pulse
+        self._interval_s = beat_interval_s(watchdog_s)
+        self.curious = False
+        """Set to have the others' beats read."""
+        self.alarmed = False
+        """Set to have everyone's stacks asked for and read."""
+        self.others: dict[int, Beat] = {}
+        self.shown: dict[int, str] = {}
+        self.heard_at = time.monotonic()
+        """When the store last answered."""
+        self._stopped = threading.Event()
+        self._answered, self._cut_off = 0, False
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._number = 0
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say that the rank ends in good order, and fall silent."""
+        self._stopped.set()
+        self._thread.join(timeout=ANSWER_S)
+        if not self._cut_off:
+            with suppress(RuntimeError):
+                self._board.beat(self._rank, replace(self._beat(), done=True))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            try:
+                self._exchange()
+            except RuntimeError:  # torch's: whoever keeps the store is gone, and nobody connects to it again
+                self._cut_off = True
+                return
+            self.heard_at = time.monotonic()
+
+    def _exchange(self) -> None:
+        self._board.beat(self._rank, self._beat())
+        if self.alarmed:
+            self._board.ask_for_stacks(1)
+        if (alarm := self._board.alarm()) > self._answered:
+            self._answered = alarm
+            self._board.show_stacks(alarm, self._rank, stacks())
+        if self.curious:
+            self.others = self._board.beats(self._ranks)
+        if self.alarmed:
+            self.shown = self._board.stacks(1, self._ranks)
+
+    def _beat(self) -> Beat:
+        pulse = self._pulse
+        self._number += 1
+        place, collective = _whereabouts(sys._current_frames().get(threading.main_thread().ident or 0))
+        here = (os.getpid(), socket.gethostname())
+        return Beat(self._number, pulse.moves, pulse.step, pulse.phase, place, collective, pulse.warm, *here)
+
+
+def beat_interval_s(watchdog_s: float) -> float:
+    """Often enough that silence shows well within the watchdog's time."""
+    return min(1.0, watchdog_s / 15.0)
+
+
+def stacks() -> str:
+    """Every thread's Python stack, the main one first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != threading.main_thread().ident)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
+    )
+
+
+def _whereabouts(frame: FrameType | None) -> tuple[str, str | None]:
+    """The innermost line of ours, and the collective beyond it."""
+    collective = None
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if collective is None and file.name in _COLLECTIVES:
+            collective = frame.f_code.co_name
+        if file.is_relative_to(_PACKAGE):
+            return f"{file.relative_to(_PACKAGE.parent)}:{frame.f_lineno}", collective
+        frame = frame.f_back
+    return "its start", collective

@@ -1,0 +1,122 @@
+"""A recorded step made again, on one device: its loss, its norm, and every sample's share in it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from meshwright.checkpoint import Checkpoint, checkpoints
+from meshwright.data import Corpus
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.job.devices import Layout, Memory
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.local import prepare_data
+from meshwright.parallel import World, build, require_layout
+from meshwright.train import Silent, Training, choose_device, make_training, prepare_device, training_loader
+
+_TEXT = 200
+"""Characters shown of a sample."""
+
+
+@dataclass(frozen=True)
+class ReplayedSample:
+    """One sequence of the batch."""
+
+    sample: int
+    """Its number in the global stream."""
+    loss: float
+    tokens: int
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a step comes to when it is made again, beside what was recorded."""
+
+    step: int
+    position: int
+    loss: float
+    grad_norm: float
+    recorded_loss: float | None
+    recorded_grad_norm: float | None
+    from_step: int
+    """Of the checkpoint it began with; steps between were made again too."""
+    samples: tuple[ReplayedSample, ...]
+    """The worst first."""
+
+
+def replay(run: Path, step: int, device: str, console: Console) -> Replay:
+    """Make a step of a run again, from the last checkpoint before it or from the first weights; nothing is written."""
+    folder = RunFolder.open(run)
+    job = _alone(Job.model_validate(folder.job()), device)
+    if not 1 <= step <= job.run.steps:
+        raise UserError(f"--step {step} is no step of {run}, which has 1 to {job.run.steps}")
+    if job.data.stream:
+        raise UserError(f"{run} reads its data as a stream, which cannot go back to one step; prepare it instead")
+    require_layout(job, 1)
+    world = World(choose_device(job))
+    prepare_device(job, world.device)
+    corpus = prepare_data(job, console)
+    checkpoint = next((one for one in _sound(run) if one.facts.step < step), None)
+    engine, weights = build(job, world)
+    training = make_training(job, corpus, engine, weights, Silent(), Silent(), world)
+    assert isinstance(training, Training)
+    if checkpoint is not None:
+        training.resume(checkpoint)
+    events = folder.events()
+    training.pass_over = frozenset(event["position"] for event in events if event["kind"] == "passed_over")
+    began = training.outcome.step
+    if began < step - 1:
+        with console.status(f"steps {began + 1} to {step - 1} again"):
+            training.run(stop=lambda: training.outcome.step >= step - 2)
+    bad = [event for event in events if event["kind"] == "bad_step" and event["step"] == step and "position" in event]
+    rows = [row for row in folder.metrics() if row["step"] == step and "loss" in row]
+    recorded = bad[-1] if bad else rows[-1] if rows else {}
+    position = bad[-1]["position"] if bad else training.position
+    loss, norm, samples = _look(training, corpus, step, position)
+    told = (recorded.get("loss"), recorded.get("grad_norm"))
+    return Replay(step, position, loss, norm, *told, began, samples)
+
+
+def _look(
+    training: Training, corpus: Corpus, step: int, position: int
+) -> tuple[float, float, tuple[ReplayedSample, ...]]:
+    """The step's loss and gradient norm, and its samples one by one without dropout."""
+    job, engine, weights = training.job, training.engine, training.weights
+    loader = training_loader(job, corpus, training.world, position)
+    try:
+        data = next(loader)
+    finally:
+        loader.close()
+    parts = data.batch.split(1)
+    sums = [float(total) for total in engine.held_out(parts)]
+    loss = float(engine.accumulate(data, step))
+    squares = float(weights.square_sum())
+    weights.zero_gradients()
+    samples = [
+        ReplayedSample(
+            int(part.sample_ids_B[0]),
+            total / max(1, part.valid_count()),
+            part.valid_count(),
+            None if corpus.tokenizer is None else corpus.tokenizer.decode(part.tokens_BS[0].tolist())[:_TEXT],
+        )
+        for part, total in zip(parts, sums, strict=True)
+    ]
+    samples.sort(key=lambda sample: (math.isfinite(sample.loss), -sample.loss if math.isfinite(sample.loss) else 0.0))
+    return loss, math.sqrt(squares) if squares >= 0 else squares, tuple(samples)
+
+
+def _alone(job: Job, device: str) -> Job:
+    """The job on one device, where nothing stops it; another layout computes the same."""
+    run = job.run.model_copy(update={"device": device, "compile": False, "on_bad_step": "keep", "spike_score": 0.0})
+    evaluation = job.evaluation.model_copy(update={"every_steps": 0})
+    return job.model_copy(update={"run": run, "layout": Layout(), "memory": Memory(), "evaluation": evaluation})
+
+
+def _sound(run: Path) -> Iterator[Checkpoint]:
+    for one in checkpoints(run):
+        if isinstance(one, Checkpoint):
+            yield one

@@ -1,0 +1,113 @@
+"""Whether, when and with how many ranks a failed run starts again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.launch.failures import RankFailure
+from meshwright.launch.folder import RunFolder
+from meshwright.parallel import ranks_of, require_layout
+from meshwright.train import OutOfMemory
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+
+
+@dataclass
+class Restarts:
+    """The failures of one launch so far, and what follows from them."""
+
+    job: Job
+    used: int = 0
+    _barren: int = 0
+    """Failures in a row between which no step was made."""
+    _step: int = -1
+    _attempt: int = -1
+    """The last one that made a step."""
+    _rank: int | None = field(default=None)
+    _same_rank: int = 0
+
+    def allows(self, cause: Exception, folder: RunFolder) -> bool:
+        """Take note of a failure; whether the run is worth another start.
+
+        A mistake of the user's fails again however often it is tried, and so does a lack of memory that comes twice
+        before a step is made. But what a restart is refused for before its first step was no mistake when the run
+        began: a disk that is read-only for a while may come back.
+        """
+        step, attempt = last_step(folder), max((row.get("attempt", 0) for row in folder.metrics()), default=-1)
+        refused = self.used > 0 and attempt == self._attempt
+        self._attempt = attempt
+        self._barren = 0 if step > self._step else self._barren + 1
+        rank = getattr(cause, "rank", None)
+        self._same_rank = self._same_rank + 1 if self._barren and rank == self._rank else 1
+        self._step, self._rank = max(step, self._step), rank
+        if isinstance(cause, OutOfMemory):
+            return self.used < self.job.run.max_restarts and self._barren < 2
+        return self.used < self.job.run.max_restarts and (refused or not isinstance(cause, UserError))
+
+    def next(self, cause: Exception, folder: RunFolder, ranks: int) -> tuple[float, list[str]]:
+        """Count a restart and write it down: how long to wait for it, and what the job must say differently."""
+        self.used += 1
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._barren - 1)) if self._barren else 0.0
+        smaller = self._smaller(ranks)
+        changed: dict[str, Any] = {}
+        if smaller is not None:
+            changed = {name: getattr(smaller.layout, name) for name in ("dp_replicate", "dp_shard")}
+            self.job, self._same_rank = smaller, 0
+        folder.event(
+            "restart",
+            restart=self.used,
+            most=self.job.run.max_restarts,
+            cause=cause_of(cause),
+            rank=self._rank,
+            step=max(0, self._step),
+            wait_s=wait_s,
+            ranks=ranks_of(self.job.layout),
+        )
+        return wait_s, [f"layout.{name}={value}" for name, value in changed.items()]
+
+    def _smaller(self, ranks: int) -> Job | None:
+        """The job for fewer ranks, where that is allowed and called for: a GPU is gone, or a rank never comes up."""
+        if not self.job.run.may_shrink:
+            return None
+        gpus = torch.cuda.device_count() if self.job.run.device in ("auto", "cuda") else 0
+        if 0 < gpus < ranks:
+            return shrunk(self.job, gpus)
+        return shrunk(self.job, ranks - 1) if self._same_rank > 1 else None
+
+
+def shrunk(job: Job, most: int) -> Job | None:
+    """The job on as many ranks as it can use of so many, by its data-parallel axes alone; None where none fits."""
+    layout = job.layout
+    options = [(replicas, layout.dp_shard) for replicas in range(1, layout.dp_replicate)]
+    options += [(layout.dp_replicate, shards) for shards in range(1, layout.dp_shard)]
+    jobs = [smaller for option in options if (smaller := _with_degrees(job, *option)) is not None]
+    fitting = [smaller for smaller in jobs if ranks_of(smaller.layout) <= most]
+    return max(fitting, key=lambda smaller: ranks_of(smaller.layout), default=None)
+
+
+def _with_degrees(job: Job, replicas: int, shards: int) -> Job | None:
+    values = job.model_dump()
+    values["layout"] |= {"dp_replicate": replicas, "dp_shard": shards}
+    try:
+        smaller = Job.model_validate(values)
+        require_layout(smaller, ranks_of(smaller.layout))
+    except (ValidationError, UserError):  # the batch cannot be cut so
+        return None
+    return smaller
+
+
+def last_step(folder: RunFolder) -> int:
+    """The last step that was recorded by any attempt; -1 before the first."""
+    steps: Sequence[int] = [row["step"] for row in folder.metrics() if "loss" in row]
+    return max(steps, default=-1)
+
+
+def cause_of(error: BaseException) -> str:
+    """One sentence."""
+    told = str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
+    return told.splitlines()[0]

@@ -1,0 +1,219 @@
+"""The watchdog: a standstill is noticed within run.watchdog_s, told with every stack there is, and ended.
+
+Ranks of our own launcher are watched by it. Under torchrun or srun the ranks watch each other: whoever stands still
+looks at the others' beats, and all that can end themselves.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from meshwright.launch.failures import Hang, write_failure
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.heart import ANSWER_S, WATCH, Board, Heart, beat_interval_s
+from meshwright.launch.judge import COLD, COLDEST_S, VERDICT, Judge, Verdict
+from meshwright.launch.ranks import Place
+from meshwright.train import Pulse
+
+_LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1
+"""Of run.watchdog_s: when a rank that stands still looks at the others, when it takes their store for lost, and how
+long stacks are waited for."""
+
+RECONNECT_S = 900.0
+"""How long a rank that is cut off from the others waits for the network before it ends."""
+
+
+class Watch:
+    """The launcher's watchdog over one attempt; a context manager."""
+
+    def __init__(self, folder: RunFolder, ranks: int, watchdog_s: float) -> None:
+        self._folder, self._ranks, self._watchdog_s = folder, ranks, watchdog_s
+        self.hang: Hang | None = None
+        """What was found, after the ranks were ended for it."""
+        self._ended = threading.Event()
+
+    @property
+    def address(self) -> str:
+        """Where the ranks' beats are taken."""
+        return f"127.0.0.1:{self._store.port}"
+
+    def __enter__(self) -> Self:
+        wait = timedelta(seconds=ANSWER_S)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+        self._board = Board(self._store)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        del self._board, self._store  # its port is free again
+
+    def _run(self) -> None:
+        judge, alarms = Judge(self._ranks, self._watchdog_s), 0
+        while not self._ended.wait(beat_interval_s(self._watchdog_s)):
+            judge.see(self._board.beats(self._ranks))
+            if judge.verdict() is None:
+                continue
+            alarms += 1
+            shown = self._stacks(alarms)
+            judge.see(self._board.beats(self._ranks))
+            if (verdict := judge.verdict()) is not None:  # nobody has come back meanwhile
+                self._end(verdict, shown)
+                return
+
+    def _stacks(self, alarm: int) -> dict[int, str]:
+        """The stacks of all ranks that answer in time."""
+        self._board.ask_for_stacks(alarm)
+        deadline = time.monotonic() + _STACKS * self._watchdog_s
+        while time.monotonic() < deadline and len(self._board.stacks(alarm, self._ranks)) < self._ranks:
+            time.sleep(beat_interval_s(self._watchdog_s) / 2)
+        return self._board.stacks(alarm, self._ranks)
+
+    def _end(self, verdict: Verdict, shown: Mapping[int, str]) -> None:
+        self.hang = report(self._folder, verdict, shown, self._watchdog_s)
+        for rank in verdict.missing if any(rank in verdict.last for rank in verdict.missing) else verdict.last:
+            if rank in verdict.last:
+                _kill_child(verdict.last[rank].pid)
+
+
+def report(folder: RunFolder, verdict: Verdict, shown: Mapping[int, str], watchdog_s: float) -> Hang:
+    """Write a standstill down: a text with every stack, and an event that names it."""
+    logs = folder.path / "logs"
+    logs.mkdir(exist_ok=True)
+    number = len(list(logs.glob("watchdog-*.txt")))
+    sentence = verdict.sentence(watchdog_s)
+    text = [sentence, ""]
+    text += [f"rank {rank} on {beat.host} (pid {beat.pid}): {beat}" for rank, beat in sorted(verdict.last.items())]
+    text += [f"\n--- rank {rank} ---\n{stack}" for rank, stack in sorted(shown.items())]
+    place = logs / f"watchdog-{number}.txt"
+    place.write_text("\n".join(text), encoding="utf-8")
+    where = str(place.relative_to(folder.path))
+    missing = list(verdict.missing)
+    seen: dict[str, Any] = {str(rank): str(beat) for rank, beat in verdict.last.items()}
+    folder.event("hang", missing=missing, still_s=round(verdict.still_s, 3), last_seen=seen, report=where)
+    return Hang(f"{sentence}; every stack that could be had is in {place}", verdict.missing[0], "\n".join(text))
+
+
+@contextmanager
+def signs_of_life(watchdog_s: float, place: Place, pulse: Pulse) -> Iterator["Life"]:
+    """While inside, this rank's heart beats for whoever watches; without a watchdog nothing does."""
+    life = Life(watchdog_s, place, pulse)
+    if watchdog_s and WATCH in os.environ:
+        life.begin(Board.at(os.environ[WATCH]))
+    yield life
+    life.end()  # not after a failure: until the process is gone it is no end in good order
+
+
+class Life:
+    """A rank's heart, once there is a store to beat into."""
+
+    def __init__(self, watchdog_s: float, place: Place, pulse: Pulse) -> None:
+        self._watchdog_s, self._place, self._pulse = watchdog_s, place, pulse
+        self._heart: Heart | None = None
+        self._peers: _Peers | None = None
+
+    def begin(self, board: Board) -> None:
+        """Start to beat."""
+        self._heart = Heart(board, self._place.rank, self._place.size, self._pulse, self._watchdog_s)
+        self._heart.start()
+
+    def met(self) -> None:
+        """The ranks have met: where no launcher of ours watches them, they watch each other from now on."""
+        address = os.environ.get("MASTER_ADDR")
+        if not self._watchdog_s or self._heart is not None or self._place.size == 1 or address is None:
+            return
+        self.begin(Board.at(f"{address}:{os.environ['MASTER_PORT']}"))
+        assert self._heart is not None
+        self._peers = _Peers(self._heart, self._place, self._pulse, self._watchdog_s)
+        self._peers.start()
+
+    def found(self, run: Path) -> None:
+        """The run folder is known."""
+        if self._peers is not None:
+            self._peers.run = run
+
+    def end(self) -> None:
+        """The rank ends in good order."""
+        if self._peers is not None:
+            self._peers.ended.set()
+        if self._heart is not None:
+            self._heart.stop()
+
+
+class _Peers:
+    """A rank's own watchdog, for ranks without a launcher of ours."""
+
+    def __init__(self, heart: Heart, place: Place, pulse: Pulse, watchdog_s: float) -> None:
+        self._heart, self._place, self._pulse, self._watchdog_s = heart, place, pulse, watchdog_s
+        self.run: Path | None = None
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        judge, moves, since = Judge(self._place.size, self._watchdog_s), -1, time.monotonic()
+        while not self.ended.wait(beat_interval_s(self._watchdog_s)):
+            now = time.monotonic()
+            if self._pulse.moves != moves:
+                moves, since = self._pulse.moves, now
+            patience = 1.0 if self._pulse.warm else max(COLD, COLDEST_S / self._watchdog_s)
+            still = (now - since) / (self._watchdog_s * patience)
+            self._heart.curious = still > _LOOK
+            if still < _LOOK:
+                judge = Judge(self._place.size, self._watchdog_s)
+                continue
+            judge.see(self._heart.others)
+            if still > VERDICT:
+                self._end(judge, now - since)
+                return
+
+    def _end(self, judge: Judge, still_s: float) -> None:
+        cut_off = time.monotonic() - self._heart.heard_at > _UNHEARD * self._watchdog_s
+        if cut_off:
+            others = tuple(rank for rank in range(self._place.size) if rank != self._place.rank)
+            verdict = Verdict(others, True, still_s, dict(self._heart.others))  # the network between is cut
+        else:
+            verdict = judge.accuse(still_s)
+        self._heart.alarmed = True
+        time.sleep(_STACKS * self._watchdog_s)
+        told = [rank for rank in verdict.last if rank not in verdict.missing]
+        hang = Hang(verdict.sentence(self._watchdog_s), verdict.missing[0], "")
+        if self.run is not None and self._place.rank == min(told, default=self._place.rank):
+            with suppress(Exception):  # a disk that is out of reach must not keep this process alive
+                hang = report(RunFolder.open(self.run), verdict, self._heart.shown, self._watchdog_s)
+        write_failure(hang)
+        if cut_off:
+            _wait_for_store()
+        os._exit(1)
+
+
+def _wait_for_store() -> None:
+    """Keep the agent from starting us again while it could not reach the others either: it would not survive that."""
+    where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    deadline = time.monotonic() + RECONNECT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(where, timeout=2.0).close()
+        except OSError:
+            time.sleep(0.5)
+        else:
+            return
+
+
+def _kill_child(pid: int) -> None:
+    """Only what is a child of ours: the number came over a socket."""
+    with suppress(ChildProcessError, ProcessLookupError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.kill(pid, signal.SIGKILL)

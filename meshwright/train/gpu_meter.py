@@ -1,0 +1,65 @@
+"""What a GPU says of itself: utilisation, power and memory, read beside the training now and then."""
+
+import shutil
+import subprocess
+import threading
+from contextlib import suppress
+
+import torch
+
+INTERVAL_S = 5.0
+_QUERY = "utilization.gpu,power.draw,memory.used"
+
+
+class GpuMeter:
+    """The last reading of a rank's GPU; empty on a CPU and where no library or tool reads it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ended = threading.Event()
+        self.reading: dict[str, float] = {}
+        """gpu_utilisation (of 1), gpu_power_w, gpu_memory_bytes (of all programs)."""
+
+    def __enter__(self) -> "GpuMeter":
+        if self._device.type == "cuda":
+            threading.Thread(target=self._run, name="gpu meter", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        while True:
+            self.reading = _read(self._device)
+            if not self.reading or self._ended.wait(INTERVAL_S):
+                return
+
+
+def _read(device: torch.device) -> dict[str, float]:
+    """By NVML or ROCm's library where torch finds one, else by nvidia-smi."""
+    with suppress(Exception):  # not installed, or a driver that refuses: every maker has errors of its own
+        milliwatts = 1.0 if torch.version.hip else 1e-3
+        return {
+            "gpu_utilisation": torch.cuda.utilization(device) / 100.0,
+            "gpu_power_w": torch.cuda.power_draw(device) * milliwatts,
+            "gpu_memory_bytes": float(torch.cuda.device_memory_used(device)),
+        }
+    if torch.version.hip or not shutil.which("nvidia-smi"):
+        return {}
+    own = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", f"--id={own}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=INTERVAL_S, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return parse_smi(told)
+
+
+def parse_smi(line: str) -> dict[str, float]:
+    """nvidia-smi's percent, watts and MiB; what it does not know is left out."""
+    names = ("gpu_utilisation", "gpu_power_w", "gpu_memory_bytes")
+    reading = {}
+    for name, unit, value in zip(names, (0.01, 1.0, 2.0**20), line.strip().split(","), strict=False):
+        with suppress(ValueError):  # "[N/A]"
+            reading[name] = float(value) * unit
+    return reading
