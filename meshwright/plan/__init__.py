@@ -4,7 +4,7 @@ from meshwright.plan.accuracy import accuracy_page, accuracy_rows
 from meshwright.plan.explain import job_text, layout_words, limit, usual_batch_tokens, why_not
 from meshwright.plan.machine import Machine, machine_of, parse_cluster
 from meshwright.plan.memory import RankMemory
-from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.predict import Prediction, predict, timeline
 from meshwright.plan.search import Candidate, Search, search
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.validate import Validation, validate
@@ -28,6 +28,7 @@ __all__ = [
     "parse_cluster",
     "predict",
     "search",
+    "timeline",
     "usual_batch_tokens",
     "validate",
     "why_not",

@@ -4,7 +4,7 @@ The bound leaves out what can only add (exposed transfers once a step, uneven st
 bound is slower than another's prediction cannot be the faster one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from time import perf_counter
@@ -53,6 +53,8 @@ class Search:
     predicted: int
     bound_s: float
     """Seconds the bounds took."""
+    whole: bool = True
+    """Whether every prediction was made that a search makes: not where it was asked to end before."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,19 @@ class _Piece:
     table_elements: float
 
 
-def search(model: Model, cluster: Cluster, sequence: int, batch: int, compute: str = "bf16", top: int = 10) -> Search:
-    """The fastest layouts for `batch` sequences a step that fit, and the nearest that do not."""
+def search(
+    model: Model,
+    cluster: Cluster,
+    sequence: int,
+    batch: int,
+    compute: str = "bf16",
+    top: int = 10,
+    enough: Callable[[], bool] = lambda: False,
+) -> Search:
+    """The fastest layouts for `batch` sequences a step that fit, and the nearest that do not.
+
+    `enough` is asked before every prediction once one layout fits; where it says so, those so far are what was found.
+    """
     machine, software = machine_of(cluster), MESHWRIGHT_COMPILED
     if sequence > model.max_sequence_length:
         raise UserError(
@@ -102,16 +115,24 @@ def search(model: Model, cluster: Cluster, sequence: int, batch: int, compute: s
         return one.prediction.fullest.device <= room
 
     order = np.argsort(layouts["time"], kind="stable")
-    tried = [candidate(index) for index in order[layouts["memory"][order] <= room][:_PREDICTED]]
+    order = order[layouts["memory"][order] <= room][:_PREDICTED]
+    tried: list[Candidate] = []
+    found = False
+    for index in order:
+        if found and enough():
+            break
+        tried.append(candidate(index))
+        found = found or fits(tried[-1])
+    whole = len(tried) == len(order)
     fitting = sorted((one for one in tried if fits(one)), key=lambda one: one.prediction.step_s)
     best = list(islice((one for one in fitting if _runs(one.job, machine.gpus)), top))
     fastest = best[0].prediction.step_s if best else float("inf")
     over = np.flatnonzero((layouts["memory"] > room) & (layouts["time"] < fastest))
-    nearest = over[np.argsort(layouts["memory"][over], kind="stable")][:_MISSES]
+    nearest = over[np.argsort(layouts["memory"][over], kind="stable")][: _MISSES if whole else 0]
     tried += [candidate(index) for index in nearest]
     misses = [one for one in tried if not fits(one) and one.prediction.step_s < fastest]
     misses.sort(key=lambda one: one.prediction.fullest.device)
-    return Search(tuple(best), tuple(misses[:_MISSES]), len(layouts["time"]), len(tried), bound_s)
+    return Search(tuple(best), tuple(misses[:_MISSES]), len(layouts["time"]), len(tried), bound_s, whole)
 
 
 def _runs(job: Job, gpus: int) -> bool:
