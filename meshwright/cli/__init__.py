@@ -5,7 +5,20 @@ import sys
 
 import typer
 
-from meshwright.cli import bench, calibrate, checkpoint, doctor, generate, job, plan, report, schedule, train, verify
+from meshwright.cli import (
+    bench,
+    calibrate,
+    checkpoint,
+    doctor,
+    generate,
+    job,
+    plan,
+    report,
+    schedule,
+    studio,
+    train,
+    verify,
+)
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -25,6 +38,7 @@ app.command("bench")(bench.bench)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
+app.command("studio")(studio.studio)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
 app.command("doctor")(doctor.doctor)

@@ -1,7 +1,7 @@
 """From a job and a cluster to what a step takes: memory and time by named terms, and their error."""
 
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows
-from meshwright.plan.explain import job_text, layout_words, limit, usual_batch_tokens, why_not
+from meshwright.plan.explain import batch_sequences, job_text, layout_words, limit, usual_batch_tokens, why_not
 from meshwright.plan.machine import Machine, machine_of, parse_cluster
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, predict, timeline
@@ -21,6 +21,7 @@ __all__ = [
     "Validation",
     "accuracy_page",
     "accuracy_rows",
+    "batch_sequences",
     "job_text",
     "layout_words",
     "limit",

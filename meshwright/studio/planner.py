@@ -1,0 +1,176 @@
+"""Answers to the planning page: ranked layouts, the pictures of one, a model from an uploaded config.
+
+It runs in a process of its own (`meshwright.studio.worker`), which keeps torch and the planner's tables warm.
+"""
+
+import json
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.studio.asked import SHAPE, Asked, asked, pick_of
+from meshwright.studio.numbers import count
+from meshwright.studio.plan_report import layout_pictures
+
+if TYPE_CHECKING:
+    from meshwright.plan import Candidate, Search
+
+QUICK_S = 0.12
+"""What a first answer may spend on predictions; where that is not all of them, the page asks again for the rest."""
+_TOP = 10
+_KEPT = 256
+GIB = 2**30
+
+
+class Planner:
+    """Answers questions and remembers the answers."""
+
+    def __init__(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        self._interrupted = interrupted
+        """Whether somebody else waits: then a long search ends with what it has."""
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What the page shows for a question, or `error`: one sentence on what cannot be."""
+        parts = {"search": self._search, "layout": _layout, "config": _config, "run": _run}
+        key = json.dumps(question, sort_keys=True)
+        if key in self._answers:
+            return self._answers[key]
+        begun = perf_counter()
+        try:
+            make = parts.get(str(question.get("part")))
+            if make is None:
+                raise UserError(f"part = {question.get('part')} is not known; give one of {', '.join(parts)}")
+            found = make(question)
+        except UserError as error:
+            return {"error": str(error)}
+        found["took_s"] = round(perf_counter() - begun, 4)
+        if found.get("whole", True):
+            self._answers[key] = found
+            if len(self._answers) > _KEPT:
+                self._answers.pop(next(iter(self._answers)))
+        return found
+
+    def _search(self, state: dict[str, Any]) -> dict[str, Any]:
+        from meshwright.model.cost import parameter_count
+        from meshwright.plan import search, why_not
+
+        question = asked(state)
+        until = perf_counter() + QUICK_S
+        enough = self._interrupted if state.get("full") else lambda: perf_counter() > until
+        found = search(question.model, question.cluster, question.sequence, question.batch, top=_TOP, enough=enough)
+        return {
+            "parameters": parameter_count(question.model),
+            "parameters_words": count(parameter_count(question.model)),
+            "shape": {name: getattr(question.model, name) for name in SHAPE},
+            "gpus": question.gpus,
+            "sequence": question.sequence,
+            "batch": question.batch,
+            "batch_tokens": question.batch * question.sequence,
+            "practice": question.practice,
+            "bounded": found.bounded,
+            "predicted": found.predicted,
+            "whole": found.whole,
+            "rows": [_row(one) for one in found.best],
+            "misses": [why_not(one, found) for one in found.misses],
+            "nothing": _nothing(question, found),
+        }
+
+
+def _nothing(question: Asked, found: "Search") -> str:
+    if found.best:
+        return ""
+    return f"No layout fits on {question.gpus} GPUs of this kind; take more or larger ones, or a smaller model."
+
+
+def _row(one: "Candidate") -> dict[str, Any]:
+    from meshwright.plan import layout_words, limit
+
+    prediction = one.prediction
+    return {
+        "pick": pick_of(one.job),
+        "layout": layout_words(one.job),
+        "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
+        "mfu": prediction.mfu,
+        "step_s": prediction.step_s,
+        "gib": prediction.fullest.device / GIB,
+        "share": prediction.fullest.device / prediction.capacity_bytes,
+        "limited_by": limit(prediction),
+    }
+
+
+def _layout(state: dict[str, Any]) -> dict[str, Any]:
+    from meshwright.plan import job_text, layout_words, predict
+
+    question = asked(state)
+    job = question.picked(str(state.get("pick")))
+    prediction = predict(job, job.cluster)
+    cluster = job.cluster
+    heading = (
+        f"planned for {cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}: {layout_words(job)}; "
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
+    )
+    return {
+        "title": layout_words(job),
+        "pictures": layout_pictures(job, prediction),
+        "guessed": list(prediction.guessed),
+        "job": job_text(job, heading),
+        "commands": commands(question.gpus, cluster.nodes),
+    }
+
+
+def commands(gpus: int, nodes: int) -> list[dict[str, str]]:
+    """What to type next, with a downloaded job.toml at hand."""
+    start = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
+    lines = [
+        {"what": "prove that it computes what one process does", "command": "meshwright verify job.toml"},
+        {"what": "see every term of the prediction", "command": "meshwright plan --check job.toml"},
+    ]
+    if nodes == 1:
+        lines.append({"what": "train", "command": start})
+    lines.append({"what": "keep these pictures", "command": "meshwright report job.toml --out plan.html"})
+    return lines
+
+
+def _config(state: dict[str, Any]) -> dict[str, Any]:
+    from pydantic import ValidationError
+
+    from meshwright.job import Model, model_from_hf_config
+
+    config = state.get("config")
+    if not isinstance(config, dict):
+        raise UserError("config is not a JSON object; give a Hugging Face config.json")
+    try:
+        model = Model.model_validate(model_from_hf_config(config))
+    except (ValidationError, TypeError, ValueError) as error:
+        raise UserError(
+            f"config does not describe a model ({str(error).splitlines()[0]}); give a config.json"
+        ) from None
+    return {"shape": {name: getattr(model, name) for name in SHAPE}}
+
+
+def _run(state: dict[str, Any]) -> dict[str, Any]:
+    """What would have been predicted for a run that was made, on `ranks` GPUs of one kind."""
+    from pydantic import ValidationError
+
+    from meshwright.job import Job
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import predict
+
+    try:
+        job = Job.model_validate(state.get("job"))
+    except ValidationError as error:
+        raise UserError(
+            f"the run's job is of another version ({error.errors()[0]['msg']}); nothing is predicted"
+        ) from None
+    ranks, per_node = int(state["ranks"]), max(1, int(state["gpus_per_node"]))
+    cluster = Cluster(nodes=-(-ranks // per_node), gpus_per_node=min(ranks, per_node), gpu=str(state["gpu"]))
+    prediction = predict(job, cluster)
+    return {
+        "step_s": prediction.step_s,
+        "tokens_per_s": prediction.tokens_per_s_per_gpu * ranks,
+        "mfu": prediction.mfu,
+        "memory_bytes": max(rank.allocated for rank in prediction.memory),
+        "guessed": list(prediction.guessed),
+    }
