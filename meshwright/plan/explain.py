@@ -94,7 +94,7 @@ def _settings(job: Job) -> dict[str, Any]:
 def job_text(job: Job, heading: str) -> str:
     """A job file that loads as this job."""
     lines = [f"# {line}" for line in heading.splitlines()]
-    for section in ("model", "batch", "layout", "memory", "precision", "run", "cluster"):
+    for section in ("model", "batch", "layout", "memory", "precision", "run"):
         fields = getattr(job, section).model_dump(mode="json", exclude_unset=True, exclude_none=True)
         if fields:
             lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]

@@ -28,15 +28,15 @@ class Guard:
     """Needed by everyone where it is given."""
 
     def refusal(self, headers: Mapping[str, str], token: str | None) -> str | None:
-        """Why a request is refused, or None; `token` is what its address gives."""
-        host = headers.get("Host", "")
+        """Why a request is refused, or None; header names are in small letters, `token` is from its address."""
+        host = headers.get("host", "")
         # A name that some page let point to this machine (DNS rebinding) is not one of ours.
         if self.token is None and host not in self._own_hosts():
             return "this server answers at its own address only"
-        origin = headers.get("Origin")
+        origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             return "requests from other pages are not answered"
-        if headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return "requests from other pages are not answered"
         if self.token is not None and not self._knows(token) and not self._knows(_cookie(headers)):
             return "the token is missing or wrong; open the address that `meshwright studio` printed"
@@ -51,7 +51,7 @@ class Guard:
 
 def _cookie(headers: Mapping[str, str]) -> str | None:
     try:
-        found = SimpleCookie(headers.get("Cookie", "")).get(COOKIE)
+        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return None
     return None if found is None else found.value

@@ -5,7 +5,7 @@ It runs in a process of its own (`meshwright.studio.worker`), which keeps torch 
 
 import json
 from collections.abc import Callable
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
@@ -14,10 +14,11 @@ from meshwright.studio.numbers import count
 from meshwright.studio.plan_report import layout_pictures
 
 if TYPE_CHECKING:
+    from meshwright.job.devices import Cluster
     from meshwright.plan import Candidate, Search
 
-QUICK_S = 0.12
-"""What a first answer may spend on predictions; where that is not all of them, the page asks again for the rest."""
+QUICK_S = 0.18
+"""What a first answer may spend on bounds and predictions; the page asks again where that is not all of them."""
 _TOP = 10
 _KEPT = 256
 GIB = 2**30
@@ -57,8 +58,8 @@ class Planner:
         from meshwright.plan import search, why_not
 
         question = asked(state)
-        until = perf_counter() + QUICK_S
-        enough = self._interrupted if state.get("full") else lambda: perf_counter() > until
+        until = process_time() + QUICK_S  # of the processor, so that a busy machine answers late but as well
+        enough = self._interrupted if state.get("full") else lambda: process_time() > until
         found = search(question.model, question.cluster, question.sequence, question.batch, top=_TOP, enough=enough)
         return {
             "parameters": parameter_count(question.model),
@@ -116,21 +117,24 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
         "pictures": layout_pictures(job, prediction),
         "guessed": list(prediction.guessed),
         "job": job_text(job, heading),
-        "commands": commands(question.gpus, cluster.nodes),
+        "commands": commands(cluster),
     }
 
 
-def commands(gpus: int, nodes: int) -> list[dict[str, str]]:
+def commands(cluster: "Cluster") -> list[dict[str, str]]:
     """What to type next, with a downloaded job.toml at hand."""
-    start = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
-    lines = [
-        {"what": "prove that it computes what one process does", "command": "meshwright verify job.toml"},
-        {"what": "see every term of the prediction", "command": "meshwright plan --check job.toml"},
-    ]
-    if nodes == 1:
-        lines.append({"what": "train", "command": start})
-    lines.append({"what": "keep these pictures", "command": "meshwright report job.toml --out plan.html"})
-    return lines
+    gpus = cluster.gpus_per_node
+    where = f"--cluster {cluster.nodes}x{gpus}x{cluster.gpu}"
+    train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
+    if cluster.nodes > 1:
+        train = f"srun --nodes {cluster.nodes} --ntasks-per-node {gpus} meshwright train job.toml"
+    lines = {
+        "prove that it computes what one process does": "meshwright verify job.toml",
+        "see every term of the prediction": f"meshwright plan --check job.toml {where}",
+        "train" if cluster.nodes == 1 else "train, inside a Slurm allocation": train,
+        "keep these pictures": f"meshwright report job.toml {where} --out plan.html",
+    }
+    return [{"what": what, "command": command} for what, command in lines.items()]
 
 
 def _config(state: dict[str, Any]) -> dict[str, Any]:

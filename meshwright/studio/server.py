@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
             split = urlsplit(self.path)
             query = parse_qs(split.query, max_num_fields=300)
             token = query.get("token", [None])[0]
-            refusal = self.server.guard.refusal(dict(self.headers), token)
+            refusal = self.server.guard.refusal({key.lower(): value for key, value in self.headers.items()}, token)
             if refusal is not None:
                 raise Refused(HTTPStatus.FORBIDDEN, refusal)
             make(split.path, query)
