@@ -77,9 +77,9 @@ async function upload(input) {
     refresh();
     told(`${file.name} is the shape now`);
   } catch (error) {
-    input.value = "";  // so that the same file, mended, can be chosen again
     told(`${file.name} cannot be used: ${error.message}`, true);
   }
+  input.value = "";  // so that the same file, mended, can be chosen again
 }
 
 function matchCluster() {
