@@ -7,7 +7,9 @@ setup:
 demo: setup
 	.venv/bin/meshwright train demo
 
-test: setup lint types unit wheel
+test: setup
+	$(MAKE) -j2 lint types wheel
+	$(MAKE) unit
 
 lint: setup
 	.venv/bin/ruff check .
@@ -17,8 +19,9 @@ types: setup
 	.venv/bin/mypy
 
 unit: setup
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m alone
+	@scripts/slurm-packages
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs --no-fold-skipped -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 wheel: setup
 	scripts/check-wheel

@@ -1,5 +1,7 @@
 """Shared by all rooms: the command line run in this process, a small corpus, a small job."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,6 +52,26 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return CommandResult(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def warm_command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PATH whose `meshwright` runs in forks of a server that has imported torch."""
+    folder, warm = tmp_path_factory.mktemp("warm"), Path(__file__).parent / "warm"
+    command = folder / "meshwright"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {warm}/client.py {folder}/socket "$@"\n')
+    command.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, warm / "server.py", folder / "socket"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdin is not None and server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    yield folder
+    server.stdin.close()
+    assert server.wait(timeout=10) == 0
 
 
 TINY_JOB = """

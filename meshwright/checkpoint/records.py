@@ -8,7 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, Posi
 from torch import Tensor
 
 FORMAT = 1
-_FILE = re.compile(r"(?:model|optimizer|feedback|rng)(?:-rank\d{5})?(?:-\d{3})?\.safetensors|index\.json|job\.json")
+_FILE = re.compile(
+    r"(?:model|optimizer|feedback|data|rng)(?:-rank\d{5})?(?:-\d{3})?\.safetensors|index\.json|job\.json"
+)
 
 
 def _known_file(name: str) -> str:
@@ -115,7 +117,7 @@ class Part:
 
     @property
     def group(self) -> str:
-        """What the tensor belongs to: model, optimizer, feedback or rng."""
+        """What the tensor belongs to: model, optimizer, feedback, data or rng."""
         return self.name.partition("/")[0]
 
     @property

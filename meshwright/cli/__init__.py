@@ -9,14 +9,18 @@ from meshwright.cli import (
     bench,
     calibrate,
     checkpoint,
+    data,
     doctor,
+    evaluate,
     generate,
     job,
     plan,
     report,
     schedule,
     studio,
+    submit,
     train,
+    tune,
     verify,
 )
 from meshwright.errors import UserError
@@ -31,16 +35,23 @@ app = typer.Typer(
     epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can mend, 130 stopped by Ctrl-C.",
 )
 app.add_typer(job.app, name="job")
+app.add_typer(data.app, name="data")
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
+app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("report")(report.report)
 app.command("studio")(studio.studio)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
+app.command("submit")(submit.submit)
+app.command("status")(submit.status)
+app.command("logs")(submit.logs)
+app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 

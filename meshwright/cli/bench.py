@@ -118,7 +118,7 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, .
     require_devices(loaded.job, nproc)
     words = ["bench", job, *(word for override in overrides for word in ("--set", override)), *counts]
     with TemporaryDirectory() as folder, rank_failures_told():
-        run_under_agent(Path(folder), nproc, [*words, "--json"] if as_json else words)
+        run_under_agent(loaded.job, Path(folder), nproc, [*words, "--json"] if as_json else words)
 
 
 def _sweep(
@@ -204,6 +204,9 @@ def _print(result: Bench, console: Console) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+    for term in result.predicted:
+        both = f"{_of(term, 'predicted')} predicted, {_of(term, 'measured')} measured ({term['error']:+.1%})"
+        console.print(f"{term['name']:12} {both}", highlight=False, markup=False, soft_wrap=True)
     if result.kernels is not None:
         total = sum(result.kernels.kinds_s.values())
         parts = [f"{kind} {_ms(each)} ({each / total:.0%})" for kind, each in result.kernels.kinds_s.items()]
@@ -215,6 +218,12 @@ def _print(result: Bench, console: Console) -> None:
 
 def _share(value: float | None, how: str) -> str:
     return "–  (the device's peak or the model's FLOPs are unknown)" if value is None else f"{value:.1%} ({how})"
+
+
+def _of(term: dict[str, Any], which: str) -> str:
+    if term["unit"] == "bytes":
+        return _gib(term[which])
+    return _ms(term[which]) if term["unit"] == "s" else f"{term[which]:,.0f} {term['unit']}"
 
 
 def _ms(seconds: float) -> str:

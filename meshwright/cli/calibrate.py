@@ -43,11 +43,12 @@ def _with_ranks(out: Path | None, quick: bool, nproc: int, device: str, as_json:
     from meshwright.launch.devices import require_devices
     from meshwright.launch.elastic import run_under_agent
 
-    require_devices(Job.model_validate({"run": {"device": device}}), nproc)
+    job = Job.model_validate({"run": {"device": device}})
+    require_devices(job, nproc)
     words = ["calibrate", "--device", device, *(["--quick"] if quick else []), *(["--json"] if as_json else [])]
     words += [] if out is None else ["--out", str(out)]
     with TemporaryDirectory() as folder, rank_failures_told():
-        run_under_agent(Path(folder), nproc, words)
+        run_under_agent(job, Path(folder), nproc, words)
 
 
 def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_json: bool) -> None:

@@ -11,13 +11,20 @@ if TYPE_CHECKING:
     from meshwright.plan import Prediction
 
 CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time by named terms.")
-CLUSTER = typer.Option(None, "--cluster", help="Where it runs, as 8xh100 or 16x8xa100-80gb; else the job's own.")
+CLUSTER = typer.Option(None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo.")
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
 MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
 SEQ = typer.Option(None, "--seq", help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
 BATCH = typer.Option(None, "--batch-tokens", help="Tokens a step; else as models of this size are trained.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
+ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try some of fp8, offload and zero-bubble.")
+TOKENS = typer.Option(None, "--tokens", help="Tokens of the whole training: days, GPU-hours and cost; as 15e12.")
+PRICE = typer.Option(None, "--price", help="Of one GPU's hour; else cluster.price.")
+MTBF = typer.Option(None, "--mtbf-hours", help="Between failures of the whole cluster; else cluster.mtbf_hours.")
+SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the same job on other numbers of GPUs.")
+AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are of this axis (tp, cp, pp, dp_shard …).")
+WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays.")
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a page here.")
 
 GIB = 2**30
@@ -32,7 +39,14 @@ def plan(
     batch_tokens: int | None = BATCH,
     top: int = TOP,
     write: Path | None = WRITE,
+    allow: str = ALLOW,
+    tokens: float | None = TOKENS,
+    price: float | None = PRICE,
+    mtbf_hours: float | None = MTBF,
     check: str | None = CHECK,
+    scale: str | None = SCALE,
+    axis: str | None = AXIS,
+    weak: bool = WEAK,
     overrides: list[str] = SET,
     validate: list[Path] = VALIDATE,
     markdown: Path | None = MARKDOWN,
@@ -45,10 +59,18 @@ def plan(
         raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
     if markdown is not None and not validate:
         raise UserError(f"--markdown = {markdown} is a page of --validate's table; give --validate or leave it out")
+    if scale is not None and not check:
+        raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; name it with --check JOB")
     if model:
-        from meshwright.cli.plan_search import show_search
+        from meshwright.cli.plan_search import Training, show_search
 
-        show_search(model, cluster, overrides, seq, batch_tokens, top, write, as_json)
+        training = Training(tokens, price, mtbf_hours)
+        words = [word for word in allow.split(",") if word]
+        show_search(model, cluster, overrides, seq, batch_tokens, top, write, words, training, as_json)
+    elif check and scale is not None:
+        from meshwright.cli.plan_scale import show_scale
+
+        show_scale(check, cluster, overrides, scale, axis, weak, as_json)
     elif check:
         _check(check, cluster, overrides, as_json)
     else:

@@ -1,13 +1,24 @@
 """`meshwright plan --model`: the fastest layouts that fit, and why the nearest others do not."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.job import Model
-    from meshwright.plan import Candidate, Search
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import Candidate, Economy, Search
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the command line says of the whole training."""
+
+    tokens: float | None = None
+    price: float | None = None
+    mtbf_hours: float | None = None
 
 
 def show_search(
@@ -18,41 +29,50 @@ def show_search(
     batch_tokens: int | None,
     top: int,
     write: Path | None,
+    allow: list[str],
+    training: Training,
     as_json: bool,
 ) -> None:
     """Search, print and, if asked, write the best."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
     from meshwright.model.cost import parameter_count
-    from meshwright.plan import batch_sequences, job_text, parse_cluster, search, why_not
+    from meshwright.plan import batch_sequences, job_text, parse_cluster, search, what_would_fit, why_not
 
     if cluster is None:
         raise UserError("--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb")
     model, own_sequence = _model(source, overrides)
     sequence = seq or own_sequence or min(4096, model.max_sequence_length)
-    gpus = parse_cluster(cluster).nodes * parse_cluster(cluster).gpus_per_node
+    machines = parse_cluster(cluster)
+    if training.mtbf_hours is not None:
+        machines = machines.model_copy(update={"mtbf_hours": training.mtbf_hours})
+    gpus = machines.nodes * machines.gpus_per_node
     batch, practice = batch_sequences(parameter_count(model), sequence, gpus, batch_tokens)
-    found = search(model, parse_cluster(cluster), sequence, batch, top=top)
+    found = search(model, machines, sequence, batch, top=top, allow=allow)
     if not found.best:
         reason = f" ({why_not(found.misses[0], found)})" if found.misses else ""
-        raise UserError(f"no layout of {source} fits on --cluster = {cluster}{reason}; give more or larger GPUs")
+        remedy = what_would_fit(model, machines, sequence, batch) or "more or larger GPUs"
+        raise UserError(f"no layout of {source} fits on --cluster = {cluster}{reason}; give {remedy}")
     if write is not None:
         heading = f"planned for {cluster}: {_line(found.best[0])}"
         write.write_text(job_text(found.best[0].job, heading), encoding="utf-8")
     if as_json:
-        print_json(_as_json(found, sequence, batch, practice))
+        print_json(_as_json(found, sequence, batch, practice, machines, training))
         return
     console = stdout_console()
-    console.print(_table(found))
+    console.print(_table(found, machines, training))
     if practice:
         console.print(practice, markup=False, highlight=False, soft_wrap=True)
+    predicted = f"{found.predicted} predicted" + ("" if found.exact else ", which is the limit")
     console.print(
-        f"{found.bounded} layouts bounded in {found.bound_s:.2f} s, {found.predicted} predicted; {batch} sequences of "
-        f"{sequence} tokens a step",
+        f"{found.bounded} layouts bounded in {found.bound_s:.2f} s, {predicted}; "
+        f"{batch} sequences of {sequence} tokens a step",
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
+    for line in _whole(found.best[0], machines, training):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for miss in found.misses:
         console.print(f"faster but too large: {why_not(miss, found)}", markup=False, highlight=False, soft_wrap=True)
 
@@ -78,20 +98,44 @@ def _model(source: str, overrides: list[str]) -> "tuple[Model, int | None]":
     return job.model, job.batch.sequence_length
 
 
-def _table(found: "Search") -> Any:
+def _economy(one: "Candidate", cluster: "Cluster", training: Training) -> "Economy | None":
+    from meshwright.plan import economy
+
+    if training.tokens is None:
+        return None
+    return economy(one.job, one.prediction, cluster, training.tokens, training.price)
+
+
+def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[str]:
+    """The best layout's whole training, in words."""
+    told = _economy(best, cluster, training)
+    if told is None:
+        return []
+    line = f"{told.tokens:.3g} tokens: {told.days:,.1f} days, {told.gpu_hours:,.0f} GPU-hours"
+    line += "" if told.cost is None else f", cost {told.cost:,.0f}"
+    if told.goodput is None or told.save_every_s is None:
+        return [line, "failures are not counted; --mtbf-hours says how often they come"]
+    saves = f"a checkpoint of {told.save_s:.1f} s every {told.save_every_s / 60:.0f} minutes"
+    return [line, f"goodput {told.goodput:.1%}: {saves}, half of that and a restart lost with every failure"]
+
+
+def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
     from rich.table import Table
 
     from meshwright.plan import layout_words, limit
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("layout", "tokens/s a GPU", "MFU", "step s", "GiB", "limited by"):
+    columns = ["layout", "tokens/s a GPU", "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
+    for name in [*columns, "limited by"]:
         table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
     for one in found.best:
         prediction = one.prediction
         mfu = "–" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         size = f"{prediction.fullest.device / GIB:.1f}"
         rate = f"{prediction.tokens_per_s_per_gpu:,.0f}"
-        table.add_row(layout_words(one.job), rate, mfu, f"{prediction.step_s:.3g}", size, limit(prediction))
+        told = _economy(one, cluster, training)
+        days = [] if told is None else [f"{told.days:,.1f}"]
+        table.add_row(layout_words(one.job), rate, mfu, f"{prediction.step_s:.3g}", size, *days, limit(prediction))
     return table
 
 
@@ -102,11 +146,15 @@ def _line(one: "Candidate") -> str:
     return f"{layout_words(one.job)}; {rate}, {one.prediction.fullest.device / GIB:.1f} GiB predicted"
 
 
-def _as_json(found: "Search", sequence: int, batch: int, practice: str) -> dict[str, Any]:
+def _as_json(
+    found: "Search", sequence: int, batch: int, practice: str, cluster: "Cluster", training: Training
+) -> dict[str, Any]:
     from meshwright.plan import limit, why_not
 
     def row(one: "Candidate") -> dict[str, Any]:
-        sections = {name: getattr(one.job, name).model_dump(mode="json") for name in ("batch", "layout", "memory")}
+        named = ("batch", "layout", "memory", "precision")
+        sections = {name: getattr(one.job, name).model_dump(mode="json") for name in named}
+        told = _economy(one, cluster, training)
         return {
             **sections,
             "step_s": one.prediction.step_s,
@@ -114,6 +162,7 @@ def _as_json(found: "Search", sequence: int, batch: int, practice: str) -> dict[
             "mfu": one.prediction.mfu,
             "device_bytes": one.prediction.fullest.device,
             "limited_by": limit(one.prediction),
+            "training": None if told is None else asdict(told),
         }
 
     return {
@@ -123,6 +172,7 @@ def _as_json(found: "Search", sequence: int, batch: int, practice: str) -> dict[
         "bounded": found.bounded,
         "predicted": found.predicted,
         "bound_s": found.bound_s,
+        "exact": found.exact,
         "layouts": [row(one) for one in found.best],
         "misses": [why_not(one, found) for one in found.misses],
     }

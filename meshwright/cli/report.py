@@ -39,7 +39,5 @@ def _plan(what: str, out: Path | None, cluster: str | None) -> Path:
     from meshwright.studio import write_plan_report
 
     job = load_job(what, []).job
-    if cluster is not None:
-        job = job.model_copy(update={"cluster": parse_cluster(cluster)})
     name = Path(what).stem
-    return write_plan_report(job, name, out or Path(f"{name}.html"))
+    return write_plan_report(job, parse_cluster(cluster) if cluster else job.cluster, name, out or Path(f"{name}.html"))

@@ -21,6 +21,9 @@ def train(
     resume: bool = typer.Option(
         False, "--resume", help="Continue the run in run.folder, or JOB itself where that is a run folder."
     ),
+    nodes: int = typer.Option(1, "--nodes", min=1, help="Machines, with --nproc ranks each; run this on every one."),
+    node_rank: int = typer.Option(0, "--node-rank", min=0, help="Which of the machines this is."),
+    master: str | None = typer.Option(None, "--master", metavar="HOST:PORT", help="Where the machines meet."),
     as_json: bool = JSON,
 ) -> None:
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
@@ -28,6 +31,11 @@ def train(
     from meshwright.errors import UserError
     from meshwright.launch.ranks import find_place, slurm_variables
 
+    if master is not None:
+        _as_node(job, overrides, resume, nproc, (node_rank, nodes, master))
+        return
+    if nodes > 1:
+        raise UserError(f"--nodes {nodes} needs --master HOST:PORT, where the machines meet; give it on every machine")
     os.environ.update(slurm_variables(os.environ))
     place = find_place(os.environ)
     console = stderr_console() if as_json else stdout_console()
@@ -69,6 +77,27 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     if folder.state() == "stopped":
+        raise typer.Exit(130)
+
+
+def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, place: tuple[int, int, str]) -> None:
+    from meshwright.errors import UserError
+    from meshwright.job import load_job
+    from meshwright.launch.nodes import Node
+
+    node = Node(*place)
+    if nproc is None or not resume:
+        raise UserError("--master starts one machine's ranks of a run that is there; add --nproc and --resume")
+    loaded = load_job(job, overrides)
+
+    from meshwright.cli.output import rank_failures_told
+    from meshwright.launch.several import launch_node
+    from meshwright.studio import write_report
+
+    words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
+    with rank_failures_told():
+        folder = launch_node(loaded, nproc, node, words, on_end=write_report)
+    if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
         raise typer.Exit(130)
 
 

@@ -1,10 +1,35 @@
 """From text to batches: prepare tokens once, then read any step of them by its position."""
 
 from meshwright.data.batch import Batch, Step
+from meshwright.data.corpus import Corpus
+from meshwright.data.judged import evaluation_windows
 from meshwright.data.loader import Loader, validation_batches
-from meshwright.data.prepare import Corpus, prepare
-from meshwright.data.samples import IGNORE
+from meshwright.data.mixture import training_index, training_stream, validation_windows
+from meshwright.data.prepare import prepare
+from meshwright.data.samples import IGNORE, RunningWindows
 from meshwright.data.store import TokenStore
+from meshwright.data.stream import Stream
+from meshwright.data.streaming import Cursor, MemoryTokens, StreamLoader, open_flow
 from meshwright.data.tokenizer import Tokenizer
 
-__all__ = ["IGNORE", "Batch", "Corpus", "Loader", "Step", "TokenStore", "Tokenizer", "prepare", "validation_batches"]
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Corpus",
+    "Cursor",
+    "Loader",
+    "MemoryTokens",
+    "RunningWindows",
+    "Step",
+    "Stream",
+    "StreamLoader",
+    "TokenStore",
+    "Tokenizer",
+    "evaluation_windows",
+    "open_flow",
+    "prepare",
+    "training_index",
+    "training_stream",
+    "validation_batches",
+    "validation_windows",
+]

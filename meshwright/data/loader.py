@@ -4,53 +4,54 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from meshwright.data.batch import Batch, Step, stack_samples
-from meshwright.data.samples import IGNORE, count_valid, count_windows, read_sample, read_window
-from meshwright.data.store import TokenStore
+from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
+from meshwright.data.samples import IGNORE, Sample, Windows
+from meshwright.data.stream import Stream
+from meshwright.data.watch import Report, Roll, Watch, to_stderr
 from meshwright.errors import UserError
 
 
 class Loader:
-    """An endless iterator over steps; which samples they hold depends on seed and position alone.
+    """An endless iterator over steps; which samples they hold depends on the stream and the position alone.
 
     Rank r of n reads the r-th of n equal parts of every step; the position counts the samples of all ranks.
     """
 
     def __init__(
         self,
-        store: TokenStore,
+        stream: Stream,
         *,
-        seed: int,
-        sequence_length: int,
         global_batch: int,
         position: int = 0,
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
-        mask_documents: bool = False,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        if count_windows(store, sequence_length) == 0:
-            raise UserError(
-                f"data.sources hold {len(store)} training tokens, too few for one sequence of "
-                f"batch.sequence_length = {sequence_length}, which takes {sequence_length + 1}; "
-                "add text or choose a shorter sequence"
-            )
-        self._steps = _Steps(store, seed, sequence_length, global_batch, mask_documents, rank, ranks)
+        self._steps = _Steps(stream, global_batch, rank, ranks, Roll(workers))
         self._position = position
         self._workers = workers
         self._prefetch = prefetch
         self._pin_memory = pin_memory
-        self._iterator: Iterator[Step | UserError] | None = None
+        self._iterator: Iterator[Step | Parcel | UserError] | None = None
+        self._watch: Watch | None = None
+        self.on_slow: Report = to_stderr
+        """Told in a sentence of a worker that keeps training waiting."""
+
+    @property
+    def epochs(self) -> tuple[float, ...]:
+        """How often each source (or all of them as one) was gone through up to the position."""
+        return self._steps.stream.epochs(self._position)
 
     @property
     def position(self) -> int:
@@ -64,20 +65,35 @@ class Loader:
         self.start()
         assert self._iterator is not None
         try:
+            if self._watch is not None:
+                self._watch.waiting_since = time.monotonic()
             step = next(self._iterator)
         except RuntimeError as error:
             self.close()
+            raise self.explained(error) from error
+        except (EOFError, OSError) as error:  # of a worker that dies while it hands over a step
+            self.close()
             if self._workers == 0:
                 raise
-            raise RuntimeError(
-                f"one of data.workers = {self._workers} data worker processes failed ({error}); it may have run out of "
-                "memory or of space in /dev/shm: try fewer workers, or data.workers = 0"
-            ) from error
+            raise _failed(f"one of data.workers = {self._workers} data worker processes failed ({error!r})") from error
+        finally:
+            if self._watch is not None:
+                self._watch.waiting_since = None
         if isinstance(step, UserError):
             self.close()
             raise step
         self._position += self._steps.global_batch
-        return step
+        return step.unpacked() if isinstance(step, Parcel) else step
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """The error itself, or one that names the worker whose death it tells of.
+
+        A worker's death is noticed by a signal, so that it is raised wherever this process happens to be.
+        """
+        failed = self._steps.roll.name_failed(str(error)) if self._workers else None
+        if failed is None:
+            return error
+        return _failed(failed)
 
     def start(self) -> None:
         """Have the workers read ahead from now on; the first step asked for would start them too.
@@ -87,22 +103,27 @@ class Loader:
         """
         if self._iterator is None:
             self._iterator = self._read_ahead()
+            if self._workers:
+                self._watch = Watch(self._steps.roll, lambda sentence: self.on_slow(sentence))
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
         self._iterator = None
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
-    def _read_ahead(self) -> Iterator[Step | UserError]:
+    def _read_ahead(self) -> Iterator[Step | Parcel | UserError]:
         many = self._workers > 0
         loader = DataLoader(
             self._steps,
             batch_size=None,
             sampler=itertools.count(self._position, self._steps.global_batch),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if many else None,
             pin_memory=self._pin_memory,
-            worker_init_fn=_leave_signals_to_the_parent if many else None,
+            worker_init_fn=leave_signals_to_the_parent if many else None,
             multiprocessing_context="fork" if many and sys.platform == "linux" else None,
             # Without its own generator the loader would draw from the global one, and a resumed run would differ.
             generator=torch.Generator(),
@@ -111,64 +132,62 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class _Steps(Dataset[Step | UserError]):
+class _Steps(Dataset[Step | Parcel | UserError]):
     """A rank's part of every step, by the number of the step's first sample."""
 
-    store: TokenStore
-    seed: int
-    sequence_length: int
+    stream: Stream
     global_batch: int
-    mask_documents: bool
     rank: int
     ranks: int
+    roll: Roll
 
-    def __getitem__(self, first: int) -> Step | UserError:
-        share = self.global_batch // self.ranks
-        ids = range(first + self.rank * share, first + (self.rank + 1) * share)
-        others = [i for i in range(first, first + self.global_batch) if i not in ids]
-        settings = (self.store, self.seed, self.sequence_length)
+    def __getitem__(self, first: int) -> Step | Parcel | UserError:
+        worker = get_worker_info()
         try:
-            samples = [read_sample(*settings, i, self.mask_documents) for i in ids]
-            elsewhere = sum(count_valid(*settings, i, self.mask_documents) for i in others)
+            if worker is None:
+                return self._read(first)
+            self.roll.begins(worker.id, first)
+            return make_parcel(*self._samples(first))
         except UserError as error:
             # Handed over as a value: raised in a worker it would arrive as a page of traceback.
             return error
-        batch = stack_samples(samples, ids)
-        return Step(batch, batch.valid_count() + elsewhere)
+        finally:
+            if worker is not None:
+                self.roll.ends(worker.id)
+
+    def _read(self, first: int) -> Step:
+        samples, mine, valid_count, tokens = self._samples(first)
+        batch = stack_samples(list(samples), mine)
+        return Step(batch, batch.valid_count() + valid_count, sum(batch.lengths) + tokens)
+
+    def _samples(self, first: int) -> tuple[Iterator[Sample], range, int, int]:
+        """This rank's samples, read as they are asked for, and their numbers; the labels and tokens of the others'."""
+        share = self.global_batch // self.ranks
+        mine = range(first + self.rank * share, first + (self.rank + 1) * share)
+        others = itertools.chain(range(first, mine.start), range(mine.stop, first + self.global_batch))
+        return map(self.stream.read, mine), mine, *self.stream.facts_of(others)
 
 
-def validation_batches(
-    store: TokenStore, sequence_length: int, micro_batch: int, count: int, mask_documents: bool
-) -> Iterator[Batch]:
-    """The first count batches of the store in its own order; fewer when it is small.
+def validation_batches(windows: Windows, micro_batch: int, count: int) -> Iterator[Batch]:
+    """The first count batches of the windows in their own order; fewer when there are few.
 
     All have micro_batch samples: the last is filled up with repeats that have number -1 and no valid label.
     """
-    windows = count_windows(store, sequence_length)
-    if windows == 0:
-        raise UserError(
-            f"data.validation_fraction leaves {len(store)} tokens for validation, too few for one sequence of "
-            f"batch.sequence_length = {sequence_length}; raise it or add text"
-        )
-    return _validation_batches(store, sequence_length, micro_batch, min(windows, count * micro_batch), mask_documents)
-
-
-def _validation_batches(
-    store: TokenStore, sequence_length: int, micro_batch: int, windows: int, mask_documents: bool
-) -> Iterator[Batch]:
-    for first in range(0, windows, micro_batch):
-        ids = list(range(first, min(first + micro_batch, windows)))
-        samples = [read_window(store, sequence_length, window, mask_documents) for window in ids]
+    last = min(len(windows), count * micro_batch)
+    for first in range(0, last, micro_batch):
+        ids = list(range(first, min(first + micro_batch, last)))
+        samples = [windows.read(window) for window in ids]
         missing = micro_batch - len(ids)
-        filler = replace(samples[-1], labels_S=np.full(sequence_length, IGNORE, np.int64))
+        filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64))
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
 
 
-def _as_it_is(item: Any) -> Any:
+def as_it_is(item: Any) -> Any:
+    """What a worker made, unchanged."""
     return item
 
 
-def _leave_signals_to_the_parent(worker: int) -> None:
+def leave_signals_to_the_parent(worker: int) -> None:
     """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
 
     SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits.
@@ -176,3 +195,9 @@ def _leave_signals_to_the_parent(worker: int) -> None:
     os.setpgid(0, 0)
     for name in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
+
+
+def _failed(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what}; it may have run out of memory or of space in /dev/shm: try fewer data.workers, or data.workers = 0"
+    )

@@ -19,10 +19,23 @@ def permute(index: int, count: int, key: int) -> int:
             return value
 
 
-def window_of(sample: int, windows: int, seed: int) -> int:
-    """The window that sample reads: every window once per epoch, each epoch in an order of its own."""
+def window_of(sample: int, windows: int, seed: int, group: int = 1) -> int:
+    """The window that sample reads: every window once per epoch, each epoch in an order of its own.
+
+    With a group, so many neighbouring windows come one after the other: shuffled among themselves, and the groups too.
+    """
     epoch, index = divmod(sample, windows)
-    return permute(index, windows, mix(epoch, key=mix(seed)))
+    key = mix(epoch, key=mix(seed))
+    if group == 1:
+        return permute(index, windows, key)
+    groups, rest = divmod(windows, group)
+    # The windows that fill no group come last in the epoch; where among the others they lie changes with it.
+    rest_at = mix(1, key) % (groups + 1)
+    if index >= groups * group:
+        return rest_at * group + permute(index - groups * group, rest, mix(2, key))
+    number, inside = divmod(index, group)
+    number = permute(number, groups, key)
+    return number * group + (rest if number >= rest_at else 0) + permute(inside, group, mix(number + 3, key))
 
 
 def _feistel(value: int, half_bits: int, key: int) -> int:

@@ -4,21 +4,27 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
+from meshwright.data.chat import ChatTemplate, load_chat_template
+from meshwright.data.corpus import Corpus
+from meshwright.data.join import joined
 from meshwright.data.mixing import fraction_of
+from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document
-from meshwright.data.store import FileTokens, SyntheticTokens, TokenStore, sync, token_dtype
+from meshwright.data.store import FileTokens, SyntheticTokens, sync, token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
-FORMAT = 1
+FORMAT = 2
 TOKENIZER = "tokenizer.json"
 # More text hardly changes the merges of a tokenizer; this much keeps the first run of a demo short.
 TRAINING_BYTES = 20_000_000
@@ -26,32 +32,34 @@ _SAMPLING_KEY = 0x70_4B_E2
 _BATCH_BYTES = 4_000_000
 
 Report = Callable[[str, float], None]
+Read = Callable[[Sequence[Source]], Iterator[Document]]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Prepared data: both splits, the tokenizer that made them and their folder (neither for synthetic tokens)."""
+def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
+    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it.
 
-    tokenizer: Tokenizer | None
-    train: TokenStore
-    validation: TokenStore
-    folder: Path | None
-
-
-def prepare(data: Data, vocab_size: int, report: Report | None = None) -> Corpus:
-    """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it."""
+    A tokenizer that is given stands in the place of the section's own.
+    """
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
+    if any(is_prepared(name) for name in data.sources):
+        return _prepared(data, vocab_size)
     sources = list_sources(data.sources)
-    given = _given_tokenizer(data.tokenizer, vocab_size)
+    given = tokenizer or _given_tokenizer(data.tokenizer, vocab_size)
+    chat = _chat_template(data)
     root = cache_root(data.cache)
-    folder = root / f"tokens-{_key(data, sources, vocab_size, given)}"
+    folder = root / f"tokens-{_key(data, sources, vocab_size, given, chat)}"
     sweep(root)
     if not _is_complete(folder):
         try:
-            with building(folder, _is_complete) as partial:
-                tokenizer = given or train_tokenizer(_training_texts(sources, data.text_field, report), vocab_size)
-                _write(partial, data, sources, tokenizer, report)
+            with building(folder, _is_complete) as draft:
+                with _reading(data, sources, chat, root) as (read, apart):
+                    used = given or train_tokenizer(_training_texts(apart, read, report), vocab_size)
+                    _write(draft, data, apart, read, used, report)
+                if _state(list_sources(data.sources)) != _state(sources):
+                    raise UserError(
+                        "data.sources changed while it was read; start again when nothing writes to it any more"
+                    )
         except OSError as error:
             raise _unwritable(error, root, sources, vocab_size) from error
     return _open(folder)
@@ -67,6 +75,52 @@ def _synthetic(data: Data, vocab_size: int) -> Corpus:
     return Corpus(None, endless, apart, None)
 
 
+def _prepared(data: Data, vocab_size: int) -> Corpus:
+    """Folders that `meshwright data prepare` made, one behind the other; the tokenizer is theirs."""
+    if data.format != "text":
+        raise UserError(
+            f'data.format = "{data.format}" cannot read prepared folders, which hold plain text; name the '
+            "conversations' own files in data.sources"
+        )
+    folders = []
+    for name in data.sources:
+        if not is_prepared(name):
+            raise UserError(f"data.sources mixes prepared folders with {name}; prepare that too, or leave it out")
+        folders.append(open_prepared(Path(name).expanduser()))
+    first = folders[0]
+    for other in folders[1:]:
+        if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
+            raise UserError(
+                f"data.sources: {other.folder} was prepared with another tokenizer than {first.folder}; prepare one of "
+                "them again with the other's tokenizer.json"
+            )
+    require_tokenizer(first, data.tokenizer, vocab_size)
+    train, validation = (
+        ShardedTokens([part for folder in folders for part in folder.store(split).parts])
+        for split in ("train", "validation")
+    )
+    bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
+    # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
+    alone = len(folders) == 1
+    return Corpus(first.tokenizer, train, validation, first.folder if alone else None, () if alone else bounds)
+
+
+def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int) -> None:
+    """Refuse a tokenizer that did not make the tokens, and a model too small for them."""
+    if tokenizer is not None:
+        given = load_tokenizer(Path(tokenizer).expanduser())
+        if given.fingerprint() != prepared.manifest.tokenizer_sha256:
+            raise UserError(
+                f"data.tokenizer = {tokenizer} is not the one {prepared.folder} was prepared with; leave it out, or "
+                "prepare the folder again with it"
+            )
+    if prepared.manifest.vocab_size > vocab_size:
+        raise UserError(
+            f"model.vocab_size = {vocab_size} is smaller than the {prepared.manifest.vocab_size} entries of the "
+            f"tokenizer {prepared.folder} was prepared with; set it to at least {prepared.manifest.vocab_size}"
+        )
+
+
 def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
     if name is None:
         return None
@@ -80,14 +134,25 @@ def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _key(data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenizer | None) -> str:
+def _chat_template(data: Data) -> ChatTemplate | None:
+    if data.format == "text":
+        return None
+    tokenizer = None if data.tokenizer is None else Path(data.tokenizer).expanduser()
+    return load_chat_template(tokenizer, data.chat_template)
+
+
+def _key(
+    data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenizer | None, chat: ChatTemplate | None
+) -> str:
     """A name for exactly this preparation: anything that would change the tokens changes it."""
     identity = {
         "format": FORMAT,
         "files": _state(sources),
         "text_field": data.text_field,
+        "join": data.join,
         "tokenizer": given.fingerprint() if given else vocab_size,
         "validation_fraction": data.validation_fraction,
+        "chat": None if chat is None else chat.fingerprint,
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -96,11 +161,23 @@ def _state(sources: Sequence[Source]) -> list[list[str | int]]:
     return [[str(file.path), file.size_bytes, file.modified_ns] for source in sources for file in source.files]
 
 
-def _training_texts(sources: Sequence[Source], text_field: str, report: Report | None) -> Iterator[str]:
+@contextmanager
+def _reading(
+    data: Data, sources: Sequence[Source], chat: ChatTemplate | None, root: Path
+) -> Iterator[tuple[Read, Sequence[Source]]]:
+    """How documents are read, and the sources that they are read from: joined ones are one."""
+    if data.join is None:
+        yield partial(iterate_documents, text_field=data.text_field, chat=chat), sources
+    else:
+        with joined(sources, data.text_field, data.join, root) as table:
+            yield table.documents, sources[:1]
+
+
+def _training_texts(sources: Sequence[Source], read: Read, report: Report | None) -> Iterator[str]:
     """A fixed sample of the documents, at most TRAINING_BYTES of them."""
     total = sum(source.size_bytes for source in sources)
     taken = 0
-    for number, document in enumerate(iterate_documents(sources, text_field)):
+    for number, document in enumerate(read(sources)):
         if taken and fraction_of(number, _SAMPLING_KEY) >= TRAINING_BYTES / total:
             continue
         yield document.text
@@ -111,28 +188,38 @@ def _training_texts(sources: Sequence[Source], text_field: str, report: Report |
             return
 
 
-def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, report: Report | None) -> None:
-    fraction = data.validation_fraction
-    by_document = fraction == 0 or splits_by_document(iterate_documents(sources, data.text_field), fraction)
+def _write(
+    folder: Path,
+    data: Data,
+    sources: Sequence[Source],
+    read: Read,
+    tokenizer: Tokenizer,
+    report: Report | None,
+) -> None:
+    fraction, marked = data.validation_fraction, data.format == "conversations"
+    # The end of a conversation without its beginning would be no test of anything.
+    by_document = marked or fraction == 0 or splits_by_document(read(sources), fraction)
     dtype = token_dtype(tokenizer.vocab_size)
     total = sum(source.size_bytes for source in sources)
     done = 0
-    with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document) as writer:
-        for batch in _batches(iterate_documents(sources, data.text_field)):
-            for document, tokens in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-                writer.add(tokens, last_piece=document.last_piece)
-                done += document.source_bytes
-            if report:
-                report("tokens", done / total)
+    bounds = [0]
+    with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document, marked=marked) as writer:
+        for source in sources:
+            for batch in _batches(read([source])):
+                _add(writer, tokenizer, batch)
+                done += sum(document.source_bytes for document in batch)
+                if report:
+                    report("tokens", done / total)
+            bounds.append(writer.train.count)
         writer.finish()
-    if _state(list_sources(data.sources)) != _state(sources):
-        raise UserError("data.sources changed while it was read; start again when nothing writes to it any more")
     tokenizer.save(folder / TOKENIZER)
     manifest = {
         "format": FORMAT,
         "dtype": dtype.str,
         "tokens": {"train": writer.train.count, "validation": writer.validation.count},
         "documents": {"train": writer.train.documents, "validation": writer.validation.documents},
+        "source_bounds": bounds,
+        "content": data.format,
         "split": "documents" if by_document else "end of each document",
         "sources": [{"name": s.name, "files": len(s.files), "bytes": s.size_bytes} for s in sources],
         "text_field": data.text_field,
@@ -144,6 +231,17 @@ def _write(folder: Path, data: Data, sources: Sequence[Source], tokenizer: Token
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     sync(folder / TOKENIZER)
     sync(folder / MANIFEST)
+
+
+def _add(writer: SplitWriter, tokenizer: Tokenizer, batch: Sequence[Document]) -> None:
+    texts = [document.text for document in batch]
+    marks = [document.marks for document in batch if document.marks is not None]
+    if marks:
+        for text, spans, (tokens, targets) in zip(texts, marks, tokenizer.encode_marked(texts, marks), strict=True):
+            writer.add_marked(tokens, targets, end_counts=spans[-1][1] > len(text))
+    else:
+        for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
+            writer.add(tokens, last_piece=document.last_piece)
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -177,9 +275,16 @@ def _is_complete(folder: Path) -> bool:
 def _open(folder: Path) -> Corpus:
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     train, validation = (
-        FileTokens(folder, split, manifest["tokens"][split], manifest["dtype"]) for split in ("train", "validation")
+        FileTokens(
+            folder,
+            split,
+            manifest["tokens"][split],
+            manifest["dtype"],
+            has_targets=manifest["content"] == "conversations",
+        )
+        for split in ("train", "validation")
     )
-    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder)
+    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder, tuple(manifest["source_bounds"]))
 
 
 def _unwritable(error: OSError, root: Path, sources: Sequence[Source], vocab_size: int) -> UserError:

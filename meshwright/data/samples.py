@@ -1,10 +1,11 @@
-"""Sample i: a window of the tokens, its labels, and where documents lie in it. S = sequence length."""
+"""Windows of the tokens, each a sample with its labels and where documents lie in it. S = sequence length."""
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from meshwright.data.order import window_of
 from meshwright.data.store import Int64Array, TokenStore
 
 IGNORE = -100
@@ -13,43 +14,99 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence; positions and document numbers only where documents are masked from each other."""
+    """One sequence; positions only where documents are masked from each other, and then 0 where each begins."""
 
     tokens_S: Int64Array
     labels_S: Int64Array
     positions_S: Int64Array | None
-    document_ids_S: Int64Array | None
+    length: int
+    """Places before the padding."""
+
+    @property
+    def document_count(self) -> int:
+        """Documents in the sequence, the padding as one; 1 where they are not masked from each other."""
+        return 1 if self.positions_S is None else int((self.positions_S == 0).sum())
 
 
-def count_windows(store: TokenStore, sequence_length: int) -> int:
-    """How many windows a store holds; the last token of each is only a label."""
-    return max(0, len(store) - 1) // sequence_length
+class Windows(Protocol):
+    """Sequences of one length, by number; can be sent to another process."""
+
+    def __len__(self) -> int:
+        """Number of windows."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Places in each."""
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every label of every window counts."""
+
+    def read(self, window: int) -> Sample:
+        """The window as a sample."""
+
+    def count_valid(self, window: int) -> int:
+        """Labels of a window that count in the loss, without reading its tokens."""
+
+    def length(self, window: int) -> int:
+        """Places of a window before the padding."""
 
 
-def read_sample(store: TokenStore, seed: int, sequence_length: int, index: int, mask_documents: bool) -> Sample:
-    """Sample index of the endless shuffled stream: a pure function of seed and index."""
-    window = window_of(index, count_windows(store, sequence_length), seed)
-    return read_window(store, sequence_length, window, mask_documents)
+@dataclass(frozen=True)
+class RunningWindows:
+    """Text cut into equal windows wherever they end: nothing is padded, and documents are cut."""
+
+    store: TokenStore
+    sequence_length: int
+    mask_documents: bool = False
+    start: int = 0
+    stop: int | None = None
+    """The part of the store that is cut; all of it when not given."""
+
+    def __len__(self) -> int:
+        stop = len(self.store) if self.stop is None else self.stop
+        return max(0, stop - self.start - 1) // self.sequence_length  # the last token of each is only a label
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every label of every window counts."""
+        return not self.mask_documents and self.store.targets(0, 0) is None
+
+    def read(self, window: int) -> Sample:
+        """The window as a sample."""
+        start, length = self.start + window * self.sequence_length, self.sequence_length
+        tokens = self.store.read(start, start + length + 1)
+        labels = tokens[1:]
+        targets = self.store.targets(start + 1, start + length + 1)
+        if targets is not None:
+            labels = np.where(targets, labels, IGNORE)
+        if not self.mask_documents:
+            return Sample(tokens[:-1], labels, None, length)
+        # A document that begins before the window counts as beginning with it.
+        starts = np.concatenate(([0], self.store.starts_between(start + 1, start + length + 1) - start))
+        labels = labels.copy()
+        labels[starts[1:] - 1] = IGNORE
+        return Sample(tokens[:-1], labels, positions_from(starts, length), length)
+
+    def count_valid(self, window: int) -> int:
+        """Labels of a window that count in the loss."""
+        start, length = self.start + window * self.sequence_length, self.sequence_length
+        targets = self.store.targets(start + 1, start + length + 1)
+        if not self.mask_documents:
+            return length if targets is None else int(targets.sum())
+        starts = self.store.starts_between(start + 1, start + length + 1)
+        if targets is None:
+            return length - len(starts)
+        return int(targets.sum() - targets[starts - start - 1].sum())
+
+    def length(self, window: int) -> int:
+        """Every place: there is no padding."""
+        return self.sequence_length
 
 
-def count_valid(store: TokenStore, seed: int, sequence_length: int, index: int, mask_documents: bool) -> int:
-    """Labels of a sample that count in the loss, without reading its tokens."""
-    if not mask_documents:
-        return sequence_length
-    start = window_of(index, count_windows(store, sequence_length), seed) * sequence_length
-    return sequence_length - len(store.starts_between(start + 1, start + sequence_length + 1))
-
-
-def read_window(store: TokenStore, sequence_length: int, window: int, mask_documents: bool) -> Sample:
-    """The window as a sample, in the order of the store."""
-    start = window * sequence_length
-    tokens = store.read(start, start + sequence_length + 1)
-    if not mask_documents:
-        return Sample(tokens[:-1], tokens[1:], None, None)
-    # A document that begins before the window counts as beginning with it.
-    starts = np.concatenate(([0], store.starts_between(start + 1, start + sequence_length + 1) - start))
-    labels = tokens[1:].copy()
-    labels[starts[1:] - 1] = IGNORE
-    places = np.arange(sequence_length, dtype=np.int64)
-    document_ids = np.searchsorted(starts, places, side="right") - 1
-    return Sample(tokens[:-1], labels, places - starts[document_ids], document_ids)
+def positions_from(starts: Int64Array, length: int) -> Int64Array:
+    """Positions within documents that begin at the given places, the first at 0."""
+    positions = np.arange(length, dtype=np.int64)
+    for start, stop in pairwise([*starts.tolist()[1:], length]):
+        positions[start:stop] -= start
+    return positions

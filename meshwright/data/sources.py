@@ -7,7 +7,11 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from meshwright.data.chat import ChatTemplate
+from meshwright.data.conversations import BadConversation, conversation_of
+from meshwright.data.tokenizer import Spans
 from meshwright.errors import UserError
 
 STDLIB = "builtin:stdlib"
@@ -58,6 +62,8 @@ class Document:
     origin: str
     source_bytes: int
     last_piece: bool = True
+    marks: Spans | None = None
+    """The parts of the text that the loss counts; None where it counts all."""
 
 
 def list_sources(names: Sequence[str]) -> list[Source]:
@@ -65,19 +71,46 @@ def list_sources(names: Sequence[str]) -> list[Source]:
     return [Source(name, tuple(_files_of(name))) for name in names]
 
 
-def iterate_documents(sources: Sequence[Source], text_field: str) -> Iterator[Document]:
-    """The documents of the sources in order, read as they are asked for; those of only white space are left out."""
+def iterate_documents(
+    sources: Sequence[Source], text_field: str, chat: ChatTemplate | None = None
+) -> Iterator[Document]:
+    """The documents of the sources in order, read as they are asked for; those of only white space are left out.
+
+    With a chat template every line is a conversation.
+    """
     for source in sources:
         empty = True
         for file in source.files:
             try:
-                for document in _documents_of(file, text_field):
+                for document in _documents_of(file, text_field) if chat is None else _conversations(file.path, chat):
                     empty = False
                     yield document
             except OSError as error:
                 raise _unreadable(file.path, error) from error
         if empty:
             raise UserError(f"data.sources: {source.name} holds no text; put some there or remove it from the list")
+
+
+def iterate_keyed(source: Source, text_field: str, key_field: str) -> Iterator[tuple[str, Document]]:
+    """The documents of a source of JSONL files, each with the key in another of its fields."""
+    for file in source.files:
+        if file.path.suffix.lower() != JSONL_SUFFIX:
+            raise UserError(
+                f"data.join joins {JSONL_SUFFIX} files, not {file.path}; write a document with its key a line"
+            )
+        with file.path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                origin = f"{file.path}:{number}"
+                if not line.strip():
+                    continue
+                text = _text_of_line(file.path, origin, line, text_field)
+                key = _record_of_line(file.path, origin, line).get(key_field)
+                if isinstance(key, bool) or not isinstance(key, str | int):
+                    raise UserError(
+                        f'data.sources: {origin} has no text or whole number in its field "{key_field}" to join it by; '
+                        "correct data.join, or mend the line"
+                    )
+                yield str(key), Document(text, origin, len(line))
 
 
 def _files_of(source: str) -> Iterator[SourceFile]:
@@ -88,7 +121,7 @@ def _files_of(source: str) -> Iterator[SourceFile]:
         raise UserError(f'data.sources names "{source}", which does not exist; choose {STDLIB} or {SYNTHETIC}')
     path = Path(source).expanduser().resolve()
     if path.is_dir():
-        paths = [p for p in _walk(path) if p.suffix.lower() in TEXT_SUFFIXES or p.suffix.lower() == JSONL_SUFFIX]
+        paths = [p for p in walk(path) if p.suffix.lower() in TEXT_SUFFIXES or p.suffix.lower() == JSONL_SUFFIX]
         if not paths:
             raise UserError(f"data.sources: the folder {path} holds no text or {JSONL_SUFFIX} files; name another")
         yield from map(_listed, paths)
@@ -100,14 +133,14 @@ def _files_of(source: str) -> Iterator[SourceFile]:
 
 def _stdlib_files() -> Iterator[SourceFile]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    paths = [path for path in _walk(root, leave_out=_NOT_STDLIB) if path.suffix == ".py"]
+    paths = [path for path in walk(root, leave_out=_NOT_STDLIB) if path.suffix == ".py"]
     if not paths:
         raise UserError(f"data.sources: {STDLIB} finds no Python source under {root}; name your own text files")
     for path in paths:
         yield _listed(path, skip_if_not_utf8=True)
 
 
-def _walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
+def walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
     """The visible files below a folder, sorted; links to folders are not followed, since they may form loops."""
     paths = []
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
@@ -188,9 +221,26 @@ def _jsonl_documents(path: Path, text_field: str) -> Iterator[Document]:
                 yield Document(text, origin, len(line))
 
 
-def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
+def _conversations(path: Path, chat: ChatTemplate) -> Iterator[Document]:
+    if path.suffix.lower() != JSONL_SUFFIX:
+        raise UserError(
+            f'data.format = "conversations" reads {JSONL_SUFFIX} files, not {path}; write a conversation a line'
+        )
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            origin = f"{path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                text, marks = chat.render(conversation_of(_record_of_line(path, origin, line)))
+            except BadConversation as error:
+                raise UserError(f"data.sources: {origin} {error}; mend or remove that line") from error
+            yield Document(_without_surrogates(text, origin), origin, len(line), marks=marks)
+
+
+def _record_of_line(path: Path, origin: str, line: bytes) -> Any:
     try:
-        record = json.loads(line.decode("utf-8-sig").strip())
+        return json.loads(line.decode("utf-8-sig").strip())
     except UnicodeDecodeError as error:
         raise _not_utf8(path, origin, error) from error
     except (ValueError, RecursionError) as error:
@@ -198,6 +248,10 @@ def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise UserError(f"data.sources: {origin} is not JSON ({reason}); mend or remove that line") from error
+
+
+def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
+    record = _record_of_line(path, origin, line)
     if not isinstance(record, dict) or text_field not in record:
         keys = "only " + ", ".join(list(record)[:5]) if isinstance(record, dict) and record else "no fields at all"
         raise UserError(
@@ -210,6 +264,10 @@ def _text_of_line(path: Path, origin: str, line: bytes, text_field: str) -> str:
             f'data.sources: {origin} has a {type(text).__name__} in its field "{text_field}" where text is needed; '
             "set data.text_field to the one that holds the text, or mend the line"
         )
+    return _without_surrogates(text, origin)
+
+
+def _without_surrogates(text: str, origin: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

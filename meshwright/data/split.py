@@ -41,10 +41,17 @@ class SplitWriter:
     """Writes encoded documents to the training and validation files, each ended by the end of text."""
 
     def __init__(
-        self, folder: Path, dtype: np.dtype[Any], end_of_text: int, fraction: float, *, by_document: bool
+        self,
+        folder: Path,
+        dtype: np.dtype[Any],
+        end_of_text: int,
+        fraction: float,
+        *,
+        by_document: bool,
+        marked: bool = False,
     ) -> None:
-        self.train = TokenWriter(folder, "train", dtype)
-        self.validation = TokenWriter(folder, "validation", dtype)
+        self.train = TokenWriter(folder, "train", dtype, marked=marked)
+        self.validation = TokenWriter(folder, "validation", dtype, marked=marked)
         self._end_of_text = end_of_text
         self._fraction = fraction
         self._by_document = by_document
@@ -59,6 +66,15 @@ class SplitWriter:
     ) -> None:
         self.train.close()
         self.validation.close()
+
+    def add_marked(self, tokens: list[int], targets: list[bool], *, end_counts: bool) -> None:
+        """Add a whole document of which the loss counts some tokens, perhaps its end too."""
+        writer = self.validation if held_out(self._ordinal, self._fraction) else self.train
+        writer.begin_document()
+        if tokens[-1] != self._end_of_text:
+            tokens, targets = [*tokens, self._end_of_text], [*targets, end_counts]
+        writer.append(tokens, targets)
+        self._ordinal += 1
 
     def add(self, tokens: list[int], *, last_piece: bool) -> None:
         """Add a document, or the next piece of the one begun."""

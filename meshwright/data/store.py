@@ -4,7 +4,7 @@ import os
 from array import array
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ class TokenStore(Protocol):
     def starts_between(self, start: int, stop: int) -> Int64Array:
         """Where documents start, start included and stop not."""
 
+    def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which of the tokens the loss counts; None where it counts all."""
+
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Two bytes a token where they are enough, else four; little endian on every machine."""
@@ -36,44 +39,55 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class FileTokens:
     """A token file and its document starts, opened on first use in whichever process reads it."""
 
-    def __init__(self, folder: Path, split: str, count: int, dtype: str) -> None:
+    def __init__(self, folder: Path, split: str, count: int, dtype: str, has_targets: bool = False) -> None:
         self._tokens_path = folder / f"{split}.bin"
         self._starts_path = folder / f"{split}.documents.npy"
+        self._targets_path = folder / f"{split}.targets.bin" if has_targets else None
         self._count = count
         self._dtype = np.dtype(dtype)
         self._tokens: NDArray[Any] | None = None
         self._starts: Int64Array | None = None
+        self._targets: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return self._count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None, "_starts": None}
+        return {**self.__dict__, "_tokens": None, "_starts": None, "_targets": None}
 
     def read(self, start: int, stop: int) -> Int64Array:
         """The tokens from start up to stop."""
         if self._tokens is None:
-            self._tokens = self._map_tokens()
+            self._tokens = self._map(self._tokens_path, self._dtype)
         return self._tokens[start:stop].astype(np.int64)
 
     def starts_between(self, start: int, stop: int) -> Int64Array:
         """Where documents start, start included and stop not."""
         if self._starts is None:
             try:
-                self._starts = np.load(self._starts_path, mmap_mode="r")
+                self._starts = np.asarray(np.load(self._starts_path, mmap_mode="r"))
             except (OSError, ValueError) as error:
                 raise _lost(self._starts_path) from error
         first, last = np.searchsorted(self._starts, (start, stop))
         return np.array(self._starts[first:last])
 
-    def _map_tokens(self) -> NDArray[Any]:
+    def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which of the tokens the loss counts; None where it counts all."""
+        if self._targets_path is None:
+            return None
+        if self._targets is None:
+            self._targets = self._map(self._targets_path, np.dtype(np.bool_))
+        return np.array(self._targets[start:stop])
+
+    def _map(self, path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
         if self._count == 0:
-            return np.empty(0, self._dtype)
+            return np.empty(0, dtype)
         try:
             # A shorter file would kill the process on access, so its size is checked by asking for the shape.
-            return np.memmap(self._tokens_path, dtype=self._dtype, mode="r", shape=(self._count,))
+            # Slices of a plain array are made several times faster than those of a memmap.
+            return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(self._count,)))
         except (OSError, ValueError) as error:
-            raise _lost(self._tokens_path) from error
+            raise _lost(path) from error
 
 
 class SyntheticTokens:
@@ -105,12 +119,16 @@ class SyntheticTokens:
         starts = thousands * self._document_tokens + inside
         return starts[(starts >= start) & (starts < stop)]
 
+    def targets(self, start: int, stop: int) -> None:
+        """All of them."""
+
 
 class TokenWriter:
     """Writes one split, a document at a time and each document in as many parts as it comes."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any]) -> None:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], *, marked: bool = False) -> None:
         self._stream = (folder / f"{split}.bin").open("w+b")
+        self._targets = (folder / f"{split}.targets.bin").open("wb") if marked else None
         self._starts_path = folder / f"{split}.documents.npy"
         self._starts = array("q")
         self._dtype = dtype
@@ -125,9 +143,12 @@ class TokenWriter:
         """The tokens that follow belong to a new document."""
         self._starts.append(self.count)
 
-    def append(self, tokens: list[int] | Int64Array) -> None:
-        """Add tokens to the current document."""
-        self._stream.write(np.asarray(tokens).astype(self._dtype).tobytes())
+    def append(self, tokens: list[int] | Int64Array, targets: list[bool] | None = None) -> None:
+        """Add tokens to the current document; where the loss does not count all, with those it does."""
+        if self._targets is not None:
+            assert targets is not None and len(targets) == len(tokens)
+            self._targets.write(np.asarray(targets, np.bool_).tobytes())
+        self._stream.write(np.array(tokens, self._dtype).tobytes())
         self.count += len(tokens)
 
     def take_back(self, count: int) -> Int64Array:
@@ -153,14 +174,19 @@ class TokenWriter:
             stream.write(starts.tobytes())
             stream.flush()
             os.fsync(stream.fileno())
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        for written in self._streams():
+            written.flush()
+            os.fsync(written.fileno())
+            written.close()
+
+    def _streams(self) -> list[BinaryIO]:
+        return [self._stream] if self._targets is None else [self._stream, self._targets]
 
     def close(self) -> None:
         """Let go of the file, whatever state it is in."""
-        with suppress(OSError):  # the disk may be full and the buffer unwritten; the folder is thrown away then
-            self._stream.close()
+        for stream in self._streams():
+            with suppress(OSError):  # the disk may be full and the buffer unwritten; the folder is thrown away then
+                stream.close()
 
 
 def sync(path: Path) -> None:

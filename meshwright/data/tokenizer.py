@@ -2,25 +2,44 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.errors import UserError
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+Spans = Sequence[tuple[int, int]]
+"""Parts of a text, from a character up to another."""
 SMALLEST_VOCABULARY = 257
 """Every byte and the end of text."""
 
 _SLICE = 4096
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 # The library's thread pool does not survive a fork: a child that used it would hang, and the library warns of every
 # fork while this is not set. A user's own setting stands.
 if "TOKENIZERS_PARALLELISM" not in os.environ:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
+_pool_started = False
+
+
+def allow_threads(count: int) -> None:
+    """Let a forked process use so many threads, unless the process it came from has used the library's."""
+    safe = count > 1 and not _pool_started
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if safe else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(count)
+
+
+def _note_threads() -> None:
+    global _pool_started
+    _pool_started = _pool_started or os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
 class Tokenizer:
@@ -32,6 +51,7 @@ class Tokenizer:
         self._inner.no_padding()
         # Otherwise a document that mentions <|endoftext|> would end there.
         self._inner.encode_special_tokens = True
+        self._marked: tokenizers.Tokenizer | None = None
         self.end_of_text = end_of_text
         # Identifiers may have gaps, so the count of entries is not enough.
         self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
@@ -43,12 +63,41 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, all processor cores at work."""
+        _note_threads()
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
+        """The tokens of each text, names of special tokens taken as such, and whether each begins in a marked part."""
+        if self._marked is None:
+            self._marked = tokenizers.Tokenizer.from_str(self._inner.to_str())
+            self._marked.encode_special_tokens = False
+        found = self._marked.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (encoding.ids, [any(start <= at < stop for start, stop in spans) for at, _ in encoding.offsets])
+            for encoding, spans in zip(found, marks, strict=True)
+        ]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens, special ones by name."""
         text: str = self._inner.decode(list(tokens), skip_special_tokens=False)
         return text
+
+    def byte_lengths(self) -> NDArray[np.int64]:
+        """How many bytes of text every token stands for; special tokens stand for none."""
+        lengths = np.zeros(self.vocab_size, np.int64)
+        special = {token for token, entry in self._inner.get_added_tokens_decoder().items() if entry.special}
+        # A byte-level alphabet has one character for each byte.
+        by_byte = type(self._inner.decoder).__name__ == "ByteLevel"
+        for text, token in self._inner.get_vocab(with_added_tokens=True).items():
+            if token in special:
+                continue
+            if by_byte:
+                lengths[token] = len(text)
+            elif _BYTE.fullmatch(text):
+                lengths[token] = 1
+            else:
+                lengths[token] = len(text.replace("▁", " ").encode("utf-8"))
+        return lengths
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json."""
@@ -83,23 +132,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     # Training takes the square of a word's length, and text without spaces is one word; a cut every few pages
     # bounds it and changes next to nothing else.
     slices = (text[start : start + _SLICE] for text in texts for start in range(0, len(text), _SLICE))
+    _note_threads()
     inner.train_from_iterator(slices, trainer)
     return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT_NAMES[0]])
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json and find its end of text."""
+def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
+    """Read a tokenizer.json and find its end of text; errors speak of data.tokenizer unless it was named otherwise."""
+    named = named or f"data.tokenizer = {path}"
     try:
         inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except IsADirectoryError as error:
-        raise UserError(f"data.tokenizer = {path} is a folder; name the tokenizer.json itself") from error
+        raise UserError(f"{named} is a folder; name the tokenizer.json itself") from error
     except OSError as error:
         raise UserError(
-            f"data.tokenizer = {path} cannot be read ({error.strerror}); correct the path, or leave it out to train one"
+            f"{named} cannot be read ({error.strerror}); correct the path, or leave it out to train one"
         ) from error
     except Exception as error:  # the library raises plain Exception
         raise UserError(
-            f"data.tokenizer = {path} is not a working tokenizer.json ({error}); save it again from where it came, "
+            f"{named} is not a working tokenizer.json ({error}); save it again from where it came, "
             "or leave it out to train one"
         ) from error
     for name in END_OF_TEXT_NAMES:
@@ -107,6 +158,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if token is not None:
             return Tokenizer(inner, token)
     raise UserError(
-        f"data.tokenizer = {path} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
+        f"{named} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
         "add one of these to its added_tokens"
     )

@@ -1,4 +1,4 @@
-"""GPUs and what they can do, what was measured of them, and an examination of this machine; no torch until then."""
+"""GPUs, what was measured of them, Slurm sites, and an examination of this machine; no torch until then."""
 
 from meshwright.hardware.doctor import Finding, examine
 from meshwright.hardware.gpus import Gpu, Link, find_gpu, gpu_by_key, known_gpus, peak_flops
@@ -12,22 +12,27 @@ from meshwright.hardware.profile import (
     today,
     write_profile,
 )
+from meshwright.hardware.sites import Site, find_site, known_sites, unsourced
 
 __all__ = [
     "Finding",
     "Gpu",
     "Link",
     "Profile",
+    "Site",
     "examine",
     "find_gpu",
+    "find_site",
     "gpu_by_key",
     "is_known",
     "known_gpus",
     "known_peak",
+    "known_sites",
     "peak_flops",
     "profile_of",
     "profiles_folder",
     "read_profile",
     "today",
+    "unsourced",
     "write_profile",
 ]

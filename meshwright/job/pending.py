@@ -23,11 +23,8 @@ def _is(*values: Any) -> Callable[[Any], bool]:
 
 _ONE = "set it to 1"
 PENDING = (
-    Pending("data.weights", _is(None), "blending of sources", "leave it out"),
-    Pending("data.packing", _is("concatenate"), "other packing", 'set it to "concatenate"'),
     Pending("run.max_restarts", _is(0), "restarts", "set it to 0"),
     Pending("run.watchdog_s", _is(0), "the watchdog", "set it to 0"),
-    Pending("log.sinks", _is(()), "other sinks", "leave it out"),
     Pending("cluster.name", _is(None), "known clusters", "leave it out"),
     Pending("cluster.nodes", _is(1), "training on several machines", _ONE),
     Pending("cluster.gpus_per_node", _is(1), "training on several devices", _ONE),

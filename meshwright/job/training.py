@@ -70,7 +70,9 @@ class Evaluation(Section):
     every_steps: NonNegativeInt = 100
     """Steps between evaluations (one at the start and one at the end besides); 0 switches evaluation off."""
     batches: PositiveInt = 16
-    """Micro-batches of held-out text in one evaluation."""
+    """Micro-batches of held-out text, and of each set, in one evaluation."""
+    sets: dict[str, str] = Field(default_factory=dict)
+    """Other texts to be judged by, by name: a prepared folder or a source each, as `{wiki = "prepared/wiki"}`."""
     sample_prompt: str = "def "
     """Text the samples of a run continue."""
     sample_tokens: NonNegativeInt = 128

@@ -1,5 +1,6 @@
 """How a process of a run begins: at the first step, or where the newest sound checkpoint left off."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,19 +9,23 @@ import torch.distributed as dist
 from rich.console import Console
 
 from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes
-from meshwright.data import Corpus
+from meshwright.data import Corpus, Cursor
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import from_rank_zero
+from meshwright.launch.sinks import require_sinks
 from meshwright.model import build_architecture
 from meshwright.parallel import World
-from meshwright.train import fingerprint
+from meshwright.train import fingerprint, saved_cursors
 
 # What decides which samples come next, and what the saved states of the optimizer are.
 _FIXED = (
     ("run", "seed"),
     ("batch", "sequence_length"),
+    ("data", "weights"),
+    ("data", "stages"),
+    ("data", "packing"),
     ("optimizer", "name"),
     ("precision", "optimizer_states"),
 )
@@ -37,6 +42,10 @@ class Start:
     def position(self) -> int:
         """The first sample of the global stream to read."""
         return 0 if self.checkpoint is None else self.checkpoint.facts.position
+
+    def cursors(self) -> dict[int, Cursor] | None:
+        """Where a stream goes on, shard by shard."""
+        return None if self.checkpoint is None else saved_cursors(self.checkpoint)
 
 
 def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
@@ -60,9 +69,10 @@ def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[st
 
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
     """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
-    before, now = checkpoint.job(), job.model_dump(mode="json")
+    before, now, default = checkpoint.job(), job.model_dump(mode="json"), Job().model_dump(mode="json")
     for section, field in _FIXED:
-        was, given = before[section][field], now[section][field]
+        # What an older checkpoint does not know of was as it is by default.
+        was, given = before[section].get(field, default[section][field]), now[section][field]
         if was != given:
             raise UserError(
                 f"{section}.{field} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "
@@ -90,6 +100,7 @@ def begin(
     folder: RunFolder, job: Job, checkpoint: Checkpoint | None, passed_over: list[str], console: Console
 ) -> Start:
     """Claim the folder for a new attempt, and write down and say what it begins with."""
+    require_sinks(job)
     lease = folder.begin_attempt()
     for damage in passed_over:
         folder.event("checkpoint_refused", error=damage)
@@ -101,6 +112,7 @@ def begin(
         folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
         told = "no complete checkpoint, so from the start" if checkpoint is None else f"from step {step}"
         console.print(f"resuming {told} (attempt {lease.attempt})", markup=False, highlight=False)
+    folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
 
 

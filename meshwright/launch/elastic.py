@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from uuid import uuid4
 
 import torch
 from rich.console import Console
@@ -19,12 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
-from meshwright.job import LoadedJob
+from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
+from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
+from meshwright.launch.nodes import ALONE, Node
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
 from meshwright.parallel import World, require_layout
 from meshwright.train import require_enough_text
@@ -65,12 +66,9 @@ def launch(
         left.unlink(missing_ok=True)
     console.print(f"starting {nproc} ranks", highlight=False)
     try:
-        _run_agent(folder.path, nproc, arguments)
+        run_agent(job, folder.path, nproc, arguments)
     except ChildFailedError as error:
-        for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(failure.pid, signal.SIGKILL)
-        cause = explain(error.failures, logs)
+        cause = ended_by(error, logs)
         _end(folder, cause, on_end, new=not continues)
         raise cause from None
     except BaseException as error:
@@ -80,36 +78,43 @@ def launch(
     return folder
 
 
-def run_under_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
-    """Run `python -m meshwright ARGUMENTS` as so many local ranks that leave no run behind; their logs go to a folder.
+def ended_by(error: ChildFailedError, logs: Path) -> UserError | RankFailure:
+    """What ended some ranks of this machine, once nothing of theirs is left."""
+    for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(failure.pid, signal.SIGKILL)
+    return explain(error.failures, logs)
+
+
+def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
+    """Run `python -m meshwright ARGUMENTS` as so many ranks of a job that leave no run behind; logs go to a folder.
 
     Failures are raised as by `launch`.
     """
     logs = path / "logs"
     logs.mkdir()
     try:
-        _run_agent(path, nproc, arguments)
+        run_agent(job, path, nproc, arguments)
     except ChildFailedError as error:
         raise explain(error.failures, logs) from None
 
 
-def _run_agent(path: Path, nproc: int, arguments: Sequence[str]) -> None:
+def run_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str], node: Node = ALONE) -> None:
+    """Start this machine's ranks under torch's agent and wait for their end."""
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=node.nodes,
+        max_nodes=node.nodes,
         nproc_per_node=nproc,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
         max_restarts=0,
+        **node.rendezvous(),
         monitor_interval=0.1,
         logs_specs=_RankLogs(path, nproc),
         signals_to_handle=",".join(number.name for number in _AGENTS),
     )
     # The agent puts its own values in place of $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
-    with _agents_words_in(path / "logs/agent.log"), _signals_kept(path / STOP_FILE):
+    started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
+    with _agents_words_in(path / f"logs/agent{node.suffix}.log"), _signals_kept(path / STOP_FILE), started:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as error:
@@ -155,13 +160,14 @@ class _RankLogs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Every rank's files; the agent hands over the variables it will start each rank with."""
         files = LogsDest()
-        for rank, variables in envs.items():
+        for local, variables in envs.items():
+            rank = int(variables["RANK"])  # of all machines
             base = f"{self.root_log_dir}/rank-{rank}"
-            files.stdouts[rank] = f"{base}.out" if rank else ""
-            files.stderrs[rank] = f"{base}.err" if rank else ""
-            files.error_files[rank] = f"{base}.error.json"
+            files.stdouts[local] = f"{base}.out" if rank else ""
+            files.stderrs[local] = f"{base}.err" if rank else ""
+            files.error_files[local] = f"{base}.error.json"
             variables.update(self._variables)
-            variables[ERROR_FILE] = files.error_files[rank]
+            variables[ERROR_FILE] = files.error_files[local]
         return files
 
 

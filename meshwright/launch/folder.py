@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
-from meshwright.launch.provenance import describe_code, describe_environment
+from meshwright.launch.provenance import describe_code, describe_environment, describe_packages
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Lease
@@ -99,6 +99,28 @@ class RunFolder:
         if self.lease is not None:
             self.lease.give_up()
             self.lease = None
+
+    def describe_attempt(self, number: int, argv: list[str]) -> None:
+        """Keep what an attempt runs: its job as it is now, code with its changes, packages, machine, variables."""
+        code, diff = describe_code()
+        description = {
+            "attempt": number,
+            "job": self.job(),
+            "code": code,
+            "packages": describe_packages(),
+            "environment": describe_environment(argv),
+        }
+        with _disk_errors(self.path):
+            (self.path / "attempts").mkdir(exist_ok=True)
+        if diff:
+            self.write(f"attempts/{number}.diff", diff)
+        self.write(f"attempts/{number}.json", _pretty(description))
+
+    def attempt(self, number: int) -> dict[str, Any]:
+        """What an attempt ran, and under `files` the names of the files that say it."""
+        names = [f"attempts/{number}.json", f"attempts/{number}.diff"]
+        files = [name for name in names if (self.path / name).is_file()]
+        return {**_object(self.path / names[0]), "files": files}
 
     def change_job(self, resolved_job: dict[str, Any]) -> dict[str, list[Any]]:
         """Let the folder speak of the job as it is resumed; what differs is returned as field → [before, now]."""

@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from meshwright.checkpoint import Keeper, require_backup
-from meshwright.data import Corpus, Loader, prepare
+from meshwright.data import Corpus, Loader, StreamLoader, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run
@@ -21,6 +21,7 @@ from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
 from meshwright.launch.signals import stop_on_signal
+from meshwright.launch.sinks import recorded_everywhere, require_sinks
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build, host_buffer, ranks_of, require_layout
 from meshwright.train import (
@@ -37,6 +38,7 @@ from meshwright.train import (
     emulated_format,
     make_training,
     memory_errors_explained,
+    open_corpus,
     prepare_device,
     require_enough_text,
     training_loader,
@@ -112,6 +114,7 @@ def require_room(job: Job, path: Path) -> None:
     """Refuse a run folder that is taken, first weights that are not whole, a disk too small for the last checkpoint, a
     backup out of reach."""
     RunFolder.require_free(path)
+    require_sinks(job)
     require_start(job)
     if job.checkpoint.backup_to is not None:
         require_backup(job.checkpoint.backup_to)
@@ -130,7 +133,7 @@ def require_room(job: Job, path: Path) -> None:
 def prepare_data(job: Job, console: Console) -> Corpus:
     """The job's corpus, with a line on the console that follows its making."""
     with console.status("preparing data") as status:
-        return prepare(job.data, job.model.vocab_size, lambda stage, share: status.update(f"{stage} {share:.0%}"))
+        return open_corpus(job, lambda stage, share: status.update(f"{stage} {share:.0%}"))
 
 
 def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
@@ -144,7 +147,7 @@ def train_in(
     folder: RunFolder | None, job: Job, corpus: Corpus, world: World, console: Console, stop: Stop, start: Start
 ) -> Outcome:
     """Build, train and save the state; only rank 0 has a folder, the others keep silent."""
-    loader = training_loader(job, corpus, world, start.position)
+    loader = training_loader(job, corpus, world, start.position, start.cursors())
     try:
         with memory_errors_explained(job, world.device):
             loader.start()
@@ -171,7 +174,7 @@ def _train(
     recorder: Recorder,
     progress: Progress,
     stop: Stop,
-    loader: Loader,
+    loader: Loader | StreamLoader,
 ) -> Outcome:
     """From the first weights or a checkpoint to the last step, which is saved."""
     keeper = Keeper(
@@ -206,7 +209,7 @@ def _build_and_train(
     console: Console,
     stop: Stop,
     start: Start,
-    loader: Loader,
+    loader: Loader | StreamLoader,
 ) -> Outcome:
     kernels = choose_attention(job, world, _attention_of(folder))
     engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world)
@@ -218,10 +221,13 @@ def _build_and_train(
         folder.write("tokenizer.json", corpus.tokenizer.to_json())
     if kernels is not None:
         folder.event("attention", **kernels)
-    with ConsoleProgress(job, console) as progress:
-        training = make_training(job, corpus, engine, weights, folder, progress, world)
+    if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
+        folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
+    everywhere = recorded_everywhere(folder, job, start.lease.attempt)
+    with ConsoleProgress(job, console) as progress, everywhere as recorder:
+        training = make_training(job, corpus, engine, weights, recorder, progress, world)
         training.watch_memory(folder.memory)
-        return _train(training, job, world, start, folder, progress, stop, loader)
+        return _train(training, job, world, start, recorder, progress, stop, loader)
 
 
 def _attention_of(folder: RunFolder | None) -> dict[str, Any] | None:
@@ -244,13 +250,20 @@ def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
         on_end(folder.path)
 
 
+def _tokens_told(corpus: Corpus) -> str:
+    if corpus.flow is not None:
+        return f"text streamed from {corpus.flow.shards} virtual shards"
+    return f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens"
+
+
 def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, console: Console) -> None:
     """One line that says what is about to be trained, on what, and where it is kept."""
     parts: list[Any] = [
         f"{count_parameters(job.model):,} parameters",
-        f"{len(corpus.train):,} training tokens" if corpus.tokenizer else "synthetic tokens",
+        _tokens_told(corpus),
         f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
+        *_packing(job, corpus),
         f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
         f"run folder {folder.path}",
     ]
@@ -258,3 +271,14 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     if slow := emulated_format(job, world.device):
         text += f" · note: this CPU has no {slow} arithmetic, fp32 is far faster here"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _packing(job: Job, corpus: Corpus) -> list[str]:
+    """What packing costs, where there is any, beside what concatenating would."""
+    index = training_index(corpus, job.data, job.batch.sequence_length)
+    if index is None:
+        return []
+    return [
+        f"packing {job.data.packing}: {index.shares.padded:.1%} padding, {index.shares.truncated:.1%} of the tokens "
+        f"cut off from their document's beginning ({index.running.truncated:.1%} if concatenated)"
+    ]

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,18 @@ def describe_environment(argv: list[str]) -> dict[str, Any]:
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
         "cpu_count": os.cpu_count(),
+        "cpu": _cpu_name(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "devices": _device_names(),
+        "driver": _driver_version(),
         "variables": variables,
     }
+
+
+def describe_packages() -> dict[str, str]:
+    """Every installed package with its version."""
+    found = {package.metadata["Name"]: package.version for package in distributions()}
+    return dict(sorted((name, number) for name, number in found.items() if name))
 
 
 def describe_code() -> tuple[dict[str, Any], str]:
@@ -69,6 +78,22 @@ def _device_names() -> list[str]:
         return []
     listed = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], Path.cwd())
     return listed.splitlines() if listed else []
+
+
+def _driver_version() -> str | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    told = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], Path.cwd())
+    return told.splitlines()[0] if told else None
+
+
+def _cpu_name() -> str | None:
+    """As Linux names it; None where nobody does, as on most ARM machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _repository(path: Path) -> dict[str, Any] | None:

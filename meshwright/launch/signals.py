@@ -1,10 +1,15 @@
 """Ctrl-C and SIGTERM end a run after the step at hand; a second one ends it at once."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+STOP_FILE = "MESHWRIGHT_STOP_FILE"
+"""Names a file whose appearance asks the run to stop as a signal does: it cannot come before its handler."""
 
 
 class StopRequest:
@@ -12,8 +17,11 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self._file = Path(os.environ[STOP_FILE]) if STOP_FILE in os.environ else None
 
     def __call__(self) -> bool:
+        if self.signal is None and self._file is not None and self._file.exists():
+            self.signal = self._file.read_text().strip()
         return self.signal is not None
 
     def handle(self, number: int, _frame: FrameType | None) -> None:

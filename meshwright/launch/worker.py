@@ -134,5 +134,5 @@ class _LauncherStop:
             if os.getppid() != self._launcher:
                 self.signal = "launcher died"
             elif self._file.exists():
-                self.signal = self._file.read_text()
+                self.signal = self._file.read_text().strip()
         return self.signal is not None

@@ -3,5 +3,6 @@
 from meshwright.measure.bench import Bench, Spread, bench
 from meshwright.measure.calibrated import calibrated
 from meshwright.measure.sweep import Sweep, settings_of
+from meshwright.measure.tune import Tried, Tuned, tune
 
-__all__ = ["Bench", "Spread", "Sweep", "bench", "calibrated", "settings_of"]
+__all__ = ["Bench", "Spread", "Sweep", "Tried", "Tuned", "bench", "calibrated", "settings_of", "tune"]

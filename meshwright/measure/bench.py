@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
 from meshwright.model import Mode, build_architecture, count_parameters, flops_per_token
 from meshwright.parallel import DTYPES, World, build, is_asynchronous, recompute_modes, table_of
+from meshwright.plan import beside
 from meshwright.train import (
     Silent,
     Training,
@@ -83,6 +84,9 @@ class Bench:
     """The kernel that was chosen, and the milliseconds of those tried; None where there was no choice."""
     kernels: KernelTimes | None
     """On request."""
+    predicted: list[dict[str, Any]]
+    """What the planner expected of the step, its parts and its memory, beside what they were; empty where it cannot
+    tell."""
 
 
 def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, profile: bool = False) -> Bench:
@@ -180,7 +184,16 @@ def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, ste
         phases_s=None if watch.phases is None else watch.phases.medians(),
         attention=watch.attention,
         kernels=None if watch.kernels is None else watch.kernels.times,
+        predicted=_predicted(job, world, spread.median, timed[-1]["memory_bytes"], watch.phases),
     )
+
+
+def _predicted(
+    job: Job, world: World, step_s: float, peak_bytes: int | None, phases: Phases | None
+) -> list[dict[str, Any]]:
+    parts = None if phases is None else phases.medians()
+    terms = beside(job, device_name(world.device), world.size, step_s, peak_bytes, parts)
+    return [{**asdict(term), "error": term.error} for term in terms]
 
 
 def spread_of(values: Sequence[float]) -> Spread:

@@ -194,16 +194,14 @@ class Calibration:
             what = f"a loss over {rows} × {vocabulary} logits"
             found = self._try(what, self._loss_s, rows, vocabulary)
             if found is not None:
-                yield Loss(rows=rows, vocabulary=vocabulary, compiled=self.cuda, seconds=found)
+                yield Loss(rows=rows, vocabulary=vocabulary, compiled=False, seconds=found)
 
     def _loss_s(self, rows: int, vocabulary: int) -> float:
         dtype = torch.bfloat16 if self.cuda else torch.float32
         logits = [torch.randn(rows, vocabulary, dtype=dtype, device=self.device) for _ in range(2)]
         labels = torch.randint(vocabulary, (rows, 1), device=self.device)
         shares = torch.full((rows, 1), 1e-3, device=self.device)
-        # As the trainer does it: compiled on a GPU, and by the book on a CPU.
-        loss = torch.compile(loss_of_logits, dynamic=False) if self.cuda else loss_of_logits
-        return self.watch.median_s(lambda number: loss(logits[number % 2], labels, shares, True))
+        return self.watch.median_s(lambda number: loss_of_logits(logits[number % 2], labels, shares, True))
 
     def _products(self) -> Iterator[Product]:
         warm = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device) if self.cuda else None

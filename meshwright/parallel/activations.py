@@ -52,7 +52,11 @@ def holdings_of_rank(table: Table | None, rank: int) -> list[Holding]:
         change = {Kind.FORWARD: 1, Kind.INPUT: 0}.get(action.kind, -1)
         held[stages.index(action.stage)] += change
         seen.add(tuple(held))
-    return [one for one in seen if not any(_covers(other, one) for other in seen - {one})]
+    fullest: list[Holding] = []
+    for one in sorted(seen, reverse=True):  # whatever covers another comes before it
+        if not any(_covers(other, one) for other in fullest):
+            fullest.append(one)
+    return fullest
 
 
 def _covers(more: Holding, less: Holding) -> bool:

@@ -33,13 +33,16 @@ class OneStage:
         self.modules = [model]
         self._job, self._device, self._weights = job, world.device, weights
         self._inputs = Inputs(job, world)
+        # What splits the sequence counts on its full length.
+        whole = world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1)
+        self._trims = job.data.packing == "none" and not whole
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Forward and backward of every micro-batch; gradients are with the masters afterwards."""
         [model] = self.modules
         step_tensor = torch.tensor(step)  # a number would make compiled blocks treat each step as a new constant
         loss = torch.zeros((), device=self._device)
-        micro_batches = data.batch.split(self._job.batch.micro_batch)
+        micro_batches = [self._trimmed(micro) for micro in data.batch.split(self._job.batch.micro_batch)]
         for number, micro in enumerate(micro_batches, start=1):
             tokens, arguments = self._inputs.training(micro, data.valid_count, step_tensor)
             self._weights.begin_micro_batch(last=number == len(micro_batches))
@@ -55,6 +58,10 @@ class OneStage:
         [model] = self.modules
         losses = []
         for batch in batches:
-            tokens, arguments = self._inputs.held_out(batch)
+            tokens, arguments = self._inputs.held_out(self._trimmed(batch))
             losses.append(model(tokens, **arguments))
         return losses
+
+    def _trimmed(self, micro: Batch) -> Batch:
+        """Of documents alone in their sequences, no more than the longest of a micro-batch needs."""
+        return micro.trimmed() if self._trims else micro

@@ -2,7 +2,7 @@
 
 from meshwright.pipeline.check import require_consistent
 from meshwright.pipeline.picture import gantt_svg
-from meshwright.pipeline.schedules import SCHEDULES, build_table, require_schedule
+from meshwright.pipeline.schedules import SCHEDULES, build_table, require_schedule, unchecked_table
 from meshwright.pipeline.simulate import Simulation, Span, StageTimes, share_times, simulate
 from meshwright.pipeline.table import Action, Kind, Table
 from meshwright.pipeline.text import column_time, gantt_lines
@@ -23,4 +23,5 @@ __all__ = [
     "require_schedule",
     "share_times",
     "simulate",
+    "unchecked_table",
 ]

@@ -31,6 +31,8 @@ def needs(table: Table, action: Action) -> tuple[Result, ...]:
 
 def steps_of(table: Table, rank: int) -> list[tuple[Action, ...]]:
     """A rank's order with each overlapped pair as one step."""
+    if not table.overlapped:
+        return [(action,) for action in table.orders[rank]]
     steps: list[tuple[Action, ...]] = []
     for action in table.orders[rank]:
         if steps and (steps[-1][-1], action) in table.overlapped:

@@ -44,12 +44,17 @@ SCHEDULES = tuple(_RULES)
 
 def build_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
     """The checked table of a schedule; `virtual_stages` stages a rank, the schedule's own number if not given."""
+    table = unchecked_table(schedule, ranks, micro_batches, virtual_stages)
+    require_consistent(table)
+    return table
+
+
+def unchecked_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
+    """The same for those who only play it out, which takes as long as the check and fails where it would."""
     require_schedule(schedule, ranks, micro_batches, virtual_stages)
     virtual_stages = virtual_stages or _RULES[schedule].stages_per_rank
     make = {"zb-v": _zero_bubble_v, "dualpipe-v": _dualpipe_v, "dualpipe": _dualpipe}.get(schedule, _looped)
-    table = make(schedule, ranks, micro_batches, virtual_stages)
-    require_consistent(table)
-    return table
+    return make(schedule, ranks, micro_batches, virtual_stages)
 
 
 def _looped(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> Table:

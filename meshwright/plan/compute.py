@@ -87,9 +87,9 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     inputs = sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in products)
     weights = sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in products)
     if device.compute == "fp8":
-        cast = _fp8_casts_s(job, device, software, products)
-        forward, inputs = forward + cast, inputs + 1.5 * cast
-    weights += _gradient_sum_s(job, device, products)
+        cast, cast_back = _fp8_casts_s(job, device, software, products)
+        forward, inputs = forward + cast, inputs + cast_back
+    weights += _gradient_sum_s(job, device, software, products)
     attention, attention_back = _attention_s(job, device, software)
     elementwise, elementwise_back = _elementwise_s(job, device, software)
     again = {
@@ -137,22 +137,38 @@ def kernels_of(job: Job, software: Software) -> int:
     return kernels
 
 
-def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Product]) -> float:
-    """Numbers read in 16 bits and written in 8; where kernels are fused, what made them has read them already, and
-    weights are cast once a step."""
-    fused = software.fusion == "fused"
+def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Product]) -> tuple[float, float]:
+    """Numbers read in 16 bits and written in 8, forward and backward.
+
+    Delayed scales need no look at the numbers: what made them casts them too, and weights are cast once a step.
+    Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch; the backward wants
+    everything laid across as well. Eager operations make each part in memory.
+    """
+    fused, count = software.fusion == "fused", len(products)
     inputs = sum(rows * inner for rows, _, inner in products)
-    weights = sum(inner * columns for _, columns, inner in products) / (job.accumulation if fused else 1)
-    return memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights, 2 * len(products))
+    weights = sum(inner * columns for _, columns, inner in products)
+    if software.fp8_scales == "delayed":
+        cast = memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights / job.accumulation, 2 * count)
+        return cast, 1.5 * cast
+    outputs = sum(rows * columns for rows, columns, _ in products)
+    if fused:  # one kernel casts to both orders of memory, and an input stays as its weight's gradient wants it
+        forward = memory_s(device, 5.0 * (inputs + weights), 4 * count)
+        return forward, memory_s(device, 6.0 * outputs + 3.0 * weights, 6 * count)
+    forward = memory_s(device, 33.0 * (inputs + weights), 10 * count)
+    return forward, memory_s(device, 35.0 * outputs + 29.0 * (inputs + weights), 20 * count)
 
 
-def _gradient_sum_s(job: Job, device: Device, products: list[Product]) -> float:
-    """Gradients of a micro-batch added to the step's: read and written once more, in the format they are summed in.
+def _gradient_sum_s(job: Job, device: Device, software: Software, products: list[Product]) -> float:
+    """Gradients of a micro-batch added to the step's, in the format they are summed in.
 
     Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes.
     """
     parameters = sum(inner * columns for _, columns, inner in products)
-    moved = parameters * (8 if job.precision.gradients == "fp32" else 4)
+    wide = 4 if job.precision.gradients == "fp32" else 2
+    moved = 2.0 * wide * parameters
+    if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
+        first = 0 if job.accumulation == 1 else 2 + wide
+        moved = parameters * (first + (2 + 2 * wide) * (job.accumulation - 1)) / job.accumulation
     if job.layout.zero_stage == 3:
         moved += parameters * 8
     return memory_s(device, moved, 1)
@@ -273,9 +289,15 @@ def embedding_work(job: Job, device: Device) -> Work:
     )
 
 
-def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool) -> float:
+_ONE_PASS = 0.9
+"""Of what copies reach, what an update does that goes through five arrays at once."""
+
+
+def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool = False) -> float:
     """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
     moved = parameters * (12 + gradient_bytes + 12 + 2)
+    if one_pass:
+        return memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
     if device.measured is not None and device.measured.update_s_per_parameter is not None:
         # the working copy is made from the masters, and the norm reads all gradients
         copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)

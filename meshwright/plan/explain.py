@@ -1,5 +1,6 @@
 """A search in words: what limits a layout, why the nearest misses do not fit, and a job file of the choice."""
 
+import json
 from math import log2
 from typing import Any
 
@@ -57,7 +58,10 @@ def layout_words(job: Job) -> str:
     parts += [f"{name} {size}" for name, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if size > 1]
     if layout.pp > 1:
         parts.append(layout.schedule + (f" ×{layout.virtual_stages}" if layout.virtual_stages else ""))
-    return ", ".join([*parts, f"micro-batch {job.batch.micro_batch}", f"recompute {job.memory.recompute}"])
+    parts += [f"micro-batch {job.batch.micro_batch}", f"recompute {job.memory.recompute}"]
+    if job.memory.offload:
+        parts.append(f"offload {' and '.join(job.memory.offload)}")
+    return ", ".join([*parts, *(["fp8"] if job.precision.compute == "fp8" else [])])
 
 
 def why_not(miss: Candidate, search: Search) -> str:
@@ -85,18 +89,20 @@ def _settings(job: Job) -> dict[str, Any]:
         "layout.tp": layout.tp,
         "layout.cp": layout.cp,
         "layout.pp": layout.pp,
-        "layout.schedule": (layout.schedule, layout.virtual_stages),
+        "layout.schedule": layout.schedule + (f" of {v} stages a rank" if (v := layout.virtual_stages) else ""),
         "batch.micro_batch": job.batch.micro_batch,
         "memory.recompute": job.memory.recompute,
+        "memory.offload": job.memory.offload,
+        "precision.compute": job.precision.compute,
     }
 
 
 def job_text(job: Job, heading: str) -> str:
     """A job file that loads as this job."""
     lines = [f"# {line}" for line in heading.splitlines()]
-    for section in ("model", "batch", "layout", "memory", "precision", "run"):
+    for section in type(job).model_fields:
         fields = getattr(job, section).model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        if fields:
+        if section in job.model_fields_set and fields:
             lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]
     return "\n".join(lines) + "\n"
 
@@ -105,7 +111,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + " }"
     return f"{value}"

@@ -1,8 +1,11 @@
 """How long one kernel takes on a GPU: matrix products by their tiles, fused attention, and work bounded by memory."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from math import ceil
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from meshwright.hardware import Gpu, peak_flops
 from meshwright.hardware.profile import ProductKind
@@ -12,11 +15,14 @@ from meshwright.plan.rates import Rates
 # Output tiles cuBLAS chooses from and the share of the ceiling a full multiprocessor reaches with each: a smaller tile
 # reads its operands more often for the same product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
-_SPLITS = (1, 2, 4, 8)
+_CHOICES = tuple((height, width, share, split) for height, width, share in _TILES for split in (1, 2, 4, 8))
 _FILL = 128
 """Steps of the inner dimension lost to filling and draining a tile's pipeline and writing it out."""
 UNKNOWN_BANDWIDTH = 2000e9
 """Bytes a second where the maker publishes none: HBM2e on four stacks, the least of the parts concerned."""
+_ELEMENTWISE = 0.87
+"""Of what a copy reaches, what kernels do that compute and reduce on the way (an H200: norms, rotation, SwiGLU)."""
+Sizes = tuple[int, int, int]
 _KERNEL_S = 3e-6
 """From a kernel's start to its first useful work and from its last to the next kernel, on the device alone."""
 
@@ -60,42 +66,57 @@ def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = 
         wide * rates.matmul,
         rates.backward,
         (wide * rates.attention[0], wide * rates.attention[1], wide * rates.attention[2]),
-        moved if measured is None else measured.copy_bytes_per_s,
-        _KERNEL_S if measured is None else measured.profile.kernel_s or _KERNEL_S,
+        moved if measured is None else measured.copy_bytes_per_s * _ELEMENTWISE,
+        _KERNEL_S if measured is None else max(_KERNEL_S, measured.profile.kernel_s or 0.0),
         measured,
     )
 
 
-@lru_cache(maxsize=65536)
+_TIMES: dict[tuple[Device, bool, str], dict[Sizes, float]] = {}
+"""Seconds of products already asked for, by device, width and kind."""
+
+
 def matmul_s(
     device: Device, rows: int, columns: int, inner: int, *, wide: bool = False, kind: ProductKind = "forward"
 ) -> float:
     """Seconds of (rows × inner) @ (inner × columns): by tiles, corrected by what a profile measured nearby."""
-    seconds = _tiled_s(device, wide, rows, columns, inner)
+    known = _TIMES.setdefault((device, wide, kind), {})
+    if (rows, columns, inner) not in known:
+        matmul_at_once(device, kind, [(rows, columns, inner)], wide=wide)
+    return known[rows, columns, inner]
+
+
+def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *, wide: bool = False) -> None:
+    """Work out many products together, so that asking for each of them takes no time."""
+    known = _TIMES.setdefault((device, wide, kind), {})
+    new = [size for size in dict.fromkeys(sizes) if size not in known]
+    if not new:
+        return
+    seconds = _tiled_s(device, wide, np.array(new))
     if device.measured is not None:
         dtype = device.wide if wide else device.compute
-        formula = partial(_tiled_s, device, wide)
-        return seconds * device.measured.product_factor(dtype, kind, (rows, columns, inner), formula)
-    return seconds if kind == "forward" or wide else seconds / device.backward
+        factors = device.measured.product_factors(dtype, kind, new, partial(_tiled_s, device, wide))
+        seconds = seconds * factors
+    elif kind != "forward" and not wide:
+        seconds = seconds / device.backward
+    known.update(zip(new, seconds.tolist(), strict=True))
 
 
-def _tiled_s(device: Device, wide: bool, rows: int, columns: int, inner: int) -> float:
-    """The best of the tiles and splits a library would try."""
+def _tiled_s(device: Device, wide: bool, sizes: Any) -> Any:
+    """Seconds of products given as (rows, columns, inner), each with the best of the tiles and splits there are."""
     ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
     per_unit = ceiling / device.multiprocessors
-    best = float("inf")
-    for height, width, share in _TILES:
-        tiles = ceil(rows / height) * ceil(columns / width)
-        for split in _SPLITS:
-            depth = ceil(inner / split)
-            rounds = ceil(tiles * split / device.multiprocessors)
-            seconds = rounds * 2.0 * height * width * (depth + _FILL) / (per_unit * share)
-            if split > 1:  # partial sums are written and added in float32
-                seconds += 8.0 * split * rows * columns / device.bytes_per_s
-            best = min(best, seconds)
-    best /= _alignment(min(_power(columns), _power(inner)))
-    moved = 2.0 * (rows * inner + inner * columns + rows * columns) / device.bytes_per_s
-    return max(best, moved) + device.kernel_s
+    rows, columns, inner = (sizes[:, place, None].astype(float) for place in range(3))
+    height, width, share, split = (np.array(column) for column in zip(*_CHOICES, strict=True))
+    tiles = np.ceil(rows / height) * np.ceil(columns / width)
+    depth = np.ceil(inner / split)
+    rounds = np.ceil(tiles * split / device.multiprocessors)
+    seconds = rounds * 2.0 * height * width * (depth + _FILL) / (per_unit * share)
+    # Partial sums of a split product are written and added in float32.
+    seconds = seconds + np.where(split > 1, 8.0 * split * rows * columns / device.bytes_per_s, 0.0)
+    aligned = np.array([_alignment(min(_power(int(size[1])), _power(int(size[2])))) for size in sizes])
+    moved = 2.0 * (rows * inner + inner * columns + rows * columns)[:, 0] / device.bytes_per_s
+    return np.maximum(seconds.min(axis=1) / aligned, moved) + device.kernel_s
 
 
 def _power(size: int) -> int:

@@ -4,13 +4,14 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu, gpu_by_key, is_known, profile_of
+from meshwright.hardware import Gpu, Site, find_site, gpu_by_key, is_known, known_sites, profile_of
 from meshwright.job.devices import Cluster
 from meshwright.plan.communication import Wires
 from meshwright.plan.measured import Measured, measured_of
 from meshwright.plan.rates import Rates, measured_rates, rates_of
 
 _SPELLING = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][\w-]*)")
+_SITE = re.compile(r"(?:(\d+)x)?(.+)")
 
 # Network of a node, GB/s in one direction for each GPU, as the makers' reference designs and the named sites have it.
 _USUAL_NETWORK = {
@@ -55,16 +56,32 @@ class Machine:
 
 
 def parse_cluster(spelling: str) -> Cluster:
-    """`8xh100` is one node of eight, `16x8xa100-80gb` sixteen of them."""
+    """`8xh100` is one node of eight, `16x8xa100-80gb` sixteen of them, `16xleonardo` sixteen of a site or profile."""
+    if site := _SITE.fullmatch(spelling):
+        nodes, name = site.groups()
+        if name.lower() in known_sites() or name.endswith(".toml"):
+            return _of_site(find_site(name), int(nodes or 1))
     found = _SPELLING.fullmatch(spelling.lower())
     if found is None:
         raise UserError(
-            f"--cluster = {spelling} is not understood; write 8xh100 or 16x8xa100-80gb (nodes × GPUs a node)"
+            f"--cluster = {spelling} is not understood; write 8xh100, 16x8xa100-80gb (nodes × GPUs) or 16xleonardo"
         )
     nodes, gpus, gpu = found.groups()
     if 0 in (int(nodes or 1), int(gpus)):
         raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{gpu}")
     return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=_gpu(gpu).key)
+
+
+def _of_site(site: Site, nodes: int) -> Cluster:
+    if site.gpu is None:
+        raise UserError(f"--cluster = {site.name} has no GPU, and a plan needs one; name another site")
+    if not 1 <= nodes <= (site.nodes or nodes):
+        raise UserError(
+            f"--cluster = {nodes}x{site.name} is not possible; {site.title} has {site.nodes or 'some'} nodes"
+        )
+    links = None if site.network_gb_s is None else {"network": site.network_gb_s}
+    size, memory = site.gpus_per_node, site.host_memory_gib
+    return Cluster(name=site.name, nodes=nodes, gpus_per_node=size, gpu=site.gpu, links=links, host_memory_gib=memory)
 
 
 def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:

@@ -1,8 +1,9 @@
 """A calibration profile as the planner asks it: how much longer than its formula a product takes near measured shapes,
 attention by the fastest kernel, and rates of memory, host and links."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,20 +63,22 @@ class Measured:
             ((one.rows, one.vocabulary), one.seconds / (one.rows * one.vocabulary)) for one in profile.losses
         )
 
-    def product_factor(
-        self, dtype: str, kind: str, sizes: tuple[int, int, int], formula: Callable[[int, int, int], float]
-    ) -> float:
-        """Seconds measured near a shape over what the formula gives there; 1 where the format was not measured."""
+    def product_factors(
+        self, dtype: str, kind: str, sizes: Sequence[tuple[int, int, int]], formula: Callable[[Any], Any]
+    ) -> Floats:
+        """Seconds measured near each shape over what the formula gives there; 1 where the format was not measured."""
         if (dtype, kind) not in self._products:
             samples = [one for one in self.profile.products if one.dtype == dtype and one.kind == kind]
+            points = [(one.rows, one.columns, one.inner) for one in samples]
+            by_formula = formula(np.array(points)) if points else ()
             self._products[dtype, kind] = Cloud.of(
-                ((one.rows, one.columns, one.inner), one.seconds / formula(one.rows, one.columns, one.inner))
-                for one in samples
+                (point, one.seconds / expected)
+                for point, one, expected in zip(points, samples, by_formula, strict=True)
             )
         cloud = self._products[dtype, kind]
-        if cloud is None:
-            return 1.0 if kind != "weight sum" else self.product_factor(dtype, "weight", sizes, formula)
-        return cloud.at(*sizes)
+        if cloud is None and kind == "weight sum":
+            return self.product_factors(dtype, "weight", sizes, formula)
+        return np.array([1.0 if cloud is None else cloud.at(*size) for size in sizes])
 
     def unmeasured(self, dtype: str, forwards: Iterable[tuple[int, int, int]]) -> list[str]:
         """Of some projections' forwards, those whose format or size is far from what was measured, in words."""

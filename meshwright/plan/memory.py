@@ -14,7 +14,7 @@ from meshwright.job.devices import Layout
 from meshwright.job.model import Model
 from meshwright.job.training import Batch, Precision
 from meshwright.pipeline import Table
-from meshwright.plan.compute import tokens_of
+from meshwright.plan.compute import loss_chunks, tokens_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.play import table_of
@@ -69,10 +69,13 @@ def rank_memory(
         stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in held
     )
     terms = _states(job, software, parameters)
-    terms |= _activations(job, software, layers, modes, table, rank, held)
-    if len(layers) - 1 in held:
-        terms |= _loss(job, software)
-    if job.accumulation == 1 and table is None and not software.weights_apart:
+    if table is None and software.own:
+        terms |= fullest_moment(job, software, modes, terms)
+    else:
+        terms |= _activations(job, software, layers, modes, table, rank, held)
+        if len(layers) - 1 in held:
+            terms |= _loss(job, software)
+    if job.accumulation == 1 and table is None and not software.own and not software.weights_apart:
         # Gradients appear as the backward lets go of activations: only what they exceed those by adds to the peak.
         passing = terms["activations"] + terms.get("logits and loss", 0.0)
         terms["gradients"] = max(0.0, terms["gradients"] - passing)
@@ -92,7 +95,7 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
     layout, zero = job.layout, job.layout.zero_stage
     sharers = layout.dp_shard * layout.cp
     narrow = job.precision.compute not in ("fp32", "tf32")
-    gradient = 2 if job.precision.gradients == "bf16" else 4
+    gradient = gradient_bytes(job, software)
     moments = 2 * {"fp32": 4, "bf16": 2, "int8": 1}[job.precision.optimizer_states]
     shared = sharers if zero >= 1 else 1
     sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
@@ -120,6 +123,16 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
     if whole_gradients and zero > 0:
         terms["gradients before they are reduced"] = gradient * parameters
     return terms | _gathered(job)
+
+
+def gradient_bytes(job: Job, software: Software) -> int:
+    """Bytes of a gradient until the update: as asked for, or as the backward makes it where nothing is added up."""
+    if software.own:
+        from meshwright.parallel.one_pass import updates_in_one_pass
+
+        if job.accumulation == 1 and updates_in_one_pass(job):
+            return 2
+    return 2 if job.precision.gradients == "bf16" else 4
 
 
 def _gathered(job: Job) -> Terms:
@@ -181,6 +194,10 @@ def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
         dropped = sum(whole.pop(name, 0.0) for name in ("attention.scores",))
         return sum(whole.values()), dropped
     kept = sizes_of(job, mode)
+    if software.own:
+        # Inputs of its kernels are made anew; a compiler that sees what is kept makes the rest inside of them.
+        again = sizes_of(job, "none") if mode == "full" else whole
+        return sum(kept.values()), sum(again.values()) - sum(kept.values())
     if mode == "selective" and software.selective == "half":
         # Of every two projections' results the second is dropped: k, the attention's and up; the last one's is kept.
         for name in ("attention.k", "attention.projected", "ffn.up"):
@@ -194,6 +211,14 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     edited = dict(sizes)
     if software.fusion == "fused" and job.model.activation == "swiglu":
         edited.pop("ffn.activated", None)  # made again from gate and up inside the fused kernel's backward
+    if software.own and software.fusion == "fused" and job.layout.tp == 1:
+        # Values are part of the one product that queries and keys were part of, and keep it whole.
+        edited["attention.v"] = sum(sizes[f"attention.{name}"] for name in "qkv")
+        if job.precision.compute == "fp8":
+            # Inputs of products are kept in 8 bits, that of the attention's projection beside its result.
+            for name in ("attention.input", "ffn.input", "ffn.product"):
+                edited[name] = edited.get(name, 0.0) / 2
+            edited["attention.out"] *= 1.5
     if software.regather and job.layout.sp:
         for name in ("attention.input", "ffn.input"):
             edited[name] /= job.layout.tp
@@ -205,7 +230,15 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
 
 def sizes_of(job: Job, mode: str) -> dict[str, float]:
     """A block's saved tensors on one rank by name, as our own trainer saves them."""
-    return dict(_sizes(job.model.model_copy(update={"layers": 1}), job.batch, job.layout, job.precision, mode))
+    cut = {"tp", "sp", "cp", "cp_method", "kv_replicate"}
+    layout = Layout.model_construct(**{name: getattr(job.layout, name) for name in cut})
+    batch = job.batch.model_copy(update={"global_batch": job.batch.micro_batch})
+    return dict(_sizes(_one_deep(job.model), batch, layout, job.precision, mode))
+
+
+@lru_cache(maxsize=64)
+def _one_deep(model: Model) -> Model:
+    return model.model_copy(update={"layers": 1})
 
 
 @lru_cache(maxsize=4096)
@@ -229,15 +262,57 @@ def _one_layer(shape: Model) -> "Decoder":
 
 def _loss(job: Job, software: Software) -> Terms:
     """The head's share: whole logits, or our chunks of them with the gradients they leave."""
-    from meshwright.model.head import CHUNK_LOGITS_BYTES
-
-    tokens = tokens_of(job)
+    tokens, width = tokens_of(job), job.model.width
     vocabulary = -(-job.model.vocab_size // job.layout.tp)
     if software.logit_bytes is not None:
         return {"logits and loss": software.logit_bytes * tokens * vocabulary}
-    matrix, stream = vocabulary * job.model.width, tokens * job.model.width
-    chunk = min(CHUNK_LOGITS_BYTES, 2 * tokens * vocabulary)
-    copies = (
-        2.0 if software.fusion == "fused" else 4.0
-    )  # logits and their gradient; eager also wide ones, twice as long
-    return {"logits and loss": copies * chunk + 2.0 * stream + (4.0 + 2.0) * matrix}
+    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    _, rows = loss_chunks(job)
+    # Logits, whose memory their gradient takes, those of the chunk before, and what their product is added from.
+    made = 3.0 * each * rows * vocabulary + 4.0 * vocabulary * width + each * tokens * width
+    if not software.own:
+        return {"logits and loss": made}
+    return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}
+
+
+def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms) -> Terms:
+    """Of a step without a pipeline, what is held beside the states when most is: gradients included.
+
+    That is in the loss, when all is kept for the backward; in the backward of the last block or of the first, with what
+    it makes again and what passes through it; or when the last gradient, the embedding's, has been made.
+    """
+    sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
+    kept = sum(sizes[mode][0] for mode in modes)
+    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    table = job.model.vocab_size * job.model.width / job.layout.tp
+    whole = states["gradients"]
+    per_entry = whole / max(1.0, stage_parameters(job, job.model.layers, first=True, last=True))
+    layer = per_entry * layer_parameters(job)
+    pending = (each if job.model.tied else per_entry) * table
+    # With several micro-batches a step, the gradients of those before are there all the time.
+    before = whole if job.accumulation > 1 else 0.0
+    last, first = modes[-1], modes[0]
+    moments: list[Terms] = [
+        {"activations": kept, "gradients": before, **_loss(job, software)},
+        {
+            "activations": kept,
+            "gradients": before + pending,
+            "a block's forward made again": sizes[last][1],
+            "a block's backward": _passing(job),
+        },
+        {
+            "activations": sizes[first][0],
+            "gradients": before or whole - per_entry * table - layer + pending,
+            "a block's forward made again": sizes[first][1],
+            "a block's backward": _passing(job),
+        },
+        {"activations": 0.0, "gradients": whole + each * table, "a block's forward made again": 0.0},
+    ]
+    return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def _passing(job: Job) -> float:
+    """Gradients on their way through a block where they are widest: two of the inner width and two of the stream."""
+    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    tokens, tp = tokens_of(job), job.layout.tp
+    return each * tokens * (2.0 * job.model.ffn_width / tp + 2.0 * job.model.width)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.pipeline import Kind, build_table
+from meshwright.pipeline import Kind, unchecked_table
 from meshwright.pipeline.check import in_dependency_order, needs, results
 
 _KINDS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
@@ -27,8 +27,8 @@ class Played:
     """The busiest rank."""
 
 
-table_of = lru_cache(maxsize=512)(build_table)
-"""The schedule's checked table, made once."""
+table_of = lru_cache(maxsize=512)(unchecked_table)
+"""The schedule's table, made once."""
 
 
 def shortened(ranks: int, micro_batches: int) -> int:
@@ -52,7 +52,8 @@ def play(
     if played < micro_batches:
         shorter, less = _once(ranks, _steps(schedule, ranks, played - ranks, virtual_stages), seconds, send_s)
         rounds = (micro_batches - played) // ranks
-        makespan += (makespan - shorter) * rounds
+        # A round takes at least the busiest rank's work of it, where the pipeline was not quite full yet.
+        makespan += max(makespan - shorter, *(more - fewer for more, fewer in zip(busy, less, strict=True))) * rounds
         busy = [more + (more - fewer) * rounds for more, fewer in zip(busy, less, strict=True)]
     rank = max(range(ranks), key=busy.__getitem__)
     return Played(makespan, busy[rank], rank)

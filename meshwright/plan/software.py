@@ -5,7 +5,7 @@ their years, so that published measurements can be predicted: every field is a f
 source.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -14,6 +14,8 @@ class Software:
     """How a program runs a job."""
 
     name: str
+    own: bool = False
+    """Meshwright's trainer, whose step is known moment by moment."""
     attention: Literal["flash", "fused-softmax"] = "flash"
     """flash never holds the scores; fused-softmax writes them and does scale, mask and softmax in one kernel."""
     flash_generation: Literal[1, 2, 3] = 2
@@ -23,6 +25,8 @@ class Software:
     selective: Literal["cheap", "half", "attention"] = "cheap"
     """What selective recomputation makes again: everything but projections and attention; that and every second
     projection; or the attention between its projections."""
+    fp8_scales: Literal["delayed", "dynamic"] = "delayed"
+    """delayed takes a tensor's scale from earlier steps, dynamic from the tensor itself."""
     gradient_overlap: bool = True
     """Gradients are reduced while the backward of other layers runs."""
     parameter_overlap: bool = True
@@ -49,8 +53,8 @@ class Software:
     """Host time of a step that nothing hides: data, logging, reading the loss back."""
 
 
-MESHWRIGHT = Software("meshwright")
-MESHWRIGHT_COMPILED = Software("meshwright, compiled", flash_generation=3, fusion="fused", launch_s=4e-6)
+MESHWRIGHT = Software("meshwright", own=True, flash_generation=3, fp8_scales="dynamic", workspace_bytes=0.03e9)
+MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused", launch_s=4e-6)
 MEGATRON = Software(
     "Megatron-LM or Megatron-DeepSpeed before fused attention",
     attention="fused-softmax",

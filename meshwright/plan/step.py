@@ -10,7 +10,7 @@ from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import block_bytes
+from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.parameters import stage_parameters
 from meshwright.plan.play import Played, play, shortened, table_of
@@ -21,7 +21,7 @@ _HOST_SHARE = 0.85
 """Of the link to the host, what page-locked copies reach (an H200: 55 of 63 GB/s)."""
 _UNKNOWN_HOST_LINK = 12e9
 """Bytes a second where the GPU's link to its host is not known: PCIe 3."""
-_STRAGGLERS = 0.008
+STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and of more nodes one is slower."""
 _CONTENTION = 0.06
 """What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
@@ -113,7 +113,7 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
         phases |= offload_phases(job, held / owners, kept, sum(phases.values()), *rates, ranks)
         if offloads_states(job):
             phases["optimizer"] = 0.0
-    phases["waiting for the slowest node"] = _STRAGGLERS * log2(machine.nodes) * sum(phases.values())
+    phases["waiting for the slowest node"] = STRAGGLERS * log2(machine.nodes) * sum(phases.values())
     return phases
 
 
@@ -131,7 +131,7 @@ def _stages(
     blocks, tensor = {}, {}
     for mode in set(modes):
         work = block_work(job, device, software, mode)
-        forward, backward = _tensor_s(job, software, wires, groups, mode)
+        forward, backward = tensor_s(job, software, wires, groups, mode)
         waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
@@ -160,7 +160,7 @@ def _stages(
     return stages
 
 
-def _tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
+def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
     """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
     layout, tokens = job.layout, tokens_of(job)
     size = 2.0 * tokens * job.model.width
@@ -280,6 +280,16 @@ def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
     return {name: micro_batches * seconds for name, seconds in named.items()}
 
 
+def _optimizer_s(job: Job, software: Software, device: Device, parameters: float) -> float:
+    one_pass = False
+    if software.own:
+        from meshwright.parallel.one_pass import updates_in_one_pass
+
+        one_pass = updates_in_one_pass(job)
+    clip = job.optimizer.clip > 0
+    return optimizer_s(device, parameters, gradient_bytes(job, software) if one_pass else 4, clip, one_pass)
+
+
 def _once_a_step(
     job: Job,
     machine: Machine,
@@ -311,6 +321,6 @@ def _once_a_step(
     return {
         "gradient reduction": reduce + tied,
         "parameter gathering": gather,
-        "optimizer": optimizer_s(device, parameters / owners, 4, job.optimizer.clip > 0),
+        "optimizer": _optimizer_s(job, software, device, parameters / owners),
         "host": software.step_s,
     }

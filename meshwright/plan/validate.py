@@ -134,7 +134,7 @@ def _groups(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
             members[outcome.case.group].append(outcome)
     groups = []
     for name, rows in members.items():
-        if len({row.case.job for row in rows}) < 2:
+        if len({row.case.job.model_dump_json() for row in rows}) < 2:
             continue
         chosen = min(rows, key=lambda row: row.step_s)
         best = min(rows, key=lambda row: row.case.step_s or 0.0)

@@ -51,7 +51,7 @@ class Asked:
         return self.cluster.nodes * self.cluster.gpus_per_node
 
     def picked(self, words: str) -> "Job":
-        """The job with the layout that a row of the table names, on these machines."""
+        """The job with the layout that a row of the table names."""
         from pydantic import ValidationError
 
         from meshwright.job import Job
@@ -67,10 +67,9 @@ class Asked:
         batch = {"sequence_length": self.sequence, "global_batch": self.batch, "micro_batch": micro_batch}
         parts = {"model": self.model.model_dump(exclude_unset=True), "batch": batch, **sections}
         try:
-            job = Job.model_validate(parts)
+            return Job.model_validate(parts)
         except ValidationError as error:
             raise UserError(f"pick is not a layout that a job may have ({_first(error)}); choose another row") from None
-        return job.model_copy(update={"cluster": self.cluster})
 
 
 def pick_of(job: "Job") -> str:

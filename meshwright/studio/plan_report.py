@@ -5,7 +5,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.errors import UserError
 from meshwright.studio.bars import memory_bars, step_bar
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import Point
@@ -17,26 +16,27 @@ from meshwright.version import VERSION
 
 if TYPE_CHECKING:
     from meshwright.job import Job
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import Point as Scaled
     from meshwright.plan import Prediction
 
 GIB = 2**30
 _MOST_ACTIONS = 3000
 """Of a drawn schedule: a step of many micro-batches repeats itself, and a browser should not carry it all."""
-_SCALES = (1, 2, 4, 8, 16, 32)
+_SCALES = (1, 2, 4, 8, 16)
 
 
-def layout_pictures(job: "Job", prediction: "Prediction") -> str:
-    """Every picture of a planned job, as HTML; the job's own cluster is where it runs."""
-    parts = [memory_bars(prediction), step_bar(prediction), _schedule(job), _mesh(job), _scaling(job, prediction)]
-    return "".join(parts)
+def layout_pictures(job: "Job", cluster: "Cluster", prediction: "Prediction") -> str:
+    """Every picture of a job planned for these machines, as HTML."""
+    parts = [memory_bars(prediction), step_bar(prediction), _schedule(job, cluster)]
+    return "".join([*parts, _mesh(job, cluster), _scaling(job, cluster)])
 
 
-def write_plan_report(job: "Job", name: str, out: Path) -> Path:
-    """Write the pictures of a job on its own cluster as one page, and return where it is."""
+def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> Path:
+    """Write the pictures of a job on these machines as one page, and return where it is."""
     from meshwright.plan import job_text, layout_words, predict
 
-    prediction = predict(job, job.cluster)
-    cluster = job.cluster
+    prediction = predict(job, cluster)
     mfu = "unknown" if prediction.mfu is None else f"{prediction.mfu:.1%}"
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB too much"
@@ -57,14 +57,14 @@ def write_plan_report(job: "Job", name: str, out: Path) -> Path:
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'
         f"<span>{escape(layout_words(job))}</span>"
         f'<span>{escape(machines)}</span></p></header><div class="tiles">{shown}</div>'
-        f"<h2>Predicted</h2>{layout_pictures(job, prediction)}{guessed}"
+        f"<h2>Predicted</h2>{layout_pictures(job, cluster, prediction)}{guessed}"
         f"<h2>Job</h2><pre>{escape(job_text(job, f'a plan for {machines}'))}</pre>"
         f"<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by Meshwright {VERSION}.</footer>"
     )
     return write_whole(out, page(f"{name} · Meshwright", body))
 
 
-def _schedule(job: "Job") -> str:
+def _schedule(job: "Job", cluster: "Cluster") -> str:
     from meshwright.plan import timeline
 
     layout = job.layout
@@ -74,7 +74,7 @@ def _schedule(job: "Job") -> str:
             '<p class="note">One stage: '
             f"{job.accumulation} micro-batches one after the other, without a bubble.</p></figure>"
         )
-    drawn = timeline(job, job.cluster, _drawn_micro_batches(job))
+    drawn = timeline(job, cluster, _drawn_micro_batches(job))
     assert drawn is not None
     return gantt(*drawn, job.accumulation)
 
@@ -87,49 +87,31 @@ def _drawn_micro_batches(job: "Job") -> int:
     return min(job.accumulation, rounds * layout.pp)
 
 
-def _mesh(job: "Job") -> str:
+def _mesh(job: "Job", cluster: "Cluster") -> str:
     from meshwright.parallel import axes
 
-    return mesh(axes(job.layout), job.cluster.gpus_per_node)
+    return mesh(axes(job.layout), cluster.gpus_per_node)
 
 
-def _scaling(job: "Job", prediction: "Prediction") -> str:
+def _scaling(job: "Job", cluster: "Cluster") -> str:
     """Throughput with more data parallelism: the batch growing with the GPUs, and the same batch on more of them."""
-    gpus = job.cluster.nodes * job.cluster.gpus_per_node
-    weak: list[Point] = [(gpus, prediction.tokens_per_s_per_gpu * gpus)]
-    strong: list[Point] = list(weak)
-    for times in _SCALES[1:]:
-        for points, batch in ((weak, job.batch.global_batch * times), (strong, job.batch.global_batch)):
-            rate = _scaled(job, times, batch)
-            if rate is not None:
-                points.append((gpus * times, rate * gpus * times))
-    ideal: list[Point] = [(gpus * times, weak[0][1] * times) for times in (1, _SCALES[-1])] if weak[0][1] else []
+    from meshwright.plan import scale
+
+    gpus = cluster.nodes * cluster.gpus_per_node
+    sizes = [gpus * times for times in _SCALES]
+    weak, strong = ([_total(point) for point in scale(job, cluster, sizes, kind, None)] for kind in ("weak", "strong"))
+    first = next((rate for _, rate in weak if rate), 0.0)
+    ideal: list[Point] = [(gpus, first), (sizes[-1], first * _SCALES[-1])]
     series = [
         Series("perfect", "train", ideal),
         Series("batch grows with the GPUs", "plain", weak),
-        Series("same batch", "other", strong),
+        Series("same batch", "other", [point for point in strong if point[1] is not None]),
     ]
     return (
         f'<div class="scaling">{line_chart("Scaling", "tokens/s", series, wide=True, from_zero=True, axis="GPU")}</div>'
     )
 
 
-def _scaled(job: "Job", times: int, batch: int) -> float | None:
-    """Tokens a second and GPU with so many times the nodes; None where the batch cannot be spread over them."""
-    from meshwright.plan import predict
-
-    layout, cluster = job.layout, job.cluster
-    data = "dp_shard" if layout.dp_shard > 1 or layout.zero_stage else "dp_replicate"
-    grown = layout.model_copy(update={data: getattr(layout, data) * times})
-    per_step = job.batch.micro_batch * job.data_parallel * times
-    accumulation = batch // per_step
-    if batch % per_step or (layout.schedule == "interleaved" and accumulation % layout.pp):
-        return None
-    larger = cluster.model_copy(update={"nodes": cluster.nodes * times})
-    if cluster.nodes == 1 and cluster.gpus_per_node * times <= 8:
-        larger = cluster.model_copy(update={"gpus_per_node": cluster.gpus_per_node * times})
-    changes = {"layout": grown, "batch": job.batch.model_copy(update={"global_batch": batch}), "cluster": larger}
-    try:
-        return predict(job.model_copy(update=changes), larger, every_rank=False).tokens_per_s_per_gpu
-    except UserError:
-        return None
+def _total(point: "Scaled") -> Point:
+    prediction = point.prediction
+    return point.gpus, None if prediction is None else prediction.tokens_per_s_per_gpu * point.gpus

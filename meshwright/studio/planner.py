@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.studio.asked import SHAPE, Asked, asked, pick_of
+from meshwright.studio.expectations import expectations
 from meshwright.studio.numbers import count
 from meshwright.studio.plan_report import layout_pictures
 
@@ -79,6 +80,13 @@ class Planner:
         }
 
 
+def _allowed(state: dict[str, Any]) -> list[str]:
+    words = state.get("allow") or []
+    if not isinstance(words, list):
+        raise UserError("allow is no list of words; give some of those on the page")
+    return [str(word) for word in words]
+
+
 def _nothing(question: Asked, found: "Search") -> str:
     if found.best:
         return ""
@@ -106,15 +114,15 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
 
     question = asked(state)
     job = question.picked(str(state.get("pick")))
-    prediction = predict(job, job.cluster)
-    cluster = job.cluster
+    cluster = question.cluster
+    prediction = predict(job, cluster)
     heading = (
         f"planned for {cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}: {layout_words(job)}; "
         f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
     )
     return {
         "title": layout_words(job),
-        "pictures": layout_pictures(job, prediction),
+        "pictures": layout_pictures(job, cluster, prediction),
         "guessed": list(prediction.guessed),
         "job": job_text(job, heading),
         "commands": commands(cluster),
@@ -126,12 +134,11 @@ def commands(cluster: "Cluster") -> list[dict[str, str]]:
     gpus = cluster.gpus_per_node
     where = f"--cluster {cluster.nodes}x{gpus}x{cluster.gpu}"
     train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
-    if cluster.nodes > 1:
-        train = f"srun --nodes {cluster.nodes} --ntasks-per-node {gpus} meshwright train job.toml"
     lines = {
         "prove that it computes what one process does": "meshwright verify job.toml",
         "see every term of the prediction": f"meshwright plan --check job.toml {where}",
-        "train" if cluster.nodes == 1 else "train, inside a Slurm allocation": train,
+        **({"train": train} if cluster.nodes == 1 else {}),
+        "submit it to a Slurm site (leonardo, or a profile of your own)": "meshwright submit job.toml --site leonardo",
         "keep these pictures": f"meshwright report job.toml {where} --out plan.html",
     }
     return [{"what": what, "command": command} for what, command in lines.items()]
@@ -155,26 +162,5 @@ def _config(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(state: dict[str, Any]) -> dict[str, Any]:
-    """What would have been predicted for a run that was made, on `ranks` GPUs of one kind."""
-    from pydantic import ValidationError
-
-    from meshwright.job import Job
-    from meshwright.job.devices import Cluster
-    from meshwright.plan import predict
-
-    try:
-        job = Job.model_validate(state.get("job"))
-    except ValidationError as error:
-        raise UserError(
-            f"the run's job is of another version ({error.errors()[0]['msg']}); nothing is predicted"
-        ) from None
-    ranks, per_node = int(state["ranks"]), max(1, int(state["gpus_per_node"]))
-    cluster = Cluster(nodes=-(-ranks // per_node), gpus_per_node=min(ranks, per_node), gpu=str(state["gpu"]))
-    prediction = predict(job, cluster)
-    return {
-        "step_s": prediction.step_s,
-        "tokens_per_s": prediction.tokens_per_s_per_gpu * ranks,
-        "mfu": prediction.mfu,
-        "memory_bytes": max(rank.allocated for rank in prediction.memory),
-        "guessed": list(prediction.guessed),
-    }
+    """What was predicted for a run beside what it reached, as HTML; nothing where its machine is not known."""
+    return {"html": expectations(state["job"], state["metrics"], state["events"])}

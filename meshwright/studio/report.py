@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.launch import RunFolder
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
+from meshwright.studio.expectations import expectations
 from meshwright.studio.files import write_whole
 from meshwright.studio.headline import headline
 from meshwright.studio.memory import memory_chart
@@ -29,6 +30,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             headline(name, folder.state(), folder.job(), metrics, events, folder.environment()),
             _charts(metrics),
             memory_chart(folder.memory_curve()),
+            expectations(folder.job(), metrics, events),
             _samples(folder.samples()),
             f"<h2>Events</h2>{events_table(events)}",
             f"<h2>Job</h2>{job_tables(folder.job(), folder.raw_job())}",

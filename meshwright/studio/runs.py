@@ -11,7 +11,6 @@ from threading import Lock
 from typing import Any
 
 from meshwright.launch import rows_of, state_of
-from meshwright.studio.curves import curve, finite
 from meshwright.studio.follow import AXES, Follower
 from meshwright.studio.inside import Outside, names_inside, open_inside, read_inside
 from meshwright.studio.memory import memory_chart
@@ -117,12 +116,8 @@ class Runs:
         data = self._bytes(name, "events.jsonl", most=_MOST_EVENTS_BYTES)
         known = self._events.get(name)
         if known is None or known.size != len(data):
-            rows: list[dict[str, Any]] = []
-            for line in data.decode("utf-8", "replace").splitlines(keepends=True):
-                try:
-                    rows.extend(row for row in rows_of([line]) if "kind" in row)
-                except (ValueError, AttributeError):
-                    continue
+            lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+            rows = [row for line in lines for row in _row(line) if "kind" in row]
             known = self._events[name] = _Events(len(data), rows)
         return known.rows
 
@@ -177,31 +172,16 @@ class Runs:
             "cut": offset is None and start > 0,
         }
 
-    def question(self, name: str) -> dict[str, Any] | None:
-        """What the planner must know to predict this run; None where it ran on no known GPU."""
+    def question(self, name: str) -> dict[str, Any]:
+        """What the planner must know to set a prediction beside this run: its newest steps, its last start and stop."""
         self._require(name)
-        start: dict[str, Any] = next((event for event in reversed(self.events(name)) if event["kind"] == "start"), {})
-        if not start.get("gpu"):
-            return None
-        job = json.loads(self._bytes(name, "job.resolved.json", most=1 << 20))
-        per_node = job.get("cluster", {}).get("gpus_per_node") or 1
-        ranks = start.get("ranks", 1)
-        per_node = per_node if per_node > 1 else ranks
-        return {"part": "run", "job": job, "gpu": start["gpu"], "ranks": ranks, "gpus_per_node": per_node}
-
-    def measured(self, name: str) -> dict[str, float | None]:
-        """A run's medians, without the first steps, which pay for compilation."""
-        self._require(name)
+        events = {event["kind"]: event for event in self.events(name) if event["kind"] in ("start", "stop")}
         size, _ = self._size(name)
-        tail = self._bytes(name, "metrics.jsonl", most=1 << 20, start=max(0, size - (1 << 20)))
-        lines = tail.decode("utf-8", "replace").splitlines(keepends=True)[1:]
-        rows: list[dict[str, Any]] = []
-        for line in lines:
-            try:
-                rows.extend(rows_of([line]))
-            except (ValueError, AttributeError):
-                continue
-        return {field: _median(rows, field) for field in ("step_s", "tokens_per_s", "mfu", "memory_bytes")}
+        tail = self._bytes(name, "metrics.jsonl", most=_MOST_TEXT, start=max(0, size - _MOST_TEXT))
+        rows = [row for line in tail.decode("utf-8", "replace").splitlines(keepends=True) for row in _row(line)]
+        metrics = [{"step": row.get("step"), "step_s": row.get("step_s")} for row in rows if _whole(row.get("step"))]
+        job = json.loads(self._bytes(name, "job.resolved.json", most=1 << 20))
+        return {"part": "run", "job": job, "metrics": metrics, "events": list(events.values())}
 
     def _memory(self, name: str) -> str:
         data = self._bytes(name, "memory.jsonl", most=_MOST_MEMORY_BYTES)
@@ -234,8 +214,9 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _median(rows: list[dict[str, Any]], field: str) -> float | None:
-    from statistics import median
-
-    values = finite(curve(rows, field))
-    return median(values) if values else None
+def _row(line: str) -> list[dict[str, Any]]:
+    """The row of a line; none where it is cut, or no row at all."""
+    try:
+        return list(rows_of([line]))
+    except (ValueError, AttributeError):
+        return []

@@ -117,9 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             offset = query.get("offset")
             self._send_json(runs.log(name, query.get("log", [""])[0], int(offset[0]) if offset else None))
         elif path == "/api/predicted":
-            question = runs.question(name)
-            predicted = None if question is None else self.server.planner.ask(question)
-            self._send_json({"predicted": predicted, "measured": runs.measured(name)})
+            self._send_json(self.server.planner.ask(runs.question(name)))
         elif path == "/api/guide":
             self._send_json({"titles": guide_titles()})
         elif path == "/api/page":
@@ -182,6 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _choices(runs: Path) -> dict[str, Any]:
     from meshwright.hardware import known_gpus
     from meshwright.job import model_preset, model_presets
+    from meshwright.plan import ALLOWED
 
     return {
         "version": VERSION,
@@ -189,4 +188,5 @@ def _choices(runs: Path) -> dict[str, Any]:
         "models": {name: model_preset(name) for name in model_presets()},
         "gpus": {gpu.key: gpu.memory_gib for gpu in known_gpus()},
         "limits": LIMITS,
+        "allowed": list(ALLOWED),
     }

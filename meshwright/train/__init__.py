@@ -9,8 +9,8 @@ from meshwright.train.device import (
     memory_errors_explained,
     prepare_device,
 )
-from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import fingerprint, require_enough_text, training_loader
+from meshwright.train.evaluate import Score, evaluate, score
+from meshwright.train.feed import fingerprint, held_out_batches, open_corpus, require_enough_text, training_loader
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
@@ -20,6 +20,7 @@ from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.run import FLOPS_CONVENTION, Outcome
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
+from meshwright.train.state import saved_cursors
 
 __all__ = [
     "FLOPS_CONVENTION",
@@ -29,6 +30,7 @@ __all__ = [
     "Outcome",
     "Progress",
     "Recorder",
+    "Score",
     "Silent",
     "Training",
     "build_optimizer",
@@ -42,11 +44,15 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "generate",
+    "held_out_batches",
     "learning_rate",
     "make_training",
     "memory_errors_explained",
+    "open_corpus",
     "prepare_device",
     "require_enough_text",
+    "saved_cursors",
+    "score",
     "states_of",
     "training_loader",
     "windows",

@@ -1,30 +1,84 @@
 """The two streams a run reads: training steps from a position on, and the held-out batches."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from meshwright.data import Batch, Corpus, Loader, validation_batches
+from meshwright.data import (
+    Batch,
+    Corpus,
+    Cursor,
+    Loader,
+    MemoryTokens,
+    StreamLoader,
+    evaluation_windows,
+    open_flow,
+    prepare,
+    training_stream,
+    validation_batches,
+    validation_windows,
+)
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.parallel import World
 
 LOOKS, LOOK_TOKENS = 64, 64
 
 
-def training_loader(job: Job, corpus: Corpus, world: World, position: int = 0) -> Loader:
+def open_corpus(job: Job, report: Callable[[str, float], None] | None = None) -> Corpus:
+    """What the job trains on and is judged by: prepared now or before, or read as it trains."""
+    if not job.data.stream:
+        return prepare(job.data, job.model.vocab_size, report)
+    flow = open_flow(job.data, job.model.vocab_size)
+    wanted = job.evaluation.batches * job.batch.micro_batch * job.batch.sequence_length + 1
+    held_out = flow.held_out(wanted) if evaluates(job) else MemoryTokens([], [])
+    return Corpus(flow.tokenizer, MemoryTokens([], []), held_out, None, flow=flow)
+
+
+def training_loader(
+    job: Job, corpus: Corpus, world: World, position: int = 0, cursors: Mapping[int, Cursor] | None = None
+) -> Loader | StreamLoader:
     """This rank's part of every step in the job's order, from a sample of the global stream on; refuses text too short
     for one sequence."""
+    if corpus.flow is not None:
+        return _stream_loader(job, corpus, world, position, cursors)
     return Loader(
-        corpus.train,
-        seed=job.run.seed,
-        sequence_length=job.batch.sequence_length,
+        training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed),
         global_batch=job.batch.global_batch,
         position=position,
         workers=job.data.workers,
         prefetch=job.data.prefetch,
-        pin_memory=world.device.type == "cuda",
-        mask_documents=job.data.mask_documents,
+        pin_memory=job.data.pin_memory and world.device.type == "cuda",
         rank=world.data_rank,
         ranks=world.data_ranks,
+    )
+
+
+def _stream_loader(
+    job: Job, corpus: Corpus, world: World, position: int, cursors: Mapping[int, Cursor] | None
+) -> StreamLoader:
+    assert corpus.flow is not None
+    if job.data.mask_documents and job.layout.schedule == "pipedream":
+        raise UserError(
+            "data.stream with data.mask_documents needs a sum over ranks each step, which layout.schedule = "
+            '"pipedream" does not make; prepare the data'
+        )
+
+    def total(valid: int) -> float:
+        return world.sum_over_world([float(valid) if world.leads_data else 0.0])[0]
+
+    return StreamLoader(
+        corpus.flow,
+        seed=job.run.seed,
+        sequence_length=job.batch.sequence_length,
+        global_batch=job.batch.global_batch,
+        position=position,
+        cursors=cursors,
+        workers=job.data.workers,
+        prefetch=job.data.prefetch,
+        pin_memory=job.data.pin_memory and world.device.type == "cuda",
+        rank=world.data_rank,
+        ranks=world.data_ranks,
+        total=total,
     )
 
 
@@ -34,19 +88,30 @@ def evaluates(job: Job) -> bool:
 
 
 def evaluation_due(job: Job, step: int) -> bool:
-    """Whether held-out text is looked at after a step."""
-    return evaluates(job) and (step % job.evaluation.every_steps == 0 or step == job.run.steps)
+    """Whether held-out text or another set is looked at after a step."""
+    some = evaluates(job) or (job.evaluation.every_steps > 0 and bool(job.evaluation.sets))
+    return some and (step % job.evaluation.every_steps == 0 or step == job.run.steps)
 
 
 def held_out_batches(job: Job, corpus: Corpus) -> Iterator[Batch]:
     """The same held-out micro-batches every time; refuses held-out text too short for one sequence."""
-    return validation_batches(
-        corpus.validation,
+    windows = validation_windows(corpus, job.data, job.batch.sequence_length)
+    return validation_batches(windows, job.batch.micro_batch, job.evaluation.batches)
+
+
+def set_batches(job: Job, corpus: Corpus, name: str) -> Iterator[Batch]:
+    """The same micro-batches of an evaluation set every time; refuses a set the model cannot read."""
+    if corpus.tokenizer is None:
+        raise UserError(f"evaluation.sets.{name} needs text to train on, and data.sources are synthetic; leave it out")
+    windows = evaluation_windows(
+        f"evaluation.sets.{name}",
+        job.evaluation.sets[name],
+        corpus.tokenizer,
+        job.data,
+        job.model.vocab_size,
         job.batch.sequence_length,
-        job.batch.micro_batch,
-        job.evaluation.batches,
-        job.data.mask_documents,
     )
+    return validation_batches(windows, job.batch.micro_batch, job.evaluation.batches)
 
 
 def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
@@ -54,10 +119,15 @@ def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
     training_loader(job, corpus, world)
     if evaluates(job):
         held_out_batches(job, corpus)
+    if job.evaluation.every_steps:
+        for name in job.evaluation.sets:
+            set_batches(job, corpus, name)
 
 
 def fingerprint(corpus: Corpus) -> str:
     """Tells whether two corpora have the same training tokens, by their number and looks at places all over them."""
+    if corpus.flow is not None:
+        return corpus.flow.fingerprint()
     store = corpus.train
     digest = hashlib.sha256(str(len(store)).encode())
     for look in range(LOOKS):

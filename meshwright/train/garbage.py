@@ -13,6 +13,7 @@ def collected_by_schedule() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
+    frozen = gc.get_freeze_count()  # by who forked this process, so that nothing it imported is visited and copied
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -20,7 +21,8 @@ def collected_by_schedule() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def collect_if_due(step: int) -> None:

@@ -10,14 +10,14 @@ from statistics import median
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from meshwright.checkpoint import Checkpoint, Keeper, State
-from meshwright.data import Corpus, Loader, Step
+from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Decoder, count_parameters, flops_per_token
 from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, WholeWeights, World, take_traffic
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
-from meshwright.train.evaluate import evaluate
-from meshwright.train.feed import evaluates, fingerprint, held_out_batches, training_loader
+from meshwright.train.evaluate import evaluate, score
+from meshwright.train.feed import evaluates, fingerprint, held_out_batches, set_batches, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.gauge import MemoryGauge
 from meshwright.train.generate import generate
@@ -92,6 +92,8 @@ class TrainingRun(ABC, Generic[E]):
         """Samples of the global stream this run has used."""
         self._keeper: Keeper | None = None
         self._resumed_step = 0
+        self._step_tokens = 0
+        self.loader: Loader | StreamLoader | None = None
         self._throughputs: list[float] = []
         self._gauge = MemoryGauge(self.device)
         self._curve: MemoryCurve | None = None
@@ -124,15 +126,21 @@ class TrainingRun(ABC, Generic[E]):
     def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
         """Make all steps and the evaluations between them, unless asked to stop."""
 
-    def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | None = None) -> Outcome:
+    def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | StreamLoader | None = None) -> Outcome:
         """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
         self._record_start()
         loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
+        loader.on_slow = self.progress.message
+        self.loader = loader
         try:
             with collected_by_schedule():
                 if self._resumed_step == 0:
                     self._evaluate(0)
                 self._train(iter(loader), stop)
+        except RuntimeError as error:
+            if (explained := loader.explained(error)) is error:
+                raise
+            raise explained from error
         finally:
             loader.close()
         self.outcome.peak_memory_bytes, self.outcome.steady_memory_bytes = self._gauge.peak, self._gauge.steady
@@ -149,6 +157,7 @@ class TrainingRun(ABC, Generic[E]):
         started = time.perf_counter()
         given = next(data)
         self.position += self.job.batch.global_batch
+        self._step_tokens = given.tokens
         return given, time.perf_counter() - started
 
     def _ballot(self) -> list[float]:
@@ -169,7 +178,7 @@ class TrainingRun(ABC, Generic[E]):
     def _record(self, numbers: StepNumbers) -> None:
         """Write a step's row and remember it as the last."""
         step, job = numbers.step, self.job
-        tokens_per_s = job.tokens_per_step / numbers.step_s
+        tokens_per_s = self._step_tokens / numbers.step_s
         made = step - self._resumed_step
         if made > 1:  # the first step pays for allocation and compilation
             self._throughputs.append(tokens_per_s)
@@ -178,7 +187,7 @@ class TrainingRun(ABC, Generic[E]):
             "loss": numbers.loss,
             "grad_norm": numbers.norm,
             "lr": numbers.rate,
-            "tokens": self.outcome.tokens + job.tokens_per_step,
+            "tokens": self.outcome.tokens + self._step_tokens,
             "tokens_per_s": tokens_per_s,
             "mfu": self._mfu(tokens_per_s),
             "data_wait_s": numbers.data_wait_s,
@@ -186,6 +195,8 @@ class TrainingRun(ABC, Generic[E]):
             "memory_bytes": self._gauge.after_step(made),
             "attempt": self.attempt,
         }
+        if job.data.weights is not None and self.loader is not None:
+            row |= {"epochs": list(self.loader.epochs)}
         if job.memory.offload:
             row |= {f"offload_{name}": value for name, value in asdict(take_traffic()).items()}
         if isinstance(self.weights, CompressedWeights) and (sent := self.weights.reduction.sent):
@@ -211,8 +222,22 @@ class TrainingRun(ABC, Generic[E]):
         return policy == "keep"
 
     def _evaluate(self, step: int) -> None:
-        if not evaluates(self.job):
-            return
+        if evaluates(self.job):
+            self._evaluate_held_out(step)
+        if self.job.evaluation.every_steps:
+            for name in self.job.evaluation.sets:
+                self._evaluate_set(step, name)
+
+    def _evaluate_set(self, step: int, name: str) -> None:
+        tokenizer = self.corpus.tokenizer
+        lengths = None if tokenizer is None else tokenizer.byte_lengths()
+        found = score(self.engine, set_batches(self.job, self.corpus, name), self.world, lengths)
+        row = {"set_loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+        self.recorder.metric({"step": step, "set": name, **row, "attempt": self.attempt})
+        told = "" if found.bits_per_byte is None else f"  bits per byte {found.bits_per_byte:.4f}"
+        self.progress.message(f"step {step}/{self.job.run.steps}  {name}: loss {found.loss:.4f}{told}")
+
+    def _evaluate_held_out(self, step: int) -> None:
         val_loss = evaluate(self.engine, held_out_batches(self.job, self.corpus), self.world)
         self.outcome.val_loss = val_loss
         if self.outcome.first_val_loss is None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
+from meshwright.data import Cursor, StreamLoader
 from meshwright.parallel import CompressedWeights, Piece, World
 from meshwright.train.feedback import restore_feedback, saved_feedback
 from meshwright.train.optimizer import restore_states, saved_states
@@ -28,6 +29,11 @@ def capture(run: "TrainingRun[Any]") -> State:
     parts += saved_states(run.optimizer, masters, pieces, owned)
     if isinstance(run.weights, CompressedWeights):
         parts += saved_feedback(run.weights)
+    if isinstance(run.loader, StreamLoader) and run.world.leads_data:
+        parts += [
+            Part(cursor_name(number), (len(cursor),), (0,), torch.tensor(cursor))
+            for number, cursor in run.loader.own_cursors().items()
+        ]
     parts += [
         Part(f"rng/{run.world.rank:05d}/{kind}", tuple(state.shape), (0,), state)
         for kind, state in _generators(run.world).items()
@@ -70,6 +76,21 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
     outcome = run.outcome
     outcome.step, outcome.tokens, outcome.loss = facts.step, facts.tokens, facts.loss
     outcome.first_val_loss, outcome.val_loss = facts.first_val_loss, facts.val_loss
+
+
+CURSORS = "data/cursor/"
+
+
+def cursor_name(number: int) -> str:
+    """The tensor that keeps the cursor of a virtual shard."""
+    return f"{CURSORS}{number:05d}"
+
+
+def saved_cursors(checkpoint: Checkpoint) -> dict[int, Cursor]:
+    """The cursors of the virtual shards, where the run streams its data."""
+    with checkpoint:
+        names = checkpoint.names(CURSORS)
+        return {int(name.removeprefix(CURSORS)): Cursor(*checkpoint.whole(name).tolist()) for name in names}
 
 
 def owned_pieces(pieces: Mapping[str, Piece]) -> list[str]:

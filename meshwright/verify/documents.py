@@ -42,6 +42,9 @@ class UnequalDocuments:
         first, last = np.searchsorted(self._starts, (start, stop))
         return self._starts[first:last]
 
+    def targets(self, start: int, stop: int) -> None:
+        """All of them."""
+
 
 def unequal_corpus(job: Job) -> Corpus:
     """A corpus of such documents at the job's sizes, training and held-out text apart."""

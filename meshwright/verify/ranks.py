@@ -1,5 +1,6 @@
 """Ranks on this machine: forked from a process that has imported torch, so that a check costs seconds, not minutes."""
 
+import gc
 import io
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ class RankGroup:
         sys.stdout.flush()
         sys.stderr.flush()
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        gc.freeze()  # else the first collection in each rank visits, and so copies, all that the parent has imported
         for rank in range(size):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
@@ -59,6 +61,7 @@ class RankGroup:
             process.start()
             theirs.close()
             self._processes.append(process)
+        gc.unfreeze()
 
     def poll(self, timeout_s: float) -> bool:
         """Take what arrives within the time; True once every rank has answered. A failure ends all and is raised."""

@@ -40,14 +40,16 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
         "global_batch": micro_batch * data_parallel * accumulation,
     }
     small["data"] |= {"sources": ("builtin:synthetic",), "tokenizer": None, "mask_documents": True, "workers": 0}
-    small["data"] |= {"validation_fraction": 0.01, "weights": None}
+    small["data"] |= {"validation_fraction": 0.01, "stream": False, "weights": None, "stages": ()}
     evaluate_every = steps
     if is_asynchronous(job):
         # A stage's first update shows in its forward up to pp steps later; then the pipeline empties and fills again.
         evaluate_every = layout.pp + 1
         steps = max(steps, evaluate_every + layout.pp)
         notes.append(f"{STALE_REFERENCE}, over {steps} steps")
-    small["evaluation"] |= {"every_steps": evaluate_every, "batches": HELD_OUT, "sample_tokens": 0}
+    # All held-out sequences; packed otherwise they may be as many as tokens.
+    held_out = HELD_OUT if job.data.packing == "concatenate" else HELD_OUT * sequence
+    small["evaluation"] |= {"every_steps": evaluate_every, "batches": held_out, "sample_tokens": 0, "sets": {}}
     small["schedule"] |= {"warmup_steps": min(job.warmup_steps, 1), "decay_steps": min(job.decay_steps, 1)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}

@@ -19,7 +19,7 @@ def test_help_imports_no_torch_from_a_bare_pythonpath(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for command in ("job", "checkpoint", "schedule", "train", "verify", "generate", "report", "doctor"):
+    for command in ("data", "eval", "job", "checkpoint", "schedule", "train", "verify", "generate", "report", "doctor"):
         assert command in done.stdout
 
 

@@ -1,25 +1,43 @@
 """Samples and the loader: one stream, whatever reads it."""
 
+import gc
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from meshwright.data import IGNORE, Batch, Loader, prepare, validation_batches
-from meshwright.data.samples import count_windows, read_sample, read_window
+from meshwright.data import (
+    IGNORE,
+    Batch,
+    Loader,
+    RunningWindows,
+    Stream,
+    prepare,
+    training_stream,
+    validation_batches,
+    validation_windows,
+    watch,
+)
+from meshwright.data.batch import stack_samples
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
 S = 32
 
 
-def loader_of(store, **changes) -> Loader:
-    return Loader(store, **{"seed": 5, "sequence_length": S, "global_batch": 4, "mask_documents": True, **changes})
+def stream_of(store, seed=5, mask_documents=True) -> Stream:
+    return Stream([RunningWindows(store, S, mask_documents)], seed)
+
+
+def loader_of(store, mask_documents=True, **changes) -> Loader:
+    return Loader(stream_of(store, mask_documents=mask_documents), **{"global_batch": 4, **changes})
 
 
 def take(loader: Loader, steps: int) -> list[Batch]:
@@ -39,32 +57,36 @@ def assert_same(a: Batch, b: Batch) -> None:
 
 
 def test_a_sample_depends_on_seed_and_number_alone(corpus):
-    alone = read_sample(corpus.train, 5, S, 1234, mask_documents=False)
+    stream = stream_of(corpus.train)
+    alone = stream.read(1234)
     for other in (0, 77, 1233):
-        read_sample(corpus.train, 5, S, other, mask_documents=False)
-    again = read_sample(corpus.train, 5, S, 1234, mask_documents=False)
+        stream.read(other)
+    again = stream.read(1234)
     assert np.array_equal(alone.tokens_S, again.tokens_S)
     assert alone.tokens_S.dtype == np.int64
-    assert not np.array_equal(alone.tokens_S, read_sample(corpus.train, 6, S, 1234, mask_documents=False).tokens_S)
+    assert not np.array_equal(alone.tokens_S, stream_of(corpus.train, seed=6).read(1234).tokens_S)
 
 
 def test_windows_cover_the_store_and_labels_are_the_next_token(corpus):
-    count = count_windows(corpus.train, S)
-    windows = [read_window(corpus.train, S, window, mask_documents=False) for window in range(count)]
+    running = RunningWindows(corpus.train, S)
+    count = len(running)
+    windows = [running.read(window) for window in range(count)]
     everything = corpus.train.read(0, count * S + 1)
     assert np.array_equal(np.concatenate([window.tokens_S for window in windows]), everything[:-1])
     assert np.array_equal(np.concatenate([window.labels_S for window in windows]), everything[1:])
-    assert windows[0].positions_S is None and windows[0].document_ids_S is None
+    assert windows[0].positions_S is None
 
 
 def test_masked_documents_follow_the_end_of_text(corpus):
     end = corpus.tokenizer.end_of_text
     boundaries = 0
-    for window in range(count_windows(corpus.train, S)):
-        sample = read_window(corpus.train, S, window, mask_documents=True)
+    windows = RunningWindows(corpus.train, S, mask_documents=True)
+    for window in range(len(windows)):
+        sample = windows.read(window)
+        document_ids = stack_samples([sample], [0]).document_ids_BS[0]
         document = position = 0
         for place in range(S):
-            assert (sample.document_ids_S[place], sample.positions_S[place]) == (document, position)
+            assert (document_ids[place], sample.positions_S[place]) == (document, position)
             if sample.tokens_S[place] == end:
                 assert sample.labels_S[place] == IGNORE
                 document, position, boundaries = document + 1, 0, boundaries + 1
@@ -76,7 +98,7 @@ def test_masked_documents_follow_the_end_of_text(corpus):
 
 def test_the_stream_is_the_same_for_any_number_of_workers(corpus):
     # Long enough to pass into the second epoch.
-    steps = count_windows(corpus.train, S) // 4 + 5
+    steps = len(RunningWindows(corpus.train, S)) // 4 + 5
     reference = take(loader_of(corpus.train), steps)
     assert [batch.sample_ids_B.tolist() for batch in reference[:2]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     for workers in (1, 2):
@@ -155,14 +177,63 @@ def test_workers_leave_signals_to_the_main_process(corpus):
     assert len(take(loader, 10)) == 10
 
 
-def test_a_dead_worker_is_an_error(corpus):
+class Deadly(RunningWindows):
+    """Windows of which one in the second step ends who reads it."""
+
+    def read(self, window):
+        if window == stream_of(self.store).place(5)[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(window)
+
+
+def test_a_dead_worker_is_named(corpus):
+    loader = Loader(Stream([Deadly(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    gc.disable()  # the death may be told anywhere in this process, also amid a collection, where nobody would hear it
+    told = ""
+    try:
+        take(loader, 10)
+    except RuntimeError as error:
+        told = str(error if "data worker" in str(error) else loader.explained(error))
+    finally:
+        gc.enable()
+    assert re.match(
+        r"data worker 1 of 2 \(process \d+, reading the step of sample 4\) failed \(DataLoader worker", told
+    )
+    assert told.endswith("try fewer data.workers, or data.workers = 0")
+    assert multiprocessing.active_children() == []
+
+
+class Slow(RunningWindows):
+    """Windows of which one in the second step takes its time."""
+
+    def read(self, window):
+        if window == stream_of(self.store).place(5)[1]:
+            time.sleep(1.5)
+        return super().read(window)
+
+
+def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch):
+    monkeypatch.setattr(watch, "SLOW_S", 0.3)
+    loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    told = []
+    loader.on_slow = told.append
+    take(loader, 4)
+    (sentence,) = told
+    assert re.fullmatch(
+        r"training has waited 0\.3 s for data worker 1 of 2 \(process \d+, reading the step of sample 4\)", sentence
+    )
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])
+def test_a_worker_that_dies_while_it_hands_over_is_the_same_error(corpus, monkeypatch, error):
+    def torn(self, timeout=0.0):
+        raise error()
+
     loader = loader_of(corpus.train, workers=1, prefetch=1)
     next(loader)
-    with pytest.raises(RuntimeError, match="worker"):
-        for worker in multiprocessing.active_children():
-            os.kill(worker.pid, signal.SIGKILL)
-        take(loader, 10)
-    loader.close()
+    monkeypatch.setattr(type(loader._iterator), "_try_get_data", torn)
+    with pytest.raises(RuntimeError, match=r"data\.workers = 1 data worker processes failed"):
+        next(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -182,14 +253,14 @@ def test_too_little_text_for_one_sequence(corpus):
         UserError,
         match=rf"data\.sources hold {tokens} training tokens, .* batch\.sequence_length = {tokens}, which takes",
     ):
-        loader_of(corpus.train, sequence_length=tokens)
-    assert len(take(loader_of(corpus.train, sequence_length=tokens - 1), 1)) == 1
+        training_stream(corpus, Data(), tokens, seed=0)
+    assert len(training_stream(corpus, Data(), tokens - 1, seed=0).parts[0]) == 1
 
 
 def test_validation_is_in_order_and_of_one_shape(corpus):
-    windows = count_windows(corpus.validation, S)
+    windows = len(RunningWindows(corpus.validation, S))
     assert windows % 4
-    batches = list(validation_batches(corpus.validation, S, 4, 10**6, mask_documents=False))
+    batches = list(validation_batches(RunningWindows(corpus.validation, S), 4, 10**6))
     tokens = torch.cat([batch.tokens_BS for batch in batches])
     assert tokens.shape == (-(-windows // 4) * 4, S)
     assert tokens[:windows].flatten().tolist() == corpus.validation.read(0, windows * S).tolist()
@@ -198,13 +269,13 @@ def test_validation_is_in_order_and_of_one_shape(corpus):
         *[-1] * (-windows % 4),
     ]
     assert sum(batch.valid_count() for batch in batches) == windows * S
-    first = list(validation_batches(corpus.validation, S, 4, 2, mask_documents=True))
+    first = list(validation_batches(RunningWindows(corpus.validation, S, mask_documents=True), 4, 2))
     assert [batch.sample_ids_B.tolist() for batch in first] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_too_little_text_for_validation(corpus):
     with pytest.raises(UserError, match=r"data\.validation_fraction leaves \d+ tokens .*; raise it or add text"):
-        validation_batches(corpus.validation, len(corpus.validation), 1, 1, mask_documents=False)
+        validation_windows(corpus, Data(), len(corpus.validation))
 
 
 @pytest.mark.gpu

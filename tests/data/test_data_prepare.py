@@ -14,6 +14,7 @@ from data_texts import text_of
 
 from meshwright.data import Corpus, TokenStore, prepare
 from meshwright.data.sources import PIECE_BYTES
+from meshwright.errors import UserError
 from meshwright.job.data import Data
 
 fork = multiprocessing.get_context("fork")
@@ -235,3 +236,46 @@ def test_the_standard_library_is_there():
     assert source.size_bytes > 5_000_000
     assert not any("site-packages" in file.path.parts for file in source.files)
     assert any('"""' in next(documents).text for documents in [iterate_documents([source], "text")] for _ in range(20))
+
+
+def test_sources_are_joined_by_key(prepare_from, write, tmp_path):
+    papers = write("papers.jsonl", '{"text": "one", "id": 1}\n{"text": "two", "id": "b"}\n{"text": "three", "id": 3}\n')
+    notes = write(
+        "notes.jsonl", '{"text": "on two", "id": "b"}\n{"text": "on none", "id": 9}\n{"text": "on one", "id": 1}'
+    )
+    more = write("more.jsonl", '{"text": "again on one", "id": "1"}\n{"text": "and again", "id": 1}\n')
+    corpus = prepare_from(papers, notes, more, join="id", validation_fraction=0)
+    assert documents_of(corpus, corpus.train) == [
+        "one\n\non one\n\nagain on one\n\nand again",
+        "two\n\non two",
+        "three",
+    ]
+    assert corpus.bounds == (0, len(corpus.train))
+    assert prepare_from(papers, notes, more, validation_fraction=0).folder != corpus.folder
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("second", "fields", "match"),
+    [
+        (
+            "",
+            {"join": "key"},
+            r'a\.jsonl:1 has no text or whole number in its field "key" to join it by; correct data\.join',
+        ),
+        ('{"text": "x", "id": true}', {"join": "id"}, r'b\.jsonl:1 has no text or whole number in its field "id"'),
+        (None, {"join": "id"}, r'data\.join = "id" needs two data\.sources or more'),
+    ],
+)
+def test_what_cannot_be_joined_is_named(prepare_from, write, second, fields, match):
+    first = write("a.jsonl", '{"text": "one", "id": 1}\n')
+    others = [] if second is None else [write("b.jsonl", second)]
+    with pytest.raises(UserError, match=match):
+        prepare_from(first, *others, **fields)
+
+
+def test_only_lines_can_be_joined(prepare_from, write):
+    with pytest.raises(
+        UserError, match=r"data\.join joins \.jsonl files, not .*/b\.txt; write a document with its key"
+    ):
+        prepare_from(write("a.jsonl", '{"text": "one", "id": 1}\n'), write("b.txt", "text"), join="id")

@@ -114,6 +114,43 @@ def test_a_run_of_two_ranks(tiny_job: Path, tmp_path: Path) -> None:
     assert left_over(run) == []
 
 
+def test_ranks_that_are_new_programs_as_on_gpus(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.launch import elastic
+
+    monkeypatch.setattr(elastic, "can_fork", lambda job: False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    small = ["run.steps=1", "evaluation.every_steps=0", "layout.dp_replicate=2", "run.folder=run", "data.cache=cache"]
+    result = cli(*words(*small), "--nproc", "2")
+    assert result.code == 0, result
+    assert newest(Path("run")).facts.step == 1
+    assert stop_event(Path("run"))["reason"] == "finished"
+
+
+def test_a_job_on_gpus_is_never_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.job import load_job
+    from meshwright.launch.forked import can_fork
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    devices = ("auto", "cuda", "cpu")
+    assert [can_fork(load_job("demo", [f"run.device={name}"]).job) for name in devices] == [False, False, True]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert can_fork(load_job("demo").job)
+
+
+def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}"), "--nproc", "2")
+    wait_for_steps(process, run)
+    process.kill()
+    process.communicate(timeout=60)  # until the last rank has closed the streams it shares with its launcher
+    event = stop_event(run)
+    assert event["signal"] == "launcher died" and newest(run).facts.step == event["step"]
+    deadline = time.monotonic() + 20
+    while left_over(run):
+        assert time.monotonic() < deadline, left_over(run)
+        time.sleep(0.1)
+
+
 def test_a_killed_rank_is_named_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
@@ -129,18 +166,17 @@ def test_a_killed_rank_is_named_and_takes_the_run_with_it(tiny_job: Path, tmp_pa
 
 
 def test_a_crashing_rank_is_the_only_one_heard(tiny_job: Path, tmp_path: Path) -> None:
-    # Python imports this first in every process: rank 1 alone gets a loop that breaks at its third step.
+    # Python imports this first in every process it starts, and forks have it: the third step of rank 1 breaks.
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/sitecustomize.py").write_text(
         "import os\n"
-        "if os.environ.get('RANK') == '1':\n"
-        "    from meshwright.parallel.engine import OneStage\n"
-        "    whole = OneStage.accumulate\n"
-        "    def breaks(self, data, step):\n"
-        "        if step == 3:\n"
-        "            raise ValueError('the third step')\n"
-        "        return whole(self, data, step)\n"
-        "    OneStage.accumulate = breaks\n"
+        "from meshwright.parallel.engine import OneStage\n"
+        "whole = OneStage.accumulate\n"
+        "def breaks(self, data, step):\n"
+        "    if step == 3 and os.environ.get('RANK') == '1':\n"
+        "        raise ValueError('the third step')\n"
+        "    return whole(self, data, step)\n"
+        "OneStage.accumulate = breaks\n"
     )
     run = tmp_path / "run"
     arguments = [*words(*ENDLESS, f"run.folder={run}"), "--nproc", "2", "--debug"]

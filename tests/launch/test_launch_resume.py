@@ -28,7 +28,7 @@ SETTINGS = [
     "data.cache=cache", "checkpoint.every_steps=4", "evaluation.sample_tokens=0", "batch.sequence_length=16",
     "model.layers=1", "model.width=32", "model.heads=2", "model.kv_heads=1", "model.ffn_width=32",
 ]  # fmt: skip
-EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss", "loss_scale", "sent_bytes")
+EXACT = ("step", "epochs", "loss", "grad_norm", "lr", "tokens", "val_loss", "loss_scale", "sent_bytes")
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,13 @@ CASES = {
     "fp16 with a loss scale": ["precision.compute=fp16"],
     "bf16, muon, int8 states": ["precision.compute=bf16", "optimizer.name=muon", "precision.optimizer_states=int8"],
     "offload": ['memory.offload=["optimizer"]', "precision.compute=bf16"],
+    "blended in stages, best fit": [
+        'data.sources=["corpus", "job.toml"]',
+        "data.weights=[0.7, 0.3]",
+        "data.packing=best-fit",
+        "data.stages=[{tokens=320, weights=[0.2, 0.8]}]",
+        "data.mask_documents=true",
+    ],
     "dropout and workers": ["model.dropout=0.1", "data.workers=1", "optimizer.name=adafactor"],
 }
 
@@ -156,6 +163,7 @@ def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:  # type: 
 REFUSED = {
     "run.seed=5": r"run\.seed = 5 cannot continue run/checkpoints/step-00000002, which was saved with 0; set it back",
     "batch.sequence_length=32": r"batch\.sequence_length = 32 cannot continue",
+    "data.packing=best-fit": r"data\.packing = best-fit cannot continue",
     "optimizer.name=lion": r"optimizer\.name = lion cannot continue",
     "precision.optimizer_states=bf16": r"precision\.optimizer_states = bf16 cannot continue",
     "data.validation_fraction=0.4": r"data\.sources = \['corpus'\] does not give the tokens",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.data import Loader
+from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.parallel import ranks_of, require_layout, table_of
@@ -96,11 +96,8 @@ def test_ranks_count_unequal_numbers_of_tokens() -> None:
     text = unequal_corpus(job).train
     for_rank = [
         Loader(
-            text,
-            seed=job.run.seed,
-            sequence_length=job.batch.sequence_length,
+            Stream([RunningWindows(text, job.batch.sequence_length, mask_documents=True)], job.run.seed),
             global_batch=job.batch.global_batch,
-            mask_documents=True,
             rank=rank,
             ranks=2,
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.data import Loader
+from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.job import Job
 from meshwright.parallel import build, join_world, table_of
 from meshwright.parallel.dualpipe import copies_of_chains, lower, torch_number
@@ -100,7 +100,9 @@ def train(job: Job) -> tuple[list[dict[str, Tensor]], set[str], int]:
     world = join_world(job, torch.device("cpu"))
     engine, weights = build(job, world)
     optimizer = build_optimizer(weights.masters, job)
-    data = iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=8, global_batch=job.batch.global_batch))
+    data = iter(
+        Loader(Stream([RunningWindows(unequal_corpus(job).train, 8)], seed=0), global_batch=job.batch.global_batch)
+    )
     before = {name: master.detach().clone() for name, master in weights.masters.items()}
     for step in range(1, job.run.steps + 1):
         engine.accumulate(next(data), step)

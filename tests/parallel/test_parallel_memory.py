@@ -12,7 +12,7 @@ from math import prod
 import pytest
 import torch
 
-from meshwright.data import Loader
+from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.job import Job
 from meshwright.parallel import build, join_world
 from meshwright.pipeline import Action
@@ -122,7 +122,7 @@ def gradients_at_the_end_of_a_pipeline_step(job: Job) -> tuple[int, int]:
     world = join_world(job, torch.device("cpu"))
     engine, weights = build(job, world)
     masters = {p.untyped_storage().data_ptr() for p in weights.masters.values()}
-    data = iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=8, global_batch=job.accumulation))
+    data = iter(Loader(Stream([RunningWindows(unequal_corpus(job).train, 8)], seed=0), global_batch=job.accumulation))
     counted = [0]
 
     def look(action: Action, started: float, ended: float, held: int) -> None:

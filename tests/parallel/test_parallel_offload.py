@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.data import Loader
+from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.parallel import OffloadedWeights, World, build, join_world, require_layout, take_traffic, update
@@ -158,7 +158,7 @@ def test_streamed_blocks_are_on_the_device_only_around_their_use() -> None:
     for block in model.layers.values():
         block.ffn.register_forward_hook(lambda *args: seen.append(resident(model)))
         block.ffn.register_full_backward_hook(lambda *args: seen.append(resident(model)))
-    data = iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=16, global_batch=4))
+    data = iter(Loader(Stream([RunningWindows(unequal_corpus(job).train, 16)], seed=0), global_batch=4))
     engine.accumulate(next(data), 1)
     assert len(seen) == 2 * 3 * job.accumulation
     assert max(seen) == 2  # the one in use and the next one
@@ -205,7 +205,7 @@ def test_an_activation_saved_by_several_operations_moves_once_and_weights_never_
 def test_what_a_backward_brought_back_leaves_again() -> None:
     job = make_job(["activations"])
     engine = build(job, World(CPU))[0]
-    data = next(iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=16, global_batch=4)))
+    data = next(iter(Loader(Stream([RunningWindows(unequal_corpus(job).train, 16)], seed=0), global_batch=4)))
     engine.accumulate(data, 1)
     gc.collect()
     assert not [thing for thing in gc.get_objects() if type(thing).__name__ == "_Kept"]
@@ -318,7 +318,7 @@ def test_masters_and_gradients_take_no_room_on_a_gpu() -> None:
         before = torch.cuda.memory_allocated()
         engine, weights = build(job, World(torch.device("cuda", 0)))
         optimizer = build_optimizer(weights.masters, job)
-        data = next(iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=16, global_batch=4)))
+        data = next(iter(Loader(Stream([RunningWindows(unequal_corpus(job).train, 16)], seed=0), global_batch=4)))
         engine.accumulate(data, 1)
         update(optimizer, weights)
         weights.zero_gradients()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.data import Loader
+from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.parallel import build, join_world, layout, ranks_of, require_layout, table_of
@@ -35,7 +35,7 @@ def watched_step(job: Job, unit_s: float) -> tuple[list[tuple[Action, float, flo
     world = join_world(job, torch.device("cpu"))
     engine, weights = build(job, world)
     text = unequal_corpus(job).train
-    data = iter(Loader(text, seed=0, sequence_length=8, global_batch=job.batch.global_batch))
+    data = iter(Loader(Stream([RunningWindows(text, 8)], seed=0), global_batch=job.batch.global_batch))
     engine.accumulate(next(data), 1)  # connections are made in the first step
     weights.zero_gradients()
     spans: list[tuple[Action, float, float]] = []

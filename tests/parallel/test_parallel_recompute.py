@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.data import Loader
+from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.model import MODES, Decoder, Draws, Mode, initialise
@@ -184,7 +184,9 @@ def forwards_of_a_block(job: Job) -> list[int]:
     blocks = [block for module in engine.modules for block in module.layers.values()]  # type: ignore[operator, union-attr]
     for place, block in enumerate(blocks):
         block.attention.register_forward_pre_hook(lambda *_, place=place: runs.update([place]))
-    data = iter(Loader(unequal_corpus(job).train, seed=0, sequence_length=32, global_batch=job.batch.global_batch))
+    data = iter(
+        Loader(Stream([RunningWindows(unequal_corpus(job).train, 32)], seed=0), global_batch=job.batch.global_batch)
+    )
     engine.accumulate(next(data), 1)
     return [runs[place] // job.accumulation for place in range(len(blocks))]
 

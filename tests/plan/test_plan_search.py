@@ -47,17 +47,19 @@ def test_the_best_are_those_predicted_fastest_and_run() -> None:
 def test_the_bound_is_below_every_prediction() -> None:
     """No layout is predicted faster than the bound that ranked it."""
     from meshwright.plan import machine_of
-    from meshwright.plan.search import _bound, _job, _pieces
-    from meshwright.plan.software import MESHWRIGHT_COMPILED
+    from meshwright.plan.bound import ALLOWED, bounded, job_at, pieces_of
 
-    model, cluster = shape("llama-3-8b"), nodes(1)
+    model, cluster, allow = shape("llama-3-8b"), nodes(1), frozenset(ALLOWED)
     machine = machine_of(cluster)
-    pieces = list(_pieces(model, machine, MESHWRIGHT_COMPILED, 4096, 64, "bf16"))
-    layouts = _bound(model, machine, pieces, 64)
-    for index in range(0, len(layouts["time"]), 17):
-        prediction = predict(_job(model, pieces, layouts, index, 8, 4096, 64, "bf16"), cluster)
-        assert layouts["time"][index] <= 1.0001 * prediction.step_s
-        assert layouts["memory"][index] <= 1.0001 * prediction.fullest.device
+    layouts = bounded(model, machine, list(pieces_of(model, machine, 4096, 64, "bf16", allow)), 64, allow)
+    seen = set()
+    for index in range(0, len(layouts), 37):
+        job = job_at(model, layouts, index, 8, 4096, 64)
+        seen |= {job.layout.schedule, job.precision.compute, *job.memory.offload}
+        prediction = predict(job, cluster)
+        assert layouts.time_s[index] <= 1.0001 * prediction.step_s, job.layout
+        assert layouts.memory_bytes[index] <= 1.0001 * prediction.fullest.device, job.layout
+    assert seen >= {"1f1b", "interleaved", "zb-h1", "zb-v", "fp8", "optimizer"}
 
 
 def test_the_written_job_loads_and_checks(tmp_path: Path) -> None:

@@ -31,8 +31,13 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 def losses(name: str, folder: Path) -> list[float]:
     sources = ["data.sources=[" + json.dumps(str(folder / "text.txt")) + "]", f"data.cache={folder / 'cache'}"]
     (folder / "text.txt").write_text("\n".join(f"line {i} of {i * i} words and {i % 7} more" for i in range(400)))
-    if load_job(name).job.data.sources == ("builtin:synthetic",):
+    data = load_job(name).job.data
+    if data.sources == ("builtin:synthetic",):
         sources = []
+    if data.format == "conversations":
+        talks = ({"prompt": f"after {i} comes", "completion": f" {i + 1} and no other"} for i in range(400))
+        (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, talks)))
+        sources[0] = "data.sources=[" + json.dumps(str(folder / "talk.jsonl")) + "]"
     loaded = load_job(name, [*SHRUNK, *sources, f"run.folder={folder / name}"])
     run_local(loaded, Console(quiet=True))
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

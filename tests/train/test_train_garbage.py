@@ -24,6 +24,16 @@ def test_cycles_go_when_they_are_due() -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
+def test_what_a_parent_froze_stays_so() -> None:
+    gc.freeze()
+    try:
+        with collected_by_schedule():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_who_keeps_the_collector_off_finds_it_off() -> None:
     gc.disable()
     try:

@@ -178,7 +178,7 @@ def test_a_scale_too_large_for_fp16_is_found_out_step_by_step() -> None:
 def test_without_a_scale_fp16_loses_gradients_that_it_keeps_with_one() -> None:
     def zeros(scale: LossScale, compute: str = "fp16") -> tuple[int, float]:
         made, _ = training(make_job(compute), scale)
-        data = Step(_one_batch(made), valid_count=2**20)  # as many tokens as a large step has
+        data = Step(_one_batch(made), valid_count=2**20, tokens=2**20)  # as many tokens as a large step has
         made.engine.accumulate(scale.applied_to(data), 1)
         gradients = [p.grad for p in made.weights.masters.values() if p.grad is not None]
         norm = math.sqrt(float(made.weights.square_sum())) / scale.scale

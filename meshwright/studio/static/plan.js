@@ -16,6 +16,8 @@ export async function enter(query) {
   fields.gpu.value = query.get("gpu") || "h100";
   for (const [name, usual] of [["nodes", 1], ["gpus", 8], ["seq", ""], ["batch", ""], ["node_link", ""], ["network_link", ""]])
     fields[name].value = query.get(name) ?? usual;
+  const allowed = JSON.parse(query.get("allow") || "[]");
+  for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
   pick = query.get("pick");
   own = Boolean(pick);
   matchCluster();
@@ -30,6 +32,7 @@ async function begin() {
   fields.gpu.append(...Object.entries(choices.gpus).map(([name, gib]) => h("option", { value: name }, `${name} (${gib} GiB)`)));
   fields.cluster.append(h("option", { value: "" }, "as below"), ...Object.keys(CLUSTERS).map(name => h("option", {}, name)));
   $("shape").append(...SLIDERS.map(slider));
+  $("allowed").append(...choices.allowed.map(word => h("label", {}, h("input", { type: "checkbox", name: "allow", value: word }), word)));
   form.addEventListener("input", changed);
   form.addEventListener("submit", event => event.preventDefault());
   $("copy").addEventListener("click", async () => {
@@ -92,7 +95,8 @@ function state() {
   if (fields.model.value) asked.model = fields.model.value;
   if (Object.keys(shape).length) asked.shape = shape;
   for (const name of ["seq", "batch", "node_link", "network_link"]) if (fields[name].value) asked[name] = Number(fields[name].value);
-  return asked;
+  const allow = [...form.querySelectorAll("[name=allow]:checked")].map(box => box.value);
+  return allow.length ? { ...asked, allow } : asked;
 }
 
 function refresh() {

@@ -145,19 +145,10 @@ function eventRow({ kind, time, elapsed_s, ...more }) {
 
 async function showPredicted(name) {
   $("predicted").replaceChildren();
-  const { predicted, measured } = await ask(`/api/predicted?run=${encodeURIComponent(name)}`);
+  const { html, error } = await ask(`/api/predicted?run=${encodeURIComponent(name)}`);
   if (shown !== name) return;
-  if (!predicted || predicted.error) {
-    const why = predicted?.error ?? "it ran on no GPU that the planner knows";
-    $("predicted").replaceChildren(h("p", { class: "note" }, `Nothing is predicted for this run: ${why}.`));
-    return;
-  }
-  const rows = [["step, ms", "step_s", 1e3], ["tokens/s", "tokens_per_s", 1], ["MFU, %", "mfu", 100], ["memory, GiB", "memory_bytes", 2 ** -30]].map(([what, key, scale]) => {
-    const [guess, real] = [predicted[key], measured[key]].map(value => value === null || value === undefined ? null : value * scale);
-    const off = guess && real ? `${((guess / real - 1) * 100).toFixed(1)}%` : "–";
-    return h("tr", {}, h("th", { scope: "row" }, what), ...[number(guess, 4), number(real, 4), off].map(text => h("td", { class: "number" }, text)));
-  });
-  $("predicted").replaceChildren(h("h2", {}, "Predicted and measured"), h("table", { class: "compare" }, h("thead", {}, h("tr", {}, ...["", "predicted", "measured, median", "error"].map((text, n) => h(n ? "th" : "td", n ? { scope: "col", class: "number" } : {}, text)))), h("tbody", {}, ...rows)));
+  if (html) $("predicted").innerHTML = html;  // escaped by the server
+  else $("predicted").replaceChildren(h("p", { class: "note" }, error ?? "Nothing is predicted for this run: it has no steps yet, or ran on no device that the planner knows."));
 }
 
 async function tail() {

@@ -1,0 +1,148 @@
+"""`meshwright data`: text from anywhere made ready for training, looked at and checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from meshwright.cli.job import JSON
+
+if TYPE_CHECKING:
+    from meshwright.data.prepared import Manifest, Progress
+
+app = typer.Typer(help="Prepare text for training, look at what was prepared, check it.", no_args_is_help=True)
+
+SOURCES = typer.Argument(help="Files, folders, patterns or addresses (s3://…, https://…), or builtin:stdlib.")
+FOLDER = typer.Argument(help="A prepared folder.")
+TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; without one a BPE is trained on the sources.")
+WORKERS = typer.Option(None, "--workers", min=1, help="Processes; as many as processor cores when not given.")
+MAX_BAD = typer.Option(0.05, "--max-bad", min=0.0, max=1.0, help="Stop when more than this share cannot be used.")
+HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Share of the documents held out.")
+
+
+@app.command()
+def prepare(
+    sources: list[str] = SOURCES,
+    out: Path = typer.Option(..., "--out", help="The folder to make."),
+    tokenizer: Path | None = TOKENIZER,
+    vocab_size: int = typer.Option(32768, "--vocab-size", min=1, help="Entries of the tokenizer that is trained."),
+    text_field: str = typer.Option("text", "--text-field", help="The field or column that holds the text."),
+    validation_fraction: float = HELD_OUT,
+    workers: int | None = WORKERS,
+    max_bad: float = MAX_BAD,
+    as_json: bool = JSON,
+) -> None:
+    """Turn sources into token shards; killed at any moment, the same command goes on where it was."""
+    from meshwright.cli.output import print_json
+    from meshwright.data.prepared import Wishes, build
+
+    wishes = Wishes(tuple(sources), tokenizer, vocab_size, text_field, validation_fraction, max_bad)
+    started = time.perf_counter()
+    with _followed() as (report, last):
+        manifest = build(wishes, out, workers, report)
+    if as_json:
+        said = last()
+        retries = said.counts.retries if said else 0
+        print_json(
+            {"folder": str(out), **_summary(manifest), "seconds": time.perf_counter() - started, "retries": retries}
+        )
+        return
+    _print_summary(out, manifest)
+
+
+@app.command()
+def inspect(
+    folder: Path = FOLDER,
+    sample: int = typer.Option(0, "--sample", min=0, help="Documents to decode and show."),
+    as_json: bool = JSON,
+) -> None:
+    """Show what a prepared folder holds: documents, tokens, their lengths, some of them as text."""
+    from dataclasses import asdict
+
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.data.prepared import inspect as look_into
+
+    look = look_into(folder, sample)
+    if as_json:
+        samples = [asdict(one) for one in look.samples]
+        lengths = [{"at_most": limit, "documents": count} for limit, count in look.histogram]
+        more = {"lengths": lengths, "longest": look.longest, "samples": samples}
+        print_json({"folder": str(folder), **_summary(look.manifest), **more})
+        return
+    _print_summary(folder, look.manifest)
+    most = max((count for _, count in look.histogram), default=1)
+    print(f"  document lengths in tokens (longest {look.longest:,}):")
+    for limit, count in look.histogram:
+        print(f"    up to {limit:>9,}  {count:>12,}  {'█' * max(1, round(40 * count / most))}")
+    console = stdout_console()
+    for one in look.samples:
+        console.rule(f"document {one.number}, {one.tokens:,} tokens", align="left")
+        console.print(one.text, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def verify(folder: Path = FOLDER, as_json: bool = JSON) -> None:
+    """Read every byte of a prepared folder; exit code 1 where it is not as it was written."""
+    from meshwright.cli.output import print_json, stderr_console
+    from meshwright.data.prepared import verify as check
+
+    with stderr_console().status("reading") as status:
+        found = check(folder, lambda done, total: status.update(f"reading {done / max(1, total):.0%}"))
+    if as_json:
+        told = {"files": found.files, "bytes": found.bytes, "damages": found.damages}
+        print_json({"folder": str(folder), "ok": not found.damages, **told})
+    else:
+        for damage in found.damages:
+            print(f"DAMAGED: {damage}")
+        if not found.damages:
+            print(f"{folder}: {found.files} files, {found.bytes:,} bytes, all as they were written")
+    if found.damages:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _followed() -> Iterator[tuple[Callable[[Progress], None], Callable[[], Progress | None]]]:
+    """A line on the terminal that follows the work, and what it said last."""
+    from meshwright.cli.output import stderr_console
+
+    started = time.perf_counter()
+    heard: list[Progress] = []
+    with stderr_console().status("listing the sources") as status:
+
+        def report(progress: Progress) -> None:
+            heard[:] = [progress]
+            counts = progress.counts
+            if progress.stage == "tokenizer":
+                status.update("training a tokenizer")
+                return
+            rate = counts.read_bytes / max(1e-9, time.perf_counter() - started) / 1e6
+            parts = [f"tokens {progress.share:.0%}", f"{counts.documents:,} documents", f"{rate:.1f} MB/s"]
+            parts += [f"{counts.bad:,} bad"] if counts.bad else []
+            parts += [f"{counts.retries:,} retries"] if counts.retries else []
+            status.update(" · ".join(parts))
+
+        yield report, lambda: heard[0] if heard else None
+
+
+def _summary(manifest: Manifest) -> dict[str, object]:
+    names = ("tokens", "documents", "text_bytes", "vocab_size", "tokenizer_sha256", "bad", "left_out", "identity")
+    told = manifest.model_dump(include=set(names))
+    return {**{name: told[name] for name in names}, "shards": len(manifest.shards), "files": len(manifest.sources)}
+
+
+def _print_summary(folder: Path, manifest: Manifest) -> None:
+    for split in ("train", "validation"):
+        documents, tokens = manifest.documents[split], manifest.tokens[split]
+        per = f", {manifest.text_bytes[split] / tokens:.2f} bytes a token" if tokens else ""
+        head = f"{folder}: " if split == "train" else " " * (len(str(folder)) + 2)
+        print(f"{head}{tokens:,} tokens of {documents:,} documents for {split}{per}")
+    print(f"  {len(manifest.shards)} shards from {len(manifest.sources)} files, vocabulary of {manifest.vocab_size:,}")
+    for kind, entry in manifest.bad.items():
+        print(f"  {entry['count']:,} bad: {kind}, first at {', '.join(entry['first'])}")
+    if manifest.left_out:
+        print(f"  {len(manifest.left_out)} files of other splits left out, first {manifest.left_out[0]}")

@@ -1,0 +1,55 @@
+"""`meshwright eval`: a trained run judged by texts."""
+
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.job import JSON
+
+DATA = typer.Option(
+    [], "--data", metavar="[NAME=]SOURCE", help="A prepared folder, file or folder; may be given again."
+)
+
+
+def evaluate(
+    run: Path = typer.Argument(help="A run folder."),
+    data: list[str] = DATA,
+    batches: int | None = typer.Option(None, "--batches", min=1, help="Micro-batches of each text; all by default."),
+    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
+    as_json: bool = JSON,
+) -> None:
+    """Judge a run's newest weights by some texts, by its own held-out one when none is given."""
+    from dataclasses import asdict
+
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.launch.evaluate import evaluate_run
+
+    with stderr_console().status("evaluating"):
+        scores, step = evaluate_run(run, _named(data), device, batches)
+    if as_json:
+        print_json({"run": str(run), "step": step, "sets": {name: asdict(found) for name, found in scores.items()}})
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{run}, step {step}", title_justify="left")
+    for column in ("text", "loss", "perplexity", "bits per byte", "tokens"):
+        table.add_column(column, justify="left" if column == "text" else "right")
+    for name, found in scores.items():
+        bits = "–" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
+        table.add_row(name, f"{found.loss:.4f}", f"{found.perplexity:,.2f}", bits, f"{found.tokens:,}")
+    stdout_console().print(table)
+
+
+def _named(data: list[str]) -> dict[str, str]:
+    """Every text under the name it was given, else under its file's or folder's."""
+    from meshwright.errors import UserError
+
+    named: dict[str, str] = {}
+    for entry in data:
+        name, equals, source = entry.partition("=")
+        if not equals or "/" in name or not source:
+            name, source = Path(entry).name or entry, entry
+        if name in named:
+            raise UserError(f'--data gives two texts the name "{name}"; name one of them with NAME=SOURCE')
+        named[name] = source
+    return named

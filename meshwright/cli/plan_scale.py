@@ -1,0 +1,44 @@
+"""`meshwright plan --check JOB --scale`: one job on other numbers of GPUs, or along one axis."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.plan import Point
+
+
+def show_scale(
+    source: str, cluster: str | None, overrides: list[str], sizes: str, axis: str | None, weak: bool, as_json: bool
+) -> None:
+    """Predict every size and draw them."""
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.errors import UserError
+    from meshwright.job import load_job
+    from meshwright.plan import parse_cluster, scale, scale_lines
+
+    numbers = [int(word) for word in sizes.split(",") if word.strip().isdigit() and int(word) > 0]
+    if not numbers or len(numbers) != len(sizes.split(",")):
+        raise UserError(f"--scale = {sizes} is not a list of numbers; write e.g. 8,16,32")
+    job = load_job(source, overrides).job
+    machine = parse_cluster(cluster) if cluster else job.cluster
+    points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
+    if as_json:
+        print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": [_row(one, axis) for one in points]})
+        return
+    for line in scale_lines(points, axis):
+        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(point: "Point", axis: str | None) -> dict[str, Any]:
+    if point.prediction is None or point.job is None:
+        return {"gpus": None, "size": point.gpus, "why": point.why}
+    return {
+        "gpus": point.gpus,
+        "size": getattr(point.job.layout, axis) if axis else point.gpus,
+        "step_s": point.prediction.step_s,
+        "tokens_per_s": point.prediction.tokens_per_s_per_gpu * point.gpus,
+        "tokens_per_s_per_gpu": point.prediction.tokens_per_s_per_gpu,
+        "mfu": point.prediction.mfu,
+        "efficiency": point.efficiency,
+        "device_bytes": point.prediction.fullest.device,
+        "fits": point.prediction.fits,
+    }

@@ -1,0 +1,160 @@
+"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm site."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from meshwright.cli.job import JOB, JSON, SET
+
+if TYPE_CHECKING:
+    from meshwright.launch.slurm import Status
+
+SITE = typer.Option(..., "--site", help="A known site as leonardo, or a profile file of your own.")
+TIME = typer.Option(None, "--time", help="A job's time limit, as Slurm writes it: 12:00:00.")
+ACCOUNT = typer.Option(None, "--account", help="The project that pays.")
+PARTITION = typer.Option(None, "--partition", help="Another partition than the site's profile names.")
+QOS = typer.Option(None, "--qos", help="Slurm's quality of service.")
+SIGNAL = typer.Option(300, "--signal-before", min=1, help="Seconds before the limit at which the run saves and ends.")
+CHAIN = typer.Option(1, "--chain", min=1, help="So many jobs one after another, instead of one that is queued again.")
+PER_RANK = typer.Option(False, "--per-rank", help="One Slurm task a rank, instead of torch's agent on every node.")
+CONTAINER = typer.Option(None, "--container", help="Run in this image.")
+OPTION = typer.Option([], "--sbatch", metavar="WORD", help="A further option for sbatch; may be given again.")
+LADDER = typer.Option(False, "--ladder", help="Trials on 1 GPU, 1 node and 2 nodes first; each must say go.")
+BUDGET = typer.Option(None, "--budget", min=0.0, help="With --ladder: GPU-hours the run may take.")
+DRY = typer.Option(False, "--dry-run", help="Print the scripts; write and submit nothing.")
+RUN = typer.Argument(help="A run folder.")
+
+
+def submit(
+    job: str = JOB,
+    overrides: list[str] = SET,
+    site: str = SITE,
+    time: str | None = TIME,
+    account: str | None = ACCOUNT,
+    partition: str | None = PARTITION,
+    qos: str | None = QOS,
+    signal_before: int = SIGNAL,
+    chain: int = CHAIN,
+    per_rank: bool = PER_RANK,
+    container: str | None = CONTAINER,
+    options: list[str] = OPTION,
+    ladder: bool = LADDER,
+    budget: float | None = BUDGET,
+    dry_run: bool = DRY,
+    as_json: bool = JSON,
+) -> None:
+    """Submit a job to a Slurm site, or go on with a run folder; it is queued again until its last step is made."""
+    from meshwright.errors import UserError
+    from meshwright.hardware import find_site
+    from meshwright.job import load_job
+    from meshwright.launch.slurm import request_of
+
+    if budget is not None and not ladder:
+        raise UserError(f"--budget {budget:g} is what the trials measure against; add --ladder")
+    profile = find_site(site)
+    request = request_of(
+        profile, time, account, partition, qos, signal_before, per_rank, container, options=tuple(options)
+    )
+    loaded = load_job(job, overrides)
+
+    from meshwright.cli.output import print_json, stderr_console
+    from meshwright.launch.slurm.submit import plan_submission
+    from meshwright.launch.slurm.submit import submit as hand_over
+
+    console = stderr_console()
+
+    def tell(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell)
+    if dry_run:
+        scripts = plan.scripts()
+        if as_json:
+            print_json({"run": str(plan.run), "jobs": [], "scripts": scripts})
+        else:
+            print("\n".join(scripts.values()), end="")
+        return
+    submission = hand_over(plan)
+    if as_json:
+        scripts = {name: str(plan.run / name) for name in plan.scripts()}
+        print_json({"run": str(plan.run), "jobs": [*submission.ladder, *submission.jobs], "scripts": scripts})
+        return
+    jobs = ", ".join([*submission.ladder, *submission.jobs])
+    print(f"submitted {jobs} for {plan.run}\nsee      meshwright status {plan.run}\nscript   {plan.run}/slurm/run.sh")
+
+
+def status(
+    run: Path | None = typer.Argument(None, help="A run folder; with --all, the folder of many runs (runs)."),
+    every: bool = typer.Option(False, "--all", help="Every run of a folder, newest first."),
+    as_json: bool = JSON,
+) -> None:
+    """Say in one word how a run is: pending, running, requeued, done, stopped, cancelled, failed, oom or timeout."""
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.errors import UserError
+    from meshwright.launch.slurm import status_of, statuses
+
+    if run is None and not every:
+        raise UserError("status needs a run folder, or --all for every run in ./runs; give one of them")
+    found = statuses(run or Path("runs")) if every else [status_of(run or Path())]
+    if as_json:
+        print_json([asdict(one) for one in found] if every else asdict(found[0]))
+        return
+    stdout_console().print(_table(found))
+
+
+def logs(
+    run: Path = RUN,
+    rank: int | None = typer.Option(None, "--rank", min=0, help="One rank's log; else the jobs' own, with rank 0's."),
+    follow: bool = typer.Option(False, "--follow", help="Go on as it grows, until the run's end."),
+    as_json: bool = JSON,
+) -> None:
+    """Print what a run's jobs and ranks wrote."""
+    from meshwright.cli.output import print_json
+    from meshwright.errors import UserError
+    from meshwright.launch.slurm import follow as read
+    from meshwright.launch.slurm import log_files, status_of
+
+    if as_json:
+        if follow:
+            raise UserError("--json is one document and cannot --follow; leave one of them out")
+        texts = {str(path): path.read_text(encoding="utf-8", errors="replace") for path in log_files(run, rank)}
+        print_json({"run": str(run), "files": texts})
+        return
+    log_files(run, rank)  # refused before anything is printed
+
+    def alive() -> bool:
+        return follow and status_of(run).state in ("pending", "running", "requeued")
+
+    for text in read(lambda: log_files(run, rank), alive):
+        print(text, end="", flush=True)
+
+
+def cancel(
+    run: Path = RUN,
+    wait_s: float = typer.Option(
+        600.0, "--wait", min=0.0, help="Seconds the run may take to save before it is killed."
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """End a run's jobs: the one that runs finishes its step and saves, none starts again."""
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.launch.slurm import cancel as end
+
+    ended = end(run, wait_s)
+    if as_json:
+        print_json(asdict(ended))
+        return
+    stdout_console().print(_table([ended]))
+
+
+def _table(found: "list[Status]") -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "state", "step", "why", "job", "nodes"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        table.add_row(one.run, one.state, f"{one.step}/{one.steps}", one.why, one.job or "", one.nodes)
+    return table

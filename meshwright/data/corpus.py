@@ -1,0 +1,31 @@
+"""Prepared data, wherever it came from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.data.store import TokenStore
+from meshwright.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from meshwright.data.streaming import Flow
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Prepared data: both splits, the tokenizer that made them and their folder (neither for synthetic tokens)."""
+
+    tokenizer: Tokenizer | None
+    train: TokenStore
+    validation: TokenStore
+    folder: Path | None
+    source_bounds: tuple[int, ...] = ()
+    """Where each of data.sources begins in the training tokens, and where the last ends; empty when there is one."""
+
+    flow: "Flow | None" = None
+    """Where training is read from when nothing was prepared; there are no training tokens then."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """`source_bounds`, or the whole as one source."""
+        return self.source_bounds or (0, len(self.train))

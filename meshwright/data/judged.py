@@ -1,0 +1,39 @@
+"""Evaluation sets: texts a model is judged by, in the tokens it was trained with."""
+
+from pathlib import Path
+
+from meshwright.data.prepare import prepare
+from meshwright.data.prepared import is_prepared, open_prepared
+from meshwright.data.prepared.folder import SPLITS, ShardedTokens
+from meshwright.data.samples import RunningWindows, Windows
+from meshwright.data.store import TokenStore
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import UserError
+from meshwright.job.data import Data
+
+
+def evaluation_windows(
+    named: str, source: str, tokenizer: Tokenizer, data: Data, vocab_size: int, sequence_length: int
+) -> Windows:
+    """All documents of a prepared folder or of a source, as windows of the job's length; errors use its name."""
+    store = _store(named, source, tokenizer, data, vocab_size)
+    windows = RunningWindows(store, sequence_length, data.mask_documents)
+    if len(windows) == 0:
+        raise UserError(
+            f"{named} = {source} holds {len(store)} tokens, too few for one sequence of batch.sequence_length = "
+            f"{sequence_length}; give more text"
+        )
+    return windows
+
+
+def _store(named: str, source: str, tokenizer: Tokenizer, data: Data, vocab_size: int) -> TokenStore:
+    if is_prepared(source):
+        prepared = open_prepared(Path(source).expanduser())
+        if prepared.manifest.tokenizer_sha256 != tokenizer.fingerprint():
+            raise UserError(
+                f"{named} = {source} was prepared with another tokenizer than the model was trained with; prepare it "
+                "again with the run's tokenizer.json"
+            )
+        return ShardedTokens([part for split in SPLITS for part in prepared.store(split).parts])
+    alone = Data(sources=(source,), text_field=data.text_field, validation_fraction=0.0, cache=data.cache)
+    return prepare(alone, vocab_size, tokenizer=tokenizer).train

@@ -1,0 +1,198 @@
+"""Packed windows: an index of whole documents, kept beside the tokens, and how a window is read by it."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from meshwright.data.packing import (
+    Packed,
+    Shares,
+    document_starts,
+    pack_documents,
+    packed_shares,
+    running_shares,
+)
+from meshwright.data.samples import IGNORE, Sample, positions_from
+from meshwright.data.store import Int64Array, SyntheticTokens, TokenStore, sync
+from meshwright.errors import UserError
+
+PADDING = 0
+"""The token of places that hold none: any would do, for no label is there and nothing sees it."""
+_LOOKS, _LOOK_TOKENS = 64, 1 << 14
+_ARRAYS = ("starts", "lengths", "first")
+
+
+@dataclass(frozen=True)
+class PackIndex:
+    """The packed windows of every source in turn, and what packing costs."""
+
+    packed: Packed
+    bounds: tuple[int, ...]
+    """The first window of each source, and the number of all."""
+    shares: Shares
+    running: Shares
+    """What concatenating would cost."""
+
+
+class PackedWindows:
+    """Whole documents in windows of one length; what is left of a window is padding."""
+
+    uniform = False
+
+    def __init__(
+        self, store: TokenStore, index: PackIndex, sequence_length: int, mask_documents: bool, part: int | None = None
+    ) -> None:
+        self.sequence_length = sequence_length
+        self._store, self._mask = store, mask_documents
+        self._packed = index.packed
+        self._first, self._last = (0, index.bounds[-1]) if part is None else index.bounds[part : part + 2]
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def read(self, window: int) -> Sample:
+        """The window as a sample."""
+        starts, lengths = self._pieces(window)
+        length = int(lengths.sum())
+        tokens = np.full(self.sequence_length, PADDING, np.int64)
+        labels = np.full(self.sequence_length, IGNORE, np.int64)
+        places = np.concatenate(([0], lengths.cumsum()))
+        for start, place, stop in zip(starts.tolist(), places.tolist(), places[1:].tolist(), strict=False):
+            count = stop - place + self._continues(start, stop - place)
+            read = self._store.read(start, start + count)
+            targets = self._store.targets(start, start + count)
+            tokens[place:stop] = read[: stop - place]
+            counted = read if targets is None else np.where(targets, read, IGNORE)
+            labels[place : place + count - 1] = counted[1:]
+            if place and not self._mask:
+                labels[place - 1] = counted[0]
+        if not self._mask:
+            return Sample(tokens, labels, None, length)
+        return Sample(tokens, labels, positions_from(places, self.sequence_length), length)
+
+    def count_valid(self, window: int) -> int:
+        """Labels of a window that count in the loss."""
+        starts, lengths = self._pieces(window)
+        total = 0
+        for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+            first = start + (1 if self._mask or number == 0 else 0)
+            stop = start + length + self._continues(start, length)
+            targets = self._store.targets(first, stop)
+            total += stop - first if targets is None else int(targets.sum())
+        return total
+
+    def length(self, window: int) -> int:
+        """Places of a window before the padding."""
+        return int(self._pieces(window)[1].sum())
+
+    def _pieces(self, window: int) -> tuple[Int64Array, Int64Array]:
+        first, last = self._packed.first_W[self._first + window : self._first + window + 2]
+        return self._packed.starts_P[first:last], self._packed.lengths_P[first:last]
+
+    def _continues(self, start: int, length: int) -> int:
+        """1 where the document goes on after a piece, whose last token then has a label; only full windows cut one."""
+        stop = start + length
+        if length < self.sequence_length or stop >= len(self._store):
+            return 0
+        return 0 if len(self._store.starts_between(stop, stop + 1)) else 1
+
+
+def open_packed(
+    store: TokenStore,
+    bounds: Sequence[int],
+    packing: str,
+    sequence_length: int,
+    folder: Path | None,
+    split: str,
+) -> PackIndex:
+    """The index of a store's packed windows, source by source as bounds say: from the folder, else made and kept there.
+
+    Without a folder, or with one that cannot be written, it is made for this process alone.
+    """
+    if isinstance(store, SyntheticTokens):
+        raise UserError(
+            f'data.packing = "{packing}" needs text with an end, which builtin:synthetic has not; name your own '
+            'data.sources, or set data.packing = "concatenate"'
+        )
+    name = None
+    if folder is not None:
+        name = folder / f"{split}.{packing}-{sequence_length}-{_fingerprint(store, bounds)}"
+    kept = None if name is None else _read(name)
+    if kept is not None:
+        return kept
+    made = _make(store, bounds, packing, sequence_length)
+    if name is not None:
+        _write(name, made)
+    return made
+
+
+def _fingerprint(store: TokenStore, bounds: Sequence[int]) -> str:
+    """Tells packed stores apart that would keep their index in one folder, by looks at where documents begin."""
+    digest = hashlib.sha256(json.dumps(list(bounds)).encode())
+    for look in range(_LOOKS):
+        start = look * len(store) // _LOOKS
+        digest.update(store.starts_between(start, start + _LOOK_TOKENS).tobytes())
+    return digest.hexdigest()[:8]
+
+
+def _make(store: TokenStore, bounds: Sequence[int], packing: str, sequence_length: int) -> PackIndex:
+    alone = packing == "none"
+    parts = []
+    for start, stop in pairwise(bounds):
+        starts = document_starts(store, start, stop)
+        parts.append((pack_documents(starts, stop, sequence_length, alone=alone), starts, stop))
+    pieces = np.cumsum([0] + [len(packed.starts_P) for packed, _, _ in parts])
+    windows = np.cumsum([0] + [len(packed.first_W) - 1 for packed, _, _ in parts])
+    whole = Packed(
+        np.concatenate([packed.starts_P for packed, _, _ in parts]),
+        np.concatenate([packed.lengths_P for packed, _, _ in parts]),
+        np.concatenate(
+            [packed.first_W[:-1] + before for (packed, _, _), before in zip(parts, pieces, strict=False)]
+            + [pieces[-1:]]
+        ),
+    )
+    starts, stop = np.concatenate([starts for _, starts, _ in parts]), bounds[-1]
+    shares = packed_shares(whole, starts, stop, sequence_length)
+    return PackIndex(whole, tuple(windows.tolist()), shares, running_shares(starts, stop, sequence_length))
+
+
+def _write(name: Path, index: PackIndex) -> None:
+    """Keep an index: arrays first, the facts that make it whole last; ranks that write the same do no harm."""
+    arrays = (index.packed.starts_P, index.packed.lengths_P, index.packed.first_W)
+    facts = {"bounds": index.bounds, "shares": asdict(index.shares), "running": asdict(index.running)}
+    facts |= {"sizes": [len(array) for array in arrays]}
+    try:
+        for kind, array in zip(_ARRAYS, arrays, strict=True):
+            _replace(Path(f"{name}.{kind}.npy"), lambda path, array=array: np.save(path, array))
+        _replace(Path(f"{name}.json"), lambda path: path.write_text(json.dumps(facts) + "\n", encoding="utf-8"))
+        sync(name.parent)
+    except OSError:
+        Path(f"{name}.json").unlink(missing_ok=True)
+
+
+def _replace(path: Path, write: Any) -> None:
+    draft = path.with_name(f".{uuid4().hex}{path.suffix}")
+    try:
+        write(draft)
+        sync(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _read(name: Path) -> PackIndex | None:
+    try:
+        facts = json.loads(Path(f"{name}.json").read_text(encoding="utf-8"))
+        arrays = [np.asarray(np.load(f"{name}.{kind}.npy", mmap_mode="r")) for kind in _ARRAYS]
+        if [len(array) for array in arrays] != facts["sizes"]:
+            return None
+        return PackIndex(Packed(*arrays), tuple(facts["bounds"]), Shares(**facts["shares"]), Shares(**facts["running"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,19 @@
+"""A prepared folder: token shards, their manifest and the tokenizer that made them."""
+
+from meshwright.data.prepared.build import Progress, Wishes, build
+from meshwright.data.prepared.folder import Manifest, Prepared, is_prepared, open_prepared
+from meshwright.data.prepared.look import Findings, Look, inspect, verify
+
+__all__ = [
+    "Findings",
+    "Look",
+    "Manifest",
+    "Prepared",
+    "Progress",
+    "Wishes",
+    "build",
+    "inspect",
+    "is_prepared",
+    "open_prepared",
+    "verify",
+]

@@ -1,0 +1,198 @@
+"""The processes that prepare: as many as cores, told one unit at a time, gone when the one that started them is."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import astuple, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.prepared.folder import TOKENIZER, Shard
+from meshwright.data.prepared.shard import make_shard
+from meshwright.data.raw import BadDocuments, Text, Unit, read_unit
+from meshwright.data.tokenizer import Tokenizer, allow_threads, load_tokenizer, train_tokenizer
+from meshwright.errors import UserError
+
+TRAINING_BYTES = 64_000_000
+"""More text hardly changes the merges of a tokenizer."""
+_TRAINING_UNITS = 64
+_TICK_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every worker needs to know."""
+
+    out: Path
+    text_field: str
+    validation_fraction: float
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the workers have passed so far."""
+
+    read_bytes: int = 0
+    documents: int = 0
+    bad: int = 0
+    retries: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+class _Stopped(Exception):
+    """Raised inside a unit when the work is given up."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """A unit that was given up: only its bad documents so far are told."""
+
+    number: int
+    bad: dict[str, Any]
+
+
+@dataclass
+class _Shared:
+    """Counters in memory that all processes see, and the wish to stop."""
+
+    context: Any
+    values: Any = field(init=False)
+    stop: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = self.context.Array("q", len(fields(Counts)))
+        self.stop = self.context.Event()
+
+    def add(self, *, read_bytes: int = 0, documents: int = 0, bad: int = 0, retries: int = 0) -> None:
+        with self.values.get_lock():
+            for place, more in enumerate((read_bytes, documents, bad, retries)):
+                self.values[place] += more
+
+    def counts(self) -> Counts:
+        with self.values.get_lock():
+            return Counts(*self.values)
+
+
+def run_units(
+    work: Work, units: Sequence[Unit], workers: int, follow: Callable[[Counts], bool]
+) -> Iterator[Shard | Half]:
+    """Make the shards of the units in any order, every core at work even where units are few.
+
+    `follow` hears of it again and again; once it says false, units under way are given up.
+    """
+    if not units:
+        return
+    context = _context()
+    shared = _Shared(context)
+    processes = min(workers, len(units))
+    threads = max(1, workers // processes)
+    pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(os.getpid(), work, shared, threads))
+    todo = iter(units)
+    pending: set[Future[Shard | Half]] = set()
+    try:
+        while True:
+            while not shared.stop.is_set() and len(pending) < 2 * processes and (unit := next(todo, None)) is not None:
+                pending.add(pool.submit(_one, unit))
+            if not pending:
+                break
+            done, pending = wait(pending, timeout=_TICK_S, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield future.result()
+            if not follow(shared.counts()):
+                shared.stop.set()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"a worker process was killed, perhaps for want of memory; run the same command again with fewer --workers "
+            f"than {workers}: finished shards are kept"
+        ) from error
+    finally:
+        shared.stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def train_on(units: Sequence[Unit], text_field: str, vocab_size: int) -> str:
+    """A tokenizer.json learned from the beginnings of units all over the input.
+
+    In a process of its own: the library's threads would not survive into workers forked from one that used them.
+    """
+    with ProcessPoolExecutor(1, _context(), initializer=_obey, initargs=(os.getpid(),)) as pool:
+        try:
+            return pool.submit(_train, list(units), text_field, vocab_size).result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "training the tokenizer was killed, perhaps for want of memory; give a --tokenizer"
+            ) from error
+
+
+def _context() -> Any:
+    """Forked where that is safe, so that a worker starts in no time."""
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+
+
+def _obey(parent: int) -> None:
+    """Ctrl-C is the parent's to handle; a parent that dies takes its workers with it, else they would write on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+_work: tuple[Work, _Shared, Tokenizer]
+
+
+def _begin(parent: int, work: Work, shared: _Shared, threads: int) -> None:
+    global _work
+    _obey(parent)
+    allow_threads(threads)
+    _work = (work, shared, load_tokenizer(work.out / TOKENIZER))
+
+
+def _one(unit: Unit) -> Shard | Half:
+    work, shared, tokenizer = _work
+    read, bad = 0, BadDocuments()
+
+    def watch(count: int, retries: int) -> None:
+        nonlocal read
+        # A column or two of a wide table, or an index read twice, must not carry progress past the unit's size.
+        count = min(count, unit.size_bytes - read)
+        read += count
+        shared.add(read_bytes=count, retries=retries)
+        if shared.stop.is_set():
+            raise _Stopped
+
+    def heard(documents: int, bad: int) -> None:
+        shared.add(documents=documents, bad=bad)
+
+    try:
+        shard = make_shard(work.out, unit, tokenizer, work.text_field, work.validation_fraction, bad, watch, heard)
+    except _Stopped:
+        return Half(unit.number, bad.told())
+    shared.add(read_bytes=unit.size_bytes - read)
+    return shard
+
+
+def _train(units: list[Unit], text_field: str, vocab_size: int) -> str:
+    allow_threads(os.cpu_count() or 1)
+    count = min(len(units), _TRAINING_UNITS)
+    chosen = [units[number * len(units) // count] for number in range(count)]
+
+    def texts() -> Iterator[str]:
+        for unit in chosen:
+            taken = 0
+            for item in read_unit(unit, text_field):
+                if isinstance(item, Text):
+                    yield item.text
+                    taken += item.size_bytes
+                    if taken >= TRAINING_BYTES // count:
+                        break
+
+    return train_tokenizer(texts(), vocab_size).to_json()

@@ -1,0 +1,20 @@
+"""Documents out of files of any kind, wherever they lie: listing, reading, and what is wrong with some of them."""
+
+from meshwright.data.raw.bad import BadDocuments
+from meshwright.data.raw.inputs import InputFile, Inputs, list_inputs
+from meshwright.data.raw.reading import Bad, Text, in_parts, read_unit
+from meshwright.data.raw.units import Piece, Unit, plan_units
+
+__all__ = [
+    "Bad",
+    "BadDocuments",
+    "InputFile",
+    "Inputs",
+    "Piece",
+    "Text",
+    "Unit",
+    "in_parts",
+    "list_inputs",
+    "plan_units",
+    "read_unit",
+]

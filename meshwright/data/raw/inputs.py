@@ -1,0 +1,223 @@
+"""Which files a list of sources stands for, and what is in each: by name, by folder, by address."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from meshwright.data.raw.extras import need
+from meshwright.data.raw.remote import RemoteEntry, RemoteFile, is_remote, list_remote
+from meshwright.data.sources import STDLIB, TEXT_SUFFIXES, list_sources, walk
+from meshwright.errors import UserError
+
+Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "arrow", "tar"]
+Compression = Literal["none", "gz", "zst"]
+
+_FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": "tar",
+}
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+# How Hugging Face names the files of a split: train-00000-of-00004.parquet.
+_SPLIT = re.compile(r"(?:^|/)([A-Za-z0-9_.]+)-\d{5}-of-\d{5}[^/]*$")
+_OFFERED = "text, .jsonl, .csv, .tsv, .parquet, .arrow or .tar files, plain or .gz or .zst"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file to read, as it was when listed."""
+
+    name: str
+    size_bytes: int
+    stamp: str
+    format: Format
+    compression: Compression
+    remote: RemoteEntry | None = None
+    skip_if_not_utf8: bool = False
+
+    @property
+    def seekable(self) -> bool:
+        """Whether a reader can start in the middle."""
+        return self.compression == "none" and (self.remote is None or self.remote.ranges)
+
+    def open(self, on_retry: Callable[[], None] = lambda: None) -> BinaryIO:
+        """The bytes as they lie, unbuffered."""
+        try:
+            if self.remote is None:
+                return cast(BinaryIO, Path(self.name).open("rb", buffering=0))
+        except OSError as error:
+            raise unreadable(self.name, error) from error
+        return cast(BinaryIO, RemoteFile(self.remote, on_retry))
+
+    def require_unchanged(self) -> None:
+        """Refuse a file that is not the one that was listed any more."""
+        if self.remote is not None:
+            RemoteFile(self.remote).require_unchanged()
+        elif _state(Path(self.name)) != (self.size_bytes, self.stamp):
+            raise UserError(f"{self.name} changed while it was read; start again when nothing writes to it")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Every file of the sources in a fixed order, and those that were left out on purpose."""
+
+    files: tuple[InputFile, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """All files together, as they lie."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def list_inputs(sources: Sequence[str]) -> Inputs:
+    """The files of paths, folders, Hugging Face dataset folders, addresses and `builtin:stdlib`."""
+    files: list[InputFile] = []
+    left_out: list[str] = []
+    for source in sources:
+        found, others = _remote_files(source) if is_remote(source) else _local_files(source)
+        files += found
+        left_out += others
+    _require_readers(files)
+    return Inputs(tuple(files), tuple(left_out))
+
+
+def _require_readers(files: Sequence[InputFile]) -> None:
+    """Refuse what no installed package can read before anything is done; workers forked later have them loaded."""
+    needed = {"parquet": "pyarrow.parquet", "arrow": "pyarrow", "zst": "zstandard"}
+    for file in files:
+        for kind in {file.format, file.compression} & needed.keys():
+            need(needed[kind], file.name)
+
+
+def unreadable(name: str, error: Exception) -> UserError:
+    """One sentence for a file that cannot be opened or read to its end."""
+    told = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return UserError(f"{name} cannot be read to its end ({told.splitlines()[0][:200]}); mend or remove it")
+
+
+def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
+    if source.startswith("builtin:"):
+        return _builtin_files(source), []
+    path = Path(source).expanduser().resolve()
+    if path.is_dir():
+        saved = _saved_dataset(path)
+        if saved is not None:
+            return [_local(file, "arrow") for file in saved], []
+        names, left_out = _train_split([str(file) for file in walk(path)])
+        files = [_local(Path(name)) for name in names if kind_of(name) is not None]
+        if not files:
+            raise UserError(f"the folder {path} holds no {_OFFERED}; name another")
+        return files, left_out
+    if not path.is_file():
+        raise UserError(f"{path} does not exist or is not a file or folder; correct the path")
+    return [_local(path)], []
+
+
+def _builtin_files(source: str) -> list[InputFile]:
+    if source != STDLIB:
+        raise UserError(f'"{source}" cannot be prepared; of the built-in sources only {STDLIB} can')
+    return [
+        InputFile(str(file.path), file.size_bytes, str(file.modified_ns), "text", "none", skip_if_not_utf8=True)
+        for file in list_sources([source])[0].files
+    ]
+
+
+def _remote_files(source: str) -> tuple[list[InputFile], list[str]]:
+    entries = {entry.url: entry for entry in list_remote(source)}
+    names, left_out = _train_split(list(entries))
+    if len(entries) > 1:
+        names = [name for name in names if kind_of(name) is not None]
+    if not names:
+        raise UserError(f"{source} holds no {_OFFERED}; name another")
+    return [_file(name, entries[name].size_bytes or 0, entries[name].stamp, entries[name]) for name in names], left_out
+
+
+def _local(path: Path, format: Format | None = None) -> InputFile:
+    size_bytes, stamp = _state(path)
+    return _file(str(path), size_bytes, stamp, format=format)
+
+
+def _file(
+    name: str, size_bytes: int, stamp: str, remote: RemoteEntry | None = None, format: Format | None = None
+) -> InputFile:
+    kind: tuple[Format, Compression] | None
+    kind = (format, "none") if format else kind_of(name.partition("?")[0] if remote else name)
+    if kind is None:
+        raise UserError(f"{name} is of no kind known here; give {_OFFERED}")
+    return InputFile(name, size_bytes, stamp, *kind, remote)
+
+
+def _state(path: Path) -> tuple[int, str]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise unreadable(str(path), error) from error
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def kind_of(name: str) -> tuple[Format, Compression] | None:
+    """What a file holds and how it is compressed, by its name."""
+    lower = name.lower()
+    if lower.endswith((".tgz", ".tar.gz")):
+        return "tar", "gz"
+    stem = lower
+    compression: Compression = "none"
+    for suffix, packed in _COMPRESSIONS.items():
+        if lower.endswith(suffix):
+            stem, compression = lower.removesuffix(suffix), packed
+    suffix = Path(stem).suffix
+    if suffix in _FORMATS:
+        if _FORMATS[suffix] in ("parquet", "arrow") and compression != "none":
+            return None  # both need to be read from their end, and compress inside
+        return _FORMATS[suffix], compression
+    return ("text", compression) if suffix in TEXT_SUFFIXES else None
+
+
+def _train_split(names: list[str]) -> tuple[list[str], list[str]]:
+    """Of files named as Hugging Face names splits only those of the training split; all others as they are."""
+    splits = {name: match.group(1).rpartition("/")[2] for name in names if (match := _SPLIT.search(name))}
+    if "train" not in splits.values():
+        return names, []
+    return [name for name in names if splits.get(name) == "train"], [n for n in splits if splits[n] != "train"]
+
+
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """The files of a dataset that `datasets` saved to disk; of several splits the one named train."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        if "train" not in splits:
+            raise UserError(f"{folder} has no split named train, only {', '.join(splits)}; name one of its folders")
+        folder = folder / "train"
+    if not (folder / "state.json").is_file():
+        return None
+    state = _json(folder / "state.json")
+    if state.get("_indices_files"):
+        raise UserError(
+            f"{folder} holds a selection of rows beside the rows (_indices_files in state.json); call "
+            "flatten_indices() on the dataset and save it again"
+        )
+    return [folder / entry["filename"] for entry in state.get("_data_files", [])]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise unreadable(str(path), error) from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not what datasets writes there; save the dataset again")
+    return value
+
+
+def identity_of(files: Sequence[InputFile]) -> Iterator[list[str | int]]:
+    """What tells whether the same input is read again."""
+    for file in files:
+        yield [file.name, file.size_bytes, file.stamp]

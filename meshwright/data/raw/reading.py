@@ -1,0 +1,330 @@
+"""The documents of a unit, one after the other, good and bad, with nothing held but the one at hand."""
+
+import csv
+import io
+import itertools
+import json
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from meshwright.data.raw.bad import BROKEN_JSON, EMPTY, NOT_UTF8, TOO_LONG, WRONG_FIELD
+from meshwright.data.raw.inputs import InputFile, unreadable
+from meshwright.data.raw.packed import unpacked
+from meshwright.data.raw.tables import table_rows
+from meshwright.data.raw.units import Piece, Unit
+from meshwright.errors import UserError
+
+TEXT_BYTES = 1 << 20
+"""A longer text file is handed on in pieces of this size."""
+LONGEST_DOCUMENT_BYTES = 256 << 20
+_LOOK_AHEAD_BYTES = 1 << 16
+_BOM = b"\xef\xbb\xbf"
+_TEXT_MEMBERS = frozenset({"txt", "text", "md"})
+
+
+class Text(NamedTuple):
+    """A document, or a piece of a long one."""
+
+    text: str
+    size_bytes: int
+    """Of the text as UTF-8."""
+    begins: bool = True
+    ends: bool = True
+    file: int | None = None
+    """The number of the file that is this one document, which may go on in another unit."""
+
+
+class Bad(NamedTuple):
+    """A document that cannot be used: what is wrong with it, and where it is."""
+
+    kind: str
+    place: str
+
+
+Item = Text | Bad
+Watch = Callable[[int, int], None]
+"""Told the bytes just read from the input and the retries just made."""
+
+
+def read_unit(unit: Unit, text_field: str, watch: Watch = lambda read, retries: None, skip: int = 0) -> Iterator[Item]:
+    """The items of a unit in order; the first `skip` of them are passed over as cheaply as their format allows."""
+    for piece in unit.pieces:
+        counted = 0
+        for item in _read_piece(piece, text_field, watch):
+            counted += 1
+            if counted > skip:
+                yield item() if callable(item) else item
+        skip = max(0, skip - counted)
+        piece.file.require_unchanged()
+
+
+def in_parts(text: Text) -> Iterator[Text]:
+    """A very long document in parts that a tokenizer can hold, cut between words."""
+    rest, begins = text, text.begins
+    while len(rest.text) > 2 * TEXT_BYTES:
+        cut = max(rest.text.rfind(sign, 1, TEXT_BYTES) for sign in "\n ")
+        cut = cut if cut > 0 else TEXT_BYTES
+        part = rest.text[:cut]
+        size_bytes = len(part.encode("utf-8"))
+        yield rest._replace(text=part, size_bytes=size_bytes, begins=begins, ends=False)
+        rest, begins = rest._replace(text=rest.text[cut:], size_bytes=rest.size_bytes - size_bytes), False
+    yield rest._replace(begins=begins)
+
+
+def _read_piece(piece: Piece, text_field: str, watch: Watch) -> Iterator[Item | Callable[[], Item]]:
+    file = piece.file
+    raw = _Watched(file.open(lambda: watch(0, 1)), watch)
+    try:
+        with raw:
+            if file.format in ("parquet", "arrow"):
+                if not file.seekable and file.format == "parquet":
+                    raise UserError(f"{file.name} lies on a server that does not hand out parts; download it first")
+                yield from _table(piece, cast(BinaryIO, raw), text_field)
+                return
+            with unpacked(cast(BinaryIO, raw), file.compression, file.name) as stream:
+                if file.format == "text":
+                    yield from _text(piece, stream)
+                elif file.format == "jsonl":
+                    yield from _jsonl(piece, stream, text_field)
+                elif file.format == "tar":
+                    yield from _tar(file, stream, text_field)
+                else:
+                    yield from _csv(file, stream, text_field)
+    except UserError:
+        raise
+    except (OSError, EOFError, zlib.error, tarfile.TarError, csv.Error) as error:
+        raise unreadable(file.name, error) from error
+    except Exception as error:
+        if not _is_readers(error):
+            raise
+        raise unreadable(file.name, error) from error
+
+
+def _is_readers(error: Exception) -> bool:
+    """Whether an optional reader's library raised it: the file is damaged, the program is not."""
+    return type(error).__module__.partition(".")[0] in ("pyarrow", "zstandard")
+
+
+class _Watched(io.RawIOBase):
+    """A stream that tells how much was read of it."""
+
+    def __init__(self, inner: BinaryIO, watch: Watch) -> None:
+        super().__init__()
+        self._inner, self._watch = inner, watch
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._inner.seekable()
+
+    def tell(self) -> int:
+        return self._inner.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._inner.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = cast(Any, self._inner).readinto(buffer)
+        self._watch(count, 0)
+        return count
+
+    def close(self) -> None:
+        self._inner.close()
+        super().close()
+
+
+# ---- lines ----
+
+
+def _go_to_line(piece: Piece, stream: BinaryIO) -> int:
+    """Stand at the first line that starts in the piece; the place reached."""
+    if piece.first:
+        return 0
+    stream.seek(piece.start - 1)
+    place = piece.start - 1
+    while part := stream.readline(TEXT_BYTES):
+        place += len(part)
+        if part.endswith(b"\n"):
+            break
+    return place
+
+
+def _jsonl(piece: Piece, stream: BinaryIO, text_field: str) -> Iterator[Item | Callable[[], Item]]:
+    place = _go_to_line(piece, stream)
+    # A piece that is not the first cannot know how many lines came before it.
+    name, plain = piece.file.name, piece.file.compression == "none"
+    for number in itertools.count(1):
+        if plain and not piece.whole and place >= piece.stop:
+            return
+        line = stream.readline(LONGEST_DOCUMENT_BYTES)
+        if not line:
+            return
+        where = f"{name}:{number}" if piece.first else f"{name} at byte {place}"
+        place += len(line)
+        if len(line) == LONGEST_DOCUMENT_BYTES and not line.endswith(b"\n"):
+            while (part := stream.readline(TEXT_BYTES)) and not part.endswith(b"\n"):
+                place += len(part)
+            place += len(part)
+            yield Bad(TOO_LONG, where)
+        elif line.strip():
+            yield lambda line=line, where=where: _from_json(line, where, text_field)  # type: ignore[misc]
+
+
+def _from_json(raw: bytes, where: str, text_field: str) -> Item:
+    try:
+        record = json.loads(raw.removeprefix(_BOM).decode("utf-8"))
+    except UnicodeDecodeError:
+        return Bad(NOT_UTF8, where)
+    except (ValueError, RecursionError):
+        return Bad(BROKEN_JSON, where)
+    if not isinstance(record, dict) or not isinstance(text := record.get(text_field), str):
+        return Bad(WRONG_FIELD, where)
+    return _checked(text, where)
+
+
+def _checked(text: str, where: str) -> Item:
+    if not text.strip():
+        return Bad(EMPTY, where)
+    try:
+        return Text(text, len(text.encode("utf-8")))
+    except UnicodeEncodeError:  # half of a surrogate pair, or bytes that were no UTF-8
+        return Bad(NOT_UTF8, where)
+
+
+# ---- text files: one document each, in pieces when long ----
+
+
+def _text(piece: Piece, stream: BinaryIO) -> Iterator[Item]:
+    name, size = piece.file.name, piece.file.size_bytes
+    place, stop = 0, None
+    if not piece.whole:
+        place, stop = (_boundary(stream, offset, size) for offset in (piece.start, piece.stop))
+        stream.seek(place)
+    last_part = stop is None or stop == size
+    begins, held, at_end = piece.first, b"", False
+    while not at_end:
+        wanted = TEXT_BYTES if stop is None else max(0, min(TEXT_BYTES, stop - place - len(held)))
+        part = stream.read(wanted)
+        at_end = len(part) < TEXT_BYTES
+        held += part
+        cut = len(held) if at_end else _cut(held)
+        raw, held = held[:cut], held[cut:]
+        ends = at_end and last_part
+        text: str | None
+        try:
+            text = raw.removeprefix(_BOM if place == 0 else b"").decode("utf-8")
+        except UnicodeDecodeError as error:
+            if piece.file.skip_if_not_utf8:
+                return
+            yield Bad(NOT_UTF8, name if begins and ends else f"{name} at byte {place + error.start}")
+            text = "" if not begins and ends else None
+        if begins and ends and text is not None and not text.strip():
+            yield Bad(EMPTY, name)
+        elif text or (text is not None and ends):
+            yield Text(text, len(raw), begins, ends, piece.number)
+            begins = False
+        place += len(raw)
+
+
+def _boundary(stream: BinaryIO, offset: int, size: int) -> int:
+    """Where a text file is parted near an offset: the same for the part before it and the part behind it."""
+    if offset in (0, size):
+        return offset
+    stream.seek(offset)
+    ahead = stream.read(_LOOK_AHEAD_BYTES)
+    for sign in (b"\n", b" "):
+        if (found := ahead.find(sign)) >= 0:
+            return offset + found + (sign == b"\n")
+    return offset + next((i for i, byte in enumerate(ahead) if byte & 0xC0 != 0x80), 0)
+
+
+def _cut(raw: bytes) -> int:
+    """Where a piece of text ends: behind its last line, else before its last space, else between characters."""
+    line = raw.rfind(b"\n", 0, len(raw) - 1) + 1
+    if line:
+        return line
+    space = raw.rfind(b" ", 1)
+    if space > 0:
+        return space
+    cut = len(raw)
+    while cut > len(raw) - 4 and raw[cut - 1] & 0xC0 == 0x80:
+        cut -= 1
+    return cut - 1
+
+
+# ---- tables and archives ----
+
+
+def _table(piece: Piece, stream: BinaryIO, text_field: str) -> Iterator[Item]:
+    file = piece.file
+    stop = 1 << 62 if piece.whole else piece.stop
+    # Buffered, since pyarrow takes a short read for the end of the file.
+    buffered = cast(BinaryIO, io.BufferedReader(cast(Any, stream), 1 << 16))
+    for row, raw in enumerate(table_rows(file, buffered, piece.start, stop, text_field), start=1):
+        where = f"{file.name} row {row}" if piece.first else f"{file.name} row {row} from group {piece.start} on"
+        if raw is None:
+            yield Bad(EMPTY, where)
+            continue
+        try:
+            yield _checked(raw.decode("utf-8"), where)
+        except UnicodeDecodeError:
+            yield Bad(NOT_UTF8, where)
+
+
+def _csv(file: InputFile, stream: BinaryIO, text_field: str) -> Iterator[Item]:
+    csv.field_size_limit(LONGEST_DOCUMENT_BYTES)
+    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    rows = csv.reader(lines, delimiter="\t" if file.format == "tsv" else ",")
+    header = next(rows, [])
+    if header.count(text_field) != 1:
+        raise UserError(
+            f'{file.name} has no column "{text_field}" (its first line has {", ".join(header[:5]) or "nothing"}); set '
+            "--text-field to the one that holds the text"
+        )
+    column = header.index(text_field)
+    for row in rows:
+        where = f"{file.name}:{rows.line_num}"
+        if not row:
+            continue
+        if len(row) <= column:
+            yield Bad(WRONG_FIELD, where)
+        else:
+            yield _checked(row[column], where)
+
+
+def _tar(file: InputFile, stream: BinaryIO, text_field: str) -> Iterator[Item]:
+    """WebDataset: neighbouring members with one key are a sample; its text is its .txt, else its .json's field."""
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        members = (member for member in archive if member.isfile())
+        for key, group in itertools.groupby(members, key=lambda member: _key_and_suffix(member.name)[0]):
+            found: dict[str, Item] = {}
+            for member in group:
+                suffix = _key_and_suffix(member.name)[1]
+                where = f"{file.name}:{member.name}"
+                if suffix not in (*_TEXT_MEMBERS, "json"):
+                    continue
+                if member.size > LONGEST_DOCUMENT_BYTES:
+                    found[suffix] = Bad(TOO_LONG, where)
+                    continue
+                raw = cast(BinaryIO, archive.extractfile(member)).read()
+                if len(raw) != member.size:
+                    raise tarfile.ReadError(f"{member.name} is cut short")
+                found[suffix] = _from_json(raw, where, text_field) if suffix == "json" else _member_text(raw, where)
+            texts = [item for suffix, item in found.items() if suffix != "json"] or list(found.values())
+            yield texts[0] if texts else Bad(WRONG_FIELD, f"{file.name}:{key}")
+
+
+def _key_and_suffix(name: str) -> tuple[str, str]:
+    folder, slash, base = name.rpartition("/")
+    stem, _, suffix = base.partition(".")
+    return folder + slash + stem, suffix.lower()
+
+
+def _member_text(raw: bytes, where: str) -> Item:
+    try:
+        return _checked(raw.removeprefix(_BOM).decode("utf-8"), where)
+    except UnicodeDecodeError:
+        return Bad(NOT_UTF8, where)

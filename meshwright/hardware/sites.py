@@ -1,0 +1,127 @@
+"""Slurm sites: what a planner and a batch script need of each; a fact nobody published is absent and asked for."""
+
+import tomllib
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+
+from meshwright.errors import UserError
+from meshwright.hardware.gpus import gpu_by_key
+from meshwright.hardware.profile import profile_of
+
+Asked = Literal["account", "qos", "partition", "time"]
+
+
+class Site(BaseModel):
+    """One GPU partition of one site; None or empty is unknown, never a guess."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    """As `--site` and `--cluster` know it."""
+    title: str
+    """The machine, its partition and its country."""
+    gpu: str | None = None
+    """Its GPU, as the table of GPUs names it; None is a partition without any."""
+    gpus_per_node: PositiveInt
+    """Devices in one machine, as Slurm and torch count them; without a GPU, the ranks a machine takes."""
+    nodes: PositiveInt | None = None
+    """Machines of the partition."""
+    host_memory_gib: PositiveFloat | None = None
+    """Memory of one machine."""
+    interconnect: str | None = None
+    """The network between machines."""
+    network_gb_s: PositiveFloat | None = None
+    """Its bandwidth for one machine in one direction, GB/s."""
+    internet: bool | None = None
+    """Whether compute nodes reach the internet."""
+    partition: str | None = None
+    """Slurm's partition."""
+    qos: str | None = None
+    """Slurm's quality of service, where one serves everybody."""
+    max_time: str | None = None
+    """The longest job, as Slurm writes it."""
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
+    """How its scripts ask for GPUs."""
+    cpus_per_gpu: PositiveInt | None = None
+    """Cores for each GPU; None asks for whole machines."""
+    directives: tuple[str, ...] = ()
+    """Further words for sbatch, as `--constraint=thin`."""
+    asks: tuple[Asked, ...] = ()
+    """What every job must say and no profile can know."""
+    account: str | None = None
+    """The project that pays; in a profile of your own."""
+    time: str | None = None
+    """A job's time limit where --time does not say; in a profile of your own."""
+    modules: tuple[str, ...] = ()
+    """Loaded before anything starts."""
+    environment: dict[str, str] = {}
+    """Variables set before anything starts."""
+    container_command: str | None = None
+    """What starts a program inside an image, as `apptainer exec --nv`."""
+    python: str | None = None
+    """The Python that has meshwright on the compute nodes; the one that submits where absent."""
+    sources: dict[str, str] = {}
+    """Where each fact is from: its field → a page or document."""
+
+
+# What is ours to say and no fact of a site.
+_NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "environment", "python"}
+
+
+@cache
+def known_sites() -> dict[str, Site]:
+    """Every site that comes with the package, by name."""
+    folder = files("meshwright.hardware").joinpath("sites")
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {name: _site(name, tomllib.loads(folder.joinpath(f"{name}.toml").read_text("utf-8"))) for name in names}
+
+
+def find_site(name: str) -> Site:
+    """A site by name, or a profile file of your own, which may say `extends = "leonardo"` and what differs."""
+    if name.lower() in known_sites():
+        return known_sites()[name.lower()]
+    path = Path(name)
+    if path.is_file():
+        return _own_site(path)
+    near = get_close_matches(name.lower(), known_sites(), n=3, cutoff=0.5) or list(known_sites())
+    raise UserError(f"--site = {name} is neither a known site nor a profile file; use one of {', '.join(near)}")
+
+
+def unsourced(site: Site) -> list[str]:
+    """The facts of a site that say no source."""
+    given = site.model_dump(exclude_defaults=True)
+    return sorted(set(given) - _NO_FACTS - set(site.sources))
+
+
+def _own_site(path: Path) -> Site:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--site = {path} is not valid TOML: {error}") from None
+    base = table.pop("extends", None)
+    if base is not None:
+        if base not in known_sites():
+            raise UserError(f"{path}: extends = {base!r} is no known site; use one of {', '.join(known_sites())}")
+        table = {**known_sites()[base].model_dump(exclude={"name"}, exclude_defaults=True), **table}
+    table.setdefault("title", path.stem)
+    return _site(path.stem, table, str(path))
+
+
+def _site(name: str, table: dict[str, Any], where: str | None = None) -> Site:
+    where = where or f"site {name}"
+    try:
+        site = Site.model_validate({"name": name, **table})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise UserError(
+            f"{where}: {field} is not allowed or missing ({first['msg'].lower()}); mend the profile"
+        ) from None
+    if site.gpu is not None and profile_of(site.gpu) is None:
+        gpu_by_key(site.gpu)
+    return site

@@ -1,0 +1,66 @@
+"""A run's newest weights judged by texts: its own held-out one, and any others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint import Checkpoint, newest, require_shapes
+from meshwright.data import evaluation_windows, validation_batches
+from meshwright.data.tokenizer import load_tokenizer
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.job.devices import Layout
+from meshwright.launch.folder import RunFolder
+from meshwright.parallel import Weights, World, build
+from meshwright.train import Score, choose_device, held_out_batches, open_corpus, score
+
+HELD_OUT = "held-out"
+_ALL = 1 << 40
+
+
+def evaluate_run(run: Path, sets: Mapping[str, str], device: str, batches: int | None) -> tuple[dict[str, Score], int]:
+    """The scores of some sets by name, or of the run's own held-out text when none is given, and the weights' step."""
+    saved = Job.model_validate(RunFolder.open(run).job())
+    limit = _ALL if batches is None else batches
+    job = saved.model_copy(
+        update={
+            "run": saved.run.model_copy(update={"device": device}),
+            "layout": Layout(),
+            "evaluation": saved.evaluation.model_copy(update={"batches": limit}),
+            "model": saved.model.model_copy(update={"init_from": None}),
+        }
+    )
+    world = World(choose_device(job))
+    checkpoint = newest(run)
+    if not (run / "tokenizer.json").is_file():
+        raise UserError(f"{run} has no tokenizer.json (its tokens are synthetic or came without one); use another run")
+    tokenizer = load_tokenizer(run / "tokenizer.json", str(run / "tokenizer.json"))
+    size = job.batch.sequence_length
+    if sets:
+        read = {
+            name: validation_batches(
+                evaluation_windows("--data", source, tokenizer, job.data, job.model.vocab_size, size),
+                job.batch.micro_batch,
+                limit,
+            )
+            for name, source in sets.items()
+        }
+    else:
+        if job.data.validation_fraction == 0:
+            raise UserError(f"{run} held out no text (data.validation_fraction = 0); give a text with --data")
+        read = {HELD_OUT: held_out_batches(job, open_corpus(job))}
+    engine, weights = build(job, world)
+    _load(checkpoint, weights)
+    lengths = tokenizer.byte_lengths()
+    return {name: score(engine, found, world, lengths) for name, found in read.items()}, checkpoint.facts.step
+
+
+@torch.no_grad()
+def _load(checkpoint: Checkpoint, weights: Weights) -> None:
+    pieces = weights.pieces()
+    require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=True)
+    with checkpoint:
+        for name, master in weights.masters.items():
+            master.copy_(checkpoint.read(f"model/{name}", pieces[name].box()))
+    weights.refresh()

@@ -1,0 +1,107 @@
+"""Ranks on the CPU are forked from their launcher: what it has imported, torch above all, no rank imports again.
+
+Never for ranks on GPUs, which cannot be used in a fork of a process that has asked for them.
+"""
+
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import IO, Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from meshwright.job import Job
+
+
+def can_fork(job: Job) -> bool:
+    """Whether a job's ranks use no GPU, on a system where a fork is safe."""
+    return sys.platform == "linux" and (job.run.device == "cpu" or torch.cuda.device_count() == 0)
+
+
+@contextmanager
+def ranks_forked() -> Iterator[None]:
+    """Inside, torch's agent forks the ranks of `python -m meshwright ARGUMENTS` where else it starts new programs."""
+    # torch imports these on first use, which every rank would do anew.
+    import torch._dynamo
+    import torch._inductor.utils
+
+    torch.set_num_threads(1)  # a fork has none of the threads that compute, and would wait for them
+    agent: Any = api  # where it looks up how a rank is started
+    starter, agent.get_subprocess_handler = agent.get_subprocess_handler, _Handler
+    gc.freeze()  # else the first collection in each rank visits, and so copies, all that was imported
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        agent.get_subprocess_handler = starter
+
+
+class _Handler(SubprocessHandler):
+    """The agent's handle on one rank."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _python, _m, module, *words = args
+        own = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        given = (module, words, own, self._stdout, self._stderr)
+        process = multiprocessing.get_context("fork").Process(target=_run, args=given)
+        process.start()
+        return _Started(process)
+
+
+class _Started:
+    """A forked process with as much of Popen's face as the agent looks at."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid: int = process.pid
+
+    def poll(self) -> int | None:
+        """The exit code of a process that has ended."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, waited for."""
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        return code
+
+
+def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str] | None, err: IO[str] | None) -> None:
+    """In the fork: become what a new program would be, then run the module."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _close_sockets()
+    for file, descriptor in ((out, 1), (err, 2)):
+        if file is not None:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(environment)  # its own alone: some of the launcher's are other in a fork
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _close_sockets() -> None:
+    """Those of the agent's store: while a rank holds them, its peers would not notice that the launcher has died."""
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        descriptor = int(name)
+        try:
+            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+        except OSError:  # the listing's own descriptor
+            continue

@@ -1,0 +1,40 @@
+"""A run on several machines: each starts its own ranks under torch's agent."""
+
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from meshwright.job import LoadedJob
+from meshwright.launch.devices import require_devices
+from meshwright.launch.elastic import ended_by, run_agent
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.local import OnEnd, record_failure, run_path
+from meshwright.launch.nodes import Node
+from meshwright.parallel import require_layout
+
+
+def launch_node(
+    loaded: LoadedJob, nproc: int, node: Node, arguments: Sequence[str], on_end: OnEnd = lambda path: None
+) -> RunFolder:
+    """Train this machine's ranks of a run on several; its folder is there, made when it was submitted.
+
+    Failures are raised as by `launch`, on every machine that has some; a script has cleared what was left of others.
+    """
+    require_layout(loaded.job, nproc * node.nodes)
+    require_devices(loaded.job, nproc)
+    folder = RunFolder.open(run_path(loaded, resume=True))
+    logs = folder.path / "logs"
+    logs.mkdir(exist_ok=True)
+    try:
+        run_agent(loaded.job, folder.path, nproc, arguments, node)
+    except ChildFailedError as error:
+        cause = ended_by(error, logs)
+        if folder.state() == "running":
+            record_failure(folder, str(cause), on_end)
+        raise cause from None
+    finally:
+        for rank in range(node.rank * nproc, (node.rank + 1) * nproc):
+            for log in logs.glob(f"rank-{rank}.*"):
+                if not log.stat().st_size:
+                    log.unlink()
+    return folder

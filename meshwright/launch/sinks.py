@@ -1,0 +1,192 @@
+"""Other places a run's stream goes to: W&B, TensorBoard, MLflow; each off unless log.sinks names it.
+
+All of them get what the run folder gets: every row, every event, and the attempt's job, code and environment.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.launch.folder import RunFolder
+
+_LONGEST_PARAMETER = 500
+"""Characters MLflow keeps of one."""
+
+
+class Sink(Protocol):
+    """One other place."""
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """Finite numbers of a step."""
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Something that happened."""
+
+    def close(self, finished: bool) -> None:
+        """The attempt is over."""
+
+
+def require_sinks(job: Job) -> None:
+    """Refuse a sink whose package is not there."""
+    for name in job.log.sinks:
+        if find_spec(name) is None:
+            raise UserError(f'log.sinks has "{name}", which is not installed; pip install {name} or leave it out')
+
+
+@contextmanager
+def recorded_everywhere(folder: RunFolder, job: Job, attempt: int) -> "Iterator[Everywhere]":
+    """A recorder for the run folder and every sink; a sink that breaks is told of once and left out."""
+    recorder = Everywhere(folder)
+    for name in job.log.sinks:
+        recorder.open(name, job, attempt)
+    finished = False
+    try:
+        yield recorder
+        finished = True
+    finally:
+        recorder.close(finished)
+
+
+class Everywhere:
+    """Records to the run folder first, then to the sinks."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._sinks: dict[str, Sink] = {}
+
+    def open(self, name: str, job: Job, attempt: int) -> None:
+        """Start one sink with the attempt's description."""
+        try:
+            self._sinks[name] = _OPEN[name](self._folder.path, job, self._folder.attempt(attempt))
+        except Exception as error:
+            self._leave_out(name, error)
+
+    def metric(self, row: dict[str, Any]) -> None:
+        """One row of numbers."""
+        self._folder.metric(row)
+        numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.metric({**finite, "step": row["step"]})
+            except Exception as error:
+                self._leave_out(name, error)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Something that happened."""
+        self._folder.event(kind, **fields)
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.event(kind, fields)
+            except Exception as error:
+                self._leave_out(name, error)
+
+    def sample(self, step: int, text: str) -> None:
+        """A text the model wrote; the run folder's alone."""
+        self._folder.sample(step, text)
+
+    def close(self, finished: bool) -> None:
+        """Flush what the sinks still hold."""
+        for sink in self._sinks.values():
+            with suppress(Exception):  # the run folder has it all
+                sink.close(finished)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        """Training must not end because a service does."""
+        self._sinks.pop(name, None)
+        self._folder.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
+
+
+class _Wandb:
+    """Into RUN/wandb, to be sent by `wandb sync`; WANDB_MODE=online streams instead."""
+
+    def __init__(self, run: Path, job: Job, attempt: dict[str, Any]) -> None:
+        wandb = import_module("wandb")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "meshwright"),
+            name=run.name,
+            group=run.name,
+            dir=str(run),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config={**job.model_dump(mode="json"), **{key: attempt[key] for key in ("attempt", "code", "environment")}},
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        for name in attempt["files"]:
+            self._run.save(str(run / name), base_path=str(run), policy="now")
+
+    def metric(self, row: dict[str, Any]) -> None:
+        step = row.pop("step")
+        self._run.log({**row, "step": step}, step=int(step))
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._run.summary.update({f"event/{kind}": json.dumps(fields, default=str)})
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+class _TensorBoard:
+    """Into RUN/tensorboard."""
+
+    def __init__(self, run: Path, job: Job, attempt: dict[str, Any]) -> None:
+        self._writer = import_module("torch.utils.tensorboard").SummaryWriter(str(run / "tensorboard"))
+        self._writer.add_text("attempt", _indented(attempt), attempt["attempt"])
+
+    def metric(self, row: dict[str, Any]) -> None:
+        step = int(row.pop("step"))
+        for name, value in row.items():
+            self._writer.add_scalar(name, value, step)
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._writer.add_text(f"event/{kind}", _indented(fields), int(fields.get("step") or 0))
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()
+
+
+class _Mlflow:
+    """Into RUN/mlflow, or wherever MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, run: Path, job: Job, attempt: dict[str, Any]) -> None:
+        self._mlflow = mlflow = import_module("mlflow")
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            # Newer releases want a database for this, which shared file systems of clusters do not carry.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            mlflow.set_tracking_uri((run / "mlflow").absolute().as_uri())
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
+        mlflow.start_run(run_name=f"{run.name}-{attempt['attempt']}")
+        fields = job.model_dump(mode="json")
+        parameters = {f"{section}.{name}": value for section, part in fields.items() for name, value in part.items()}
+        mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in parameters.items()})
+        for name in attempt["files"]:
+            mlflow.log_artifact(str(run / name))
+
+    def metric(self, row: dict[str, Any]) -> None:
+        step = int(row.pop("step"))
+        self._mlflow.log_metrics(row, step=step)
+
+    def event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._mlflow.set_tag(f"event.{kind}", json.dumps(fields, default=str))
+
+    def close(self, finished: bool) -> None:
+        self._mlflow.end_run("FINISHED" if finished else "FAILED")
+
+
+_OPEN: dict[str, Callable[[Path, Job, dict[str, Any]], Sink]] = {
+    "wandb": _Wandb,
+    "tensorboard": _TensorBoard,
+    "mlflow": _Mlflow,
+}
+
+
+def _indented(value: dict[str, Any]) -> str:
+    """As a page shows it unwrapped."""
+    return "\n".join(f"    {line}" for line in json.dumps(value, indent=2, default=str).splitlines())

@@ -1,0 +1,68 @@
+# From here on the script is the same for every run.
+over=$run/slurm/over # holds a word once no further job should run
+if [ -s "$over" ]; then
+  echo "nothing to do: $(cat "$over")"
+  exit 0
+fi
+mkdir -p "$run/logs"
+rm -f "$run"/logs/*.error.json "$run/logs/stop" # of a job that was killed
+export MESHWRIGHT_STOP_FILE=$run/logs/stop      # every rank looks for it after every step
+saved() { ls "$run/checkpoints" 2>/dev/null | grep '^step-' | sort -V | tail -n 1; }
+before=$(saved)
+
+# USR1 comes before the time limit, TERM when Slurm ends the job: finish the step, save, end.
+asked=
+ask() {
+  asked=$1 again=1
+  echo "SIG$1" >"$run/logs/.stop.$$" && mv "$run/logs/.stop.$$" "$run/logs/stop"
+}
+trap 'ask USR1' USR1
+trap 'ask TERM' TERM
+
+echo "$(date -u +%FT%TZ) job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
+start &
+step=$!
+again=1
+while [ -n "$again" ]; do
+  again=
+  wait $step
+  code=$?
+done
+
+finish() { # why no further job should run, and the exit code
+  echo "$1" >"$over"
+  exit "$2"
+}
+count() { # one more of something, kept between jobs
+  local file=$run/slurm/$1
+  echo $(($(cat "$file" 2>/dev/null || echo 0) + 1)) >"$file" && cat "$file"
+}
+continue_later() { # from the newest checkpoint, in the next job or in this one queued again
+  if [ "$(saved)" != "$before" ]; then
+    rm -f "$run/slurm/idle"
+  elif [ "$(count idle)" -gt 3 ]; then
+    finish "failed: four jobs in a row saved nothing" 1
+  fi
+  trap - TERM USR1
+  if [ "$mode" = requeue ]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # until Slurm ends this script
+  fi
+  exit 85
+}
+
+if [ $code = 0 ]; then
+  judge || finish "failed: the trial says no" 1
+  finish "done" 0
+fi
+if [ -s "$over" ]; then exit 0; fi                         # cancelled
+if [ "$asked" = TERM ]; then exit $code; fi                # Slurm knows what is next
+if [ "$mode" = once ]; then finish "failed" $code; fi
+if [ "$asked" = USR1 ]; then continue_later; fi
+if [ $code = 2 ]; then finish "failed: refused" 2; fi      # a mistake stays one
+# A lost node shows first as ranks that lost their peers: do all nodes still answer?
+if ! timeout 60 srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 true; then
+  echo "a node does not answer"
+  continue_later
+fi
+if [ "$(count crashes)" -le "$max_restarts" ]; then continue_later; fi
+finish "failed" $code

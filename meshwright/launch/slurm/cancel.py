@@ -1,0 +1,37 @@
+"""The end of a run before its last step: saved where it stands, and no further job."""
+
+import time
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.slurm.commands import job_state, scancel
+from meshwright.launch.slurm.record import OVER, Submission
+from meshwright.launch.slurm.status import Status, status_of
+
+_POLL_S = 0.5
+
+
+def cancel(run: Path, wait_s: float) -> Status:
+    """Let no job of a run start again and the one that runs save and end; ended outright when that takes too long."""
+    RunFolder.open(run)
+    submission = Submission.read(run)
+    if submission is None:
+        raise UserError(f"{run} was not submitted to Slurm; stop a local run with Ctrl-C")
+    jobs = [job for job in map(job_state, (*submission.ladder, *submission.jobs)) if job is not None and job.active]
+    if not jobs:
+        return status_of(run)
+    (run / OVER).write_text("cancelled\n", encoding="utf-8")
+    for job in jobs:
+        if job.waits:
+            scancel(job.id)
+        else:
+            scancel(job.id, "--batch", "--signal=TERM")  # to the script alone, which lets the ranks save
+    deadline = time.monotonic() + wait_s
+    while left := [job for job in map(job_state, (job.id for job in jobs)) if job is not None and job.active]:
+        if time.monotonic() > deadline:
+            for job in left:
+                scancel(job.id)
+            break
+        time.sleep(_POLL_S)
+    return status_of(run)

@@ -1,0 +1,95 @@
+"""Slurm's own commands, called and read; their refusals become one sentence."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import UserError
+
+_ACTIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "STAGE_OUT", "SIGNALING"}
+_FIELD = re.compile(r"(\w[\w:/]*)=(\S*)")
+_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What Slurm says of a job."""
+
+    id: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    exit_code: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in _ACTIVE
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has yet to start, or to start again."""
+        return self.state in ("PENDING", "REQUEUED", "CONFIGURING")
+
+
+def sbatch(script: Path, options: Sequence[str], arguments: Sequence[str] = ()) -> str:
+    """Submit a script; returns the job's id."""
+    out = _call(["sbatch", "--parsable", *options, str(script), *arguments])
+    return out.strip().splitlines()[-1].partition(";")[0]
+
+
+def test_only(script: Path) -> None:
+    """Let Slurm check a script and say when it would start; refusals are raised."""
+    _call(["sbatch", "--test-only", str(script)])
+
+
+def scancel(job: str, *options: str) -> None:
+    """End a job, or signal it; one that is gone already is none of our trouble."""
+    _run(["scancel", *options, job])
+
+
+def job_state(job: str) -> SlurmJob | None:
+    """What the controller still knows of a job, else the accounting; None where both have forgotten it."""
+    shown = _run(["scontrol", "show", "job", "-o", job])
+    if shown.returncode == 0 and shown.stdout.strip():
+        fields = dict(_FIELD.findall(shown.stdout.splitlines()[0]))
+        return SlurmJob(
+            job,
+            fields.get("JobState", ""),
+            fields.get("Reason", ""),
+            fields.get("NodeList", "").replace("(null)", ""),
+            int(fields.get("Restarts", "0") or 0),
+            fields.get("ExitCode", ""),
+        )
+    told = _run(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
+    lines = told.stdout.strip().splitlines() if told.returncode == 0 else []
+    if not lines:
+        return None
+    state, code, nodes = [*lines[-1].split("|"), "", ""][:3]
+    return SlurmJob(job, state.partition(" ")[0], nodes=nodes, exit_code=code)
+
+
+def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"{command[0]} is not on this machine; run this on a login node of the site, or add --dry-run"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"{command[0]} did not answer within {_TIMEOUT_S} s; see whether Slurm is well: sinfo"
+        ) from None
+
+
+def _call(command: list[str]) -> str:
+    done = _run(command)
+    if done.returncode:
+        told = " ".join(
+            line.removeprefix(f"{command[0]}: ").strip() for line in done.stderr.splitlines() if line.strip()
+        )
+        raise UserError(f"{command[0]} refused: {told or f'exit code {done.returncode}'}; change what it names")
+    return done.stdout

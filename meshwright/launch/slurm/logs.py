@@ -1,0 +1,40 @@
+"""What a run's ranks wrote, as it is or as it grows."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.launch.folder import RunFolder
+
+_CHUNK = 1 << 16
+
+
+def log_files(run: Path, rank: int | None = None) -> list[Path]:
+    """The files of one rank, or what the jobs and with them rank 0 wrote, oldest first."""
+    RunFolder.open(run)
+    if rank is None:
+        jobs = sorted((run / "slurm").glob("job-*.out"), key=lambda path: path.stat().st_mtime)
+        return jobs or log_files(run, 0)
+    files = [path for end in ("out", "err") if (path := run / f"logs/rank-{rank}.{end}").is_file()]
+    if not files:
+        kept = sorted({path.name.split(".")[0].removeprefix("rank-") for path in (run / "logs").glob("rank-*.*")})
+        have = f"those with one: {', '.join(kept)}" if kept else "none of its ranks does"
+        raise UserError(f"{run} has no log of rank {rank} ({have}); a rank that wrote nothing leaves none")
+    return files
+
+
+def follow(files: Callable[[], list[Path]], alive: Callable[[], bool], every_s: float = 1.0) -> Iterator[str]:
+    """What is in the files and what is added to them, until nothing is alive that could add more."""
+    read: dict[Path, int] = {}
+    while True:
+        last = not alive()  # asked first: what was written before its end is read below
+        for path in files():
+            with path.open(errors="replace") as file:
+                file.seek(read.get(path, 0))
+                while text := file.read(_CHUNK):
+                    yield text
+                read[path] = file.tell()
+        if last:
+            return
+        time.sleep(every_s)

@@ -1,0 +1,114 @@
+"""From a job to jobs of Slurm: everything that can be refused is refused here, before anything is written."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import UserError
+from meshwright.hardware import Site
+from meshwright.job import LoadedJob
+from meshwright.launch.local import create_folder, require_room, run_path
+from meshwright.launch.slurm.commands import sbatch, scancel
+from meshwright.launch.slurm.ladder import Rung, make_rungs
+from meshwright.launch.slurm.record import FOLDER, OVER, Submission
+from meshwright.launch.slurm.script import Mode, Request, Shape, batch_script
+from meshwright.launch.slurm.status import active_job
+from meshwright.parallel import ranks_of, require_layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A submission before it is one."""
+
+    loaded: LoadedJob
+    run: Path
+    site: Site
+    shape: Shape
+    request: Request
+    chain: int
+    rungs: tuple[Rung, ...]
+    continues: bool
+
+    def scripts(self) -> dict[str, str]:
+        """File name in the run's folder → script, in the order they run."""
+        scripts = {f"{FOLDER}/trial-{rung.shape.ranks}.sh": rung.script(self.site, self.request) for rung in self.rungs}
+        mode: Mode = "chain" if self.chain > 1 else "requeue"
+        restarts = self.loaded.job.run.max_restarts
+        scripts[f"{FOLDER}/run.sh"] = batch_script(
+            self.run, self.run.name, self.site, self.shape, self.request, mode, restarts
+        )
+        return scripts
+
+
+def shape_of(loaded: LoadedJob, site: Site) -> Shape:
+    """The layout's ranks on a site's machines: part of one, or whole ones."""
+    ranks, size = ranks_of(loaded.job.layout), site.gpus_per_node
+    if ranks > size and ranks % size:
+        raise UserError(
+            f"layout needs {ranks} ranks, which do not fill whole nodes of {site.name} ({size} each); make it a "
+            f"multiple of {size}"
+        )
+    nodes = max(1, ranks // size)
+    if site.nodes is not None and nodes > site.nodes:
+        raise UserError(f"layout needs {nodes} nodes, but {site.title} has {site.nodes}; take a smaller layout")
+    require_layout(loaded.job, ranks)
+    return Shape(nodes, ranks // nodes)
+
+
+def plan_submission(
+    source: str,
+    loaded: LoadedJob,
+    site: Site,
+    request: Request,
+    chain: int = 1,
+    ladder: bool = False,
+    budget: float | None = None,
+    tell: Callable[[str], None] = print,
+) -> Plan:
+    """Check what is about to be submitted; a run folder as JOB is continued, `tell` hears which trials cannot be."""
+    shape = shape_of(loaded, site)
+    continues = (Path(source) / "job.resolved.json").is_file()
+    run = Path(source) if continues else run_path(loaded)
+    if not continues:
+        require_room(loaded.job, run)
+    elif (job := active_job(run)) is not None:
+        raise UserError(f"{run} has job {job.id} in Slurm already; wait for its end, or meshwright cancel {run}")
+    rungs = make_rungs(loaded, run, site, shape, budget, tell) if ladder else ()
+    return Plan(loaded, run, site, shape, request, chain, rungs, continues)
+
+
+def submit(plan: Plan) -> Submission:
+    """Make the run's folder with its scripts and hand them to Slurm; a refusal there leaves nothing."""
+    run = plan.run if plan.continues else create_folder(plan.loaded, plan.run).path
+    jobs: list[str] = []
+    try:
+        (run / FOLDER).mkdir(exist_ok=True)
+        for left in (OVER, f"{FOLDER}/idle", f"{FOLDER}/crashes"):
+            (run / left).unlink(missing_ok=True)
+        for rung in plan.rungs:
+            rung.make()
+        for name, script in plan.scripts().items():
+            (run / name).write_text(script, encoding="utf-8")
+        for rung in plan.rungs:
+            jobs.append(sbatch(run / f"{FOLDER}/trial-{rung.shape.ranks}.sh", _after(jobs, "afterok")))
+        trials = len(jobs)
+        for _ in range(max(1, plan.chain)):
+            kind = "afterok" if len(jobs) == trials else "afterany"
+            jobs.append(sbatch(run / f"{FOLDER}/run.sh", _after(jobs, kind)))
+    except BaseException:
+        for job in jobs:
+            scancel(job)
+        if not plan.continues:
+            shutil.rmtree(run, ignore_errors=True)
+        raise
+    ladder, ran = tuple(jobs[:trials]), tuple(jobs[trials:])
+    submission = Submission(
+        plan.site.name, ran, plan.shape.nodes, plan.shape.ranks_per_node, plan.chain, plan.request.time, ladder
+    )
+    submission.write(run)
+    return submission
+
+
+def _after(jobs: list[str], kind: str) -> list[str]:
+    return [f"--dependency={kind}:{jobs[-1]}", "--kill-on-invalid-dep=yes"] if jobs else []

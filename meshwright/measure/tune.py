@@ -1,0 +1,175 @@
+"""A job tuned on the machine at hand: what the planner thinks best is run shortly, then the loader is swept."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.job import Job, load_job
+from meshwright.measure.sweep import Sweep
+from meshwright.plan import Candidate, predict
+from meshwright.plan.against import cluster_here
+
+RECOMPUTE = ("none", "selective", "full")
+LOADERS = ((0, 2), (2, 2), (4, 4))
+"""Workers and prefetched batches that are tried."""
+_USUAL_MFU = (0.4, 0.6)
+_SAFE = 0.97
+"""Of the device's memory, what a setting may be predicted to take before it is not tried."""
+
+Setting = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One setting: what was expected of it and what it gave."""
+
+    part: str
+    """micro-batch, or loader."""
+    setting: Setting
+    predicted_tokens_per_s: float | None
+    predicted_bytes: float | None
+    state: str
+    """measured, out of memory, refused or failed."""
+    tokens_per_s: float | None
+    mfu: float | None
+    peak_bytes: int | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Everything that was tried, and the settings that were fastest."""
+
+    tried: tuple[Tried, ...]
+    best: Setting
+    before: Tried
+    """The job as it was given."""
+    after: Tried
+
+    @property
+    def verdict(self) -> str:
+        """The best beside what is usual."""
+        gain = (self.after.tokens_per_s or 0.0) / (self.before.tokens_per_s or 1.0) - 1
+        told = f"{gain:+.1%} over the job as it was"
+        if self.after.mfu is None:
+            return told
+        low, high = _USUAL_MFU
+        where = "below" if self.after.mfu < low else "within" if self.after.mfu <= high else "above"
+        return f"{told}; MFU {self.after.mfu:.1%}, {where} the usual {low:.0%} to {high:.0%}"
+
+
+def tune(
+    source: str,
+    overrides: list[str],
+    device: str,
+    devices: int,
+    file: Path,
+    *,
+    best: int,
+    arguments: tuple[str, ...],
+    told: Callable[[Tried], None],
+) -> Tuned:
+    """Measure the job as it is, the planner's `best` settings of micro-batch and recomputation, then loaders."""
+    job = load_job(source, overrides).job
+    run = _Runs(source, tuple(overrides), file, arguments, told)
+    before = run.one("as given", (), _expected(job, device, devices))
+    tried, seen = [before], {_named(job)}
+    for setting, candidate in _settings(source, overrides, job, device, devices, best):
+        if _named(candidate.job if candidate else load_job(source, [*overrides, *setting]).job) in seen:
+            continue
+        tried.append(run.one("micro-batch", setting, candidate))
+        if tried[-1].state == "out of memory":  # the prediction was wrong: half of it, then, to confirm what fits
+            half = _halved(source, overrides, setting)
+            if half is not None:
+                tried.append(run.one("micro-batch", half, None))
+    fastest = _fastest(tried)
+    for workers, prefetch in LOADERS:
+        setting = (*fastest.setting, f"data.workers={workers}", f"data.prefetch={prefetch}")
+        tried.append(run.one("loader", setting, None))
+    after = _fastest(tried)
+    return Tuned(tuple(tried), after.setting, before, after)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    source: str
+    overrides: Setting
+    file: Path
+    arguments: tuple[str, ...]
+    told: Callable[[Tried], None]
+
+    def one(self, part: str, setting: Setting, candidate: Candidate | None) -> Tried:
+        """One short run in its own process, or what an earlier one left in the file."""
+        sweep = Sweep(self.source, self.overrides, [setting], self.arguments, self.file)
+        for _ in sweep.run():
+            pass
+        row = sweep.done()[setting]
+        result: dict[str, Any] = row.get("result", {})
+        rate = size = None
+        if candidate is not None:
+            rate = candidate.job.tokens_per_step / candidate.prediction.step_s
+            size = candidate.prediction.fullest.allocated
+        tried = Tried(
+            part,
+            setting,
+            rate,
+            size,
+            row["state"],
+            result.get("tokens_per_s"),
+            result.get("mfu"),
+            result.get("peak_memory_bytes"),
+            row.get("why", ""),
+        )
+        self.told(tried)
+        return tried
+
+
+def _fastest(tried: list[Tried]) -> Tried:
+    measured = [one for one in tried if one.tokens_per_s is not None]
+    if not measured:
+        raise UserError(f"no setting of the job ran ({tried[0].why}); mend the job or lower batch.micro_batch")
+    return max(measured, key=lambda one: one.tokens_per_s or 0.0)
+
+
+def _named(job: Job) -> tuple[int, str]:
+    return job.batch.micro_batch, str(job.memory.recompute)
+
+
+def _expected(job: Job, device: str, devices: int) -> Candidate | None:
+    cluster = cluster_here(job, device, devices)
+    if cluster is None or job.model.file is not None:
+        return None
+    try:
+        return Candidate(job, predict(job, cluster))
+    except UserError:
+        return None
+
+
+def _settings(
+    source: str, overrides: list[str], job: Job, device: str, devices: int, best: int
+) -> Iterator[tuple[Setting, Candidate | None]]:
+    """The settings worth a run, most promising first: by prediction where there is one, else the largest of each."""
+    share = job.batch.global_batch // job.data_parallel
+    micros = [size for size in range(1, share + 1) if share % size == 0]
+    found: list[tuple[Setting, Candidate | None]] = []
+    for mode in RECOMPUTE:
+        for micro in micros:
+            setting = (f"batch.micro_batch={micro}", f'memory.recompute="{mode}"')
+            try:
+                other = load_job(source, [*overrides, *setting]).job
+            except UserError:
+                continue
+            candidate = _expected(other, device, devices)
+            if candidate is None or candidate.prediction.fullest.device <= _SAFE * candidate.prediction.capacity_bytes:
+                found.append((setting, candidate))
+    found.sort(key=lambda one: one[1].prediction.step_s if one[1] else -int(one[0][0].rpartition("=")[2]))
+    yield from found[:best]
+
+
+def _halved(source: str, overrides: list[str], setting: Setting) -> Setting | None:
+    micro = load_job(source, [*overrides, *setting]).job.batch.micro_batch
+    if micro % 2:
+        return None
+    return tuple(f"batch.micro_batch={micro // 2}" if word.startswith("batch.micro") else word for word in setting)

@@ -1,0 +1,91 @@
+"""A run beside its prediction: the step, its parts and the peak of memory, term by term where both are known."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import UserError
+from meshwright.hardware import find_gpu, profile_of
+from meshwright.job import Job
+from meshwright.job.devices import Cluster
+from meshwright.plan.compute import head_work
+from meshwright.plan.kernels import device_of
+from meshwright.plan.machine import machine_of
+from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
+
+_FORWARD = ("forward products", "forward attention", "forward elementwise")
+_BACKWARD = ("backward products", "backward attention", "backward elementwise", "recomputation")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One thing that was predicted and measured."""
+
+    name: str
+    unit: str
+    """s, bytes or tokens/s."""
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured - 1.0
+
+
+def cluster_here(job: Job, device: str, devices: int) -> Cluster | None:
+    """The machine a run was on, by its device's name; None where neither the table nor a profile knows it."""
+    gpu = find_gpu(device)
+    key = gpu.key if gpu else ("cpu" if device == "CPU" and profile_of("cpu") else None)
+    if key is None:
+        return None
+    within = job.cluster.gpus_per_node if job.cluster.gpus_per_node > 1 else devices
+    nodes = max(1, devices // within)
+    return job.cluster.model_copy(update={"gpu": key, "nodes": nodes, "gpus_per_node": devices // nodes})
+
+
+def beside(
+    job: Job,
+    device: str,
+    devices: int,
+    step_s: float,
+    peak_bytes: float | None,
+    parts_s: Mapping[str, float] | None = None,
+) -> list[Term]:
+    """What was measured beside what is predicted for it; nothing where the machine or the job cannot be predicted.
+
+    `parts_s` are seconds of a step by the names of `bench`: forward, loss, backward, optimizer.
+    """
+    cluster = cluster_here(job, device, devices)
+    if cluster is None or job.model.file is not None or job.layout.schedule == "pipedream":
+        return []
+    try:
+        prediction = predict(job, cluster)
+    except UserError:
+        return []
+    tokens = job.tokens_per_step
+    terms = [
+        Term("step", "s", prediction.step_s, step_s),
+        Term("throughput", "tokens/s", tokens / prediction.step_s, tokens / step_s),
+    ]
+    if peak_bytes and device != "CPU":
+        terms.append(Term("peak memory", "bytes", prediction.fullest.allocated, peak_bytes))
+    expected = _parts(job, cluster, prediction) if job.layout.pp == 1 else {"optimizer": prediction.phases["optimizer"]}
+    for name, seconds in (parts_s or {}).items():
+        if expected.get(name) and seconds > 0:
+            terms.append(Term(name, "s", expected[name], seconds))
+    return terms
+
+
+def _parts(job: Job, cluster: Cluster, prediction: Prediction) -> dict[str, float]:
+    """A step's parts as a stop-watch sees them: the head makes its gradients in the forward, as part of the loss."""
+    machine = machine_of(cluster)
+    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    head = head_work(job, device, MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
+    phases = prediction.phases
+    return {
+        "forward": sum(phases[name] for name in _FORWARD) - job.accumulation * head.forward,
+        "loss": job.accumulation * (head.forward + head.backward),
+        "backward": sum(phases[name] for name in _BACKWARD) - job.accumulation * head.backward,
+        "optimizer": phases["optimizer"],
+    }

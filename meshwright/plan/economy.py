@@ -1,0 +1,65 @@
+"""What a whole training takes: days, GPU-hours and money, and what failures and checkpoints leave of the time."""
+
+from dataclasses import dataclass
+
+from meshwright.job import Job
+from meshwright.job.devices import Cluster
+from meshwright.plan.predict import Prediction
+
+_STAGING_BYTES_PER_S = 20e9
+"""Of one GPU to its host's memory while training waits for it: what page-locked copies keep over all GPUs of a node."""
+_RESTART_S = 300.0
+"""From a failure to the next step: noticing it, starting processes, reading the checkpoint, compiling."""
+_DAY_S = 86400.0
+
+
+@dataclass(frozen=True)
+class Economy:
+    """A training of so many tokens."""
+
+    tokens: float
+    days: float
+    """With what failures cost, where their rate is known."""
+    gpu_hours: float
+    cost: float | None
+    """Where an hour has a price."""
+    goodput: float | None
+    """Share of the time that makes progress; None where the time between failures is not known."""
+    save_s: float
+    """What a checkpoint holds training up for."""
+    save_every_s: float | None
+    """The interval that loses least."""
+
+
+def economy(job: Job, prediction: Prediction, cluster: Cluster, tokens: float, price: float | None = None) -> Economy:
+    """Days, GPU-hours and cost of `tokens`; `price` and cluster.price are of one GPU's hour."""
+    gpus = cluster.nodes * cluster.gpus_per_node
+    save_s = save_seconds(job, prediction)
+    goodput = every_s = None
+    if cluster.mtbf_hours is not None:
+        goodput, every_s = goodput_of(save_s, 3600.0 * cluster.mtbf_hours)
+    seconds = tokens / (prediction.tokens_per_s_per_gpu * gpus) / (goodput or 1.0)
+    hours = seconds / 3600.0 * gpus
+    each = cluster.price if price is None else price
+    return Economy(tokens, seconds / _DAY_S, hours, None if each is None else hours * each, goodput, save_s, every_s)
+
+
+def save_seconds(job: Job, prediction: Prediction) -> float:
+    """How long training waits for a checkpoint: masters and moments of the fullest rank copied to its host."""
+    terms = prediction.fullest.terms
+    held = terms.get("weights", 0.0) + terms.get("optimizer states", 0.0)
+    # Ranks that hold the same share the copying; what is on the host already is written from there.
+    copies = job.layout.dp_replicate * (job.layout.dp_shard if job.layout.zero_stage == 0 else 1)
+    return held / copies / _STAGING_BYTES_PER_S
+
+
+def goodput_of(save_s: float, mtbf_s: float) -> tuple[float, float]:
+    """Share of the time that makes progress, and the interval between checkpoints that makes it largest.
+
+    Saving costs save_s every interval; a failure costs half an interval and the restart (Young, CACM 17, 1974).
+    """
+    from meshwright.checkpoint.interval import best_interval_s
+
+    every_s = max(best_interval_s(max(save_s, 1e-3), mtbf_s), save_s)
+    lost = save_s / every_s + (every_s / 2 + _RESTART_S) / mtbf_s
+    return 1.0 / (1.0 + lost), every_s

@@ -1,0 +1,41 @@
+"""A report's table of what the planner expected beside what the run reached."""
+
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.plan import Term, beside
+from meshwright.studio.curves import curve, finite
+from meshwright.studio.numbers import size
+
+
+def expectations(job: dict[str, Any], metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> str:
+    """Predicted and measured, or nothing where the planner knows nothing of the machine or the job."""
+    start: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "start"), {})
+    stop: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
+    steps = finite(curve(metrics, "step_s")[1:])  # the first one compiles and allocates
+    if not steps or "device" not in start:
+        return ""
+    try:
+        run = Job.model_validate(job)
+        terms = beside(run, start["device"], start.get("ranks", 1), median(steps), stop.get("peak_memory_bytes"))
+    except (ValidationError, UserError):  # a job of another version
+        return ""
+    if not terms:
+        return ""
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("", "predicted", "measured", "error"))
+    rows = "".join(
+        f"<tr><td>{term.name}</td><td>{_shown(term, term.predicted)}</td><td>{_shown(term, term.measured)}</td>"
+        f"<td>{term.error:+.1%}</td></tr>"
+        for term in terms
+    )
+    return f"<h2>Predicted and measured</h2><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _shown(term: Term, value: float) -> str:
+    if term.unit == "bytes":
+        return size(value)
+    return f"{1e3 * value:,.1f} ms" if term.unit == "s" else f"{value:,.0f} {term.unit}"

@@ -1,0 +1,173 @@
+"""Batch scripts, states in a word, trials and logs, without a Slurm."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.hardware import Site, find_site
+from meshwright.job import LoadedJob, load_job
+from meshwright.launch import RunFolder
+from meshwright.launch.slurm import Shape, Submission, batch_script, log_files, request_of, status_of, statuses
+from meshwright.launch.slurm import status as status_module
+from meshwright.launch.slurm.commands import SlurmJob
+from meshwright.launch.slurm.ladder import shrunk, verdict
+from meshwright.launch.slurm.script import seconds_of
+from meshwright.launch.slurm.submit import shape_of
+
+SITE = Site(name="here", title="here", gpus_per_node=2, partition="p", container_command="apptainer exec --nv")
+
+
+def request(site: Site = SITE, **given):
+    fields = {"time": "1:00:00", "account": None, "partition": None, "qos": None, "signal_s": 60, "per_rank": False}
+    return request_of(site, **{**fields, "container": None, **given})
+
+
+def run_folder(path: Path, *events: tuple, rows: int = 0, step_s: float = 1.0) -> RunFolder:
+    folder = RunFolder.create(path, "", load_job("demo").job.model_dump(mode="json"), ["meshwright"])
+    for kind, fields in events:
+        folder.event(kind, **fields)
+    for step in range(1, rows + 1):
+        folder.metric({"step": step, "loss": 2.0, "tokens": 100 * step, "step_s": step_s, "attempt": 0})
+    return folder
+
+
+def test_what_no_profile_can_know_is_asked_for() -> None:
+    lumi = find_site("lumi")
+    with pytest.raises(UserError, match="lumi needs --account"):
+        request(lumi)
+    with pytest.raises(UserError, match="lumi needs --time"):
+        request(lumi, time=None, account="x")
+    with pytest.raises(UserError, match="longer than lumi allows; give at most 2-00:00:00"):
+        request(lumi, account="x", time="2-00:00:01")
+    with pytest.raises(UserError, match="is all of --time"):
+        request(time="1", signal_s=60)
+    with pytest.raises(UserError, match="set container_command in a profile"):
+        request(lumi, account="x", container="image.sif")
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("10:30", 630), ("2:00:00", 7200), ("1-12", 129600), ("1-12:30", 131400), ("1-0:0:5", 86405)],
+)
+def test_slurms_durations(time: str, seconds: int) -> None:
+    assert seconds_of(time, "--time") == seconds
+
+
+def test_the_three_forms_of_a_step(tmp_path: Path) -> None:
+    agent = batch_script(tmp_path, "a b", SITE, Shape(2, 2), request(), "requeue")
+    assert "--node-rank $SLURM_NODEID" in agent and "--ntasks-per-node=1" in agent and "#SBATCH --requeue" in agent
+    assert "--job-name=a-b" in agent and "#SBATCH --signal=B:USR1@60" in agent
+    ranks = batch_script(tmp_path, "x", SITE, Shape(2, 2), request(per_rank=True), "chain")
+    assert "--ntasks-per-node=2" in ranks and "--node-rank" not in ranks and "rank-%t.out" in ranks
+    assert "#SBATCH --no-requeue" in ranks and "mode=chain" in ranks
+    alone = batch_script(tmp_path, "x", SITE, Shape(1, 1), request(container="image.sif"), "once")
+    assert "--node-rank" not in alone and "apptainer exec --nv image.sif python -m meshwright train" in alone
+    for script in (agent, ranks, alone):
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_layout_fills_nodes_or_part_of_one() -> None:
+    def sized(ranks: int) -> LoadedJob:
+        return load_job("demo", [f"layout.dp_replicate={ranks}", f"batch.global_batch={8 * ranks}"])
+
+    assert shape_of(sized(2), find_site("vega")) == Shape(1, 2)
+    assert shape_of(sized(8), find_site("vega")) == Shape(2, 4)
+    with pytest.raises(UserError, match="do not fill whole nodes of vega"):
+        shape_of(sized(6), find_site("vega"))
+
+
+def test_dry_run_writes_nothing_and_mistakes_are_one_sentence(cli, tiny_job: Path) -> None:
+    before = set(tiny_job.parent.iterdir())
+    told = cli("submit", "job.toml", "--site", "vega", "--time", "10", "--dry-run", "--signal-before", "60", "--json")
+    assert told.code == 0, told
+    assert list(json.loads(told.out)["scripts"]) == ["slurm/run.sh"] and json.loads(told.out)["jobs"] == []
+    for words, sentence in {
+        ("--site", "nowhere"): "--site = nowhere is neither",
+        ("--site", "lumi", "--time", "10"): "lumi needs --account",
+        ("--site", "vega", "--time", "soon"): "--time = soon is no duration",
+        ("--site", "vega", "--time", "10", "--budget", "3"): "add --ladder",
+    }.items():
+        refused = cli("submit", "job.toml", *words)
+        assert refused.code == 2 and sentence in refused.err and len(refused.err.splitlines()) == 1
+    assert {path for path in tiny_job.parent.iterdir() if path.name != "cache"} == before
+
+
+def test_a_refusal_of_sbatch_leaves_nothing(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bin_folder = tiny_job.parent / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2; exit 1\n")
+    (bin_folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(bin_folder))
+    refused = cli("submit", "job.toml", "--site", "vega", "--time", "10")
+    assert refused.code == 2 and "sbatch refused: error: Invalid account" in refused.err
+    assert not (tiny_job.parent / "run").exists()
+
+
+def test_a_run_in_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, start = "stop", ("start", {"attempt": 0})
+    known: dict[str, SlurmJob | None] = {}
+    monkeypatch.setattr(status_module, "job_state", lambda job: known.get(job))
+    cases = {
+        "done": ([start, (stop, {"reason": "finished"})], SlurmJob("1", "COMPLETED"), "done"),
+        "pending": ([], SlurmJob("1", "PENDING", "Priority"), "pending"),
+        "running": ([start], SlurmJob("1", "RUNNING", nodes="n1"), "running"),
+        "requeued": ([start], SlurmJob("1", "PENDING", "BeginTime", restarts=1), "requeued"),
+        "failed": ([start, (stop, {"reason": "failed", "error": "ValueError: x"})], SlurmJob("1", "FAILED"), "failed"),
+        "oom": ([start, (stop, {"reason": "failed", "error": "CUDA out of memory"})], SlurmJob("1", "FAILED"), "oom"),
+        "host oom": ([start], SlurmJob("1", "OUT_OF_MEMORY"), "oom"),
+        "timeout": ([start], SlurmJob("1", "TIMEOUT"), "timeout"),
+        "out of jobs": ([start, (stop, {"reason": "interrupted"})], SlurmJob("1", "FAILED"), "timeout"),
+        "scancel": ([start], SlurmJob("1", "CANCELLED"), "cancelled"),
+        "forgotten": ([start], None, "failed"),
+    }
+    for name, (events, job, word) in cases.items():
+        run = tmp_path / "runs" / name
+        run_folder(run, *events)
+        (run / "slurm").mkdir()
+        Submission("here", ("1",), 1, 1, 1, "10").write(run)
+        known["1"] = job
+        status = status_of(run)
+        assert status.state == word and status.why, (name, status)
+    local = tmp_path / "local"
+    run_folder(local, start, (stop, {"reason": "interrupted"}))
+    assert status_of(local).state == "stopped" and "--resume" in status_of(local).why
+    assert len(statuses(tmp_path / "runs")) == len(cases)
+    with pytest.raises(UserError, match="is not a run folder"):
+        status_of(tmp_path)
+
+
+def test_logs_of_a_rank(tmp_path: Path) -> None:
+    run_folder(tmp_path / "run")
+    (tmp_path / "run/logs").mkdir()
+    (tmp_path / "run/logs/rank-1.err").write_text("trouble\n")
+    assert [path.name for path in log_files(tmp_path / "run", 1)] == ["rank-1.err"]
+    with pytest.raises(UserError, match=r"no log of rank 2 \(those with one: 1\)"):
+        log_files(tmp_path / "run", 2)
+
+
+def test_a_trial_has_fewer_replicas_and_as_much_for_each(tmp_path: Path) -> None:
+    loaded = load_job("demo", ["layout.dp_shard=4", "layout.tp=2", "batch.global_batch=32", "batch.micro_batch=2"])
+    small = shrunk(loaded, 4, tmp_path / "trial").job
+    assert (small.layout.dp_shard, small.layout.dp_replicate, small.layout.tp) == (2, 1, 2)
+    assert small.accumulation == loaded.job.accumulation and small.run.steps == 20
+    with pytest.raises(UserError, match="other axes take 2 ranks, and 1 is no multiple"):
+        shrunk(loaded, 1, tmp_path / "trial")
+
+
+def test_a_trial_says_go_or_no(tmp_path: Path) -> None:
+    finished = (("start", {}), ("stop", {"reason": "finished"}))
+    quick, slow = tmp_path / "1", tmp_path / "2"
+    for path, step_s in ((quick, 1.0), (slow, 9.0)):
+        run_folder(path, *finished, rows=4, step_s=step_s)
+        (path / "slurm").mkdir()
+    told = verdict(quick, 1, 8, 3600, None, 10.0)
+    assert told["go"] and told["gpu_hours_of_the_run"] == 8.0 and told["tokens_per_s_per_gpu"] == 100.0
+    (quick / "slurm/verdict.json").write_text(json.dumps(told))
+    assert not verdict(quick, 1, 8, 3600, None, 7.0)["go"]
+    assert "before it was 100" in verdict(slow, 2, 8, 3600, quick, None)["why"]
+    failed = tmp_path / "3"
+    run_folder(failed, ("start", {}), ("stop", {"reason": "failed"}), rows=4)
+    assert verdict(failed, 1, 8, 10, None, None) == {"go": False, "why": "the trial is failed, not done"}

@@ -1,0 +1,86 @@
+"""A calibration of this CPU over tiny shapes: everything is in the profile, which is read back as it was written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshwright.cli import app
+from meshwright.errors import UserError
+from meshwright.hardware import Profile, profile_of, read_profile, write_profile
+from meshwright.job import load_job
+from meshwright.job.devices import Cluster
+from meshwright.measure import calibrate, calibrate_shapes
+from meshwright.measure.calibrate_shapes import AttentionShape, Shapes
+from meshwright.plan import predict
+
+TINY = Shapes(
+    dtypes=("fp32",),
+    tokens=(64,),
+    projections=((64, 32), (32, 64)),
+    heads=((32, 128, 32),),
+    attentions=(AttentionShape("fp32", 2, 4, 2, 16, 32),),
+    losses=((32, 128),),
+    copies=(2**16,),
+    updates=(4096,),
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+
+
+def test_everything_is_measured(profile: Profile) -> None:
+    assert {(one.kind, one.rows) for one in profile.products} >= {("forward", 64), ("weight sum", 128)}
+    assert {one.kernel for one in profile.attentions} == {"cpu, native", "cpu, expanded"}
+    assert profile.copies and profile.losses and profile.updates and profile.launch_s and profile.kernel_s
+    assert profile.gpu == "cpu" and profile.torch == torch.__version__ and not profile.skipped
+
+
+def test_a_profile_is_read_as_it_was_written(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_profile(profile, tmp_path / "cpu.json")
+    assert read_profile(tmp_path / "cpu.json") == profile
+    monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path))
+    assert profile_of("cpu") == profile
+    prediction = predict(load_job("demo").job, Cluster(gpu="cpu"))
+    assert prediction.step_s > 0 and prediction.mfu is None
+    assert not any("no profile" in guess for guess in prediction.guessed)
+
+
+def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: calibrate.Calibration, rows: int, vocabulary: int) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(calibrate.Calibration, "_loss_s", full)
+    profile = calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+    assert not profile.losses and profile.products
+    assert profile.skipped == ("a loss over 32 × 128 logits: out of memory",)
+
+
+def test_time_that_runs_out_leaves_the_coarse_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "QUICK_LIMIT_S", 0.0)
+    profile = calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+    assert len(profile.products) == 1 and "finer shapes: the time was up" in profile.skipped
+
+
+def test_a_device_on_which_nothing_works_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: calibrate.Calibration, *sizes: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(calibrate.Calibration, "_product_s", full)
+    with pytest.raises(UserError, match="nothing could be measured"):
+        calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+
+
+def test_the_command_writes_where_plans_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate_shapes, "_CPU", TINY)
+    monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path / "profiles"))
+    done = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu", "--json"])
+    told = json.loads(done.stdout)
+    assert told["file"] == str(tmp_path / "profiles" / "cpu.json") and told["copy_bytes_per_s"] > 0
+    checked = CliRunner().invoke(app, ["plan", "--check", "demo", "--cluster", "1xcpu", "--json"])
+    assert json.loads(checked.stdout)["step_s"] > 0

@@ -1,0 +1,106 @@
+"""Runs `meshwright` commands in forks of a process that has imported torch, for tests that run many of them.
+
+python server.py SOCKET      prints a line once it listens; ends with its standard input
+
+There `builtin:stdlib` is one package of the standard library: to prepare all of it takes longer than most commands.
+"""
+
+import array
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+# torch imports these on first use, which every command would do anew.
+import torch._dynamo
+import torch._inductor.utils
+
+import meshwright.cli
+import meshwright.launch.elastic
+import meshwright.measure
+import meshwright.plan
+import meshwright.studio
+import meshwright.verify
+
+LARGEST_BYTES = 1 << 20
+PACKAGE = "asyncio"
+
+
+def serve(path: str) -> dict[str, Any] | None:
+    """Fork for every request; returns it in the process that is to run it, and None in the server at its end."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
+    gc.freeze()  # else the first collection in a command visits, and so copies, all that was imported
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while listening in select.select([listening, sys.stdin], [], [])[0]:
+        client = listening.accept()[0]
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listening.close()
+            return answer(client)
+        client.close()
+    return None
+
+
+def answer(client: socket.socket) -> dict[str, Any]:
+    """Fork the command and tell the client how it ends; a client that goes first takes the command with it."""
+    text, descriptors, _, _ = socket.recv_fds(client, LARGEST_BYTES, 3)
+    request: dict[str, Any] = json.loads(text)
+    command = os.fork()
+    if command == 0:
+        client.close()
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        return request
+    ended = os.pidfd_open(command)
+    if client in select.select([ended, client], [], [])[0]:
+        os.killpg(command, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    with contextlib.suppress(OSError):
+        client.sendall(array.array("i", [code]).tobytes())
+    os._exit(0)
+
+
+def narrow_stdlib() -> None:
+    """Have `builtin:stdlib` found in one package's folder."""
+    whole = sysconfig.get_path
+
+    def get_path(name: str, *given: Any, **named: Any) -> str:
+        path = whole(name, *given, **named)
+        return str(Path(path) / PACKAGE) if name == "stdlib" else path
+
+    sysconfig.get_path = get_path
+
+
+def become(request: dict[str, Any]) -> None:
+    """Make this fork what a new program would be; its standard streams are the client's already."""
+    os.setsid()
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # as the import sets it, before a fork takes it back
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.argv = ["meshwright", *request["words"]]
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(number, mode, encoding="utf-8", closefd=False) for number, mode in enumerate("rww")
+    )
+
+
+if __name__ == "__main__":
+    narrow_stdlib()
+    if (request := serve(sys.argv[1])) is not None:
+        become(request)
+        meshwright.cli.main()
+    else:
+        Path(sys.argv[1]).unlink()
