@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -34,6 +35,7 @@ class Follower:
         self._starts: dict[int, float] = {}
         """First step of every attempt; what earlier attempts did from there on is void."""
         self.size = 0
+        self._ended = False
         self._clear()
 
     def _clear(self) -> None:
@@ -49,13 +51,13 @@ class Follower:
 
     @property
     def read_share(self) -> float:
-        """How much of the file has been read."""
-        return 1.0 if self.size == 0 else min(1.0, self.offset / self.size)
+        """How much of the file has been read; a last line that is still being written does not count."""
+        return 1.0 if self._ended else min(0.999, self.offset / max(1, self.size))
 
     @property
     def version(self) -> int:
-        """Changes whenever there is more to draw."""
-        return self.offset
+        """The file's size when all of it had been read; less before."""
+        return self.size if self._ended else self.offset
 
     def read(self, until: float) -> None:
         """Take up new lines until the file ends or the monotonic clock says `until`."""
@@ -66,6 +68,7 @@ class Follower:
                 if self.size < self.offset:  # another file took its place
                     self._starts.clear()
                     self._clear()
+                self._ended = True
                 while self.offset < self.size:
                     chunk = os.pread(descriptor, _CHUNK, self.offset)
                     whole = chunk.rfind(b"\n") + 1
@@ -75,6 +78,7 @@ class Follower:
                     self._take(_parsed(chunk[:whole]))
                     self.offset = self.offset + whole if self.offset == before else 0
                     if monotonic() > until:
+                        self._ended = self.offset == self.size
                         break
             finally:
                 os.close(descriptor)
@@ -203,7 +207,7 @@ def _columns(rows: list[dict[str, Any]], names: Sequence[str]) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _plain(values: Any) -> list[float | None]:

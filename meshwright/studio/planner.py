@@ -61,7 +61,15 @@ class Planner:
         question = asked(state)
         until = process_time() + QUICK_S  # of the processor, so that a busy machine answers late but as well
         enough = self._interrupted if state.get("full") else lambda: process_time() > until
-        found = search(question.model, question.cluster, question.sequence, question.batch, top=_TOP, enough=enough)
+        found = search(
+            question.model,
+            question.cluster,
+            question.sequence,
+            question.batch,
+            top=_TOP,
+            allow=_allowed(state),
+            enough=enough,
+        )
         return {
             "parameters": parameter_count(question.model),
             "parameters_words": count(parameter_count(question.model)),

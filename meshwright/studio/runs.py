@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import isfinite
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -71,19 +72,17 @@ class Runs:
         events = self.events(name)
         size, written = self._size(name)
         last = self._last_row(name, size)
-        start: dict[str, Any] = next((event for event in reversed(events) if event.get("kind") == "start"), {})
         state: str = state_of(event for event in events if "kind" in event)
-        if state == "running" and time.time() - written > max(_SILENT_S, _SILENT_STEPS * (last.get("step_s") or 0)):
+        if state == "running" and time.time() - written > max(
+            _SILENT_S, _SILENT_STEPS * (_number(last.get("step_s")) or 0)
+        ):
             state = "silent"  # a killed process writes no farewell
         return {
             "name": name,
             "state": state,
             "version": size,
-            "step": last.get("step"),
-            "loss": last.get("loss") if isinstance(last.get("loss"), int | float) else None,
-            "tokens": last.get("tokens"),
-            "parameters": start.get("parameters"),
-            "device": start.get("device"),
+            "step": _number(last.get("step")),
+            "loss": _number(last.get("loss")),
         }
 
     def _size(self, name: str) -> tuple[int, float]:
@@ -208,6 +207,12 @@ class Runs:
 
     def _require(self, name: str) -> None:
         os.close(open_inside(self.root, name, "job.resolved.json"))
+
+
+def _number(value: Any) -> float | None:
+    """A number that a page can show; what else a line may hold is none."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return value if plain else None
 
 
 def _whole(value: Any) -> bool:

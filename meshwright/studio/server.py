@@ -5,6 +5,7 @@ import secrets
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -160,7 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(folder.joinpath(name).read_bytes(), f"{kind}; charset=utf-8")
 
     def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
-        body = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:  # browsers read no such floats
+            text = json.dumps(_worded(value), ensure_ascii=False)
+        body = text.encode("utf-8", "replace")
         self._send(body, "application/json; charset=utf-8", status)
 
     def _send(self, body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
@@ -175,6 +180,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Say nothing: what matters is on the page."""
+
+
+def _worded(value: Any) -> Any:
+    """The same with words for floats that are not finite."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _worded(inner) for key, inner in value.items()}
+    return [_worded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _choices(runs: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ function extent(series) {
   for (const one of series) {
     const top = one.high || one.low;
     for (let n = 0; n < one.x.length; n += 1) {
-      if (one.low[n] === null) continue;
+      if (one.low[n] === null || one.x[n] === null) continue;
       if (one.low[n] < low) low = one.low[n];
       if (top[n] > high) high = top[n];
       if (one.x[n] < left) left = one.x[n];
@@ -92,7 +92,7 @@ export function draw(figure, { title, unit, axis, series, marks = [], fromZero =
 function curve(one, atX, atY) {
   let path = "", open = false, points = 0;
   for (let n = 0; n < one.x.length; n += 1) {
-    if (one.low[n] === null) { open = false; continue; }
+    if (one.low[n] === null || one.x[n] === null) { open = false; continue; }
     const x = atX(one.x[n]).toFixed(1);
     path += `${open ? "L" : "M"}${x} ${atY(one.low[n]).toFixed(1)}`;
     if (one.high && one.high[n] !== one.low[n]) path += `L${x} ${atY(one.high[n]).toFixed(1)}`;

@@ -20,7 +20,7 @@ export async function ask(path, question) {
 }
 
 export function number(value, digits = 3) {
-  if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return "–";
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
   return size && size < 1e-3 ? value.toExponential(1) : String(+value.toPrecision(digits));
