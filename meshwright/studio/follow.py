@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Sequence
 from math import isfinite
+from operator import itemgetter
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.studio.inside import open_inside
+from meshwright.studio.inside import Outside, open_inside
 
 FIELDS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s")
 """The curves of a run, beside its validation loss."""
@@ -46,8 +47,6 @@ class Follower:
         self._low = np.empty((0, len(FIELDS)), dtype=np.float32)
         self._high = self._low
         self._validation: list[tuple[float, float]] = []
-        self.last: dict[str, Any] = {}
-        """The newest row of a step."""
 
     @property
     def read_share(self) -> float:
@@ -62,7 +61,11 @@ class Follower:
     def read(self, until: float) -> None:
         """Take up new lines until the file ends or the monotonic clock says `until`."""
         with self._lock:
-            descriptor = open_inside(*self._place)
+            try:
+                descriptor = open_inside(*self._place)
+            except Outside:  # there are no numbers yet
+                self.size, self._ended = 0, True
+                return
             try:
                 self.size = os.fstat(descriptor).st_size
                 if self.size < self.offset:  # another file took its place
@@ -86,17 +89,24 @@ class Follower:
 
     def _take(self, rows: list[dict[str, Any]]) -> None:
         """Add rows, attempt by attempt; may begin anew when a restart reaches into what was folded."""
+        attempts = [row.get("attempt", 0) for row in rows]
+        if attempts.count(self._attempt) == len(rows):
+            self._append(rows)
+            return
         start = 0
-        for place, row in enumerate(rows):
-            attempt = row.get("attempt", 0)
+        for place, attempt in enumerate(attempts):
             if isinstance(attempt, int) and attempt > self._attempt:
-                self._append(rows[start:place])
+                self._append(self._current(rows[start:place]))
                 start = place
-                if not self._begin(attempt, row.get("step", 0)):
+                if not self._begin(attempt, rows[place].get("step", 0)):
                     self._clear()
                     self.offset = -1  # not where it was: the caller starts at the beginning
                     return
-        self._append(rows[start:])
+        self._append(self._current(rows[start:]))
+
+    def _current(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of this attempt: one that was not told yet that it is over may still write."""
+        return [row for row in rows if row.get("attempt", 0) == self._attempt]
 
     def _begin(self, attempt: int, step: float) -> bool:
         """Take back what earlier attempts did from this step on; False where it cannot be told apart any more."""
@@ -117,18 +127,17 @@ class Follower:
     def _append(self, rows: list[dict[str, Any]]) -> None:
         later = [first for attempt, first in self._starts.items() if attempt > self._attempt]
         void = min(later, default=float("inf"))
-        rows = [row for row in rows if row.get("attempt", 0) == self._attempt and _is_number(row.get("step"))]
-        rows = [row for row in rows if row["step"] < void]
-        for row in rows:
-            if "val_loss" in row and _is_number(row["val_loss"]) and len(self._validation) < _MOST_VALIDATIONS:
+        for row in (row for row in rows if "val_loss" in row):
+            known = _is_number(row["val_loss"]) and _is_number(row.get("step")) and row["step"] < void
+            if known and len(self._validation) < _MOST_VALIDATIONS:
                 self._validation.append((row["step"], row["val_loss"]))
         rows = [row for row in rows if "loss" in row]
         if not rows:
             return
-        self.last = rows[-1]
-        values = _columns(rows, FIELDS)
-        places = _columns(rows, ("step", "tokens"))
-        seconds = np.nan_to_num(values[:, FIELDS.index("step_s")])
+        table = _columns(rows, ("step", "tokens", *FIELDS))
+        table = table[np.isfinite(table[:, 0]) & (table[:, 0] < void)]
+        places, values = table[:, :2], table[:, 2:]
+        seconds = np.nan_to_num(values[:, FIELDS.index("step_s")], posinf=0.0, neginf=0.0)
         elapsed = np.cumsum(seconds) + (self._at[-1, 2] if len(self._at) else 0.0)
         values = values.astype(np.float32)
         values[~np.isfinite(values)] = np.nan
@@ -199,7 +208,11 @@ def _parsed(lines: bytes) -> list[dict[str, Any]]:
 
 
 def _columns(rows: list[dict[str, Any]], names: Sequence[str]) -> Any:
-    table = [[row.get(name) for name in names] for row in rows]
+    table: list[Sequence[Any]]
+    try:
+        table = list(map(itemgetter(*names), rows))
+    except KeyError:
+        table = [[row.get(name) for name in names] for row in rows]
     try:
         return np.array(table, dtype=float)  # None becomes nan, and so do the words for floats that are not finite
     except (TypeError, ValueError):

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from meshwright.job.devices import Cluster
     from meshwright.plan import Candidate, Search
 
-QUICK_S = 0.18
-"""What a first answer may spend on bounds and predictions; the page asks again where that is not all of them."""
-_TOP = 10
+QUICK_S = 0.15
+"""What a first answer may spend on bounds and predictions; for all of them, and more rows, the page asks again."""
+_TOP, _QUICK_TOP = 10, 3
 _KEPT = 256
 GIB = 2**30
 
@@ -37,8 +37,9 @@ class Planner:
         """What the page shows for a question, or `error`: one sentence on what cannot be."""
         parts = {"search": self._search, "layout": _layout, "config": _config, "run": _run}
         key = json.dumps(question, sort_keys=True)
-        if key in self._answers:
-            return self._answers[key]
+        for known in (key, json.dumps({**question, "full": True}, sort_keys=True)):
+            if known in self._answers:
+                return self._answers[known]
         begun = perf_counter()
         try:
             make = parts.get(str(question.get("part")))
@@ -60,13 +61,14 @@ class Planner:
 
         question = asked(state)
         until = process_time() + QUICK_S  # of the processor, so that a busy machine answers late but as well
-        enough = self._interrupted if state.get("full") else lambda: process_time() > until
+        full = bool(state.get("full"))
+        enough = self._interrupted if full else lambda: process_time() > until
         found = search(
             question.model,
             question.cluster,
             question.sequence,
             question.batch,
-            top=_TOP,
+            top=_TOP if full else _QUICK_TOP,
             allow=_allowed(state),
             enough=enough,
         )
@@ -81,7 +83,7 @@ class Planner:
             "practice": question.practice,
             "bounded": found.bounded,
             "predicted": found.predicted,
-            "whole": found.whole,
+            "whole": full and found.whole,
             "rows": [_row(one) for one in found.best],
             "misses": [why_not(one, found) for one in found.misses],
             "nothing": _nothing(question, found),
