@@ -158,7 +158,7 @@ def test_a_killed_rank_is_named_and_takes_the_run_with_it(tiny_job: Path, tmp_pa
     os.kill(ranks(process.pid)[1], signal.SIGKILL)
     killed = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and time.monotonic() - killed < 15
+    assert process.returncode == 1 and time.monotonic() - killed < 25  # the agent alone would wait for 30
     assert len(err.splitlines()) == 1 and "rank 1 was killed by SIGKILL" in err, err
     assert stop_event(run)["reason"] == "failed" and "rank 1" in stop_event(run)["error"]
     assert (run / "report.html").is_file()
