@@ -18,6 +18,7 @@ from meshwright.cli import (
     replay,
     report,
     schedule,
+    studio,
     submit,
     train,
     tune,
@@ -46,6 +47,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)
+app.command("studio")(studio.studio)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(schedule.app, name="schedule")
 app.command("submit")(submit.submit)

@@ -1,7 +1,6 @@
 """`meshwright plan --model`: the fastest layouts that fit, and why the nearest others do not."""
 
 from dataclasses import asdict, dataclass
-from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,21 +37,17 @@ def show_search(
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
     from meshwright.model.cost import parameter_count
-    from meshwright.plan import job_text, parse_cluster, search, usual_batch_tokens, what_would_fit, why_not
+    from meshwright.plan import batch_sequences, job_text, parse_cluster, search, what_would_fit, why_not
 
     if cluster is None:
         raise UserError("--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb")
     model, own_sequence = _model(source, overrides)
     sequence = seq or own_sequence or min(4096, model.max_sequence_length)
-    practice = ""
-    if batch_tokens is None:
-        batch_tokens, where = usual_batch_tokens(parameter_count(model))
-        practice = f"a batch of about {batch_tokens / 1e6:g}M tokens, as {where}"
-        batch_tokens = sequence * 2 ** round(log2(batch_tokens / sequence))
     machines = parse_cluster(cluster)
     if training.mtbf_hours is not None:
         machines = machines.model_copy(update={"mtbf_hours": training.mtbf_hours})
-    batch = _sequences(batch_tokens, sequence, machines.nodes * machines.gpus_per_node)
+    gpus = machines.nodes * machines.gpus_per_node
+    batch, practice = batch_sequences(parameter_count(model), sequence, gpus, batch_tokens)
     found = search(model, machines, sequence, batch, top=top, allow=allow)
     if not found.best:
         reason = f" ({why_not(found.misses[0], found)})" if found.misses else ""
@@ -101,15 +96,6 @@ def _model(source: str, overrides: list[str]) -> "tuple[Model, int | None]":
         return Model.model_validate(model_from_hf_config(config)), None
     job = load_job(source, overrides).job
     return job.model, job.batch.sequence_length
-
-
-def _sequences(batch_tokens: int, sequence: int, gpus: int) -> int:
-    """Sequences of a batch: the nearest number that the GPUs, or half of them and so on, share evenly."""
-    wanted = max(1, round(batch_tokens / sequence))
-    share = 1
-    while share * 2 <= min(wanted, gpus) and gpus % (share * 2) == 0:
-        share *= 2
-    return max(1, round(wanted / share)) * share
 
 
 def _economy(one: "Candidate", cluster: "Cluster", training: Training) -> "Economy | None":

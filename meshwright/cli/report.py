@@ -1,23 +1,43 @@
-"""`meshwright report`: a run as one page."""
+"""`meshwright report`: a run or a plan as one page."""
 
 from pathlib import Path
 
 import typer
 
 from meshwright.cli.job import JSON
+from meshwright.cli.plan import CLUSTER
 
 
 def report(
-    run: Path = typer.Argument(help="A run folder."),
-    out: Path | None = typer.Option(None, "--out", help="Where to write it; RUN/report.html when not given."),
+    what: str = typer.Argument(metavar="RUN|PLAN", help="A run folder, or a job to show as a plan."),
+    out: Path | None = typer.Option(
+        None, "--out", help="Where to write it; RUN/report.html or PLAN.html if not given."
+    ),
+    cluster: str | None = CLUSTER,
     as_json: bool = JSON,
 ) -> None:
-    """Write a run's report: one file that opens in any browser without a network."""
+    """Write a run's or a plan's report: one file that opens in any browser without a network."""
     from meshwright.cli.output import print_json
+    from meshwright.errors import UserError
     from meshwright.studio import write_report
 
-    path = write_report(run, out)
+    if Path(what).is_dir():
+        if cluster is not None:
+            raise UserError(f"--cluster = {cluster} is for plans, and {what} is a folder; leave it out")
+        path = write_report(Path(what), out)
+    else:
+        path = _plan(what, out, cluster)
     if as_json:
         print_json({"report": str(path)})
     else:
         print(path)
+
+
+def _plan(what: str, out: Path | None, cluster: str | None) -> Path:
+    from meshwright.job import load_job
+    from meshwright.plan import parse_cluster
+    from meshwright.studio import write_plan_report
+
+    job = load_job(what, []).job
+    name = Path(what).stem
+    return write_plan_report(job, parse_cluster(cluster) if cluster else job.cluster, name, out or Path(f"{name}.html"))

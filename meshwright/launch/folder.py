@@ -195,13 +195,7 @@ class RunFolder:
 
     def state(self) -> State:
         """What the last start or stop says; a run whose process was killed outright still says running."""
-        state: State = "running"
-        for event in self.events():
-            if event["kind"] in ("start", "restart"):
-                state = "running"
-            elif event["kind"] == "stop":
-                state = _STATES.get(event.get("reason"), "failed")
-        return state
+        return state_of(self.events())
 
     def stop_signal(self) -> str | None:
         """What asked the run to stop the last time, if anything did."""
@@ -237,9 +231,25 @@ def _open_lines(path: Path) -> int:
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a file; a last one that is still being written is left out."""
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield {key: _restored(value) for key, value in json.loads(line).items()}
+        yield from rows_of(lines)
+
+
+def rows_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Complete lines as rows, their words for floats that are not finite turned back."""
+    for line in lines:
+        if line.endswith("\n"):
+            yield {key: _restored(value) for key, value in json.loads(line).items()}
+
+
+def state_of(events: Iterable[dict[str, Any]]) -> State:
+    """What the last start or stop of these events says."""
+    state: State = "running"
+    for event in events:
+        if event["kind"] in ("start", "restart"):
+            state = "running"
+        elif event["kind"] == "stop":
+            state = _STATES.get(event.get("reason"), "failed")
+    return state
 
 
 def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,10 +4,10 @@ from meshwright.plan.accuracy import accuracy_page, accuracy_rows
 from meshwright.plan.against import Term, beside
 from meshwright.plan.bound import ALLOWED
 from meshwright.plan.economy import Economy, economy
-from meshwright.plan.explain import job_text, layout_words, limit, usual_batch_tokens, why_not
+from meshwright.plan.explain import batch_sequences, job_text, layout_words, limit, usual_batch_tokens, why_not
 from meshwright.plan.machine import Machine, machine_of, parse_cluster
 from meshwright.plan.memory import RankMemory
-from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.predict import Prediction, predict, timeline
 from meshwright.plan.scale import Point, scale, scale_lines
 from meshwright.plan.search import Candidate, Search, search, what_would_fit
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
@@ -29,6 +29,7 @@ __all__ = [
     "Validation",
     "accuracy_page",
     "accuracy_rows",
+    "batch_sequences",
     "beside",
     "economy",
     "job_text",
@@ -40,6 +41,7 @@ __all__ = [
     "scale",
     "scale_lines",
     "search",
+    "timeline",
     "usual_batch_tokens",
     "validate",
     "what_would_fit",

@@ -1,6 +1,7 @@
 """A search in words: what limits a layout, why the nearest misses do not fit, and a job file of the choice."""
 
 import json
+from math import log2
 from typing import Any
 
 from meshwright.job import Job
@@ -22,6 +23,23 @@ _PRACTICE = (
 def usual_batch_tokens(parameters: float) -> tuple[int, str]:
     """Tokens a step that models of this size are trained with, and where that is from."""
     return next((int(tokens), where) for most, tokens, where in _PRACTICE if parameters < most)
+
+
+def batch_sequences(parameters: float, sequence: int, gpus: int, batch_tokens: int | None) -> tuple[int, str]:
+    """Sequences a step that so many GPUs, or half of them and so on, share evenly, nearest to the tokens asked for.
+
+    Without those it is the usual batch, with words on where that is from.
+    """
+    practice = ""
+    if batch_tokens is None:
+        usual, where = usual_batch_tokens(parameters)
+        practice = f"a batch of about {usual / 1e6:g}M tokens, as {where}"
+        batch_tokens = sequence * 2 ** round(log2(usual / sequence))
+    wanted = max(1, round(batch_tokens / sequence))
+    share = 1
+    while share * 2 <= min(wanted, gpus) and gpus % (share * 2) == 0:
+        share *= 2
+    return max(1, round(wanted / share)) * share, practice
 
 
 def limit(prediction: Prediction) -> str:

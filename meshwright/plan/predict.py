@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every
+from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
-from meshwright.plan.step import Phases, step_phases, table_for
+from meshwright.plan.step import Phases, stage_times, step_phases, table_for
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,21 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     peak = known_peak(machine.gpu, job.precision.compute)
     mfu = flops / peak if peak else None
     return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, _guesses(job, machine, software))
+
+
+def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Simulation] | None:
+    """When every rank of the pipeline does what, for so many of the step's micro-batches; None without a pipeline."""
+    layout = job.layout
+    if layout.pp == 1:
+        return None
+
+    from meshwright.parallel.stages import split_layers
+
+    software = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
+    table = build_table(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
+    layers = [len(stage) for stage in split_layers(job, table.stages // table.parameter_copies)]
+    times = stage_times(job, machine_of(cluster), software, layers, _modes(job, layers), table)
+    return table, simulate(table, times)
 
 
 def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:

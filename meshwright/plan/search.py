@@ -1,7 +1,7 @@
 """The fastest layouts of a model on a machine: a bound for all of them, a prediction for those that may be the best."""
 
 from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
 from time import process_time
@@ -45,6 +45,8 @@ class Search:
     """Seconds of one core that the bounds took."""
     exact: bool
     """Whether no layout that was left at its bound could be among the best: else the limit on predictions was met."""
+    whole: bool = True
+    """Whether every prediction was made that a search makes: not where it was told to end before."""
 
 
 def search(
@@ -55,10 +57,12 @@ def search(
     compute: str = "bf16",
     top: int = 10,
     allow: Collection[str] = (),
+    enough: Callable[[], bool] = lambda: False,
 ) -> Search:
     """The fastest layouts for `batch` sequences a step that fit, and the nearest that do not.
 
-    `allow` adds what is not tried unasked: fp8, offload, zero-bubble.
+    `allow` adds what is not tried unasked: fp8, offload, zero-bubble. `enough` is asked before every prediction once
+    one layout fits; where it says so, those so far are what was found.
     """
     machine, allowed = machine_of(cluster), _allowed(allow)
     if sequence > model.max_sequence_length:
@@ -87,12 +91,15 @@ def search(
     order = order[layouts.memory_bytes[order] <= room]
     tried: list[Candidate] = []
     steps: list[float] = []
-    exact = True
+    exact = whole = True
     for index in order:
         if len(steps) >= top and layouts.time_s[index] >= steps[top - 1]:
             break
         if len(tried) == _PREDICTED:
             exact = False
+            break
+        if steps and enough():
+            exact = whole = False
             break
         tried.append(candidate(index))
         if _fits(tried[-1], machine):
@@ -100,10 +107,10 @@ def search(
     fitting = sorted((one for one in tried if _fits(one, machine)), key=lambda one: one.prediction.step_s)
     best = list(islice((one for one in fitting if _runs(one.job, machine.gpus)), top))
     fastest = best[0].prediction.step_s if best else float("inf")
-    tried += [candidate(index) for index in _nearest(layouts, room, fastest)]
+    tried += [candidate(index) for index in _nearest(layouts, room, fastest)] if whole else []
     misses = [one for one in tried if not _fits(one, machine) and one.prediction.step_s < fastest]
     misses.sort(key=lambda one: one.prediction.fullest.device)
-    return Search(tuple(best), tuple(misses[:_MISSES]), len(layouts), len(tried), bound_s, exact)
+    return Search(tuple(best), tuple(misses[:_MISSES]), len(layouts), len(tried), bound_s, exact, whole)
 
 
 def _allowed(allow: Collection[str]) -> frozenset[str]:

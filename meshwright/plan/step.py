@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import log2
 
 from meshwright.job import Job
-from meshwright.pipeline import Table
+from meshwright.pipeline import StageTimes, Table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
@@ -242,13 +242,26 @@ def table_for(job: Job) -> Table | None:
     return table_of(layout.schedule, layout.pp, shortened(layout.pp, job.accumulation), layout.virtual_stages)
 
 
+def stage_times(
+    job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str], table: Table
+) -> StageTimes:
+    """What every stage of a table takes over one micro-batch, as a step's schedule is played with."""
+    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    groups = groups_of(job, machine.wires.gpus_per_node)
+    seconds = _seconds(table, _stages(job, device, software, machine.wires, groups, layers, modes))
+    forward, backward, to_input, to_weights = zip(*seconds, strict=True)
+    return StageTimes(forward, backward, to_input, to_weights, _boundary_s(job, software, machine.wires, groups))
+
+
 def _play(job: Job, table: Table, stages: list[StageSeconds], send: float) -> Played:
-    along = [stages[place] for chain in table.chains for place in range(len(chain))]
-    seconds = [
-        (one.forward, one.backward, one.backward - one.work.weight_matmul, one.work.weight_matmul) for one in along
-    ]
-    layout = job.layout
+    layout, seconds = job.layout, _seconds(table, stages)
     return play(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages, seconds, send)
+
+
+def _seconds(table: Table, stages: list[StageSeconds]) -> list[tuple[float, float, float, float]]:
+    """Per stage of the table: forward, whole backward, and its two halves."""
+    along = [stages[place] for chain in table.chains for place in range(len(chain))]
+    return [(one.forward, one.backward, one.backward - one.work.weight_matmul, one.work.weight_matmul) for one in along]
 
 
 def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:

@@ -1,5 +1,7 @@
-"""Runs as pages for people."""
+"""Plans and runs for people to look at: reports as files, and a page that is live."""
 
+from meshwright.studio.plan_report import write_plan_report
 from meshwright.studio.report import write_report
+from meshwright.studio.server import Studio
 
-__all__ = ["write_report"]
+__all__ = ["Studio", "write_plan_report", "write_report"]

@@ -50,8 +50,12 @@ def line_chart(
     from_zero: bool = False,
     marks: Sequence[float] = (),
     bad: Sequence[float] = (),
+    axis: str = "step",
 ) -> str:
-    """A figure of curves over steps; `marks` are dashed lines (restarts), `bad` are steps without a finite value."""
+    """A figure of curves over steps, or another `axis` of whole numbers.
+
+    `marks` are dashed lines (restarts), `bad` are steps without a finite value.
+    """
     width, height = (1080, 330) if wide else (530, 250)
     drawn = [Series(one.label, one.style, thin(one.points)) for one in series if finite(one.points)]
     head = f"<figcaption><h3>{escape(title)}</h3>{legend(drawn)}</figcaption>"
@@ -65,18 +69,18 @@ def line_chart(
     y = _value_scale(min(values), max(values), from_zero, height)
     body = "".join(
         [
-            axes(x, y, unit, width, height),
+            axes(x, y, unit, width, height, axis),
             "".join(vertical(x(step), "mark", height) for step in list(marks)[:_MOST_MARKS]),
             "".join(_bad_mark(x(step), height) for step, _ in thin([(step, 0.0) for step in bad])),
             "".join(_path(one, x, y) for one in drawn),
             f'<g class="cursor" visibility="hidden">{vertical(0, "hair", height)}</g>',
         ]
     )
-    label = escape(f"{title}: {', '.join(one.label for one in drawn)} over steps")
+    label = escape(f"{title}: {', '.join(one.label for one in drawn)} over {axis}s")
     return (
         f'<figure class="chart {size}">{head}'
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{body}</svg>'
-        f'<p class="readout" aria-live="off">&nbsp;</p>{_hover_data(drawn, x, y)}</figure>'
+        f'<p class="readout" aria-live="off">&nbsp;</p>{_hover_data(drawn, x, y, axis)}</figure>'
     )
 
 
@@ -113,7 +117,7 @@ def _value_scale(low: float, high: float, from_zero: bool, height: int) -> Scale
     return Scale(low, high, height - BOTTOM, TOP, log, tuple(tick for tick in ticks if low <= tick <= high))
 
 
-def axes(x: Scale, y: Scale, unit: str, width: int, height: int) -> str:
+def axes(x: Scale, y: Scale, unit: str, width: int, height: int, axis: str = "step") -> str:
     """Both axes with their ticks and names, and a grid at the values' ticks."""
     parts = []
     for tick in y.ticks:
@@ -131,7 +135,8 @@ def axes(x: Scale, y: Scale, unit: str, width: int, height: int) -> str:
     parts.append(
         f'<text class="unit" text-anchor="middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
         f"{escape(unit)}</text>"
-        f'<text class="unit" text-anchor="middle" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 6}">step</text>'
+        f'<text class="unit" text-anchor="middle" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 6}">'
+        f"{escape(axis)}</text>"
     )
     return "".join(parts)
 
@@ -170,9 +175,10 @@ def legend(series: Sequence[Series]) -> str:
     return f'<span class="legend">{keys}</span>'
 
 
-def _hover_data(series: Sequence[Series], x: Scale, y: Scale) -> str:
+def _hover_data(series: Sequence[Series], x: Scale, y: Scale, axis: str) -> str:
     """What the read-out needs, as JSON the page's script reads; the chart is whole without it."""
     data = {
+        "axis": axis,
         "x": [x.low, x.high, x.start, x.end],
         "y": [y.low, y.high, y.start, y.end, int(y.log)],
         "series": [

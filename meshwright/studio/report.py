@@ -1,16 +1,15 @@
 """A run as one page that opens anywhere: what it reached, how it went, and what exactly was run."""
 
-import contextlib
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
 from meshwright.launch import RunFolder
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
+from meshwright.studio.files import write_whole
 from meshwright.studio.headline import headline
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
@@ -42,22 +41,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         ]
     )
     target = out or folder.path / "report.html"
-    _write_whole(target, page(f"{name} · Meshwright", body))
-    return target
-
-
-def _write_whole(target: Path, text: str) -> None:
-    """Write beside, then rename: a reader never sees half a page, and a full disk leaves none."""
-    draft = target.with_name(f".{target.name}.new")
-    try:
-        draft.write_text(text, encoding="utf-8", errors="replace")
-        draft.replace(target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise UserError(
-            f'the report cannot be written to "{target}" ({error.strerror}); use --out elsewhere'
-        ) from error
+    return write_whole(target, page(f"{name} · Meshwright", body))
 
 
 def _charts(metrics: list[dict[str, Any]]) -> str:

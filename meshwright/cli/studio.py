@@ -1,0 +1,36 @@
+"""`meshwright studio`: plans and runs on a page of this machine."""
+
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.job import JSON
+
+
+def studio(
+    runs: Path = typer.Option(Path("runs"), "--runs", help="The folder that holds run folders."),
+    port: int = typer.Option(8787, "--port", min=0, max=65535, help="Where the page is; 0 takes a port that is free."),
+    host: str = typer.Option("127.0.0.1", "--host", help="Another address than this machine's own; needs a token."),
+    token: str | None = typer.Option(None, "--token", help="The token that --host asks for; made up when not given."),
+    as_json: bool = JSON,
+) -> None:
+    """Explore plans and watch runs in a browser; nothing on the page changes a run."""
+    from meshwright.errors import UserError
+    from meshwright.studio import Studio
+
+    if token is not None and len(token) < 12:
+        raise UserError("--token is too short to be a secret; give at least 12 characters or leave it out")
+    server = Studio(runs, port, host, token)
+    if as_json:
+        import json
+
+        print(json.dumps({"address": server.address, "runs": str(runs)}), flush=True)
+    else:
+        print(f"{server.address}  (Ctrl-C ends it)", flush=True)
+    server.planner.start()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()

@@ -1,0 +1,144 @@
+"""What the planning page asks for, checked: a model, machines, a batch, and one layout of those found."""
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.job import Job, Model
+    from meshwright.job.devices import Cluster
+
+SHAPE = (
+    *("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "max_sequence_length"),
+    *("norm", "activation", "positions", "qkv_bias", "linear_bias", "qk_norm", "sliding_window", "tied"),
+)
+"""Fields of a model that a plan depends on."""
+LIMITS = {
+    "nodes": (1, 1024),
+    "gpus": (1, 72),
+    "seq": (16, 2**20),
+    "batch": (16, 2**28),
+    "vocab_size": (16, 2**20),
+    "width": (16, 2**16),
+    "layers": (1, 256),
+    "heads": (1, 512),
+    "kv_heads": (1, 512),
+    "head_dim": (2, 1024),
+    "ffn_width": (16, 2**18),
+    "max_sequence_length": (16, 2**24),
+}
+"""Least and most of every number; what is larger is a slip of the finger, or an attempt to keep the planner busy."""
+_PICKED = ("layout", "memory", "precision", "run")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question to the planner."""
+
+    model: "Model"
+    cluster: "Cluster"
+    sequence: int
+    batch: int
+    """Sequences a step."""
+    practice: str
+    """Where the batch is from, if it was not asked for."""
+
+    @property
+    def gpus(self) -> int:
+        """In all."""
+        return self.cluster.nodes * self.cluster.gpus_per_node
+
+    def picked(self, words: str) -> "Job":
+        """The job with the layout that a row of the table names."""
+        from pydantic import ValidationError
+
+        from meshwright.job import Job
+
+        try:
+            settings = json.loads(words)
+            micro_batch = settings.pop("micro_batch")
+            sections = {name: settings.pop(name) for name in _PICKED if name in settings}
+            if settings:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError("pick is not a layout this page made; choose a row of the table") from None
+        batch = {"sequence_length": self.sequence, "global_batch": self.batch, "micro_batch": micro_batch}
+        parts = {"model": self.model.model_dump(exclude_unset=True), "batch": batch, **sections}
+        try:
+            return Job.model_validate(parts)
+        except ValidationError as error:
+            raise UserError(f"pick is not a layout that a job may have ({_first(error)}); choose another row") from None
+
+
+def pick_of(job: "Job") -> str:
+    """The words for a layout that `Asked.picked` takes."""
+    sections = {name: getattr(job, name).model_dump(mode="json", exclude_unset=True) for name in _PICKED}
+    parts = {"micro_batch": job.batch.micro_batch, **{name: fields for name, fields in sections.items() if fields}}
+    return json.dumps(parts, separators=(",", ":"))
+
+
+def asked(state: dict[str, Any]) -> Asked:
+    """The question that a page's state puts; a UserError names what cannot be."""
+    from meshwright.model.cost import parameter_count
+    from meshwright.plan import batch_sequences
+
+    model, cluster = _model(state), _cluster(state)
+    sequence = _number(state, "seq") or min(4096, model.max_sequence_length)
+    gpus = cluster.nodes * cluster.gpus_per_node
+    batch, practice = batch_sequences(parameter_count(model), sequence, gpus, _number(state, "batch"))
+    return Asked(model, cluster, sequence, batch, practice)
+
+
+def _model(state: dict[str, Any]) -> "Model":
+    from pydantic import ValidationError
+
+    from meshwright.job import Model, model_preset
+
+    given = state.get("shape") or {}
+    if not isinstance(given, dict) or set(given) - set(SHAPE):
+        raise UserError(f"shape has fields that no plan depends on; give some of {', '.join(SHAPE)}")
+    for name in LIMITS:
+        _number(given, name)
+    preset = state.get("model")
+    start = {"preset": str(preset), **model_preset(str(preset))} if preset else {}
+    try:
+        return Model.model_validate(start | given)
+    except ValidationError as error:
+        raise UserError(_first(error)) from None
+
+
+def _cluster(state: dict[str, Any]) -> "Cluster":
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import parse_cluster
+
+    nodes, gpus = _number(state, "nodes") or 1, _number(state, "gpus") or 8
+    known = parse_cluster(f"{nodes}x{gpus}x{state.get('gpu') or 'h100'}")
+    links = {}
+    for name, key in (("node", "node_link"), ("network", "network_link")):
+        rate = state.get(key)
+        if rate is not None:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e5:
+                raise UserError(f"{key} = {rate} is no rate; give GB/s above 0, or leave it out")
+            links[name] = float(rate)
+    fields: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "gpu": known.gpu}
+    return Cluster(**fields, **({"links": links} if links else {}))
+
+
+def _number(fields: dict[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    least, most = LIMITS[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UserError(f"{name} = {value} is not a whole number from {least} to {most}; give one")
+    return value
+
+
+def _first(error: Any) -> str:
+    """The first thing a section's check says, as one sentence."""
+    told = error.errors()[0]
+    place = ".".join(str(part) for part in told["loc"])
+    words = str(told["msg"]).removeprefix("Value error, ")
+    return f"{place}: {words}" if place else words

@@ -1,0 +1,110 @@
+"""The planner's process as the server sees it: started when needed, let go when nobody plans."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from pathlib import Path
+from typing import Any
+
+_LONGEST_S = 120.0
+IDLE_S = 900.0
+"""After so long without a question the process is ended: torch takes more memory than everything else here."""
+
+
+class PlannerProcess:
+    """Asks `meshwright.studio.worker`; safe to use from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._asked = 0
+        self._idle: threading.Timer | None = None
+
+    def start(self) -> None:
+        """Begin loading, so that the first question need not wait for it."""
+        with self._lock:
+            self._running()
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """The answer; `error` in it where there is none."""
+        with self._lock:
+            process = self._running()
+            self._asked += 1
+            number = self._asked
+            answer = self._waiting[number] = Future()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps({"id": number, "question": question}) + "\n")
+                process.stdin.flush()
+            except OSError:
+                return {"error": "the planner's process has ended; ask again"}
+        try:
+            return answer.result(timeout=_LONGEST_S)
+        except TooLate:
+            return {"error": f"the planner took longer than {_LONGEST_S:.0f} s; ask for fewer GPUs"}
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, where one runs."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _running(self) -> "subprocess.Popen[str]":
+        if self._process is None or self._process.poll() is not None:
+            package = str(Path(__file__).parents[2])
+            paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "meshwright.studio.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is for the server, which ends it by closing its input
+            )
+            threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = threading.Timer(IDLE_S, self.close)
+        self._idle.daemon = True
+        self._idle.start()
+        return self._process
+
+    def _end(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                self._process.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:  # busy with a long search
+                self._process.kill()
+                self._process.wait()
+        self._process = None
+
+    def _listen(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            told = json.loads(line)
+            with self._lock:
+                waiting = self._waiting.get(told.get("id", 0))
+            if waiting is not None:
+                waiting.set_result(told["answer"])
+        with self._lock:
+            if self._process in (process, None):
+                for left in self._waiting.values():
+                    if not left.done():
+                        left.set_result({"error": "the planner's process has ended; ask again"})

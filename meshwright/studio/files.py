@@ -1,0 +1,21 @@
+"""Pages on a disk: whole or not at all."""
+
+import contextlib
+from pathlib import Path
+
+from meshwright.errors import UserError
+
+
+def write_whole(target: Path, text: str) -> Path:
+    """Write beside, then rename: a reader never sees half a page, and a full disk leaves none."""
+    draft = target.with_name(f".{target.name}.new")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="replace")
+        draft.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise UserError(
+            f'the report cannot be written to "{target}" ({error.strerror}); use --out elsewhere'
+        ) from error
+    return target

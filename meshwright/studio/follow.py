@@ -1,0 +1,227 @@
+"""A run's numbers while they grow: only new lines are read, and only what can be drawn is kept."""
+
+import json
+import os
+from collections.abc import Sequence
+from math import isfinite
+from operator import itemgetter
+from pathlib import Path
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from meshwright.studio.inside import Outside, open_inside
+
+FIELDS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s")
+"""The curves of a run, beside its validation loss."""
+AXES = ("step", "tokens", "time")
+"""What they can be drawn over; time is what the steps took."""
+_CHUNK = 1 << 20
+_MOST_ROWS = 1 << 16
+"""Rows held while reading; more are folded into pairs of lowest and highest."""
+_BUCKETS = 1500
+_TAIL = 1500
+"""Newest rows that stay as they are, so that a restart can take them back."""
+_MOST_VALIDATIONS = 5000
+
+
+class Follower:
+    """One run's metrics.jsonl: rows become (place on the axes, lowest, highest), folded as they grow many."""
+
+    def __init__(self, runs: Path, name: str) -> None:
+        self._place = (runs, name, "metrics.jsonl")
+        self._lock = Lock()
+        self._starts: dict[int, float] = {}
+        """First step of every attempt; what earlier attempts did from there on is void."""
+        self.size = 0
+        self._ended = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.offset = 0
+        self._raw_from = 0
+        self._attempt = 0
+        self._at = np.empty((0, len(AXES)))
+        self._low = np.empty((0, len(FIELDS)), dtype=np.float32)
+        self._high = self._low
+        self._validation: list[tuple[float, float]] = []
+
+    @property
+    def read_share(self) -> float:
+        """How much of the file has been read; a last line that is still being written does not count."""
+        return 1.0 if self._ended else min(0.999, self.offset / max(1, self.size))
+
+    @property
+    def version(self) -> int:
+        """The file's size when all of it had been read; less before."""
+        return self.size if self._ended else self.offset
+
+    def read(self, until: float) -> None:
+        """Take up new lines until the file ends or the monotonic clock says `until`."""
+        with self._lock:
+            try:
+                descriptor = open_inside(*self._place)
+            except Outside:  # there are no numbers yet
+                self.size, self._ended = 0, True
+                return
+            try:
+                self.size = os.fstat(descriptor).st_size
+                if self.size < self.offset:  # another file took its place
+                    self._starts.clear()
+                    self._clear()
+                self._ended = True
+                while self.offset < self.size:
+                    chunk = os.pread(descriptor, _CHUNK, self.offset)
+                    whole = chunk.rfind(b"\n") + 1
+                    if not whole:
+                        break
+                    before = self.offset
+                    self._take(_parsed(chunk[:whole]))
+                    self.offset = self.offset + whole if self.offset == before else 0
+                    if monotonic() > until:
+                        self._ended = self.offset == self.size
+                        break
+            finally:
+                os.close(descriptor)
+            self._fold(_BUCKETS, _TAIL)
+
+    def _take(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows, attempt by attempt; may begin anew when a restart reaches into what was folded."""
+        attempts = [row.get("attempt", 0) for row in rows]
+        if attempts.count(self._attempt) == len(rows):
+            self._append(rows)
+            return
+        start = 0
+        for place, attempt in enumerate(attempts):
+            if isinstance(attempt, int) and attempt > self._attempt:
+                self._append(self._current(rows[start:place]))
+                start = place
+                if not self._begin(attempt, rows[place].get("step", 0)):
+                    self._clear()
+                    self.offset = -1  # not where it was: the caller starts at the beginning
+                    return
+        self._append(self._current(rows[start:]))
+
+    def _current(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of this attempt: one that was not told yet that it is over may still write."""
+        return [row for row in rows if row.get("attempt", 0) == self._attempt]
+
+    def _begin(self, attempt: int, step: float) -> bool:
+        """Take back what earlier attempts did from this step on; False where it cannot be told apart any more."""
+        self._attempt = attempt
+        known = attempt in self._starts
+        self._starts[attempt] = step
+        keep = int(np.searchsorted(self._at[:, 0], step))
+        if keep < self._raw_from and not known:
+            return False
+        self._cut(keep)
+        self._validation = [point for point in self._validation if point[0] < step]
+        return True
+
+    def _cut(self, keep: int) -> None:
+        self._at, self._low, self._high = self._at[:keep], self._low[:keep], self._high[:keep]
+        self._raw_from = min(self._raw_from, keep)
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        later = [first for attempt, first in self._starts.items() if attempt > self._attempt]
+        void = min(later, default=float("inf"))
+        for row in (row for row in rows if "val_loss" in row):
+            known = _is_number(row["val_loss"]) and _is_number(row.get("step")) and row["step"] < void
+            if known and len(self._validation) < _MOST_VALIDATIONS:
+                self._validation.append((row["step"], row["val_loss"]))
+        rows = [row for row in rows if "loss" in row]
+        if not rows:
+            return
+        table = _columns(rows, ("step", "tokens", *FIELDS))
+        table = table[np.isfinite(table[:, 0]) & (table[:, 0] < void)]
+        places, values = table[:, :2], table[:, 2:]
+        seconds = np.nan_to_num(values[:, FIELDS.index("step_s")], posinf=0.0, neginf=0.0)
+        elapsed = np.cumsum(seconds) + (self._at[-1, 2] if len(self._at) else 0.0)
+        values = values.astype(np.float32)
+        values[~np.isfinite(values)] = np.nan
+        self._at = np.concatenate([self._at, np.column_stack([places, elapsed])])
+        self._low = np.concatenate([self._low, values])
+        self._high = np.concatenate([self._high, values])
+        if len(self._at) - self._raw_from > _MOST_ROWS:
+            self._fold(_BUCKETS, _TAIL)
+
+    def _fold(self, buckets: int, tail: int) -> None:
+        """Keep the newest rows as they are and fold all before them, if that makes them fewer."""
+        older = len(self._at) - tail
+        if older <= 2 * buckets:
+            return
+        at, low, high = folded(self._at[:older], self._low[:older], self._high[:older], buckets)
+        self._raw_from = len(at)
+        self._at = np.concatenate([at, self._at[older:]])
+        self._low = np.concatenate([low, self._low[older:]])
+        self._high = np.concatenate([high, self._high[older:]])
+
+    def drawn(self, axis: str, buckets: int) -> dict[str, Any]:
+        """The curves over an axis, lowest and highest of every bucket, as plain lists; gaps are None."""
+        with self._lock:
+            at, low, high = self._at, self._low, self._high
+            validation = list(self._validation)
+        if len(at) > 2 * buckets:
+            at, low, high = folded(at, low, high, buckets)
+        place = AXES.index(axis)
+        fields: dict[str, Any] = {}
+        for number, name in enumerate(FIELDS):
+            least, most = low[:, number], high[:, number]
+            if np.isfinite(most).any():
+                same = np.array_equal(least, most, equal_nan=True)
+                fields[name] = {"low": _plain(least)} | ({} if same else {"high": _plain(most)})
+        steps = [step for step, _ in validation]
+        return {
+            "x": _plain(at[:, place]),
+            "fields": fields,
+            "val_loss": {"x": _plain(self.places(steps, axis)), "y": [value for _, value in validation]},
+        }
+
+    def places(self, steps: Sequence[float], axis: str) -> Any:
+        """Where steps lie on an axis."""
+        if not len(self._at) or not len(steps):
+            return np.array(steps, dtype=float)
+        return np.interp(steps, self._at[:, 0], self._at[:, AXES.index(axis)])
+
+
+def folded(at: Any, low: Any, high: Any, buckets: int) -> tuple[Any, Any, Any]:
+    """Rows in so many buckets of equal numbers: the last place, the lowest and the highest value of each."""
+    edges = np.unique(np.linspace(0, len(at), buckets, endpoint=False).astype(int))
+    ends = np.append(edges[1:], len(at)) - 1
+    return at[ends], np.fmin.reduceat(low, edges), np.fmax.reduceat(high, edges)
+
+
+def _parsed(lines: bytes) -> list[dict[str, Any]]:
+    """Rows of whole lines; one that is no JSON object is left out."""
+    try:
+        rows = json.loads(b"[" + b",".join(lines.split(b"\n")[:-1]) + b"]")
+    except ValueError:
+        rows = []
+        for line in lines.split(b"\n")[:-1]:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _columns(rows: list[dict[str, Any]], names: Sequence[str]) -> Any:
+    table: list[Sequence[Any]]
+    try:
+        table = list(map(itemgetter(*names), rows))
+    except KeyError:
+        table = [[row.get(name) for name in names] for row in rows]
+    try:
+        return np.array(table, dtype=float)  # None becomes nan, and so do the words for floats that are not finite
+    except (TypeError, ValueError):
+        return np.array([[value if _is_number(value) else None for value in row] for row in table], dtype=float)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _plain(values: Any) -> list[float | None]:
+    return [None if value != value else float(f"{value:.6g}") for value in values.tolist()]

@@ -1,0 +1,176 @@
+"""Answers to the planning page: ranked layouts, the pictures of one, a model from an uploaded config.
+
+It runs in a process of its own (`meshwright.studio.worker`), which keeps torch and the planner's tables warm.
+"""
+
+import json
+from collections.abc import Callable
+from time import perf_counter, process_time
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+from meshwright.studio.asked import SHAPE, Asked, asked, pick_of
+from meshwright.studio.expectations import expectations
+from meshwright.studio.numbers import count
+from meshwright.studio.plan_report import layout_pictures
+
+if TYPE_CHECKING:
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import Candidate, Search
+
+QUICK_S = 0.15
+"""What a first answer may spend on bounds and predictions; for all of them, and more rows, the page asks again."""
+_TOP, _QUICK_TOP = 10, 3
+_KEPT = 256
+GIB = 2**30
+
+
+class Planner:
+    """Answers questions and remembers the answers."""
+
+    def __init__(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        self._interrupted = interrupted
+        """Whether somebody else waits: then a long search ends with what it has."""
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What the page shows for a question, or `error`: one sentence on what cannot be."""
+        parts = {"search": self._search, "layout": _layout, "config": _config, "run": _run}
+        key = json.dumps(question, sort_keys=True)
+        for known in (key, json.dumps({**question, "full": True}, sort_keys=True)):
+            if known in self._answers:
+                return self._answers[known]
+        begun = perf_counter()
+        try:
+            make = parts.get(str(question.get("part")))
+            if make is None:
+                raise UserError(f"part = {question.get('part')} is not known; give one of {', '.join(parts)}")
+            found = make(question)
+        except UserError as error:
+            return {"error": str(error)}
+        found["took_s"] = round(perf_counter() - begun, 4)
+        if found.get("whole", True):
+            self._answers[key] = found
+            if len(self._answers) > _KEPT:
+                self._answers.pop(next(iter(self._answers)))
+        return found
+
+    def _search(self, state: dict[str, Any]) -> dict[str, Any]:
+        from meshwright.model.cost import parameter_count
+        from meshwright.plan import search, why_not
+
+        question = asked(state)
+        until = process_time() + QUICK_S  # of the processor, so that a busy machine answers late but as well
+        full = bool(state.get("full"))
+        enough = self._interrupted if full else lambda: process_time() > until
+        found = search(
+            question.model,
+            question.cluster,
+            question.sequence,
+            question.batch,
+            top=_TOP if full else _QUICK_TOP,
+            allow=_allowed(state),
+            enough=enough,
+        )
+        return {
+            "parameters": parameter_count(question.model),
+            "parameters_words": count(parameter_count(question.model)),
+            "shape": {name: getattr(question.model, name) for name in SHAPE},
+            "gpus": question.gpus,
+            "sequence": question.sequence,
+            "batch": question.batch,
+            "batch_tokens": question.batch * question.sequence,
+            "practice": question.practice,
+            "bounded": found.bounded,
+            "predicted": found.predicted,
+            "whole": full and found.whole,
+            "rows": [_row(one) for one in found.best],
+            "misses": [why_not(one, found) for one in found.misses],
+            "nothing": _nothing(question, found),
+        }
+
+
+def _allowed(state: dict[str, Any]) -> list[str]:
+    words = state.get("allow") or []
+    if not isinstance(words, list):
+        raise UserError("allow is no list of words; give some of those on the page")
+    return [str(word) for word in words]
+
+
+def _nothing(question: Asked, found: "Search") -> str:
+    if found.best:
+        return ""
+    return f"No layout fits on {question.gpus} GPUs of this kind; take more or larger ones, or a smaller model."
+
+
+def _row(one: "Candidate") -> dict[str, Any]:
+    from meshwright.plan import layout_words, limit
+
+    prediction = one.prediction
+    return {
+        "pick": pick_of(one.job),
+        "layout": layout_words(one.job),
+        "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
+        "mfu": prediction.mfu,
+        "step_s": prediction.step_s,
+        "gib": prediction.fullest.device / GIB,
+        "share": prediction.fullest.device / prediction.capacity_bytes,
+        "limited_by": limit(prediction),
+    }
+
+
+def _layout(state: dict[str, Any]) -> dict[str, Any]:
+    from meshwright.plan import job_text, layout_words, predict
+
+    question = asked(state)
+    job = question.picked(str(state.get("pick")))
+    cluster = question.cluster
+    prediction = predict(job, cluster)
+    heading = (
+        f"planned for {cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}: {layout_words(job)}; "
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
+    )
+    return {
+        "title": layout_words(job),
+        "pictures": layout_pictures(job, cluster, prediction),
+        "guessed": list(prediction.guessed),
+        "job": job_text(job, heading),
+        "commands": commands(cluster),
+    }
+
+
+def commands(cluster: "Cluster") -> list[dict[str, str]]:
+    """What to type next, with a downloaded job.toml at hand."""
+    gpus = cluster.gpus_per_node
+    where = f"--cluster {cluster.nodes}x{gpus}x{cluster.gpu}"
+    train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
+    lines = {
+        "prove that it computes what one process does": "meshwright verify job.toml",
+        "see every term of the prediction": f"meshwright plan --check job.toml {where}",
+        **({"train": train} if cluster.nodes == 1 else {}),
+        "submit it to a Slurm site (leonardo, or a profile of your own)": "meshwright submit job.toml --site leonardo",
+        "keep these pictures": f"meshwright report job.toml {where} --out plan.html",
+    }
+    return [{"what": what, "command": command} for what, command in lines.items()]
+
+
+def _config(state: dict[str, Any]) -> dict[str, Any]:
+    from pydantic import ValidationError
+
+    from meshwright.job import Model, model_from_hf_config
+
+    config = state.get("config")
+    if not isinstance(config, dict):
+        raise UserError("config is not a JSON object; give a Hugging Face config.json")
+    try:
+        model = Model.model_validate(model_from_hf_config(config))
+    except (ValidationError, TypeError, ValueError) as error:
+        raise UserError(
+            f"config does not describe a model ({str(error).splitlines()[0]}); give a config.json"
+        ) from None
+    return {"shape": {name: getattr(model, name) for name in SHAPE}}
+
+
+def _run(state: dict[str, Any]) -> dict[str, Any]:
+    """What was predicted for a run beside what it reached, as HTML; nothing where its machine is not known."""
+    return {"html": expectations(state["job"], state["metrics"], state["events"])}

@@ -1,0 +1,206 @@
+"""The studio's server: a few static files, answers in JSON, and nothing that changes a run."""
+
+import json
+import secrets
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from math import isfinite
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from meshwright.errors import UserError
+from meshwright.studio.asked import LIMITS
+from meshwright.studio.child import PlannerProcess
+from meshwright.studio.guard import COOKIE, HEADERS, Guard
+from meshwright.studio.inside import Outside
+from meshwright.studio.learn import guide_page, guide_titles
+from meshwright.studio.runs import Runs
+from meshwright.version import VERSION
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_LARGEST_QUESTION = 1 << 20
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class Refused(Exception):
+    """A request that gets a status and a sentence instead of an answer."""
+
+    def __init__(self, status: HTTPStatus, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class Studio(ThreadingHTTPServer):
+    """The server of one runs folder; `serve_forever` it, and `close` it."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, runs: Path, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> None:
+        self.runs = Runs(runs)
+        self.planner = PlannerProcess()
+        if host not in _LOOPBACK and not token:
+            token = secrets.token_urlsafe(24)
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise UserError(
+                f"--port = {port} cannot be used on {host} ({error.strerror}); give another, or 0 for any that is free"
+            ) from error
+        self.guard = Guard(self.server_address[1], host, token)
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser; it holds the token, where one is needed."""
+        host, port = self.server_address[:2]
+        token = f"?token={self.guard.token}" if self.guard.token else ""
+        return f"http://{host!s}:{port}/{token}"
+
+    def close(self) -> None:
+        """Stop listening and end the planner."""
+        self.server_close()
+        self.planner.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Studio
+    protocol_version = "HTTP/1.1"
+    server_version = "Meshwright"
+    sys_version = ""
+    timeout = 30.0
+
+    def do_GET(self) -> None:
+        """Static files and what is read from runs."""
+        self._answer(self._get)
+
+    def do_POST(self) -> None:
+        """One question to the planner, which changes nothing."""
+        self._answer(self._post)
+
+    def _answer(self, make: Any) -> None:
+        try:
+            split = urlsplit(self.path)
+            query = parse_qs(split.query, max_num_fields=300)
+            token = query.get("token", [None])[0]
+            refusal = self.server.guard.refusal({key.lower(): value for key, value in self.headers.items()}, token)
+            if refusal is not None:
+                raise Refused(HTTPStatus.FORBIDDEN, refusal)
+            make(split.path, query)
+        except Refused as refused:
+            self.close_connection = True  # a body that was not read must not be taken for the next request
+            self._send_json({"error": str(refused)}, refused.status)
+        except UserError as error:
+            self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
+        except (Outside, ValueError):
+            self.close_connection = True
+            self._send_json({"error": "there is nothing here"}, HTTPStatus.NOT_FOUND)
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+            self.close_connection = True
+
+    def _get(self, path: str, query: dict[str, list[str]]) -> None:
+        runs = self.server.runs
+        name = query.get("run", [""])[0]
+        if path == "/":
+            self._first_page("token" in query)
+        elif path.startswith("/static/"):
+            self._static(path.removeprefix("/static/"))
+        elif path == "/api/choices":
+            self._send_json(_choices(runs.root))
+        elif path == "/api/runs":
+            self._send_json({"runs": runs.listed()})
+        elif path == "/api/curves":
+            self._send_json({"runs": runs.curves(query.get("run", []), query.get("x", ["step"])[0])})
+        elif path == "/api/run":
+            self._send_json(runs.shown(name))
+        elif path == "/api/log":
+            offset = query.get("offset")
+            self._send_json(runs.log(name, query.get("log", [""])[0], int(offset[0]) if offset else None))
+        elif path == "/api/predicted":
+            self._send_json(self.server.planner.ask(runs.question(name)))
+        elif path == "/api/guide":
+            self._send_json({"titles": guide_titles()})
+        elif path == "/api/page":
+            self._send_json({"html": guide_page(query.get("page", [""])[0])})
+        else:
+            raise Outside(path)
+
+    def _post(self, path: str, _query: dict[str, list[str]]) -> None:
+        if path != "/api/plan":
+            raise Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+        if self.headers.get_content_type() != "application/json":
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a question is JSON")
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit():
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a question says how long it is")
+        if int(length) > _LARGEST_QUESTION:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question is at most 1 MiB")
+        try:
+            question = json.loads(self.rfile.read(int(length)))
+        except (ValueError, RecursionError):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a question is JSON") from None
+        if not isinstance(question, dict) or question.get("part") not in ("search", "layout", "config"):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a question has a part: search, layout or config")
+        self._send_json(self.server.planner.ask(question))
+
+    def _first_page(self, with_token: bool) -> None:
+        if with_token and self.server.guard.token:
+            # Into a cookie that no other page's request carries, and out of the address bar.
+            self.send_response(HTTPStatus.SEE_OTHER)
+            cookie = f"{COOKIE}={self.server.guard.token}; Path=/; HttpOnly; SameSite=Strict"
+            self._end_headers({"Location": "/", "Set-Cookie": cookie, "Content-Length": "0"})
+            return
+        self._static("index.html")
+
+    def _static(self, name: str) -> None:
+        folder = files("meshwright.studio").joinpath("static")
+        if name not in {entry.name for entry in folder.iterdir()}:
+            raise Outside(name)
+        kind = _TYPES.get(name.rpartition(".")[2], "application/octet-stream")
+        self._send(folder.joinpath(name).read_bytes(), f"{kind}; charset=utf-8")
+
+    def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:  # browsers read no such floats
+            text = json.dumps(_worded(value), ensure_ascii=False)
+        body = text.encode("utf-8", "replace")
+        self._send(body, "application/json; charset=utf-8", status)
+
+    def _send(self, body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        self._end_headers({"Content-Type": kind, "Content-Length": str(len(body))})
+        self.wfile.write(body)
+
+    def _end_headers(self, headers: dict[str, str]) -> None:
+        for key, value in {**HEADERS, **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: what matters is on the page."""
+
+
+def _worded(value: Any) -> Any:
+    """The same with words for floats that are not finite."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _worded(inner) for key, inner in value.items()}
+    return [_worded(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _choices(runs: Path) -> dict[str, Any]:
+    from meshwright.hardware import known_gpus
+    from meshwright.job import model_preset, model_presets
+    from meshwright.plan import ALLOWED
+
+    return {
+        "version": VERSION,
+        "runs_folder": str(runs),
+        "models": {name: model_preset(name) for name in model_presets()},
+        "gpus": {gpu.key: gpu.memory_gib for gpu in known_gpus()},
+        "limits": LIMITS,
+        "allowed": list(ALLOWED),
+    }

@@ -1,0 +1,26 @@
+// The pages and the address: what comes after # is the whole state, so that a copied address shows the same.
+import * as learn from "./learn.js";
+import * as plan from "./plan.js";
+import * as runs from "./runs.js";
+
+const pages = { plan, runs, learn };
+let shown = null;
+
+export function readAddress() {
+  const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
+  return { name: name in pages ? name : "plan", query: new URLSearchParams(query || "") };
+}
+
+function show() {
+  const { name, query } = readAddress();
+  for (const each of Object.keys(pages)) document.getElementById(each).hidden = each !== name;
+  for (const link of document.querySelectorAll("[data-page]")) {
+    if (link.dataset.page === name) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+  }
+  if (shown !== name && shown) pages[shown].leave();
+  shown = name;
+  pages[name].enter(query);
+}
+
+addEventListener("hashchange", show);
+show();

@@ -1,0 +1,201 @@
+// Plan: the form is the state, the state is the address, and every change asks the planner.
+import { $, ask, h, number, setAddress } from "./dom.js";
+import { bindFigures } from "./hover.js";
+
+const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size"];
+const CLUSTERS = { "8 × H100": [1, 8, "h100"], "2 × 8 × A100 80 GB": [2, 8, "a100-80gb"], "8 × H200": [1, 8, "h200"],
+  "16 × 8 × H100": [16, 8, "h100"], "64 × 8 × H100": [64, 8, "h100"], "16 × 4 × A100 64 GB": [16, 4, "a100-64gb"],
+  "4 × L40S": [1, 4, "l40s"], "2 × RTX 3090": [1, 2, "rtx-3090"] };
+const form = $("question"), fields = form.elements;
+let choices = null, shape = {}, base = {}, pick = null, own = false, busy = false, again = false, turn = 0, timer = 0;
+
+export async function enter(query) {
+  if (!choices) await begin();
+  fields.model.value = query.get("model") ?? (query.has("shape") ? "" : "llama-3.2-1b");
+  shape = JSON.parse(query.get("shape") || "{}");
+  fields.gpu.value = query.get("gpu") || "h100";
+  for (const [name, usual] of [["nodes", 1], ["gpus", 8], ["seq", ""], ["batch", ""], ["node_link", ""], ["network_link", ""]])
+    fields[name].value = query.get(name) ?? usual;
+  const allowed = JSON.parse(query.get("allow") || "[]");
+  for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
+  pick = query.get("pick");
+  own = Boolean(pick);
+  matchCluster();
+  refresh();
+}
+
+export function leave() { clearTimeout(timer); turn += 1; }
+
+async function begin() {
+  choices = await ask("/api/choices");
+  fields.model.append(h("option", { value: "" }, "own shape"), ...Object.keys(choices.models).map(name => h("option", {}, name)));
+  fields.gpu.append(...Object.entries(choices.gpus).map(([name, gib]) => h("option", { value: name }, `${name} (${gib} GiB)`)));
+  fields.cluster.append(h("option", { value: "" }, "as below"), ...Object.keys(CLUSTERS).map(name => h("option", {}, name)));
+  $("shape").append(...SLIDERS.map(slider));
+  $("allowed").append(...choices.allowed.map(word => h("label", {}, h("input", { type: "checkbox", name: "allow", value: word }), word)));
+  form.addEventListener("input", changed);
+  form.addEventListener("submit", event => event.preventDefault());
+  $("copy").addEventListener("click", async () => {
+    await navigator.clipboard.writeText($("job").textContent);
+    say("job.toml is copied");
+  });
+}
+
+function slider(name) {
+  const [least, most] = choices.limits[name];
+  const exact = h("input", { type: "number", min: least, max: most, "data-shape": name, "aria-label": name });
+  const step = { layers: 1, heads: 1, kv_heads: 1, head_dim: 8, width: 128, ffn_width: 128, vocab_size: 256 }[name];
+  const top = { layers: 160, heads: 160, kv_heads: 160, head_dim: 256, width: 20480, ffn_width: 65536, vocab_size: 262144 }[name];
+  const range = h("input", { type: "range", min: step, max: top, step, "data-shape": name, "aria-label": `${name}, slider` });
+  return h("div", {}, h("label", {}, name.replace("_", " "), exact), range);
+}
+
+async function changed(event) {
+  const target = event.target;
+  if (target.name === "config") { await upload(target); return; }
+  if (target.dataset.shape) {
+    const value = Math.round(Number(target.value));
+    if (!value) return;
+    shape = { ...shape, [target.dataset.shape]: value };
+    if (base[target.dataset.shape] === value && fields.model.value) delete shape[target.dataset.shape];
+  }
+  if (target.name === "model") { shape = {}; told(""); }
+  if (target.name === "cluster" && CLUSTERS[target.value])
+    [fields.nodes.value, fields.gpus.value, fields.gpu.value] = CLUSTERS[target.value];
+  own = false;
+  matchCluster();
+  refresh();
+}
+
+async function upload(input) {
+  const file = input.files[0];
+  if (!file) return;
+  try {
+    if (file.size > 1e6) throw new Error("it is larger than a config.json");
+    const answer = await ask("/api/plan", { part: "config", config: JSON.parse(await file.text()) });
+    if (answer.error) throw new Error(answer.error);
+    fields.model.value = "";
+    shape = answer.shape;
+    own = false;
+    refresh();
+    told(`${file.name} is the shape now`);
+  } catch (error) {
+    told(`${file.name} cannot be used: ${error.message}`, true);
+  }
+  input.value = "";  // so that the same file, mended, can be chosen again
+}
+
+function matchCluster() {
+  const now = JSON.stringify([Number(fields.nodes.value), Number(fields.gpus.value), fields.gpu.value]);
+  fields.cluster.value = Object.keys(CLUSTERS).find(name => JSON.stringify(CLUSTERS[name]) === now) || "";
+}
+
+function state() {
+  const asked = { nodes: Number(fields.nodes.value), gpus: Number(fields.gpus.value), gpu: fields.gpu.value };
+  if (fields.model.value) asked.model = fields.model.value;
+  if (Object.keys(shape).length) asked.shape = shape;
+  for (const name of ["seq", "batch", "node_link", "network_link"]) if (fields[name].value) asked[name] = Number(fields[name].value);
+  const allow = [...form.querySelectorAll("[name=allow]:checked")].map(box => box.value);
+  return allow.length ? { ...asked, allow } : asked;
+}
+
+function refresh() {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(state())) query.set(name, typeof value === "object" ? JSON.stringify(value) : value);
+  if (own) query.set("pick", pick);
+  setAddress("plan", query);
+  again = true;
+  if (!busy) run();
+}
+
+// One question at a time: while it is answered, only the latest change waits.
+async function run() {
+  busy = true;
+  while (again) {
+    again = false;
+    turn += 1;
+    clearTimeout(timer);
+    $("answer").classList.add("late");
+    await search(state(), turn, false);
+  }
+  busy = false;
+}
+
+async function search(asked, mine, full) {
+  const begun = performance.now();
+  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: "the studio does not answer; is it still running?" }));
+  if (mine !== turn) return;
+  $("answer").classList.remove("late");
+  if (found.error) { say(found.error, true); return; }
+  base = found.shape;
+  showShape(found);
+  // A layout that somebody chose stays chosen, also where a shared address names one that is not among the best.
+  if (!own) pick = found.rows[0]?.pick ?? null;
+  showRows(found);
+  const more = found.whole ? "" : "; the rest is being predicted";
+  say(found.nothing || `${found.bounded.toLocaleString("en")} layouts bounded, ${found.predicted} predicted in ${Math.round(performance.now() - begun)} ms${more}`, Boolean(found.nothing));
+  await choose(asked, mine);
+  if (!found.whole && mine === turn) timer = setTimeout(() => mine === turn && search(asked, mine, true), 150);
+}
+
+function showShape(found) {
+  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = found.shape[input.dataset.shape];
+  $("size").textContent = `${found.parameters_words} parameters`;
+  fields.seq.placeholder = found.sequence;
+  fields.batch.placeholder = found.batch_tokens;
+  $("practice").textContent = found.practice || `${found.batch} sequences a step`;
+}
+
+function showRows(found) {
+  const rows = found.rows.map(row => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
+    h("td", {}, h("button", { type: "button", class: "pick", "aria-pressed": String(row.pick === pick) }, row.layout)),
+    h("td", { class: "number" }, number(row.tokens_per_s_per_gpu)),
+    h("td", { class: "number" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
+    h("td", { class: "number" }, `${number(row.step_s)} s`),
+    h("td", { class: "number" }, row.gib.toFixed(1)),
+    h("td", {}, row.limited_by)));
+  document.querySelector("#layouts tbody").replaceChildren(...rows);
+  $("rejected").hidden = !found.misses.length;
+  document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
+}
+
+function select(wanted) {
+  pick = wanted;
+  own = true;
+  for (const row of document.querySelectorAll("#layouts tbody tr")) {
+    row.setAttribute("aria-selected", String(row.dataset.pick === pick));
+    row.querySelector("button").setAttribute("aria-pressed", String(row.dataset.pick === pick));
+  }
+  const query = new URLSearchParams(location.hash.split(/\?(.*)/s)[1] || "");
+  query.set("pick", pick);
+  setAddress("plan", query);
+  choose(state(), turn);
+}
+
+async function choose(asked, mine) {
+  $("chosen").hidden = !pick;
+  if (!pick || $("chosen").dataset.shown === JSON.stringify([asked, pick])) return;
+  const wanted = pick, one = await ask("/api/plan", { part: "layout", ...asked, pick });
+  if (mine !== turn || wanted !== pick) return;
+  if (one.error) { say(one.error, true); return; }
+  $("chosen").dataset.shown = JSON.stringify([asked, pick]);
+  $("chosen-title").textContent = one.title;
+  $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
+  bindFigures($("pictures"));
+  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
+  $("job").textContent = one.job;
+  const file = new Blob([one.job], { type: "application/toml" });
+  URL.revokeObjectURL($("download").href);
+  $("download").href = URL.createObjectURL(file);
+  $("commands").replaceChildren(...one.commands.flatMap(each => [h("dt", {}, each.what), h("dd", {}, h("code", {}, each.command))]));
+}
+
+function told(words, error = false, place = "upload") {
+  $(place).textContent = words;
+  $(place).classList.toggle("error", error);
+}
+
+function say(words, error = false) {
+  told(words, error, "plan-status");
+  if (error) $("answer").classList.remove("late");
+}

@@ -1,0 +1,166 @@
+// Runs: a list that is asked for again and again, and curves that are fetched only where a run has grown.
+import { draw } from "./chart.js";
+import { $, ask, h, number, setAddress } from "./dom.js";
+import { bindFigures } from "./hover.js";
+
+const CHARTS = [
+  { field: "loss", title: "Loss", unit: "nats per token", wide: true }, { field: "tokens_per_s", title: "Throughput", unit: "tokens/s", fromZero: true },
+  { field: "mfu", title: "Model FLOPs utilisation", unit: "% of dense peak", scale: 100, fromZero: true }, { field: "grad_norm", title: "Gradient norm", unit: "before clipping" },
+  { field: "lr", title: "Learning rate", unit: "learning rate", fromZero: true }, { field: "memory_bytes", title: "Memory", unit: "peak, GiB", scale: 2 ** -30, fromZero: true },
+  { field: "data_wait_s", title: "Waiting for data", unit: "ms a step", scale: 1e3, fromZero: true },
+];
+const AXES = { step: "steps", tokens: "tokens", time: "seconds in steps" };
+const EVERY_MS = 1500, FEW = 5;
+let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false;
+
+export async function enter(query) {
+  if (!begun) begin();
+  drawn = query.has("run") ? query.getAll("run").filter(Boolean) : null;
+  axis = query.get("x") in AXES ? query.get("x") : "step";
+  for (const radio of document.getElementsByName("x")) radio.checked = radio.value === axis;
+  curves = {};
+  const wanted = query.get("show");
+  clearTimeout(polling);
+  await poll();
+  if (wanted && wanted !== shown) open(wanted);
+}
+
+export function leave() { clearTimeout(polling); polling = -1; }
+
+function begin() {
+  begun = true;
+  figures = CHARTS.map(chart => h("figure", { class: `chart live ${chart.wide ? "wide" : "half"}`, "data-field": chart.field }));
+  $("charts").append(...figures);
+  $("find").addEventListener("input", showList);
+  $("all").addEventListener("click", () => { drawn = visible().map(run => run.name); changed(); });
+  $("none").addEventListener("click", () => { drawn = []; changed(); });
+  $("axis").addEventListener("change", event => { axis = event.target.value; curves = {}; changed(); });
+  $("log").addEventListener("change", () => { log = null; $("log-text").textContent = ""; tail(); });
+  addEventListener("resize", showCurves);
+}
+
+function changed() {
+  const query = new URLSearchParams();
+  for (const name of drawn) query.append("run", name);
+  if (!drawn.length) query.append("run", "");
+  if (axis !== "step") query.set("x", axis);
+  if (shown) query.set("show", shown);
+  setAddress("runs", query);
+  showList();
+  clearTimeout(polling);
+  poll();
+}
+
+async function poll() {
+  polling = 0;
+  let wait = EVERY_MS;
+  try {
+    if (!document.hidden) {
+      list = (await ask("/api/runs")).runs;
+      if (drawn === null) drawn = list.slice(0, FEW).map(run => run.name);
+      $("runs-status").classList.remove("error");
+      const incomplete = await fetchCurves();
+      const running = list.filter(run => run.state === "running").length;
+      $("runs-status").textContent = `${list.length} runs, ${running} running${incomplete ? "; reading" : ""}`;
+      showList();
+      showCurves();
+      await tail();
+      if (incomplete) wait = 30;
+    }
+  } catch {
+    $("runs-status").textContent = "the studio does not answer; is it still running?";
+    $("runs-status").classList.add("error");
+  }
+  if (polling === 0) polling = setTimeout(poll, wait);
+}
+
+async function fetchCurves() {
+  const stale = list.filter(run => drawn.includes(run.name) && !(curves[run.name]?.read >= 1 && curves[run.name].version >= run.version));
+  for (let start = 0; start < stale.length; start += 50) {
+    const query = new URLSearchParams({ x: axis });
+    for (const run of stale.slice(start, start + 50)) query.append("run", run.name);
+    Object.assign(curves, (await ask(`/api/curves?${query}`)).runs);
+  }
+  return stale.some(run => !(curves[run.name]?.read >= 1));
+}
+
+const visible = () => list.filter(run => run.name.toLowerCase().includes($("find").value.toLowerCase()));
+const tint = name => list.findIndex(run => run.name === name) % 12;
+
+function showList() {
+  const focus = document.activeElement?.dataset?.key;
+  document.querySelector("#list tbody").replaceChildren(...visible().map(run => h("tr", { "aria-selected": String(run.name === shown) },
+    h("td", {}, h("input", { type: "checkbox", "data-key": `draw ${run.name}`, "aria-label": `draw ${run.name}`, checked: drawn.includes(run.name), onchange: event => {
+      drawn = event.target.checked ? [...drawn, run.name] : drawn.filter(name => name !== run.name);
+      changed();
+    } })),
+    h("td", {}, h("i", { class: `swatch tint-${tint(run.name)}` }), h("button", { type: "button", class: "open", "data-key": `open ${run.name}`, onclick: () => open(run.name) }, run.name)),
+    h("td", {}, h("span", { class: `state ${run.state}` }, run.state)),
+    h("td", { class: "number" }, number(run.step)),
+    h("td", { class: "number" }, run.loss === null ? "–" : run.loss.toFixed(3)))));
+  if (focus) document.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
+}
+
+function showCurves() {
+  const names = drawn.filter(name => curves[name]);
+  CHARTS.forEach((chart, place) => {
+    const series = [];
+    for (const name of names) {
+      const one = curves[name].fields[chart.field], scale = values => chart.scale ? values.map(v => v === null ? null : v * chart.scale) : values;
+      if (one) series.push({ label: name, tint: tint(name), x: curves[name].x, low: scale(one.low), high: one.high && scale(one.high) });
+      const held = curves[name].val_loss;
+      if (chart.field === "loss" && held.x.length) series.push({ label: `${name} validation`, tint: tint(name), x: held.x, low: held.y, dots: held.x.length < 3, dash: true });
+    }
+    figures[place].hidden = chart.field !== "loss" && !series.length;
+    const marks = names.length <= 3 ? names.flatMap(name => curves[name].marks) : [];
+    draw(figures[place], { ...chart, axis: AXES[axis], series, marks });
+  });
+}
+
+async function open(name) {
+  shown = name; log = null;
+  if (!drawn.includes(name)) drawn = [...drawn, name];
+  changed();
+  const run = await ask(`/api/run?run=${encodeURIComponent(name)}`);
+  if (run.error || shown !== name) { $("run").hidden = Boolean(run.error); return; }
+  $("run").hidden = false;
+  $("run-title").textContent = name;
+  $("memory").innerHTML = run.memory;  // drawn and escaped by the server
+  bindFigures($("memory"));
+  $("run-job").textContent = run.job;
+  $("samples").hidden = !run.samples.length;
+  document.querySelector("#samples div").replaceChildren(...run.samples.flatMap(sample => [h("h3", {}, sample.name), h("pre", { tabindex: 0 }, sample.text)]));
+  document.querySelector("#events tbody").replaceChildren(...run.events.toReversed().map(eventRow));
+  $("logs").hidden = !run.logs.length;
+  $("log").replaceChildren(...run.logs.map(each => h("option", {}, each)));
+  $("log-text").textContent = "";
+  tail();
+  showPredicted(name);
+}
+
+function eventRow({ kind, time, elapsed_s, ...more }) {
+  const pairs = Object.entries(more).map(([key, value]) => h("span", {}, h("i", {}, key), typeof value === "object" ? JSON.stringify(value) : String(value)));
+  return h("tr", {}, h("td", { class: "number", title: time ?? null }, elapsed_s === undefined ? "" : `${number(elapsed_s, 4)} s`), h("th", { scope: "row" }, kind), h("td", { class: "pairs" }, ...pairs));
+}
+
+async function showPredicted(name) {
+  $("predicted").replaceChildren();
+  const { html, error } = await ask(`/api/predicted?run=${encodeURIComponent(name)}`);
+  if (shown !== name) return;
+  if (html) $("predicted").innerHTML = html;  // escaped by the server
+  else $("predicted").replaceChildren(h("p", { class: "note" }, error ?? "Nothing is predicted for this run: it has no steps yet, or ran on no device that the planner knows."));
+}
+
+async function tail() {
+  const name = $("log").value;
+  if (!shown || !name || $("logs").hidden) return;
+  const query = new URLSearchParams({ run: shown, log: name, ...(log === null ? {} : { offset: log }) });
+  const more = await ask(`/api/log?${query}`);
+  if (more.error || name !== $("log").value) return;
+  const box = $("log-text"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 5;
+  if (log === null) box.textContent = "";
+  log = more.offset;
+  if (more.text) box.append(more.text);
+  if (box.textContent.length > 2e5) box.textContent = box.textContent.slice(-1e5);
+  if (atEnd) box.scrollTop = box.scrollHeight;
+}

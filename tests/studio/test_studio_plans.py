@@ -1,0 +1,98 @@
+"""Answers to the planning page, and a plan as a file."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.studio.learn import guide_page, guide_titles
+from meshwright.studio.markdown import to_html
+from meshwright.studio.planner import Planner
+
+STATE = {"model": "llama-2-7b", "nodes": 2, "gpus": 8, "gpu": "rtx-4090", "seq": 1024, "batch": 65536}
+
+
+def test_layouts_and_their_pictures() -> None:
+    planner = Planner()
+    found = planner.answer({"part": "search", **STATE, "full": True})
+    assert found["whole"] and found["batch"] == 64 and len(found["rows"]) == 10
+    steps = [row["step_s"] for row in found["rows"]]
+    assert steps == sorted(steps)
+    piped = next(row for row in found["rows"] if " pp " in row["layout"])
+    one = planner.answer({"part": "layout", **STATE, "pick": piped["pick"]})
+    for kind in ("memory", "breakdown", "gantt", "mesh"):
+        assert f'class="picture {kind}"' in one["pictures"]
+    ranks = int(re.findall(r" pp (\d+)", piped["layout"])[0])
+    assert one["pictures"].count('class="idle"') == ranks and "Scaling" in one["pictures"]
+    assert one["title"] == piped["layout"] and one["title"] in one["job"]
+    assert any("--cluster 2x8xrtx-4090" in each["command"] for each in one["commands"])
+    assert "style=" not in one["pictures"]  # the page's policy would not let it act
+
+
+def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.studio.planner.QUICK_S", 0.0)
+    planner = Planner(interrupted=lambda: False)
+    quick = planner.answer({"part": "search", **STATE})
+    assert not quick["whole"] and len(quick["rows"]) == 1
+    assert planner.answer({"part": "search", **STATE, "full": True})["rows"][0]["step_s"] <= quick["rows"][0]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "nothing"}, 'model.preset = "nothing" is not known'),
+        ({"gpu": "h1000; rm -rf"}, "--cluster = 2x8xh1000; rm -rf is not understood"),
+        ({"nodes": 10**9}, "nodes = 1000000000 is not a whole number from 1 to 1024"),
+        ({"nodes": True}, "nodes = True is not a whole number"),
+        ({"seq": 1 << 19}, "is longer than the model's max_sequence_length"),
+        ({"shape": {"layers": 10**6}}, "layers = 1000000 is not a whole number from 1 to 256"),
+        ({"shape": {"heads": 7, "kv_heads": 2}}, "model.kv_heads = 2 does not divide model.heads = 7"),
+        ({"shape": {"file": "/etc/passwd"}}, "shape has fields that no plan depends on"),
+        ({"shape": {"norm": "<b>"}}, "norm"),
+        ({"network_link": -1}, "network_link = -1 is no rate"),
+        ({"allow": ["x"]}, "nothing to allow"),
+        ({"part": "layout", "pick": "x"}, "pick is not a layout this page made"),
+        ({"part": "layout", "pick": '{"micro_batch": 1, "data": {}}'}, "pick is not a layout this page made"),
+        ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": "x"}}'}, "pick is not a layout that a job"),
+        ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": 2}}'}, "layout takes 2 ranks"),
+        ({"part": "config", "config": {"model_type": "bert"}}, "bert"),
+        ({"part": "config", "config": [1]}, "config is not a JSON object"),
+        ({"part": "nothing"}, "part = nothing is not known"),
+    ],
+)
+def test_mistakes_are_one_sentence(change: dict[str, Any], words: str) -> None:
+    answer = Planner().answer({"part": "search", **STATE, **change})
+    assert words in answer["error"] and "\n" not in answer["error"]
+
+
+def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    job = tmp_path / "big.toml"
+    job.write_text(
+        '# <script>alert(1)</script>\n[model]\npreset = "llama-2-7b"\n[batch]\nsequence_length = 1024\n'
+        "global_batch = 64\nmicro_batch = 1\n[layout]\npp = 4\ndp_shard = 4\nzero = 1\n"
+        'schedule = "1f1b"\n[run]\ncompile = true\n'
+    )
+    done = cli("report", str(job), "--cluster", "2x8xrtx-4090", "--json")
+    assert done.code == 0, done.err
+    page = Path(json.loads(done.out)["report"]).read_text()
+    assert len(page.encode()) < 2_000_000 and page.count("<svg") >= 5 and "alert(1)" not in page
+    assert not re.search(r"""(?:src|href|action|srcset)\s*=|url\(|@import|https?:|["'(]//""", page)
+    wrong = cli("report", str(job), "--cluster", "8xh100")
+    assert wrong.code == 2 and "layout takes 16 ranks" in wrong.err
+    assert cli("report", str(tmp_path), "--cluster", "8xh100").code == 2
+    assert not list(tmp_path.glob(".*.new"))
+
+
+def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
+    assert {"plan", "runs", "studio"} <= set(guide_titles())
+    for name in guide_titles():
+        html = guide_page(name)
+        assert set(re.findall(r'href="(#learn\?page=)?', html)) <= {"#learn?page="}
+    text = "# A <b>\n\n`<i>` and **bold** [x](javascript:alert(1)) [y](plan.md)\n\n"
+    text += "| a | b |\n|---|---|\n| <u> | 2 |\n\n- one\n"
+    html = to_html(text, lambda target: "#y" if target == "plan.md" else None)
+    assert "<b>bold</b>" in html and "javascript" not in html and '<a href="#y">y</a>' in html
+    assert "<td>&lt;u&gt;</td>" in html and "<code>&lt;i&gt;</code>" in html and "A &lt;b&gt;" in html
