@@ -1,4 +1,7 @@
-"""The head and its loss in one module, so that logits never exist whole. N tokens, D width, V vocabulary."""
+"""The head and its loss in one module, so that logits never exist whole.
+
+N tokens, D width, V vocabulary, W the vocabulary in whole lines of memory.
+"""
 
 from collections.abc import Callable
 from math import ceil
@@ -21,7 +24,7 @@ than their products."""
 CHUNK_MULTIPLE = 128
 """Rows of a matrix product's tile."""
 ROW_MULTIPLE = 64
-"""Logits between the beginnings of rows: lines of 128 bytes in 16 bits."""
+"""Logits in a line of 128 bytes, in 16 bits."""
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
@@ -114,7 +117,8 @@ class _ChunkedLoss(torch.autograd.Function):
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if with_gradients else None
+        weight_WD, vocabulary = _in_whole_lines(weight_VD), weight_VD.shape[0]
+        grad_weight_WD = torch.zeros_like(weight_WD, dtype=wide) if with_gradients else None
         # A step without a single valid token has loss 0, not 0 / 0.
         count = torch.where(valid_count > 0, valid_count, 1) if isinstance(valid_count, Tensor) else valid_count or 1
         shares_N1 = ((labels_N != IGNORE).to(wide) / count).unsqueeze(1)
@@ -123,16 +127,18 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden = hidden_ND[chunk]
-            logits = _product(hidden, weight_VD)
-            part, grad = loss_of_logits(logits, labels_N[chunk].unsqueeze(1), shares_N1[chunk], with_gradients)
+            logits_NW = hidden @ weight_WD.t()
+            own_NV, labels_N1 = logits_NW[:, :vocabulary], labels_N[chunk].unsqueeze(1)
+            part, grad = loss_of_logits(own_NV, labels_N1, shares_N1[chunk], with_gradients)
             loss += part
-            if grad is not None and grad_hidden_ND is not None and grad_weight_VD is not None:
-                torch.mm(grad, weight_VD, out=grad_hidden_ND[chunk])
-                add_product(grad_weight_VD, grad.t(), hidden)
-            del logits, grad  # the next chunk's take their memory
+            if grad is not None and grad_hidden_ND is not None and grad_weight_WD is not None:
+                grad = _of_every_column(grad, logits_NW)
+                torch.mm(grad, weight_WD, out=grad_hidden_ND[chunk])
+                add_product(grad_weight_WD, grad.t(), hidden)
+            del logits_NW, own_NV, grad  # the next chunk's take their memory
 
-        if grad_hidden_ND is not None and grad_weight_VD is not None:
-            ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
+        if grad_hidden_ND is not None and grad_weight_WD is not None:
+            ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:vocabulary].to(weight_VD.dtype))
         return loss / count
 
     @staticmethod
@@ -147,16 +153,21 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _product(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits; on a GPU in rows that begin where products read and write fast, whatever the vocabulary's size.
+def _in_whole_lines(weight_VD: Tensor) -> Tensor:
+    """On a GPU the weight with rows of zeros up to a size that products are fast with, else the weight itself.
 
-    With GPT-2's 50,257 words in rows of just their length all three products take four times as long on an H200.
+    With GPT-2's 50,257 words the head's three products and its loss take four times as long on an H200.
     """
-    vocabulary = weight_VD.shape[0]
-    if not hidden_ND.is_cuda or vocabulary % ROW_MULTIPLE == 0:
-        return hidden_ND @ weight_VD.t()
-    rows_NV = hidden_ND.new_empty(hidden_ND.shape[0], ceil(vocabulary / ROW_MULTIPLE) * ROW_MULTIPLE)
-    return torch.mm(hidden_ND, weight_VD.t(), out=rows_NV[:, :vocabulary])
+    missing = -weight_VD.shape[0] % ROW_MULTIPLE if weight_VD.is_cuda else 0
+    return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD
+
+
+def _of_every_column(grad_NV: Tensor, logits_NW: Tensor) -> Tensor:
+    """The gradient by all logits, those of the zeros included, which are zero where it was made in their memory."""
+    missing = logits_NW.shape[1] - grad_NV.shape[1]
+    if missing and grad_NV.data_ptr() == logits_NW.data_ptr():
+        return logits_NW
+    return F.pad(grad_NV, (0, missing)) if missing else grad_NV
 
 
 def chunk_rows(tokens: int, weight_VD: Tensor) -> int:

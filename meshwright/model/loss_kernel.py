@@ -11,6 +11,13 @@ BLOCK = 16384
 
 
 @triton.jit
+def _add(highest, total, x):
+    """Σ exp(x − highest) with some more x."""
+    higher = tl.maximum(highest, tl.max(x, axis=0))
+    return higher, total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
+
+
+@triton.jit
 def _cross_entropy(
     logits_ptr, labels_ptr, shares_ptr, losses_ptr, vocabulary, stride, ignore,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
@@ -19,21 +26,29 @@ def _cross_entropy(
     logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     highest, total = -float("inf"), 0.0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    # Whole blocks need no mask, which for odd sizes keeps the compiler from reading many entries at a time.
+    whole = vocabulary // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        x = tl.load(logits_ptr + start + tl.arange(0, BLOCK), eviction_policy="evict_last").to(tl.float32)
+        highest, total = _add(highest, total, x)
+    if whole < vocabulary:
+        column = whole + tl.arange(0, BLOCK)
         inside = column < vocabulary
-        x = tl.load(logits_ptr + column, mask=inside, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
-        higher = tl.maximum(highest, tl.max(x, axis=0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
-        highest = higher
+        x = tl.load(logits_ptr + column, mask=inside, other=-float("inf"), eviction_policy="evict_last")
+        highest, total = _add(highest, total, x.to(tl.float32))
     valid = label != ignore
     own = tl.load(logits_ptr + tl.where(valid, label, 0)).to(tl.float32)
     tl.store(losses_ptr + row, tl.where(valid, tl.log(total) + highest - own, 0.0))
     if GRADIENT:
         share = tl.load(shares_ptr + row)
         factor = share / total
-        for start in range(0, vocabulary, BLOCK):
+        for start in range(0, whole, BLOCK):
             column = start + tl.arange(0, BLOCK)
+            x = tl.load(logits_ptr + column).to(tl.float32)
+            gradient = tl.exp(x - highest) * factor - tl.where(column == label, share, 0.0)
+            tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty))
+        if whole < vocabulary:
+            column = whole + tl.arange(0, BLOCK)
             inside = column < vocabulary
             x = tl.load(logits_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
             gradient = tl.exp(x - highest) * factor - tl.where(column == label, share, 0.0)

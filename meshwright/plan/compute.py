@@ -99,7 +99,8 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
             "half": elementwise + forward / 2,
             "attention": attention,
         }[software.selective],
-        "full": forward + attention + elementwise,
+        # Nothing in the backward needs a block's last product, and our trainer stops before it.
+        "full": forward + attention + elementwise - (matmul_s(device, *products[-1]) if software.own else 0.0),
     }[mode]
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
@@ -228,12 +229,19 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
     if model.positions == "rope":
         moved += (2 if fused else 7) * turned
         moved_back += (2 if fused else 7) * turned
+    if model.qk_norm:
+        moved += (0 if fused else norm) * turned  # fused, rotation reads what it writes
+        moved_back += (1 if fused else norm_back) * turned
     if model.activation == "swiglu":
         moved += (3 if fused else 5) * inner
         moved_back += (5 if fused else 9) * inner
     else:
         moved += 2 * inner
         moved_back += 3 * inner
+    if software.own and not fused:
+        # Our eager blocks: what several projections read gets their gradients one after the other, and the gradients of
+        # 32-bit norms, rotations and gates are made, cast and added up apart. An H200 took half as long again.
+        moved_back *= 1.5
     if model.dropout > 0:
         moved += 2 * 0.5 * stream
         moved_back += 2 * 1.5 * stream
@@ -252,6 +260,8 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     chunks, rows = 1, tokens
     if software.logit_bytes is None:
         chunks, rows = loss_chunks(job)
+    if software.own:
+        vocabulary = in_whole_lines(vocabulary)
     product = matmul_s(device, rows, vocabulary, model.width, wide=True)
     inputs = matmul_s(device, rows, model.width, vocabulary, wide=True, kind="input")
     weights = matmul_s(device, vocabulary, model.width, rows, wide=True, kind="weight sum")
@@ -260,7 +270,7 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     logits = rows * vocabulary
     forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
     loss = memory_s(device, forward_bytes * logits, 4)
-    if device.measured is not None and software.logit_bytes is None and software.fusion == "fused":
+    if device.measured is not None and software.logit_bytes is None:
         loss = device.measured.loss_s(rows, vocabulary) or loss
     return Work(
         forward_matmul=chunks * product,
@@ -269,6 +279,13 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
         weight_matmul=chunks * weights,
         backward_elementwise=memory_s(device, backward_bytes * logits * chunks, 3),
     )
+
+
+def in_whole_lines(vocabulary: int) -> int:
+    """The columns our head's products have."""
+    from meshwright.model.head import ROW_MULTIPLE
+
+    return -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def loss_chunks(job: Job) -> tuple[int, int]:
@@ -289,15 +306,20 @@ def embedding_work(job: Job, device: Device) -> Work:
     )
 
 
+_TENSOR_S = 20e-6
+"""Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
 _ONE_PASS = 0.9
 """Of what copies reach, what an update does that goes through five arrays at once."""
 
 
-def optimizer_s(device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool = False) -> float:
+def optimizer_s(
+    device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool = False, tensors: int = 0
+) -> float:
     """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
     moved = parameters * (12 + gradient_bytes + 12 + 2)
     if one_pass:
-        return memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
+        on_device = memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
+        return max(on_device, tensors * _TENSOR_S)
     if device.measured is not None and device.measured.update_s_per_parameter is not None:
         # the working copy is made from the masters, and the norm reads all gradients
         copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)

@@ -14,7 +14,7 @@ from meshwright.job.devices import Layout
 from meshwright.job.model import Model
 from meshwright.job.training import Batch, Precision
 from meshwright.pipeline import Table
-from meshwright.plan.compute import loss_chunks, tokens_of
+from meshwright.plan.compute import in_whole_lines, loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.play import table_of
@@ -211,8 +211,14 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     if software.fusion == "fused" and job.model.activation == "swiglu":
         edited.pop("ffn.activated", None)  # made again from gate and up inside the fused kernel's backward
     if software.own and software.fusion == "fused" and job.layout.tp == 1:
-        # Values are part of the one product that queries and keys were part of, and keep it whole.
+        # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
+        # they were made with it.
         edited["attention.v"] = sum(sizes[f"attention.{name}"] for name in "qkv")
+        for name in ("attention.q_norm.input", "attention.k_norm.input"):
+            edited.pop(name, None)
+        if job.model.positions != "rope" and not job.model.qk_norm:
+            del edited["attention.q"], edited["attention.k"]
+        edited["weights side by side"] = _side_by_side(job, software)
         if job.precision.compute == "fp8":
             # Inputs of products are kept in 8 bits, that of the attention's projection beside its result.
             for name in ("attention.input", "ffn.input", "ffn.product"):
@@ -225,6 +231,15 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         pairs = job.batch.micro_batch * job.batch.sequence_length**2 * job.model.heads / job.layout.tp
         edited["attention.scores"] = pairs * (5.0 if job.model.dropout > 0 else 2.0)
     return edited
+
+
+def _side_by_side(job: Job, software: Software) -> float:
+    """Weights of one product that lie apart are copied for it and kept for its backward; fp8 keeps all it has cast."""
+    weights = [columns * inner for _, columns, inner in products_of(job, software)]
+    if job.precision.compute == "fp8":
+        return float(sum(weights))
+    together = weights[:2] if job.model.activation == "swiglu" else weights[:1]
+    return (4.0 if job.precision.compute in ("fp32", "tf32") else 2.0) * sum(together)
 
 
 def sizes_of(job: Job, mode: str) -> dict[str, float]:
@@ -267,10 +282,11 @@ def _loss(job: Job, software: Software) -> Terms:
         return {"logits and loss": software.logit_bytes * tokens * vocabulary}
     each = 4 if job.precision.compute in ("fp32", "tf32") else 2
     _, rows = loss_chunks(job)
-    # Logits, whose memory their gradient takes, those of the chunk before, and what their product is added from.
-    made = 3.0 * each * rows * vocabulary + 4.0 * vocabulary * width + each * tokens * width
-    if not software.own:
-        return {"logits and loss": made}
+    lines = in_whole_lines(vocabulary)
+    # The weight's gradient in 32 bits is there with a chunk's logits, whose memory their gradient takes; then with what
+    # goes on in the weight's own format.
+    made = 4.0 * lines * width + max(each * rows * lines, each * vocabulary * width if each == 2 else 0.0)
+    made += each * (tokens * width + (lines * width if lines > vocabulary else 0))
     return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}
 
 

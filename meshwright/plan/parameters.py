@@ -16,3 +16,12 @@ def stage_parameters(job: Job, layers: int, *, first: bool, last: bool) -> float
     table = job.model.vocab_size * job.model.width / job.layout.tp
     tables = (first or last) if job.model.tied and job.layout.pp == 1 else first + last
     return layers * layer_parameters(job) + tables * table
+
+
+def tensors_of(job: Job) -> int:
+    """Parameters of the whole model by their number of names."""
+    model = job.model
+    products = 6 + (model.activation == "swiglu")
+    biases = 3 * model.qkv_bias + (products - 3) * model.linear_bias
+    norms = 2 * (2 if model.norm == "layernorm" else 1) + 2 * model.qk_norm
+    return model.layers * (products + biases + norms) + 3

@@ -12,7 +12,7 @@ from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
-from meshwright.plan.parameters import stage_parameters
+from meshwright.plan.parameters import stage_parameters, tensors_of
 from meshwright.plan.play import Played, play, shortened, table_of
 from meshwright.plan.software import Software
 
@@ -287,7 +287,8 @@ def _optimizer_s(job: Job, software: Software, device: Device, parameters: float
 
         one_pass = updates_in_one_pass(job)
     clip = job.optimizer.clip > 0
-    return optimizer_s(device, parameters, gradient_bytes(job, software) if one_pass else 4, clip, one_pass)
+    each = gradient_bytes(job, software) if one_pass else 4
+    return optimizer_s(device, parameters, each, clip, one_pass, tensors_of(job))
 
 
 def _once_a_step(

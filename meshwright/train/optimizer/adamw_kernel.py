@@ -83,14 +83,14 @@ def _adamw_of_many(
     block = tl.program_id(0)
     owner = tl.load(owners_ptr + block)
     place = (block - tl.load(firsts_ptr + owner)) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < tl.load(counts_ptr + owner)
+    # Numbers that were loaded are not known to be multiples of anything, without which entries are read one by one.
+    inside = place < tl.multiple_of(tl.load(counts_ptr + owner), 16)
     addresses_ptr += owner
     master_ptr = tl.load(addresses_ptr).to(tl.pointer_type(tl.float32))
     gradient_ptr = tl.load(addresses_ptr + tensors).to(tl.pointer_type(GRADIENT))
     mean_ptr = tl.load(addresses_ptr + 2 * tensors).to(tl.pointer_type(tl.float32))
     square_ptr = tl.load(addresses_ptr + 3 * tensors).to(tl.pointer_type(tl.float32))
     working_ptr = tl.load(addresses_ptr + 4 * tensors).to(tl.pointer_type(WORKING))
-    # Addresses that were loaded are not known to be aligned, without which nothing is read many entries at a time.
     _update(
         tl.multiple_of(master_ptr + place, 16), tl.multiple_of(gradient_ptr + place, 16),
         tl.multiple_of(mean_ptr + place, 16), tl.multiple_of(square_ptr + place, 16),
@@ -99,20 +99,28 @@ def _adamw_of_many(
     )  # fmt: skip
 
 
-def launch(updates: Sequence[Tensors], numbers: Numbers) -> None:
-    """Update masters, their moments and their working copies."""
-    together: dict[tuple[torch.dtype, torch.dtype], list[Tensors]] = {}
+def joins_others(update: Tensors) -> bool:
+    """Whether a tensor is small, and lies and ends where the kernel for many can read many entries at a time."""
+    count = update.master.numel()
+    return count < LARGE and count % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in update)
+
+
+def launch(update: Tensors, numbers: Numbers) -> None:
+    """Update a master, its moments and its working copy."""
+    count = update.master.numel()
+    _adamw[(triton.cdiv(count, BLOCK),)](*update, count, *numbers, BLOCK=BLOCK, num_warps=8)
+
+
+def launch_together(updates: Sequence[Tensors], numbers: Numbers) -> None:
+    """Update many, each of which `joins_others`, by one kernel for each pair of formats."""
+    by_format: dict[tuple[torch.dtype, torch.dtype], list[Tensors]] = {}
     for update in updates:
-        if update.master.numel() < LARGE and all(tensor.data_ptr() % 16 == 0 for tensor in update):
-            together.setdefault((update.gradient.dtype, update.working.dtype), []).append(update)
-        else:
-            count = update.master.numel()
-            _adamw[(triton.cdiv(count, BLOCK),)](*update, count, *numbers, BLOCK=BLOCK, num_warps=8)
-    for (gradient, working), small in together.items():
-        _launch_together(small, numbers, _FORMATS[gradient], _FORMATS[working])
+        by_format.setdefault((update.gradient.dtype, update.working.dtype), []).append(update)
+    for (gradient, working), alike in by_format.items():
+        _launch_alike(alike, numbers, _FORMATS[gradient], _FORMATS[working])
 
 
-def _launch_together(updates: list[Tensors], numbers: Numbers, gradient: tl.dtype, working: tl.dtype) -> None:
+def _launch_alike(updates: list[Tensors], numbers: Numbers, gradient: tl.dtype, working: tl.dtype) -> None:
     device = updates[0].master.device
     counts = tuple(update.master.numel() for update in updates)
     owners, firsts, sizes = _blocks(counts, device)
