@@ -1,8 +1,8 @@
 """The guide's pages as tests see them: shell blocks with the output shown after them, pictures, measured figures.
 
-A ```text block right after a ```bash block is what that block prints. An ellipsis stands for what differs from machine to
-machine: "…" on a line of its own for any lines, inside a line for any text of it. A picture NAME.svg of the playbook is
-written by a command of its page. A table row that ends in `FILE.json`: `PATH` quotes a measurement in the cell before it.
+A ```text block right after a ```bash block is what that block prints. An ellipsis stands for what differs from machine
+to machine: "…" on a line of its own for any lines, inside a line for any text of it. A picture NAME.svg of the playbook
+is written by a command of its page. A table row that ends in `FILE.json`: `PATH` quotes a measurement before it.
 """
 
 import json

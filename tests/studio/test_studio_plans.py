@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.studio.learn import guide_page, guide_titles
+from meshwright.studio.inside import Outside
+from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.markdown import to_html
 from meshwright.studio.planner import Planner
 
@@ -87,7 +88,14 @@ def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:
 
 
 def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
-    assert {"plan", "runs", "studio"} <= set(guide_titles())
+    assert {"plan", "runs", "studio", "playbook/zero"} <= set(guide_titles())
+    assert '<a href="#learn?page=layouts&amp;at=the-zero-dial">' in guide_page("playbook/zero")
+    assert '<a href="#learn?page=playbook/zero">' in guide_page("playbook/data-parallelism")
+    assert '<img src="guide/playbook/images/1f1b.svg"' in guide_page("playbook/pipeline-parallelism")
+    assert guide_picture("playbook/images/1f1b.svg").startswith(b"<svg")
+    for outside in ("../../pyproject.toml", "playbook/README.md", "/etc/passwd"):
+        with pytest.raises(Outside):
+            guide_picture(outside)
     for name in guide_titles():
         html = guide_page(name)
         assert set(re.findall(r'href="(#learn\?page=)?', html)) <= {"#learn?page="}
