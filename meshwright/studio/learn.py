@@ -1,7 +1,7 @@
 """The guide inside the page: the Markdown files and drawings that ship with the package."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -12,19 +12,28 @@ from meshwright.studio.inside import Outside
 from meshwright.studio.markdown import to_html
 
 
-@cache
-def guide_titles() -> dict[str, str]:
-    """Every page of the guide: name → title. A folder's pages stand together, in the order its README links them."""
-    titles = {}
-    for name in _files(".md"):
-        titles[name.removesuffix(".md")] = _text(name).partition("\n")[0].removeprefix("# ").strip()
+def titles_in_order(texts: Mapping[str, str]) -> dict[str, str]:
+    """Name → title, of pages by name; a folder's stand together, as its README links them, else by title."""
+    titles = {name: text.partition("\n")[0].removeprefix("# ").strip() for name, text in texts.items()}
+    orders = {folder: _order(folder, texts) for folder in {dirname(name) for name in texts}}
 
     def place(name: str) -> tuple[str, int, str]:
-        folder = dirname(name)
-        order = _order(folder) if folder else []
-        return folder, order.index(name) if name in order else len(order), titles[name].lower()
+        order = orders[dirname(name)]
+        return dirname(name), order.index(name) if name in order else len(order), titles[name].lower()
 
     return {name: titles[name] for name in sorted(titles, key=place)}
+
+
+def _order(folder: str, texts: Mapping[str, str]) -> list[str]:
+    index = join(folder, "README")
+    linked = re.findall(r"\]\(([\w-]+)\.md\)", texts.get(index, ""))
+    return [index, *(join(folder, name) for name in linked)]
+
+
+@cache
+def guide_titles() -> dict[str, str]:
+    """Every page of the guide: name → title, in order."""
+    return titles_in_order({name.removesuffix(".md"): _text(name) for name in _files(".md")})
 
 
 @cache
@@ -54,12 +63,6 @@ def guide_picture(name: str) -> bytes:
     if name not in _files(".svg"):
         raise Outside(name)
     return _text(name).encode()
-
-
-def _order(folder: str) -> list[str]:
-    index = f"{folder}/README.md"
-    linked = re.findall(r"\]\(([\w-]+)\.md\)", _text(index)) if index in _files(".md") else []
-    return [join(folder, name) for name in ("README", *linked)]
 
 
 def _inside(folder: str, target: str) -> str:

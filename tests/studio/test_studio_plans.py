@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -85,6 +86,20 @@ def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:
     assert wrong.code == 2 and "layout takes 16 ranks" in wrong.err
     assert cli("report", str(tmp_path), "--cluster", "8xh100").code == 2
     assert not list(tmp_path.glob(".*.new"))
+
+
+def test_a_plan_as_a_picture(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """By itself: colours by value, nothing from elsewhere; the same file for the same job."""
+    asked = ["plan", "--check", "finetune-7b-4xa100", "--cluster", "4xa100-80gb"]
+    assert cli(*asked, "--svg", "one.svg").code == 0 and cli(*asked, "--svg", "two.svg", "--json").code == 0
+    picture = (tmp_path / "one.svg").read_text()
+    assert picture == (tmp_path / "two.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert "optimizer states" in picture and "recomputation" in picture and "the card: 80 GiB" in picture
+    assert "var(" not in picture and "currentColor" not in picture and picture.count("http") == 1
+    for wrong in (["--scale", "4"], ["--svg", "nowhere/x.svg"]):
+        done = cli(*asked, "--svg", "three.svg", *wrong)
+        assert done.code == 2 and "--svg" in done.err and not (tmp_path / "three.svg").exists()
 
 
 def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
