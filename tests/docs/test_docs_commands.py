@@ -7,7 +7,7 @@ But for the pages in COLD, `meshwright` is forked from a process that has import
 from pathlib import Path
 
 import pytest
-from pages import GUIDE, PLAYBOOK, ROOT, blocks, run_page
+from docs_pages import GUIDE, PLAYBOOK, ROOT, blocks, run_page
 
 COLD = {"data", "job"}
 PAGES = [page for page in GUIDE if page not in PLAYBOOK]

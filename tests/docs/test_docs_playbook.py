@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import PLAYBOOK, ROOT, Figure, blocks, figures, holds, matches, measured, pictures, run_page
+from docs_pages import PLAYBOOK, ROOT, Figure, blocks, figures, holds, matches, measured, pictures, run_page
 
 INDEX = ROOT / "docs" / "playbook" / "README.md"
 TECHNIQUES = [page for page in PLAYBOOK if page != INDEX]

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pages import GUIDE, ROOT
+from docs_pages import GUIDE, ROOT
 
 
 @pytest.fixture(scope="module")
