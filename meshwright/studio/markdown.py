@@ -19,19 +19,14 @@ Address = Callable[[str], str | None]
 """Turns a link's or picture's target into an address, or None where the page must not lead there."""
 
 
-def to_html(text: str, link: Address, picture: Address | None = None, top: int = 2) -> str:
-    """A page's HTML, its title at heading level `top`; a picture without an address is its words."""
-    return _Page(link, picture or (lambda _: None), top).blocks(text.splitlines())
-
-
-def anchor(heading: str) -> str:
-    """The name by which links find a heading."""
-    return re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))
+def to_html(text: str, link: Address, picture: Address | None = None) -> str:
+    """A page's HTML; a picture without an address is its words."""
+    return _Page(link, picture or (lambda _: None)).blocks(text.splitlines())
 
 
 class _Page:
-    def __init__(self, link: Address, picture: Address, top: int) -> None:
-        self.link, self.picture, self.top = link, picture, top
+    def __init__(self, link: Address, picture: Address) -> None:
+        self.link, self.picture = link, picture
 
     def blocks(self, lines: list[str]) -> str:
         parts, at = [], 0
@@ -45,8 +40,8 @@ class _Page:
                 end = _while(lines, at, lambda each: each.startswith("    "))
                 parts.append(_code([each[4:] for each in lines[at:end]]))
             elif heading := _HEADING.fullmatch(line):
-                level, end = len(heading[1]) + self.top - 1, at + 1
-                parts.append(f'<h{level} id="{anchor(heading[2])}">{self.inline(heading[2])}</h{level}>')
+                level, end = len(heading[1]) + 1, at + 1  # the page's own name is its first heading
+                parts.append(f'<h{level} id="{_anchor(heading[2])}">{self.inline(heading[2])}</h{level}>')
             elif line.startswith("|"):
                 end = _while(lines, at, lambda each: each.startswith("|"))
                 parts.append(self.table(lines[at:end]))
@@ -54,9 +49,7 @@ class _Page:
                 end = _while(lines, at, lambda each: bool(_ITEM.fullmatch(each) or each.startswith("  ")))
                 parts.append(self.items(lines[at:end]))
             elif line.strip():
-                end = _while(
-                    lines, at, lambda each: bool(each.strip()) and not each.startswith(("```", "#", "|", "- "))
-                )
+                end = _while(lines, at, lambda each: bool(each.strip()) and not each.startswith(_STARTS))
                 parts.append(f"<p>{self.inline(' '.join(lines[at:end]))}</p>")
             else:
                 end = at + 1
@@ -64,7 +57,8 @@ class _Page:
         return "\n".join(parts)
 
     def table(self, lines: list[str]) -> str:
-        rows = [[cell.strip() for cell in _CELL_END.split(line.strip()[1:].removesuffix("|"))] for line in lines]
+        cells = [_CELL_END.split(line.strip()[1:].removesuffix("|")) for line in lines]
+        rows = [[cell.strip().replace("\\|", "|") for cell in row] for row in cells]
         head, body = rows[0], [row for row in rows[1:] if not all(set(cell) <= set("-: ") for cell in row)]
         top = "".join(f'<th scope="col">{self.inline(cell)}</th>' for cell in head)
         rest = "".join("<tr>" + "".join(f"<td>{self.inline(cell)}</td>" for cell in row) + "</tr>" for row in body)
@@ -115,3 +109,7 @@ def _while(lines: list[str], at: int, holds: Callable[[str], bool]) -> int:
     while end < len(lines) and holds(lines[end]):
         end += 1
     return end
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-"))

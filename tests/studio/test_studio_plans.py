@@ -118,4 +118,9 @@ def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
     text += "| a | b |\n|---|---|\n| <u> | 2 |\n\n- one\n"
     html = to_html(text, lambda target: "#y" if target == "plan.md" else None)
     assert "<b>bold</b>" in html and "javascript" not in html and '<a href="#y">y</a>' in html
+    assert to_html(r"| a \| b |", str).count("<th ") == 1 and "<b><code>c</code> d</b>" in to_html("**`c` d**", str)
+    assert '<a href="t"><code>c</code></a>' in to_html("[`c`](t)", str) and "<ol><li>x</li></ol>" in to_html(
+        "1. x", str
+    )
+    assert "<pre" in to_html("    code", str) and '<img src="p&amp;q" alt="&lt;">' in to_html("![<](p&q)", str, str)
     assert "<td>&lt;u&gt;</td>" in html and "<code>&lt;i&gt;</code>" in html and "A &lt;b&gt;" in html
