@@ -1,5 +1,5 @@
 # Two commands from a bare checkout: make demo, make test. Both set up .venv first.
-.PHONY: setup demo test lint types unit wheel clean
+.PHONY: setup demo test lint types unit wheel site refresh-docs clean
 
 setup:
 	@scripts/setup
@@ -25,6 +25,12 @@ unit: setup
 
 wheel: setup
 	scripts/check-wheel
+
+site: setup
+	.venv/bin/python scripts/build_site.py
+
+refresh-docs: setup
+	REFRESH=1 OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/docs
 
 clean:
 	rm -rf .venv build dist *.egg-info

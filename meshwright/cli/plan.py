@@ -25,6 +25,7 @@ MTBF = typer.Option(None, "--mtbf-hours", help="Between failures of the whole cl
 SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the same job on other numbers of GPUs.")
 AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are of this axis (tp, cp, pp, dp_shard …).")
 WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays.")
+SVG = typer.Option(None, "--svg", metavar="FILE", help="With --check: draw memory and time here.")
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a page here.")
 
 GIB = 2**30
@@ -47,6 +48,7 @@ def plan(
     scale: str | None = SCALE,
     axis: str | None = AXIS,
     weak: bool = WEAK,
+    svg: Path | None = SVG,
     overrides: list[str] = SET,
     validate: list[Path] = VALIDATE,
     markdown: Path | None = MARKDOWN,
@@ -61,6 +63,8 @@ def plan(
         raise UserError(f"--markdown = {markdown} is a page of --validate's table; give --validate or leave it out")
     if scale is not None and not check:
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; name it with --check JOB")
+    if svg is not None and (not check or scale is not None):
+        raise UserError(f"--svg = {svg} draws one job; name it with --check JOB, without --scale, or leave it out")
     for option, value in (("--tokens", tokens), ("--price", price), ("--mtbf-hours", mtbf_hours)):
         if value is not None and not value > 0:
             raise UserError(f"{option} = {value:g} must be above 0; correct it or leave it out")
@@ -77,18 +81,22 @@ def plan(
 
         show_scale(check, cluster, overrides, scale, axis, weak, as_json)
     elif check:
-        _check(check, cluster, overrides, as_json)
+        _check(check, cluster, overrides, svg, as_json)
     else:
         _validate(validate, markdown, as_json)
 
 
-def _check(source: str, cluster: str | None, overrides: list[str], as_json: bool) -> None:
+def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import load_job
     from meshwright.plan import parse_cluster, predict
 
     job = load_job(source, overrides).job
     prediction = predict(job, parse_cluster(cluster) if cluster else job.cluster)
+    if svg is not None:
+        from meshwright.studio import write_plan_svg
+
+        write_plan_svg(prediction, svg)
     if as_json:
         print_json(_as_json(prediction))
         return

@@ -1,7 +1,8 @@
 """Plans and runs for people to look at: reports as files, and a page that is live."""
 
+from meshwright.studio.drawing import write_plan_svg
 from meshwright.studio.plan_report import write_plan_report
 from meshwright.studio.report import write_report
 from meshwright.studio.server import Studio
 
-__all__ = ["Studio", "write_plan_report", "write_report"]
+__all__ = ["Studio", "write_plan_report", "write_plan_svg", "write_report"]

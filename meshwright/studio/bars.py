@@ -1,6 +1,7 @@
 """A prediction as bars: the memory of every pipeline rank against the card, and where a step's time goes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -13,20 +14,38 @@ if TYPE_CHECKING:
 GIB = 2**30
 TINTS = 12
 """Classes tint-0 … of the style sheet; a thirteenth term would share the first one's."""
-_WIDTH, _LEFT, _RIGHT, _TOP = 1080, 64, 60, 26
+WIDTH, _LEFT, _RIGHT, _TOP = 1080, 64, 60, 26
 _MOST_RANKS = 32
 _SMALLEST_SHARE = 0.002
 
 
+@dataclass(frozen=True)
+class Bars:
+    """What is drawn, how high it is, and the tint of each name in it."""
+
+    title: str
+    body: str
+    height: float
+    tints: Mapping[str, int]
+
+
 def memory_bars(prediction: "Prediction") -> str:
     """A bar for every pipeline rank, its terms stacked, with the card's memory as a line."""
+    bars = draw_memory(prediction)
+    left_out = len(prediction.memory) - len(_shown(prediction.memory))
+    note = f'<p class="note foot">{left_out} ranks between them are left out.</p>' if left_out else ""
+    return _figure(bars, "memory", _legend(bars.tints), note)
+
+
+def draw_memory(prediction: "Prediction") -> Bars:
+    """The bars of `memory_bars` by themselves."""
     ranks = _shown(prediction.memory)
     parts = [_parts(rank) for rank in ranks]
     most = max(prediction.capacity_bytes, prediction.fullest.device)
     tints = _tints([name for one in parts for name, _ in one], [size for one in parts for _, size in one], most)
     row = 34 if len(ranks) <= 8 else 22
     height = _TOP + row * len(ranks) + 34
-    scale = (_WIDTH - _LEFT - _RIGHT) / (1.04 * most)
+    scale = (WIDTH - _LEFT - _RIGHT) / (1.04 * most)
     drawn = []
     for place, (rank, terms) in enumerate(zip(ranks, parts, strict=True)):
         y, x = _TOP + row * place, float(_LEFT)
@@ -45,33 +64,42 @@ def memory_bars(prediction: "Prediction") -> str:
     words = f"the card: {prediction.capacity_bytes / GIB:.0f} GiB"
     drawn.append(f'<text class="tick" text-anchor="middle" x="{limit:.1f}" y="12">{words}</text>')
     drawn.append(_axis(1.04 * most / GIB, base, "GiB on the device, by pipeline rank"))
-    left_out = len(prediction.memory) - len(ranks)
-    note = f'<p class="note foot">{left_out} ranks between them are left out.</p>' if left_out else ""
-    return _figure("Memory of each stage", "memory", height, "".join(drawn), _legend(tints), note)
+    return Bars("Memory of each stage", "".join(drawn), height, tints)
 
 
 def step_bar(prediction: "Prediction") -> str:
     """The step as one bar of its phases, and the same as a table."""
-    phases = {name: seconds for name, seconds in prediction.phases.items() if seconds > 0}
+    bars = draw_step(prediction)
+    rows = [
+        f'<tr><th scope="row"><i class="swatch tint-{bars.tints[name]}"></i>{escape(name)}</th>'
+        f'<td class="number">{1e3 * seconds:,.2f}</td>'
+        f'<td class="number">{seconds / prediction.step_s:.1%}</td></tr>'
+        for name, seconds in _phases(prediction).items()
+    ]
+    table = (
+        '<table class="phases"><thead><tr><th scope="col">phase</th><th scope="col" class="number">ms</th>'
+        f'<th scope="col" class="number">share</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    )
+    return _figure(bars, "breakdown", "", table)
+
+
+def draw_step(prediction: "Prediction") -> Bars:
+    """The bar of `step_bar` by itself."""
+    phases = _phases(prediction)
     tints = {name: place % TINTS for place, name in enumerate(phases)}
-    scale = (_WIDTH - _LEFT - _RIGHT) / prediction.step_s
-    drawn, x, rows = [], float(_LEFT), []
+    scale = (WIDTH - _LEFT - _RIGHT) / prediction.step_s
+    drawn, x = [], float(_LEFT)
     for name, seconds in phases.items():
         told = f"{1e3 * seconds:.2f} ms, {seconds / prediction.step_s:.1%}"
         box = f'x="{x:.1f}" y="6" width="{seconds * scale:.1f}" height="40"'
         drawn.append(f'<rect class="tint-{tints[name]}" {box}><title>{escape(name)}: {told}</title></rect>')
         x += seconds * scale
-        rows.append(
-            f'<tr><th scope="row"><i class="swatch tint-{tints[name]}"></i>{escape(name)}</th>'
-            f'<td class="number">{1e3 * seconds:,.2f}</td>'
-            f'<td class="number">{seconds / prediction.step_s:.1%}</td></tr>'
-        )
     drawn.append(_axis(prediction.step_s * 1e3, 46, "ms of a step, along its busiest pipeline rank"))
-    table = (
-        '<table class="phases"><thead><tr><th scope="col">phase</th><th scope="col" class="number">ms</th>'
-        f'<th scope="col" class="number">share</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    )
-    return _figure("Time of a step", "breakdown", 80, "".join(drawn), "", table)
+    return Bars("Time of a step", "".join(drawn), 80, tints)
+
+
+def _phases(prediction: "Prediction") -> dict[str, float]:
+    return {name: seconds for name, seconds in prediction.phases.items() if seconds > 0}
 
 
 def _shown(memory: Sequence["RankMemory"]) -> list["RankMemory"]:
@@ -93,27 +121,27 @@ def _tints(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[st
 
 
 def _axis(most: float, base: float, words: str) -> str:
-    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    scale = (WIDTH - _LEFT - _RIGHT) / most
     ticks = [
         f'<text class="tick" text-anchor="middle" x="{_LEFT + tick * scale:.1f}" y="{base + 15:.0f}">'
         f"{short(tick)}</text>"
         for tick in nice_ticks(0.0, most, 6)
     ]
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    middle = (_LEFT + WIDTH - _RIGHT) / 2
     return (
         "".join(ticks) + f'<text class="unit" text-anchor="middle" x="{middle:.0f}" y="{base + 31:.0f}">{words}</text>'
     )
 
 
-def _legend(tints: dict[str, int]) -> str:
+def _legend(tints: Mapping[str, int]) -> str:
     keys = "".join(f'<span><i class="swatch tint-{tint}"></i>{escape(name)}</span>' for name, tint in tints.items())
     return f'<p class="legend">{keys}</p>'
 
 
-def _figure(title: str, kind: str, height: float, body: str, legend: str, below: str) -> str:
+def _figure(bars: Bars, kind: str, legend: str, below: str) -> str:
     return (
-        f'<figure class="picture {kind}"><figcaption><h3>{title}</h3></figcaption>{legend}'
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{title}, scrollable">'
-        f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{title}">'
-        f"{body}</svg></div>{below}</figure>"
+        f'<figure class="picture {kind}"><figcaption><h3>{bars.title}</h3></figcaption>{legend}'
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{bars.title}, scrollable">'
+        f'<svg viewBox="0 0 {WIDTH} {bars.height:.0f}" role="img" aria-label="{bars.title}">'
+        f"{bars.body}</svg></div>{below}</figure>"
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from meshwright.errors import UserError
 
 
-def write_whole(target: Path, text: str) -> Path:
+def write_whole(target: Path, text: str, option: str = "--out") -> Path:
     """Write beside, then rename: a reader never sees half a page, and a full disk leaves none."""
     draft = target.with_name(f".{target.name}.new")
     try:
@@ -15,7 +15,5 @@ def write_whole(target: Path, text: str) -> Path:
     except OSError as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-        raise UserError(
-            f'the report cannot be written to "{target}" ({error.strerror}); use --out elsewhere'
-        ) from error
+        raise UserError(f"{target} cannot be written ({error.strerror}); name another place with {option}") from error
     return target

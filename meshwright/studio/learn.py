@@ -1,22 +1,39 @@
-"""The guide inside the page: the Markdown files that ship with the package."""
+"""The guide inside the page: the Markdown files and drawings that ship with the package."""
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from posixpath import dirname, join, normpath
+from urllib.parse import quote
 
 from meshwright.studio.inside import Outside
 from meshwright.studio.markdown import to_html
 
 
+def titles_in_order(texts: Mapping[str, str]) -> dict[str, str]:
+    """Name → title, of pages by name; a folder's stand together, as its README links them, else by title."""
+    titles = {name: text.partition("\n")[0].removeprefix("# ").strip() for name, text in texts.items()}
+    orders = {folder: _order(folder, texts) for folder in {dirname(name) for name in texts}}
+
+    def place(name: str) -> tuple[str, int, str]:
+        order = orders[dirname(name)]
+        return dirname(name), order.index(name) if name in order else len(order), titles[name].lower()
+
+    return {name: titles[name] for name in sorted(titles, key=place)}
+
+
+def _order(folder: str, texts: Mapping[str, str]) -> list[str]:
+    index = join(folder, "README")
+    linked = re.findall(r"\]\(([\w-]+)\.md\)", texts.get(index, ""))
+    return [index, *(join(folder, name) for name in linked)]
+
+
 @cache
 def guide_titles() -> dict[str, str]:
-    """Every page of the guide: name → title."""
-    titles = {}
-    for entry in files("meshwright.studio").joinpath("guide").iterdir():
-        if entry.name.endswith(".md"):
-            first = entry.read_text(encoding="utf-8").partition("\n")[0]
-            titles[entry.name.removesuffix(".md")] = first.removeprefix("# ").strip()
-    return dict(sorted(titles.items(), key=lambda pair: pair[1].lower()))
+    """Every page of the guide: name → title, in order."""
+    return titles_in_order({name.removesuffix(".md"): _text(name) for name in _files(".md")})
 
 
 @cache
@@ -24,11 +41,46 @@ def guide_page(name: str) -> str:
     """One page as HTML."""
     if name not in guide_titles():
         raise Outside(name)
-    text = files("meshwright.studio").joinpath("guide", f"{name}.md").read_text(encoding="utf-8")
-    return to_html(text, _address)
+    folder = dirname(name)
+
+    def address(target: str) -> str | None:
+        """Links between pages of the guide lead inside; others would leave this machine or point at files not here."""
+        path, _, heading = target.partition("#")
+        found = _inside(folder, path).removesuffix(".md") if path else name
+        if (path and not path.endswith(".md")) or found not in guide_titles():
+            return None
+        return f"#learn?page={quote(found)}" + (f"&at={quote(heading)}" if heading else "")
+
+    def picture(target: str) -> str | None:
+        found = _inside(folder, target)
+        return f"guide/{quote(found)}" if found in _files(".svg") else None
+
+    return to_html(_text(f"{name}.md"), address, picture)
 
 
-def _address(target: str) -> str | None:
-    """Links between pages of the guide lead inside; others would leave this machine or point at files not here."""
-    found = re.fullmatch(r"([\w-]+)\.md(#.*)?", target)
-    return f"#learn?page={found[1]}" if found and found[1] in guide_titles() else None
+def guide_picture(name: str) -> bytes:
+    """A drawing that pages of the guide show."""
+    if name not in _files(".svg"):
+        raise Outside(name)
+    return _text(name).encode()
+
+
+def _inside(folder: str, target: str) -> str:
+    return normpath(join(folder, target))
+
+
+@cache
+def _files(ending: str) -> list[str]:
+    return [name for name in _walk(files("meshwright.studio").joinpath("guide"), "") if name.endswith(ending)]
+
+
+def _walk(folder: Traversable, above: str) -> Iterator[str]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{above}{entry.name}/")
+        else:
+            yield f"{above}{entry.name}"
+
+
+def _text(name: str) -> str:
+    return files("meshwright.studio").joinpath("guide", *name.split("/")).read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from meshwright.studio.asked import LIMITS
 from meshwright.studio.child import PlannerProcess
 from meshwright.studio.guard import COOKIE, HEADERS, Guard
 from meshwright.studio.inside import Outside
-from meshwright.studio.learn import guide_page, guide_titles
+from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.runs import Runs
 from meshwright.version import VERSION
 
@@ -106,6 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._first_page("token" in query)
         elif path.startswith("/static/"):
             self._static(path.removeprefix("/static/"))
+        elif path.startswith("/guide/"):
+            self._send(guide_picture(path.removeprefix("/guide/")), _TYPES["svg"])
         elif path == "/api/choices":
             self._send_json(_choices(runs.root))
         elif path == "/api/runs":

@@ -117,7 +117,7 @@ def test_a_run_appears_and_its_curve_grows(tab: Any, studio: Studio) -> None:
 PLACES = {
     "plan": "#plan?model=llama-2-13b&gpu=rtx-3090&nodes=4&gpus=8&seq=1024&batch=65536",
     "runs": "#runs?run=first&run=second&show=first",
-    "learn": "#learn?page=plan",
+    "learn": "#learn?page=playbook/pipeline-parallelism&at=numbers",
 }
 
 
@@ -130,7 +130,7 @@ def test_narrow_and_wide(tab: Any, width: int, scheme: str) -> None:
         page = tab(place, width=width, color_scheme=scheme)
         if name == "plan":
             planned(page)
-        page.wait_for_selector({"plan": "#pictures svg", "runs": "#events tbody tr", "learn": "#page h2"}[name])
+        page.wait_for_selector({"plan": "#pictures svg", "runs": "#events tbody tr", "learn": "#page img"}[name])
         page.wait_for_timeout(100)
         page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=name != "learn")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name

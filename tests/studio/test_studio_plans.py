@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.studio.learn import guide_page, guide_titles
+from meshwright.studio.inside import Outside
+from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.markdown import to_html
 from meshwright.studio.planner import Planner
 
@@ -86,8 +88,29 @@ def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:
     assert not list(tmp_path.glob(".*.new"))
 
 
+def test_a_plan_as_a_picture(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """By itself: colours by value, nothing from elsewhere; the same file for the same job."""
+    asked = ["plan", "--check", "finetune-7b-4xa100", "--cluster", "4xa100-80gb"]
+    assert cli(*asked, "--svg", "one.svg").code == 0 and cli(*asked, "--svg", "two.svg", "--json").code == 0
+    picture = (tmp_path / "one.svg").read_text()
+    assert picture == (tmp_path / "two.svg").read_text()
+    ElementTree.fromstring(picture)
+    assert "optimizer states" in picture and "recomputation" in picture and "the card: 80 GiB" in picture
+    assert "var(" not in picture and "currentColor" not in picture and picture.count("http") == 1
+    for wrong in (["--scale", "4"], ["--svg", "nowhere/x.svg"]):
+        done = cli(*asked, "--svg", "three.svg", *wrong)
+        assert done.code == 2 and "--svg" in done.err and not (tmp_path / "three.svg").exists()
+
+
 def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
-    assert {"plan", "runs", "studio"} <= set(guide_titles())
+    assert {"plan", "runs", "studio", "playbook/zero"} <= set(guide_titles())
+    assert '<a href="#learn?page=layouts&amp;at=the-zero-dial">' in guide_page("playbook/zero")
+    assert '<a href="#learn?page=playbook/zero">' in guide_page("playbook/data-parallelism")
+    assert '<img src="guide/playbook/images/1f1b.svg"' in guide_page("playbook/pipeline-parallelism")
+    assert guide_picture("playbook/images/1f1b.svg").startswith(b"<svg")
+    for outside in ("../../pyproject.toml", "playbook/README.md", "/etc/passwd"):
+        with pytest.raises(Outside):
+            guide_picture(outside)
     for name in guide_titles():
         html = guide_page(name)
         assert set(re.findall(r'href="(#learn\?page=)?', html)) <= {"#learn?page="}
@@ -95,4 +118,9 @@ def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
     text += "| a | b |\n|---|---|\n| <u> | 2 |\n\n- one\n"
     html = to_html(text, lambda target: "#y" if target == "plan.md" else None)
     assert "<b>bold</b>" in html and "javascript" not in html and '<a href="#y">y</a>' in html
+    assert to_html(r"| a \| b |", str).count("<th ") == 1 and "<b><code>c</code> d</b>" in to_html("**`c` d**", str)
+    assert '<a href="t"><code>c</code></a>' in to_html("[`c`](t)", str) and "<ol><li>x</li></ol>" in to_html(
+        "1. x", str
+    )
+    assert "<pre" in to_html("    code", str) and '<img src="p&amp;q" alt="&lt;">' in to_html("![<](p&q)", str, str)
     assert "<td>&lt;u&gt;</td>" in html and "<code>&lt;i&gt;</code>" in html and "A &lt;b&gt;" in html

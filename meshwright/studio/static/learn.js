@@ -6,9 +6,16 @@ let titles = null;
 export async function enter(query) {
   titles ??= (await ask("/api/guide")).titles;
   const names = Object.keys(titles), name = query.get("page") in titles ? query.get("page") : names[0];
-  $("guide").replaceChildren(...names.map(each => h("a",
-    { href: `#learn?page=${encodeURIComponent(each)}`, "aria-current": each === name && "page" }, titles[each])));
+  let folder = "";
+  $("guide").replaceChildren(...names.flatMap(each => {
+    const link = h("a", { href: `#learn?page=${encodeURIComponent(each)}`, "aria-current": each === name && "page" }, titles[each]);
+    const before = folder;
+    folder = each.includes("/") ? each.split("/")[0] : "";
+    return folder === before ? [link] : [h("b", {}, folder), link];
+  }));
   $("page").innerHTML = (await ask(`/api/page?page=${encodeURIComponent(name)}`)).html;  // escaped by the server
+  if (query.get("at")) $("page").querySelector(`[id="${CSS.escape(query.get("at"))}"]`)?.scrollIntoView();
+  else scrollTo(0, 0);
 }
 
 export function leave() {}
