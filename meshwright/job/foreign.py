@@ -83,6 +83,21 @@ class Conversion:
             return default
         return int(value) if isinstance(value, float) and value.is_integer() and value >= 1 else value
 
+    def switch(self, name: str, default: bool = False) -> bool:
+        """As `take`, for a setting that is true or false where it is given; null is false."""
+        value = self.take(name, default)
+        if not isinstance(value, bool | None):
+            self.refuse(name, "correct it", "is neither true nor false")
+            return default
+        return bool(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """As `take`, for a setting that is a table where it is given; a copy to pick from."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            self.refuse(name, "correct it", "is not a table")
+        return dict(value) if isinstance(value, dict) else {}
+
     def refuse(self, name: str, remedy: str, what: str = "has no counterpart here") -> None:
         """Remember that a setting cannot be converted as it stands, in one sentence."""
         if name not in self.settings:

@@ -102,12 +102,12 @@ def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
 
 def _precision(conversion: Conversion) -> None:
     """bf16.enabled and fp16.enabled → precision.compute."""
-    bf16 = conversion.take("bf16.enabled", conversion.take("bfloat16.enabled", False))
-    fp16 = conversion.take("fp16.enabled", False)
+    bf16 = conversion.switch("bf16.enabled", conversion.switch("bfloat16.enabled", False))
+    fp16 = conversion.switch("fp16.enabled", False)
     if bf16 and fp16:
         conversion.refuse("fp16.enabled", "keep one of them", "contradicts bf16")
     for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        if conversion.take(f"bf16.{name}", False):
+        if conversion.switch(f"bf16.{name}", False):
             conversion.refuse(f"bf16.{name}", "masters are fp32 here; precision.optimizer_states shrinks the moments")
     known = {
         "auto_cast": (False, True), "loss_scale": (0,), "initial_scale_power": (16,), "loss_scale_window": (1000,),
@@ -167,7 +167,7 @@ def _zero(conversion: Conversion, ranks: int) -> None:
                 f"{_ZERO}.stage = {stage} on one rank shards nothing; --ranks says how many there are"
             )
     offload = []
-    if conversion.take(f"{_ZERO}.cpu_offload", False):
+    if conversion.switch(f"{_ZERO}.cpu_offload", False):
         offload.append("optimizer")
     for theirs, ours in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
         section = f"{_ZERO}.{theirs}"
@@ -207,12 +207,12 @@ def _optimizer(conversion: Conversion) -> None:
         conversion.refuse("optimizer.type", "Adam (with decoupled decay), AdamW and Lion have one")
         conversion.skip("optimizer.params")
         return
-    if not conversion.take(f"{given}adam_w_mode", True):
+    if not conversion.switch(f"{given}adam_w_mode", True):
         conversion.refuse(f"{given}adam_w_mode", "weight decay is decoupled here: take it out, or the decay")
     for inert in ("torch_adam", "bias_correction", "fused", "foreach"):
         if conversion.take(given + inert, inert == "bias_correction") is not True and inert == "bias_correction":
             conversion.refuse(given + inert, "moments are always corrected: take it out")
-    if conversion.take(f"{given}amsgrad", False):
+    if conversion.switch(f"{given}amsgrad", False):
         conversion.refuse(f"{given}amsgrad", "there is no such variant here: take it out")
     conversion.fields["optimizer.name"] = name
     for field in ("lr", "weight_decay"):
@@ -222,7 +222,9 @@ def _optimizer(conversion: Conversion) -> None:
         elif given + field not in conversion.settings:
             conversion.refuse(given + field, "its default differs between implementations: write it")
     betas = conversion.take(f"{given}betas", [0.9, 0.999] if name == "adamw" else [0.9, 0.99])
-    conversion.fields["optimizer.betas"] = [float(beta) for beta in betas]
+    if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
+        conversion.refuse(f"{given}betas", "correct it", "is not a list of two numbers")
+    conversion.fields["optimizer.betas"] = betas
     if name == "adamw":
         conversion.fields["optimizer.eps"] = float(conversion.number(f"{given}eps", 1e-8))
     if conversion.fields.get("optimizer.weight_decay"):
@@ -234,7 +236,7 @@ def _schedule(conversion: Conversion) -> None:
     if not any(name.startswith("scheduler.") for name in conversion.settings):
         conversion.notes.append("the file names no scheduler: [schedule] has its defaults")
         return
-    kind, given = conversion.take("scheduler.type", ""), "scheduler.params."
+    kind, given = str(conversion.take("scheduler.type", "")), "scheduler.params."
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "cosine"}
     if kind not in kinds:
         conversion.refuse("scheduler.type", f"{', '.join(kinds)} have one")
@@ -272,7 +274,7 @@ def _schedule(conversion: Conversion) -> None:
 def _switches(conversion: Conversion) -> None:
     """Sections with an `enabled`: sinks of metrics, and what is refused unless it is off."""
     settings = conversion.settings
-    sinks = [sink for sink in SINKS if conversion.take(f"{sink}.enabled", False)]
+    sinks = [sink for sink in SINKS if conversion.switch(f"{sink}.enabled", False)]
     if sinks:
         conversion.fields["log.sinks"] = sinks
     for name in settings:

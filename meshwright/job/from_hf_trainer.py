@@ -142,13 +142,13 @@ def _batch(conversion: Conversion, ranks: int) -> None:
     conversion.fields["run.seed"] = seed
     if conversion.take("data_seed") not in (None, seed):
         conversion.refuse("data_seed", "run.seed decides the data's order too: take it out")
-    if conversion.take("use_cpu", conversion.take("no_cuda", False)):
+    if conversion.switch("use_cpu", conversion.switch("no_cuda")):
         conversion.fields["run.device"] = "cpu"
 
 
 def _sharding(conversion: Conversion, ranks: int) -> None:
     """fsdp and fsdp_config → layout, memory.offload, memory.recompute; neither → replicas (DDP)."""
-    given, config = conversion.take("fsdp"), dict(conversion.take("fsdp_config") or {})
+    given, config = conversion.take("fsdp"), conversion.table("fsdp_config")
     words = given.split() if isinstance(given, str) else list(given) if isinstance(given, list) else []
     config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     if not given:
@@ -179,20 +179,20 @@ def _sharding(conversion: Conversion, ranks: int) -> None:
 
 def _precision(conversion: Conversion) -> None:
     """bf16, fp16, tf32 → precision.compute; gradient_checkpointing → memory.recompute."""
-    bf16, fp16, tf32 = (conversion.take(name, False) for name in ("bf16", "fp16", "tf32"))
+    bf16, fp16, tf32 = (conversion.switch(name) for name in ("bf16", "fp16", "tf32"))
     if bf16 and fp16:
         conversion.refuse("fp16", "keep one of them", "contradicts bf16")
     compute = "bf16" if bf16 else "fp16" if fp16 else "tf32" if tf32 else "fp32"
     conversion.fields["precision.compute"] = compute
     if bf16 or fp16:
         conversion.notes.append(f"{compute} is a working copy of fp32 masters here; theirs casts around operations")
-    if conversion.take("gradient_checkpointing", False):
+    if conversion.switch("gradient_checkpointing"):
         conversion.fields["memory.recompute"] = "full"
-    kwargs = dict(conversion.take("gradient_checkpointing_kwargs") or {})
+    kwargs = conversion.table("gradient_checkpointing_kwargs")
     kwargs.pop("use_reentrant", None)  # two ways to the same numbers
     if kwargs:
         conversion.refuse("gradient_checkpointing_kwargs", f"take out {', '.join(kwargs)}")
-    config = conversion.take("accelerator_config") or {}
+    config = conversion.table("accelerator_config")
     if other := [
         key for key, value in config.items() if ACCELERATOR.get(key, value) != value or key not in ACCELERATOR
     ]:
@@ -216,7 +216,7 @@ def _optimizer(conversion: Conversion) -> None:
 def _schedule(conversion: Conversion) -> None:
     """lr_scheduler_type and kwargs, warmup_steps or warmup_ratio → schedule."""
     steps = conversion.fields.get("run.steps")
-    kwargs: dict[str, Any] = dict(conversion.take("lr_scheduler_kwargs") or {})
+    kwargs: dict[str, Any] = conversion.table("lr_scheduler_kwargs")
     warmup, ratio = conversion.number("warmup_steps", 0), conversion.number("warmup_ratio", 0.0) or 0.0
     if 0 < warmup < 1 or not warmup:
         warmup = math.ceil((steps or 0) * (warmup or ratio))
@@ -224,10 +224,10 @@ def _schedule(conversion: Conversion) -> None:
     fields: dict[str, Any] = {"warmup_steps": int(warmup)}
     if kind in ("constant", "constant_with_warmup"):
         fields |= {"name": "constant"} | ({"warmup_steps": 0} if kind == "constant" else {})
-    elif kind in ("cosine", "cosine_with_min_lr"):
-        rate = conversion.settings.get("learning_rate", 5e-5)
-        floor = kwargs.pop("min_lr_rate", None) or (kwargs.pop("min_lr", None) or 0.0) / rate
-        fields |= {"name": "cosine", "min_lr_ratio": float(floor)}
+    elif kind == "cosine":
+        fields |= {"name": "cosine", "min_lr_ratio": 0.0}
+    elif kind == "cosine_with_min_lr":
+        fields |= {"name": "cosine", "min_lr_ratio": _floor(conversion, kwargs)}
     elif kind == "linear" and steps:
         fields |= {"name": "wsd", "decay_steps": steps - int(warmup), "min_lr_ratio": 0.0}
     elif kind == "warmup_stable_decay" and kwargs.pop("decay_type", "cosine") == "linear":
@@ -249,6 +249,17 @@ def _schedule(conversion: Conversion) -> None:
     conversion.fields.update({f"schedule.{name}": value for name, value in fields.items()})
     if fields.get("name") != "constant" or fields["warmup_steps"]:
         conversion.notes.append("the rate of step k is theirs of step k + 1: their first step of a warm-up has rate 0")
+
+
+def _floor(conversion: Conversion, kwargs: dict[str, Any]) -> float:
+    """min_lr_rate, or min_lr over the peak."""
+    peak = conversion.settings.get("learning_rate", 5e-5)
+    share, lowest = kwargs.pop("min_lr_rate", None), kwargs.pop("min_lr", None)
+    try:
+        return float(lowest / peak if share is None else share)
+    except (TypeError, ValueError, ZeroDivisionError):
+        conversion.refuse("lr_scheduler_kwargs", "write min_lr_rate, a share of the peak", "has no floor in it")
+        return 0.0
 
 
 def _saving(conversion: Conversion) -> None:
@@ -276,8 +287,8 @@ def _watching(conversion: Conversion) -> None:
         conversion.refuse("logging_steps", "write a number of steps instead of a share")
     else:
         conversion.fields["log.every_steps"] = int(every)
-    sinks = conversion.take("report_to", "none") or []
-    sinks = [sink for sink in ([sinks] if isinstance(sinks, str) else sinks) if sink != "none"]
+    asked = conversion.take("report_to", "none")
+    sinks = [sink for sink in (asked if isinstance(asked, list) else [asked]) if sink not in ("none", None)]
     if known := [sink for sink in sinks if sink in ("wandb", "tensorboard", "mlflow")]:
         conversion.fields["log.sinks"] = known
     if len(known) != len(sinks):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,56 @@ def test_arguments_without_one_are_refused_by_name(tmp_path: Path, change: Setti
         trainer(tmp_path, change)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+FULL_DEEPSPEED: Settings = DEEPSPEED | {
+    "fp16": {"enabled": False, "loss_scale": 0},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 50, "warmup_num_steps": 5, "warmup_type": "linear", "cos_min_ratio": 0.1},
+    },
+    "tensor_parallel": {"autotp_size": 1},
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "steps_per_print": 10,
+    "wandb": {"enabled": False},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "ratio": 1},
+        "offload_param": {"device": "cpu"},
+    },
+}
+FULL_ARGUMENTS: Settings = {
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "weight_decay": 0.1,
+    "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "optim": "adamw_torch",
+    "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 3,
+    "warmup_ratio": 0.0, "bf16": True, "fp16": False, "tf32": None, "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False}, "accelerator_config": {"split_batches": False},
+    "fsdp": "full_shard", "fsdp_config": {"min_num_params": 0}, "save_strategy": "steps", "save_steps": 5,
+    "save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 8,
+    "logging_strategy": "steps", "logging_steps": 5, "report_to": [], "run_name": None, "seed": 1, "data_seed": None,
+    "use_cpu": True, "max_steps": 100, "output_dir": "x",
+}  # fmt: skip
+
+
+def changed_leaves(settings: Settings) -> Iterator[Settings]:
+    """The settings with one value at a time replaced by things it cannot be."""
+    for name, value in settings.items():
+        others: list[Any] = [[], "zzz", -1, 0, None, {"a": 1}, True, 1.5]
+        yield from ({**settings, name: other} for other in others)
+        if isinstance(value, dict):
+            yield from ({**settings, name: inner} for inner in changed_leaves(value))
+
+
+@pytest.mark.parametrize(("convert", "settings"), [(deepspeed, FULL_DEEPSPEED), (trainer, FULL_ARGUMENTS)])
+def test_no_value_whatever_is_more_than_a_mistake(
+    tmp_path: Path, convert: Callable[..., Converted], settings: Settings
+) -> None:
+    assert convert(tmp_path, settings, 8 if convert is deepspeed else 2).fields
+    for changed in changed_leaves(settings):
+        try:
+            convert(tmp_path, changed, None)
+        except UserError as error:
+            assert ".json: " in str(error)
 
 
 def test_the_linear_schedule_is_the_trainer_s_but_for_one_step(tmp_path: Path) -> None:
