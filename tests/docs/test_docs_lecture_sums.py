@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.hardware import gpu_by_key, peak_flops
 from meshwright.job import Model, model_preset
 from meshwright.model.cost import flops_per_token, parameter_count
 
@@ -133,6 +134,14 @@ def test_the_matrices_of_the_slide_cut_by_columns_then_by_rows() -> None:
 def test_ranges_of_the_16_bit_formats() -> None:
     assert torch.finfo(torch.float16).max == 65504
     assert torch.finfo(torch.bfloat16).max == pytest.approx(torch.finfo(torch.float32).max, rel=0.01)
+
+
+def test_peaks_and_links_of_the_cards_the_lectures_name() -> None:
+    a100, h100, rtx = (gpu_by_key(key) for key in ("a100-80gb", "h100", "rtx-3090"))
+    assert (peak_flops(a100, "tf32"), peak_flops(a100, "bf16")) == (156e12, 312e12)  # dense
+    assert peak_flops(rtx, "bf16") is not None
+    links = [gpu.gpu_link.bytes_per_s for gpu in (a100, h100) if gpu.gpu_link is not None]
+    assert links == [300e9, 450e9]  # in one direction: 600 and 900 GB/s in both
 
 
 def test_a_view_needs_strides_that_fit_and_reshape_copies_where_they_do_not() -> None:
