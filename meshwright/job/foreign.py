@@ -13,6 +13,7 @@ from meshwright.errors import UserError
 from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
 
+ONE_RANK = "one rank is assumed: --ranks says how many share the batch"
 Settings = Mapping[str, Any]
 ANY = object()
 """Stands for every value: the setting changes nothing that this program does."""
@@ -76,8 +77,9 @@ class Conversion:
         return value
 
     def number(self, name: str, default: Any = None) -> Any:
-        """As `take`, for a setting that must be a number (a whole one as such, 5e8 too) where it is given."""
+        """As `take`, for a setting that is a number where it is given (1e3 a whole one); null is not given."""
         value = self.take(name, default)
+        value = default if value is None else value
         if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
             self.refuse(name, "correct it", "is not a number")
             return default
@@ -113,8 +115,8 @@ class Conversion:
     def apply(self, rules: Mapping[str, Rule]) -> None:
         """Answer for every setting that nothing has taken yet, by the table."""
         for name, value in self.settings.items():
-            if name in self.taken:
-                continue
+            if name in self.taken or (value in (None, {}) and name not in rules):
+                continue  # null and an empty section ask for nothing
             rule = rules.get(name)
             if rule is None:
                 self.refuse(name, "take it out if the run does not need it")

@@ -2,7 +2,17 @@
 
 from pathlib import Path
 
-from meshwright.job.foreign import ANY, Conversion, Converted, Field, Passed, Rule, read_settings, switched_off
+from meshwright.job.foreign import (
+    ANY,
+    ONE_RANK,
+    Conversion,
+    Converted,
+    Field,
+    Passed,
+    Rule,
+    read_settings,
+    switched_off,
+)
 
 _SPEED = "it tunes how DeepSpeed moves data and changes no number: take it out"
 _CODE = "set memory.recompute in the job"
@@ -93,9 +103,16 @@ def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
     _optimizer(conversion)
     _schedule(conversion)
     _switches(conversion)
-    if "gradient_clipping" not in conversion.settings:
+    if conversion.settings.get("gradient_clipping") is None:
+        conversion.settings.pop("gradient_clipping", None)
         conversion.refuse("gradient_clipping", "versions differ in its default: write 0 for none, or the norm")
-    conversion.notes.append("model, data, batch.sequence_length and run.steps are not in such a file: set them")
+    missing = [
+        "model",
+        "data",
+        "batch.sequence_length",
+        *(["run.steps"] if "run.steps" not in conversion.fields else []),
+    ]
+    conversion.notes.append(f"{', '.join(missing)} are not in the file: set them")
     conversion.apply(RULES)
     return conversion.finish(str(path))
 
@@ -134,6 +151,8 @@ def _batch(conversion: Conversion, ranks: int | None) -> int:
     if any(conversion.settings.get(name) == "auto" for name in names):
         return ranks or 1
     found = whole // (micro * accumulation) if whole and micro and accumulation else ranks or 1
+    if ranks is None and not (whole and micro and accumulation):
+        conversion.notes.append(ONE_RANK)
     if not accumulation:
         accumulation = whole // (micro * found) if whole and micro else 1
     if not micro and whole:
@@ -162,10 +181,6 @@ def _zero(conversion: Conversion, ranks: int) -> None:
         conversion.fields["layout.dp_shard"], conversion.fields["layout.zero"] = ranks, stage
     else:
         conversion.fields["layout.dp_replicate"] = ranks
-        if stage:
-            conversion.notes.append(
-                f"{_ZERO}.stage = {stage} on one rank shards nothing; --ranks says how many there are"
-            )
     offload = []
     if conversion.switch(f"{_ZERO}.cpu_offload", False):
         offload.append("optimizer")

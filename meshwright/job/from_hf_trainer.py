@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from meshwright.job.foreign import ANY, Conversion, Converted, Field, Passed, Rule, read_settings
+from meshwright.job.foreign import ANY, ONE_RANK, Conversion, Converted, Field, Passed, Rule, read_settings
 
 _WHOLE = ("accelerator_config", "fsdp_config", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "deepspeed")
 _SAME: dict[str, Rule] = {
@@ -12,7 +12,6 @@ _SAME: dict[str, Rule] = {
     "learning_rate": Field("optimizer.lr", float),
     "weight_decay": Field("optimizer.weight_decay", float),
     "adam_epsilon": Field("optimizer.eps", float),
-    "max_grad_norm": Field("optimizer.clip", float),
     "full_determinism": Field("run.deterministic"),
     "torch_compile": Field("run.compile"),
     "dataloader_num_workers": Field("data.workers"),
@@ -115,7 +114,10 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 def job_from_hf_trainer(path: Path, ranks: int | None = None) -> Converted:
     """The job of TrainingArguments on so many data-parallel ranks; all that has no counterpart is refused by name."""
-    conversion, ranks = Conversion(read_settings(path, _WHOLE)), ranks or 1
+    conversion = Conversion(read_settings(path, _WHOLE))
+    if ranks is None:
+        ranks = 1
+        conversion.notes.append(ONE_RANK)
     _batch(conversion, ranks)
     _sharding(conversion, ranks)
     _precision(conversion)
@@ -161,8 +163,6 @@ def _sharding(conversion: Conversion, ranks: int) -> None:
             conversion.refuse("fsdp", f"{word} needs its two degrees: set layout.dp_replicate and layout.dp_shard")
     if ranks > 1:
         conversion.fields["layout.dp_shard"], conversion.fields["layout.zero"] = ranks, stage
-    else:
-        conversion.notes.append("fsdp on one rank shards nothing; --ranks says how many there are")
     if "offload" in words or config.pop("cpu_offload", False):
         conversion.fields["memory.offload"] = ["params"]
     if config.pop("activation_checkpointing", False):
@@ -209,7 +209,9 @@ def _optimizer(conversion: Conversion) -> None:
         conversion.number("adam_beta1", 0.9),
         conversion.number("adam_beta2", 0.999),
     ]
-    theirs = {"lr": 5e-5, "weight_decay": 0.0, "eps": 1e-8, "clip": 1.0}
+    clip = conversion.take("max_grad_norm", 1.0)
+    conversion.fields["optimizer.clip"] = 0.0 if clip is None else conversion.number("max_grad_norm", 1.0)
+    theirs = {"lr": 5e-5, "weight_decay": 0.0, "eps": 1e-8}
     conversion.fields.update({f"optimizer.{name}": value for name, value in theirs.items()})
 
 

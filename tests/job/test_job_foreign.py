@@ -78,6 +78,7 @@ def test_a_deepspeed_configuration_becomes_a_job(tmp_path: Path) -> None:
         ),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 0}}, None, {"precision.compute": "fp16"}),
         ({"wandb": {"enabled": True}}, None, {"log.sinks": ["wandb"]}),
+        ({"amp": {}, "zero_optimization": {"stage": 1, "offload_optimizer": None}}, None, {"layout.zero": 1}),
         ({"steps_per_print": 2000, "elasticity": {"enabled": False, "x": 1}}, None, {"log.every_steps": 2000}),
         ({"tensor_parallel": {"autotp_size": 2}}, None, {"layout.tp": 2, "layout.sp": False}),
         (
@@ -117,6 +118,8 @@ def test_deepspeed_settings_with_a_counterpart(
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             'offload_param.device = "nvme" has no',
         ),
+        ({"gradient_clipping": None}, "gradient_clipping is not given; versions differ in its default"),
+        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled = "yes" is neither true nor false; correct it'),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is no stage; write 0, 1, 2 or 3"),
         ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, 'optimizer.type = "Lamb" has no counterpart here; Adam'),
         (
@@ -144,6 +147,14 @@ def test_deepspeed_settings_without_one_are_refused_by_name(tmp_path: Path, chan
         deepspeed(tmp_path, DEEPSPEED | change)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_nobody_told_are_noted(tmp_path: Path) -> None:
+    assert any("--ranks" in note for note in trainer(tmp_path, {}).notes)
+    assert not any("--ranks" in note for note in trainer(tmp_path, {}, ranks=1).notes)
+    assert not any("--ranks" in note for note in deepspeed(tmp_path, DEEPSPEED).notes)
+    untold = {key: value for key, value in DEEPSPEED.items() if key != "train_batch_size"}
+    assert any("--ranks" in note for note in deepspeed(tmp_path, untold).notes)
 
 
 def test_the_trainer_s_defaults_are_its_own_not_ours(tmp_path: Path) -> None:
@@ -206,6 +217,7 @@ def test_every_argument_of_the_installed_transformers_is_known(tmp_path: Path) -
         ({"save_total_limit": 3, "save_steps": 50}, {"checkpoint.every_steps": 50, "checkpoint.keep_last": 3}),
         ({"eval_strategy": "steps", "eval_steps": 20}, {"evaluation.every_steps": 20}),
         ({"report_to": ["wandb"]}, {"log.sinks": ["wandb"]}),
+        ({"max_grad_norm": None}, {"optimizer.clip": 0.0}),
         ({"tf32": True, "use_cpu": True}, {"precision.compute": "tf32", "run.device": "cpu"}),
     ],
 )
