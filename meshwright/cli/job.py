@@ -1,12 +1,22 @@
-"""`meshwright job`: what a job file means."""
+"""`meshwright job`: what a job file means, and job files out of other programs' settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-app = typer.Typer(help="Explain a job file, or print its schema.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from meshwright.job import Converted
+
+app = typer.Typer(help="Explain a job file, print its schema, or make one of other settings.", no_args_is_help=True)
 
 JOB = typer.Argument(help="A job file, or a recipe's name such as demo.")
 SET = typer.Option([], "--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be given again.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
+RANKS = typer.Option(None, "--ranks", min=1, help="Data-parallel ranks; else what the batch sizes say, or 1.")
+OUT = typer.Option(None, "--out", metavar="JOB.toml", help="Write the job here instead of printing it.")
 
 
 @app.command()
@@ -42,6 +52,48 @@ def schema() -> None:
     from meshwright.job import job_schema
 
     print_json(job_schema())
+
+
+@app.command("from-deepspeed")
+def from_deepspeed(
+    config: Path = typer.Argument(help="A ds_config.json."),
+    ranks: int | None = RANKS,
+    out: Path | None = OUT,
+    as_json: bool = JSON,
+) -> None:
+    """Make a job of a DeepSpeed configuration; settings without a counterpart are refused by name."""
+    from meshwright.job import job_from_deepspeed
+
+    _converted(job_from_deepspeed(config, ranks), f"from {config.name}, a DeepSpeed configuration", out, as_json)
+
+
+@app.command("from-hf-trainer")
+def from_hf_trainer(
+    arguments: Path = typer.Argument(help="TrainingArguments as JSON (to_json_string)."),
+    ranks: int | None = RANKS,
+    out: Path | None = OUT,
+    as_json: bool = JSON,
+) -> None:
+    """Make a job of the Hugging Face Trainer's arguments; settings without a counterpart are refused by name."""
+    from meshwright.job import job_from_hf_trainer
+
+    _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, as_json)
+
+
+def _converted(converted: Converted, heading: str, out: Path | None, as_json: bool) -> None:
+    from meshwright.cli.output import print_json
+    from meshwright.job import job_text
+
+    text = job_text(converted.job, "\n".join([heading, *(f"note: {note}" for note in converted.notes)]))
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if as_json:
+        written = None if out is None else str(out)
+        print_json({"fields": converted.fields, "notes": converted.notes, "job": text, "written": written})
+    elif out is None:
+        print(text, end="")
+    else:
+        print(f"{out}: {len(converted.fields)} fields, {len(converted.notes)} notes at its top")
 
 
 def _shown(value: object) -> str:

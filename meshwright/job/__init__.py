@@ -1,19 +1,27 @@
 """The Job: one file that the planner writes and everything else reads. Imports no torch."""
 
+from meshwright.job.foreign import Converted
+from meshwright.job.from_deepspeed import job_from_deepspeed
+from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.hf_config import model_from_hf_config, model_of_folder, model_to_hf_config, read_hf_config
 from meshwright.job.init_from import start_folder
 from meshwright.job.job import Job
 from meshwright.job.load import LoadedJob, job_fields, job_schema, load_job
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.presets import model_preset, model_presets, recipes
+from meshwright.job.text import job_text
 
 __all__ = [
+    "Converted",
     "Job",
     "LoadedJob",
     "Model",
     "RopeScaling",
     "job_fields",
+    "job_from_deepspeed",
+    "job_from_hf_trainer",
     "job_schema",
+    "job_text",
     "load_job",
     "model_from_hf_config",
     "model_of_folder",

@@ -66,6 +66,11 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
     return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
 
 
+def job_of_table(table: Table, name: str) -> Job:
+    """The job that tables of fields describe; mistakes raise UserError and speak of `name`."""
+    return _validate(table, {}, Path(name))
+
+
 def field_names() -> list[str]:
     """Every `section.field` of a job."""
     return [f"{name}.{field}" for name, section in _sections().items() for field in section.model_fields]

@@ -1,10 +1,11 @@
 """From a job and a cluster to what a step takes: memory and time by named terms, and their error."""
 
+from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows
 from meshwright.plan.against import Term, beside
 from meshwright.plan.bound import ALLOWED
 from meshwright.plan.economy import Economy, economy
-from meshwright.plan.explain import batch_sequences, job_text, layout_words, limit, usual_batch_tokens, why_not
+from meshwright.plan.explain import batch_sequences, layout_words, limit, usual_batch_tokens, why_not
 from meshwright.plan.machine import Machine, machine_of, parse_cluster
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, predict, timeline

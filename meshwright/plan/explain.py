@@ -1,6 +1,5 @@
-"""A search in words: what limits a layout, why the nearest misses do not fit, and a job file of the choice."""
+"""A search in words: what limits a layout, and why the nearest misses do not fit."""
 
-import json
 from math import log2
 from typing import Any
 
@@ -95,25 +94,3 @@ def _settings(job: Job) -> dict[str, Any]:
         "memory.offload": job.memory.offload,
         "precision.compute": job.precision.compute,
     }
-
-
-def job_text(job: Job, heading: str) -> str:
-    """A job file that loads as this job."""
-    lines = [f"# {line}" for line in heading.splitlines()]
-    for section in type(job).model_fields:
-        fields = getattr(job, section).model_dump(mode="json", exclude_unset=True, exclude_none=True)
-        if section in job.model_fields_set and fields:
-            lines += ["", f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + " }"
-    return f"{value}"

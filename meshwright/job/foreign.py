@@ -1,0 +1,170 @@
+"""Another program's settings as a job: a table says for each of them which field it is, or which values say nothing.
+
+A setting with neither is refused by name, and so is "auto": the job is written when every setting has an answer.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+from meshwright.job.job import Job
+from meshwright.job.load import field_names, job_of_table
+
+ONE_RANK = "one rank is assumed: --ranks says how many share the batch"
+Settings = Mapping[str, Any]
+ANY = object()
+"""Stands for every value: the setting changes nothing that this program does."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A setting that is one of ours, through a function where its form is another."""
+
+    ours: str
+    of: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A setting with no field of ours: these values may stand, any other is refused with what to do instead."""
+
+    values: Collection[Any] | object
+    instead: str = "take it out if the run does not need it"
+
+    def passes(self, value: Any) -> bool:
+        """Whether a value may be passed over."""
+        if self.values is ANY:
+            return True
+        assert isinstance(self.values, Collection)
+        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values)
+
+
+Rule = Field | Passed
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A job out of another program's settings."""
+
+    job: Job
+    fields: dict[str, Any]
+    """Dotted field name → value, only those the settings gave."""
+    notes: list[str]
+    """What is not quite the same, or not in the file."""
+
+
+@dataclass
+class Conversion:
+    """What has been found out about one file so far."""
+
+    settings: dict[str, Any]
+    """Dotted name → value."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A setting's value, which the caller answers for; "auto" is asked for by name, and the default returned."""
+        self.taken.add(name)
+        value = self.settings.get(name, default)
+        if value == "auto":
+            self.refuse(name, "write the value it stands for", "leaves the choice to another program")
+            return default
+        return value
+
+    def number(self, name: str, default: Any = None) -> Any:
+        """As `take`, for a setting that is a number where it is given (1e3 a whole one); null is not given."""
+        value = self.take(name, default)
+        value = default if value is None else value
+        if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
+            self.refuse(name, "correct it", "is not a number")
+            return default
+        return int(value) if isinstance(value, float) and value.is_integer() and value >= 1 else value
+
+    def switch(self, name: str, default: bool = False) -> bool:
+        """As `take`, for a setting that is true or false where it is given; null is false."""
+        value = self.take(name, default)
+        if not isinstance(value, bool | None):
+            self.refuse(name, "correct it", "is neither true nor false")
+            return default
+        return bool(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """As `take`, for a setting that is a table where it is given; a copy to pick from."""
+        value = self.take(name)
+        if value is not None and not isinstance(value, dict):
+            self.refuse(name, "correct it", "is not a table")
+        return dict(value) if isinstance(value, dict) else {}
+
+    def refuse(self, name: str, remedy: str, what: str = "has no counterpart here") -> None:
+        """Remember that a setting cannot be converted as it stands, in one sentence."""
+        if name not in self.settings:
+            self.refusals.append(f"{name} is not given; {remedy}")
+            return
+        value = json.dumps(self.settings[name])
+        self.refusals.append(f"{name} = {value if len(value) <= 60 else value[:57] + '...'} {what}; {remedy}")
+
+    def skip(self, section: str) -> None:
+        """Answer for every setting of a section at once."""
+        self.taken.update(name for name in self.settings if name.startswith(f"{section}."))
+
+    def apply(self, rules: Mapping[str, Rule]) -> None:
+        """Answer for every setting that nothing has taken yet, by the table."""
+        for name, value in self.settings.items():
+            if name in self.taken or (value in (None, {}) and name not in rules):
+                continue  # null and an empty section ask for nothing
+            rule = rules.get(name)
+            if rule is None:
+                self.refuse(name, "take it out if the run does not need it")
+            elif isinstance(rule, Passed):
+                if not rule.passes(value):
+                    self.refuse(name, rule.instead)
+            elif (mine := self.take(name)) is not None:
+                try:
+                    self.fields[rule.ours] = rule.of(mine)
+                except (KeyError, TypeError, ValueError):
+                    self.refuse(name, "correct it", f"is nothing {rule.ours} can be")
+
+    def finish(self, where: str) -> Converted:
+        """The job, or all refusals in one error, a sentence each."""
+        if self.refusals:
+            raise UserError("\n".join(f"{where}: {sentence}" for sentence in self.refusals))
+        order = field_names()
+        ordered = dict(sorted(self.fields.items(), key=lambda item: order.index(item[0])))
+        table: dict[str, dict[str, Any]] = {}
+        for name, value in ordered.items():
+            section, key = name.split(".")
+            table.setdefault(section, {})[key] = value
+        return Converted(job_of_table(table, where), ordered, self.notes)
+
+
+def read_settings(path: Path, whole: Collection[str] = ()) -> dict[str, Any]:
+    """The settings of a JSON file, nested tables by dotted names; those named in `whole` stay tables."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} cannot be read as JSON ({reason}); give the settings file itself") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path} holds no table of settings but {type(table).__name__}; give the settings file itself")
+    return dict(_flat(table, "", frozenset(whole)))
+
+
+def _flat(table: Settings, prefix: str, whole: frozenset[str]) -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        name = prefix + key
+        if isinstance(value, dict) and value and name not in whole:
+            pairs += _flat(value, name + ".", whole)
+        else:
+            pairs.append((name, value))
+    return pairs
+
+
+def switched_off(settings: Settings, section: str) -> bool:
+    """Whether a section of its own `enabled` is off, so that nothing in it acts."""
+    return settings.get(f"{section}.enabled", False) is False

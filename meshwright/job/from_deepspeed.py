@@ -1,0 +1,301 @@
+"""A DeepSpeed configuration (ds_config.json) as a job: their setting → ours."""
+
+from pathlib import Path
+
+from meshwright.job.foreign import (
+    ANY,
+    ONE_RANK,
+    Conversion,
+    Converted,
+    Field,
+    Passed,
+    Rule,
+    read_settings,
+    switched_off,
+)
+
+_SPEED = "it tunes how DeepSpeed moves data and changes no number: take it out"
+_CODE = "set memory.recompute in the job"
+_ZERO = "zero_optimization"
+
+RULES: dict[str, Rule] = {
+    # what is the same here by another name
+    "gradient_clipping": Field("optimizer.clip", float),
+    "steps_per_print": Field("log.every_steps"),
+    "seed": Field("run.seed"),
+    "data_types.grad_accum_dtype": Field("precision.gradients", lambda name: {"fp32": "fp32", "bf16": "bf16"}[name]),
+    # what is always so here
+    f"{_ZERO}.contiguous_gradients": Passed(ANY),
+    f"{_ZERO}.load_from_fp32_weights": Passed([True], "masters are fp32 in every checkpoint here: take it out"),
+    f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": Passed(ANY),  # `checkpoint export` gathers from any layout
+    f"{_ZERO}.ignore_unused_parameters": Passed(ANY),  # a decoder uses all of them
+    f"{_ZERO}.elastic_checkpoint": Passed(ANY),  # any layout loads any checkpoint
+    "zero_allow_untested_optimizer": Passed(ANY),
+    "zero_force_ds_cpu_optimizer": Passed(ANY),
+    "dataloader_drop_last": Passed(ANY),  # every batch is whole, since a run counts steps
+    # what only moves data otherwise: its defaults
+    f"{_ZERO}.allgather_partitions": Passed([True], _SPEED),
+    f"{_ZERO}.allgather_bucket_size": Passed([5e8], _SPEED),
+    f"{_ZERO}.compute_grad_norm": Passed([True], "the norm is always computed: take it out"),
+    f"{_ZERO}.overlap_comm": Passed([True, False, None], _SPEED),
+    f"{_ZERO}.reduce_scatter": Passed([True], _SPEED),
+    f"{_ZERO}.reduce_bucket_size": Passed([5e8], _SPEED),
+    f"{_ZERO}.round_robin_gradients": Passed([False], _SPEED),
+    f"{_ZERO}.parameter_alignment": Passed([False], _SPEED),
+    f"{_ZERO}.stage3_max_live_parameters": Passed([1e9], "layout.prefetch says how many blocks are gathered ahead"),
+    f"{_ZERO}.stage3_max_reuse_distance": Passed([1e9], _SPEED),
+    f"{_ZERO}.stage3_prefetch_bucket_size": Passed(
+        [5e8, 5e7], "layout.prefetch says how many blocks are gathered ahead"
+    ),
+    f"{_ZERO}.stage3_param_persistence_threshold": Passed([1e5, 1e6], "every parameter is sharded here: take it out"),
+    f"{_ZERO}.stage3_module_granularity_threshold": Passed([0], _SPEED),
+    f"{_ZERO}.sub_group_size": Passed([1e9], _SPEED),
+    f"{_ZERO}.log_trace_cache_warnings": Passed([False], _SPEED),
+    # ZeRO++ and NVMe
+    f"{_ZERO}.zero_hpz_partition_size": Passed(
+        [1], "layout.dp_replicate makes hybrid sharding, which is another thing"
+    ),
+    f"{_ZERO}.zero_quantized_weights": Passed([False], "weights travel whole here: take it out"),
+    f"{_ZERO}.zero_quantized_gradients": Passed([False], "layout.compress compresses between replicas, another way"),
+    "aio": Passed([{}], "nothing is kept on NVMe here: take it out"),
+    # what changes numbers and is not done here
+    "communication_data_type": Passed([None], "set precision.gradients in the job"),
+    "gradient_allreduce_op": Passed(["mean"], "a step is divided by its valid tokens over all ranks: take it out"),
+    "prescale_gradients": Passed([False], "a step is divided once by its valid tokens: take it out"),
+    "gradient_predivide_factor": Passed([1.0], "a step is divided once by its valid tokens: take it out"),
+    "sparse_gradients": Passed([False], "embedding gradients are dense here: take it out"),
+    "managed_gradient_accumulation": Passed([True], "accumulation is the job's own matter: take it out"),
+    "activation_checkpointing.partition_activations": Passed([False], "layout.tp with layout.sp shards them instead"),
+    "activation_checkpointing.cpu_checkpointing": Passed([False], 'memory.offload = ["activations"] is its like here'),
+    "activation_checkpointing.contiguous_memory_optimization": Passed([False], _SPEED),
+    "activation_checkpointing.number_checkpoints": Passed([None], _CODE),
+    "activation_checkpointing.synchronize_checkpoint_boundary": Passed([False], _SPEED),
+    "activation_checkpointing.profile": Passed([False], "meshwright bench --profile measures"),
+    "wall_clock_breakdown": Passed([False], "meshwright bench gives the phases of a step"),
+    "memory_breakdown": Passed([False], "every report has the memory by kind"),
+    "dump_state": Passed([False], "the run folder holds the resolved job: take it out"),
+    "disable_allgather": Passed([False], _SPEED),
+    "checkpoint.tag_validation": Passed(ANY),
+    "checkpoint.load_universal": Passed([False], "any layout loads any checkpoint here: take it out"),
+    "checkpoint.use_node_local_storage": Passed([False], "checkpoint.backup_to copies to a second place"),
+    "tensor_parallel.preset_model": Passed(ANY),  # the model's own sharding table says how it is cut
+    "tensor_parallel.tp_overlap_comm": Passed([False], _SPEED),
+    "compile.deepcompile": Passed([False], "run.compile compiles every block"),
+}
+SECTIONS = (
+    "amp", "autotuning", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue",
+    "elasticity", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "torch_autocast",
+)  # fmt: skip
+"""Sections without a counterpart, which may stand as long as their `enabled` is false."""
+SINKS = ("wandb", "tensorboard")
+FP16_NOTE = (
+    "fp16: the scale starts at 2^16 as theirs, but is halved at every overflow (no hysteresis) and doubled after 2000 "
+    "steps without one"
+)
+
+
+def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
+    """The job of a ds_config.json on so many data-parallel ranks; all that has no counterpart is refused by name."""
+    conversion = Conversion(read_settings(path))
+    _precision(conversion)
+    ranks = _batch(conversion, ranks)
+    _zero(conversion, ranks)
+    _optimizer(conversion)
+    _schedule(conversion)
+    _switches(conversion)
+    if conversion.settings.get("gradient_clipping") is None:
+        conversion.settings.pop("gradient_clipping", None)
+        conversion.refuse("gradient_clipping", "versions differ in its default: write 0 for none, or the norm")
+    missing = [
+        "model",
+        "data",
+        "batch.sequence_length",
+        *(["run.steps"] if "run.steps" not in conversion.fields else []),
+    ]
+    conversion.notes.append(f"{', '.join(missing)} are not in the file: set them")
+    conversion.apply(RULES)
+    return conversion.finish(str(path))
+
+
+def _precision(conversion: Conversion) -> None:
+    """bf16.enabled and fp16.enabled → precision.compute."""
+    bf16 = conversion.switch("bf16.enabled", conversion.switch("bfloat16.enabled", False))
+    fp16 = conversion.switch("fp16.enabled", False)
+    if bf16 and fp16:
+        conversion.refuse("fp16.enabled", "keep one of them", "contradicts bf16")
+    for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if conversion.switch(f"bf16.{name}", False):
+            conversion.refuse(f"bf16.{name}", "masters are fp32 here; precision.optimizer_states shrinks the moments")
+    known = {
+        "auto_cast": (False, True), "loss_scale": (0,), "initial_scale_power": (16,), "loss_scale_window": (1000,),
+        "hysteresis": (2,), "consecutive_hysteresis": (False,), "min_loss_scale": (1,),
+        "fp16_master_weights_and_grads": (False,),
+    }  # fmt: skip
+    for name, values in known.items():
+        given = f"fp16.{name}"
+        if not fp16:
+            conversion.taken.add(given)  # acts with fp16 only
+        elif conversion.take(given, values[0]) not in values:
+            conversion.refuse(given, "the loss scale here has no such setting: take it out")
+    if fp16:
+        conversion.notes.append(FP16_NOTE)
+    conversion.fields["precision.compute"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    if bf16 and "data_types.grad_accum_dtype" not in conversion.settings:
+        conversion.notes.append('gradients are added up in fp32; precision.gradients = "bf16" adds them in 16 bits')
+
+
+def _batch(conversion: Conversion, ranks: int | None) -> int:
+    """Two of the three batch sizes and the ranks, or all three → batch.micro_batch, batch.global_batch."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    whole, micro, accumulation = (conversion.number(name) for name in names)
+    if any(conversion.settings.get(name) == "auto" for name in names):
+        return ranks or 1
+    found = whole // (micro * accumulation) if whole and micro and accumulation else ranks or 1
+    if ranks is None and not (whole and micro and accumulation):
+        conversion.notes.append(ONE_RANK)
+    if not accumulation:
+        accumulation = whole // (micro * found) if whole and micro else 1
+    if not micro and whole:
+        micro = whole // (found * accumulation)
+    if not micro:
+        conversion.refuse(names[1], "write how many sequences one GPU takes at a time")
+        return found
+    whole = whole or micro * accumulation * found
+    if whole != micro * accumulation * found or (ranks is not None and ranks != found):
+        conversion.refuse(
+            names[0] if names[0] in conversion.settings else names[1],
+            "correct one of them, or --ranks",
+            f"does not fit: micro-batch {micro} × accumulation {accumulation} × {ranks or found} ranks is not {whole}",
+        )
+    conversion.fields["batch.global_batch"], conversion.fields["batch.micro_batch"] = whole, micro
+    return found
+
+
+def _zero(conversion: Conversion, ranks: int) -> None:
+    """zero_optimization and tensor_parallel → layout and memory.offload."""
+    stage = conversion.take(f"{_ZERO}.stage", 0)
+    conversion.taken.add(_ZERO)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        conversion.refuse(f"{_ZERO}.stage", "write 0, 1, 2 or 3", "is no stage")
+    elif stage and ranks > 1:
+        conversion.fields["layout.dp_shard"], conversion.fields["layout.zero"] = ranks, stage
+    else:
+        conversion.fields["layout.dp_replicate"] = ranks
+    offload = []
+    if conversion.switch(f"{_ZERO}.cpu_offload", False):
+        offload.append("optimizer")
+    for theirs, ours in (("offload_optimizer", "optimizer"), ("offload_param", "params")):
+        section = f"{_ZERO}.{theirs}"
+        device = conversion.take(f"{section}.device", "none")
+        for inert in (
+            "nvme_path",
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "fast_init",
+            "pipeline_read",
+            "pipeline_write",
+        ):
+            conversion.taken.add(f"{section}.{inert}")  # act with NVMe only, which is refused
+        conversion.taken.add(f"{section}.pin_memory")  # host buffers are page-locked here where that can be
+        if conversion.number(f"{section}.ratio", 1) != 1:
+            conversion.refuse(f"{section}.ratio", "the host updates all that is offloaded: take it out")
+        if device == "cpu":
+            offload.append(ours)
+        elif device not in ("none", None):
+            conversion.refuse(f"{section}.device", 'host memory is all there is here: "cpu" or "none"')
+    if offload:
+        conversion.fields["memory.offload"] = list(dict.fromkeys(offload))
+    tensor = conversion.number("tensor_parallel.autotp_size", 0)
+    if tensor > 1:
+        conversion.fields["layout.tp"], conversion.fields["layout.sp"] = tensor, False
+
+
+def _optimizer(conversion: Conversion) -> None:
+    """optimizer.type and its params → optimizer."""
+    if not any(name.startswith("optimizer.") for name in conversion.settings):
+        conversion.notes.append("the file names no optimizer: [optimizer] has its defaults")
+        return
+    kind, given = str(conversion.take("optimizer.type", "")), "optimizer.params."
+    name = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}.get(kind.lower())
+    if name is None:
+        conversion.refuse("optimizer.type", "Adam (with decoupled decay), AdamW and Lion have one")
+        conversion.skip("optimizer.params")
+        return
+    if not conversion.switch(f"{given}adam_w_mode", True):
+        conversion.refuse(f"{given}adam_w_mode", "weight decay is decoupled here: take it out, or the decay")
+    for inert in ("torch_adam", "bias_correction", "fused", "foreach"):
+        if conversion.take(given + inert, inert == "bias_correction") is not True and inert == "bias_correction":
+            conversion.refuse(given + inert, "moments are always corrected: take it out")
+    if conversion.switch(f"{given}amsgrad", False):
+        conversion.refuse(f"{given}amsgrad", "there is no such variant here: take it out")
+    conversion.fields["optimizer.name"] = name
+    for field in ("lr", "weight_decay"):
+        value = conversion.number(given + field)
+        if value is not None:
+            conversion.fields[f"optimizer.{field}"] = float(value)
+        elif given + field not in conversion.settings:
+            conversion.refuse(given + field, "its default differs between implementations: write it")
+    betas = conversion.take(f"{given}betas", [0.9, 0.999] if name == "adamw" else [0.9, 0.99])
+    if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
+        conversion.refuse(f"{given}betas", "correct it", "is not a list of two numbers")
+    conversion.fields["optimizer.betas"] = betas
+    if name == "adamw":
+        conversion.fields["optimizer.eps"] = float(conversion.number(f"{given}eps", 1e-8))
+    if conversion.fields.get("optimizer.weight_decay"):
+        conversion.notes.append("weight decay leaves norms, biases and other vectors alone; theirs follows the program")
+
+
+def _schedule(conversion: Conversion) -> None:
+    """scheduler.type and its params → schedule."""
+    if not any(name.startswith("scheduler.") for name in conversion.settings):
+        conversion.notes.append("the file names no scheduler: [schedule] has its defaults")
+        return
+    kind, given = str(conversion.take("scheduler.type", "")), "scheduler.params."
+    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "cosine"}
+    if kind not in kinds:
+        conversion.refuse("scheduler.type", f"{', '.join(kinds)} have one")
+        conversion.skip("scheduler.params")
+        return
+    conversion.fields["schedule.name"] = kinds[kind]
+    warmup = conversion.number(f"{given}warmup_num_steps", 1000)
+    conversion.fields["schedule.warmup_steps"] = warmup
+    if conversion.take(f"{given}warmup_type", "log") != "linear":
+        conversion.refuse(
+            f"{given}warmup_type", 'the rate rises linearly here: write "linear" (their default is "log")'
+        )
+    for lowest in ("warmup_min_lr", "warmup_min_ratio"):
+        if conversion.take(given + lowest, 0):
+            conversion.refuse(given + lowest, "the rate rises from 0 here: write 0")
+    peak = conversion.number(f"{given}warmup_max_lr", 0.001 if kind != "WarmupCosineLR" else None)
+    if peak is not None:
+        lr = conversion.fields.setdefault("optimizer.lr", float(peak))
+        if lr != peak:
+            conversion.refuse(f"{given}warmup_max_lr", "write one rate in both", f"is not optimizer.params.lr = {lr}")
+    if kind != "WarmupLR":
+        total = conversion.number(f"{given}total_num_steps")
+        if total is None:
+            if f"{given}total_num_steps" not in conversion.settings:
+                conversion.refuse(f"{given}total_num_steps", "write the number of steps")
+            return
+        conversion.fields["run.steps"] = total
+        if kind == "WarmupDecayLR":
+            conversion.fields["schedule.decay_steps"] = total - warmup
+        floor = conversion.number(f"{given}cos_min_ratio", 0.0001) if kind == "WarmupCosineLR" else 0.0
+        conversion.fields["schedule.min_lr_ratio"] = floor
+    conversion.notes.append("rates are theirs but for a step or two: here the first step already has a rate above 0")
+
+
+def _switches(conversion: Conversion) -> None:
+    """Sections with an `enabled`: sinks of metrics, and what is refused unless it is off."""
+    settings = conversion.settings
+    sinks = [sink for sink in SINKS if conversion.switch(f"{sink}.enabled", False)]
+    if sinks:
+        conversion.fields["log.sinks"] = sinks
+    for name in settings:
+        section, _, key = name.partition(".")
+        if section in (*SECTIONS, *SINKS) and switched_off(settings, section):
+            conversion.taken.add(name)
+        elif section in SECTIONS and key == "enabled":
+            conversion.refuse(name, "switch it off")
+            conversion.skip(section)

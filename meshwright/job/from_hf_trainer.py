@@ -1,0 +1,315 @@
+"""The Hugging Face Trainer's arguments (TrainingArguments.to_json_string) as a job: their setting → ours."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from meshwright.job.foreign import ANY, ONE_RANK, Conversion, Converted, Field, Passed, Rule, read_settings
+
+_WHOLE = ("accelerator_config", "fsdp_config", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "deepspeed")
+_SAME: dict[str, Rule] = {
+    "output_dir": Field("run.folder"),
+    "learning_rate": Field("optimizer.lr", float),
+    "weight_decay": Field("optimizer.weight_decay", float),
+    "adam_epsilon": Field("optimizer.eps", float),
+    "full_determinism": Field("run.deterministic"),
+    "torch_compile": Field("run.compile"),
+    "dataloader_num_workers": Field("data.workers"),
+    "dataloader_pin_memory": Field("data.pin_memory"),
+}
+_ANYTHING = """
+do_train do_eval do_predict local_rank remove_unused_columns length_column_name num_train_epochs
+dataloader_drop_last dataloader_persistent_workers eval_on_start eval_do_concat_batches eval_use_gather_object
+log_level log_level_replica log_on_each_node disable_tqdm logging_first_step logging_nan_inf_filter logging_dir
+include_tokens_per_second skip_memory_metrics prediction_loss_only fsdp_transformer_layer_cls_to_wrap
+hub_token hub_private_repo hub_strategy push_to_hub_token
+"""
+"""Flags of a script, talk, how results are laid out, and what is always so here: batches are whole, workers live as
+long as the run, an evaluation begins it; of epochs and steps the steps rule, and are asked for."""
+_ONLY: dict[str, list[Any]] = {
+    "label_names": [None, []],
+    "label_smoothing_factor": [0.0],
+    "neftune_noise_alpha": [None],
+    "optim_args": [None, ""],
+    "optim_target_modules": [None],
+    "liger_kernel_config": [None],
+    "torch_compile_backend": [None, "inductor"],
+    "torch_compile_mode": [None, "default"],
+    "torch_empty_cache_steps": [None],
+    "use_cache": [False],
+    "bf16_full_eval": [False],
+    "fp16_full_eval": [False],
+    "fp16_opt_level": ["O1"],
+    "fp16_backend": ["auto"],
+    "half_precision_backend": ["auto"],
+    "jit_mode_eval": [False],
+    "include_num_input_tokens_seen": ["no", False],
+    "include_for_metrics": [[]],
+    "include_inputs_for_metrics": [False],
+    "batch_eval_metrics": [False],
+    "eval_delay": [0],
+    "eval_accumulation_steps": [None],
+    "project": ["huggingface"],
+    "trackio_space_id": [None, "trackio"],
+    "trackio_bucket_id": [None],
+    "trackio_static_space_id": [None],
+    "overwrite_output_dir": [False],
+    "save_only_model": [False],
+    "save_safetensors": [True],
+    "save_on_each_node": [False],
+    "restore_callback_states_from_checkpoint": [False],
+    "metric_for_best_model": [None],
+    "greater_is_better": [None],
+    "ignore_data_skip": [False],
+    "parallelism_config": [None],
+    "dataloader_in_order": [True],
+    "dataloader_multiprocessing_context": [None],
+    "split_batches": [None, False],
+    "dispatch_batches": [None],
+    "ddp_backend": [None, "nccl", "gloo"],
+    "ddp_timeout": [1800],
+    "ddp_find_unused_parameters": [None, False],
+    "ddp_broadcast_buffers": [None, False],
+    "ddp_static_graph": [None, False],
+    "fsdp_min_num_params": [0],
+    "tpu_num_cores": [None],
+    "past_index": [-1],
+    "mp_parameters": [""],
+    "ray_scope": ["last"],
+    "debug": ["", []],
+    "torchdynamo": [None],
+    "hub_model_id": [None],
+    "hub_always_push": [False],
+    "hub_revision": [None],
+    "push_to_hub_model_id": [None],
+    "push_to_hub_organization": [None],
+}
+"""Settings without a counterpart, and the values (their defaults) that ask for nothing."""
+_INSTEAD: dict[str, Rule] = {
+    "average_tokens_across_devices": Passed([True], "a step is always divided by its valid tokens: take it out"),
+    "ddp_bucket_cap_mb": Passed([None], "layout.bucket_mb is its like here"),
+    "use_liger_kernel": Passed([False], "kernels are chosen here: take it out"),
+    "auto_find_batch_size": Passed([False], "meshwright tune finds one"),
+    "train_sampling_strategy": Passed(["random"], 'data.packing = "none" groups by length'),
+    "group_by_length": Passed([False], 'data.packing = "none" groups by length'),
+    "dataloader_prefetch_factor": Passed([None], "data.prefetch counts steps, this batches: set that"),
+    "resume_from_checkpoint": Passed([None, ""], "meshwright train --resume goes on"),
+    "load_best_model_at_end": Passed([False], "checkpoint.keep_every keeps them for you to choose"),
+    "enable_jit_checkpoint": Passed([False], "a signal always saves here: take it out"),
+    "push_to_hub": Passed([False], "checkpoint export writes a folder for the hub"),
+    "deepspeed": Passed([None], "convert that file with meshwright job from-deepspeed"),
+}
+RULES: dict[str, Rule] = {
+    **_SAME,
+    **{name: Passed(ANY) for name in _ANYTHING.split()},
+    **{name: Passed(values) for name, values in _ONLY.items()},
+    **_INSTEAD,
+}
+ACCELERATOR = {
+    "split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
+    "non_blocking": False, "gradient_accumulation_kwargs": None, "use_configured_state": False,
+}  # fmt: skip
+ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+
+
+def job_from_hf_trainer(path: Path, ranks: int | None = None) -> Converted:
+    """The job of TrainingArguments on so many data-parallel ranks; all that has no counterpart is refused by name."""
+    conversion = Conversion(read_settings(path, _WHOLE))
+    if ranks is None:
+        ranks = 1
+        conversion.notes.append(ONE_RANK)
+    _batch(conversion, ranks)
+    _sharding(conversion, ranks)
+    _precision(conversion)
+    _optimizer(conversion)
+    _schedule(conversion)
+    _saving(conversion)
+    _watching(conversion)
+    conversion.notes.append("model, data and batch.sequence_length are not among such arguments: set them")
+    conversion.apply(RULES)
+    return conversion.finish(str(path))
+
+
+def _batch(conversion: Conversion, ranks: int) -> None:
+    """per_device_train_batch_size, gradient_accumulation_steps → batch; max_steps → run.steps; the seeds."""
+    micro = conversion.number("per_device_train_batch_size", 8)
+    conversion.fields["batch.micro_batch"] = micro
+    conversion.fields["batch.global_batch"] = micro * conversion.number("gradient_accumulation_steps", 1) * ranks
+    steps = conversion.number("max_steps", -1)
+    if steps > 0:
+        conversion.fields["run.steps"] = steps
+    else:
+        conversion.refuse("max_steps", "write how many steps there are", "leaves the length to passes over the data")
+    seed = conversion.take("seed", 42)
+    conversion.fields["run.seed"] = seed
+    if conversion.take("data_seed") not in (None, seed):
+        conversion.refuse("data_seed", "run.seed decides the data's order too: take it out")
+    if conversion.switch("use_cpu", conversion.switch("no_cuda")):
+        conversion.fields["run.device"] = "cpu"
+
+
+def _sharding(conversion: Conversion, ranks: int) -> None:
+    """fsdp and fsdp_config → layout, memory.offload, memory.recompute; neither → replicas (DDP)."""
+    given, config = conversion.take("fsdp"), conversion.table("fsdp_config")
+    words = given.split() if isinstance(given, str) else list(given) if isinstance(given, list) else []
+    config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
+    if not given:
+        conversion.fields["layout.dp_replicate"] = ranks
+        return
+    reshard = config.pop("reshard_after_forward", True)
+    stage = 2 if "shard_grad_op" in words or reshard in (False, "shard_grad_op") else 3
+    for word in words:
+        if word not in ("full_shard", "shard_grad_op", "offload", "auto_wrap"):
+            conversion.refuse("fsdp", f"{word} needs its two degrees: set layout.dp_replicate and layout.dp_shard")
+    if ranks > 1:
+        conversion.fields["layout.dp_shard"], conversion.fields["layout.zero"] = ranks, stage
+    if "offload" in words or config.pop("cpu_offload", False):
+        conversion.fields["memory.offload"] = ["params"]
+    if config.pop("activation_checkpointing", False):
+        conversion.fields["memory.recompute"] = "full"
+    # Each block is a unit of its own here, and weights are always drawn or read in shards.
+    for inert in (
+        "auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "sync_module_states",
+        "use_orig_params", "state_dict_type", "version", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
+    ):  # fmt: skip
+        config.pop(inert, None)
+    if left := sorted(key for key, value in config.items() if value):
+        conversion.refuse("fsdp_config", f"take out {', '.join(left)}")
+
+
+def _precision(conversion: Conversion) -> None:
+    """bf16, fp16, tf32 → precision.compute; gradient_checkpointing → memory.recompute."""
+    bf16, fp16, tf32 = (conversion.switch(name) for name in ("bf16", "fp16", "tf32"))
+    if bf16 and fp16:
+        conversion.refuse("fp16", "keep one of them", "contradicts bf16")
+    compute = "bf16" if bf16 else "fp16" if fp16 else "tf32" if tf32 else "fp32"
+    conversion.fields["precision.compute"] = compute
+    if bf16 or fp16:
+        conversion.notes.append(f"{compute} is a working copy of fp32 masters here; theirs casts around operations")
+    if conversion.switch("gradient_checkpointing"):
+        conversion.fields["memory.recompute"] = "full"
+    kwargs = conversion.table("gradient_checkpointing_kwargs")
+    kwargs.pop("use_reentrant", None)  # two ways to the same numbers
+    if kwargs:
+        conversion.refuse("gradient_checkpointing_kwargs", f"take out {', '.join(kwargs)}")
+    config = conversion.table("accelerator_config")
+    if other := [
+        key for key, value in config.items() if ACCELERATOR.get(key, value) != value or key not in ACCELERATOR
+    ]:
+        conversion.refuse("accelerator_config", f"take out {', '.join(other)}")
+
+
+def _optimizer(conversion: Conversion) -> None:
+    """optim, adam_beta1, adam_beta2 and what the arguments default to → optimizer."""
+    if conversion.take("optim", ADAMW[1]) in ADAMW:
+        conversion.fields["optimizer.name"] = "adamw"
+    else:
+        conversion.refuse("optim", f"{', '.join(ADAMW)} have one; [optimizer] has others")
+    conversion.fields["optimizer.betas"] = [
+        conversion.number("adam_beta1", 0.9),
+        conversion.number("adam_beta2", 0.999),
+    ]
+    clip = conversion.take("max_grad_norm", 1.0)
+    conversion.fields["optimizer.clip"] = 0.0 if clip is None else conversion.number("max_grad_norm", 1.0)
+    theirs = {"lr": 5e-5, "weight_decay": 0.0, "eps": 1e-8}
+    conversion.fields.update({f"optimizer.{name}": value for name, value in theirs.items()})
+
+
+def _schedule(conversion: Conversion) -> None:
+    """lr_scheduler_type and kwargs, warmup_steps or warmup_ratio → schedule."""
+    steps = conversion.fields.get("run.steps")
+    kwargs: dict[str, Any] = conversion.table("lr_scheduler_kwargs")
+    warmup, ratio = conversion.number("warmup_steps", 0), conversion.number("warmup_ratio", 0.0) or 0.0
+    if 0 < warmup < 1 or not warmup:
+        warmup = math.ceil((steps or 0) * (warmup or ratio))
+    kind = conversion.take("lr_scheduler_type", "linear")
+    fields: dict[str, Any] = {"warmup_steps": int(warmup)}
+    if kind in ("constant", "constant_with_warmup"):
+        fields |= {"name": "constant"} | ({"warmup_steps": 0} if kind == "constant" else {})
+    elif kind == "cosine":
+        fields |= {"name": "cosine", "min_lr_ratio": 0.0}
+    elif kind == "cosine_with_min_lr":
+        fields |= {"name": "cosine", "min_lr_ratio": _floor(conversion, kwargs)}
+    elif kind == "linear" and steps:
+        fields |= {"name": "wsd", "decay_steps": steps - int(warmup), "min_lr_ratio": 0.0}
+    elif kind == "warmup_stable_decay" and kwargs.pop("decay_type", "cosine") == "linear":
+        fields |= {"name": "wsd", "decay_steps": kwargs.pop("num_decay_steps", None), "min_lr_ratio": 0.0}
+        kwargs = {
+            key: value
+            for key, value in kwargs.items()
+            if (key, value) not in (("warmup_type", "linear"), ("min_lr_ratio", 0))
+        }
+    elif kind != "linear":
+        conversion.refuse(
+            "lr_scheduler_type",
+            "constant, constant_with_warmup, linear, cosine, cosine_with_min_lr, and warmup_stable_decay with a linear "
+            "decay_type have one",
+        )
+        return
+    if kwargs:
+        conversion.refuse("lr_scheduler_kwargs", f"take out {', '.join(kwargs)}")
+    conversion.fields.update({f"schedule.{name}": value for name, value in fields.items()})
+    if fields.get("name") != "constant" or fields["warmup_steps"]:
+        conversion.notes.append("the rate of step k is theirs of step k + 1: their first step of a warm-up has rate 0")
+
+
+def _floor(conversion: Conversion, kwargs: dict[str, Any]) -> float:
+    """min_lr_rate, or min_lr over the peak."""
+    peak = conversion.settings.get("learning_rate", 5e-5)
+    share, lowest = kwargs.pop("min_lr_rate", None), kwargs.pop("min_lr", None)
+    try:
+        return float(lowest / peak if share is None else share)
+    except (TypeError, ValueError, ZeroDivisionError):
+        conversion.refuse("lr_scheduler_kwargs", "write min_lr_rate, a share of the peak", "has no floor in it")
+        return 0.0
+
+
+def _saving(conversion: Conversion) -> None:
+    """save_strategy, save_steps, save_total_limit → checkpoint."""
+    strategy, every = conversion.take("save_strategy", "steps"), conversion.number("save_steps", 500)
+    limit = conversion.number("save_total_limit")
+    if strategy == "no":
+        return
+    if strategy != "steps":
+        conversion.refuse("save_strategy", 'checkpoints come by steps or minutes here: "steps" or "no"')
+    elif not isinstance(every, int) and every < 1:
+        conversion.refuse("save_steps", "write a number of steps instead of a share")
+    else:
+        conversion.fields["checkpoint.every_steps"] = int(every)
+        kept = {"checkpoint.keep_last": limit} if limit else {"checkpoint.keep_every": int(every)}
+        conversion.fields.update(kept)
+
+
+def _watching(conversion: Conversion) -> None:
+    """logging, evaluation and report_to → log, evaluation."""
+    every = conversion.number("logging_steps", 500)
+    if conversion.take("logging_strategy", "steps") != "steps":
+        conversion.refuse("logging_strategy", 'lines come by steps here: write "steps"')
+    elif every < 1:
+        conversion.refuse("logging_steps", "write a number of steps instead of a share")
+    else:
+        conversion.fields["log.every_steps"] = int(every)
+    asked = conversion.take("report_to", "none")
+    sinks = [sink for sink in (asked if isinstance(asked, list) else [asked]) if sink not in ("none", None)]
+    if known := [sink for sink in sinks if sink in ("wandb", "tensorboard", "mlflow")]:
+        conversion.fields["log.sinks"] = known
+    if len(known) != len(sinks):
+        conversion.refuse("report_to", "wandb, tensorboard and mlflow have one: name those you use")
+    if conversion.take("run_name") not in (None, conversion.settings.get("output_dir")):
+        conversion.refuse("run_name", "a run has its folder's name: take it out")
+    strategy = conversion.take("eval_strategy", conversion.take("evaluation_strategy", "no"))
+    interval = conversion.number("eval_steps") or every
+    width = conversion.number("per_device_eval_batch_size", 8)
+    if strategy == "no":
+        conversion.fields["evaluation.every_steps"] = 0
+    elif strategy != "steps" or interval < 1:
+        conversion.refuse(
+            "eval_strategy", 'evaluation comes by a number of steps here: "steps" or "no", and eval_steps'
+        )
+    else:
+        conversion.fields["evaluation.every_steps"] = int(interval)
+        conversion.notes.append(
+            "an evaluation is evaluation.batches micro-batches of held-out text, not the whole of it"
+        )
+        if width != conversion.fields["batch.micro_batch"]:
+            conversion.refuse("per_device_eval_batch_size", "evaluation uses batch.micro_batch: write the same number")

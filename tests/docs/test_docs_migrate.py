@@ -1,0 +1,63 @@
+"""The migration guides: every field of ours that they name exists, and their tables are what the converters do."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import UserError
+from meshwright.job import Converted, job_fields, job_from_deepspeed, job_from_hf_trainer
+
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDES = sorted(DOCS.glob("migrate-*.md"))
+SECTIONS = "model|data|batch|layout|memory|precision|optimizer|schedule|evaluation|checkpoint|run|log|cluster"
+VALUES = {"full_shard", "shard_grad_op", "cosine_with_min_lr", "constant_with_warmup"}  # of settings in these tables
+FIELD = re.compile(rf"(?<![\w.])({SECTIONS})\.([a-z_]+)")
+
+
+def rows(page: Path) -> list[list[str]]:
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
+
+
+def codes(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_fields_of_ours_exist(page: Path) -> None:
+    known = {name for name, _ in job_fields()}
+    ours = [code for row in rows(page) for cell in row[1:] for code in codes(cell)]
+    named = [".".join(found) for code in ours for found in FIELD.findall(code)]
+    assert len(named) > 20 and sorted(set(named) - known) == []
+    assert all(len(row) == 3 for row in rows(page))
+
+
+def test_there_are_four() -> None:
+    assert [page.stem for page in GUIDES] == [
+        f"migrate-{name}" for name in ("deepspeed", "hugging-face", "megatron", "torchtitan")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("guide", "convert"), [("deepspeed", job_from_deepspeed), ("hugging-face", job_from_hf_trainer)]
+)
+def test_no_setting_that_a_guide_maps_is_unknown_to_its_converter(
+    tmp_path: Path, guide: str, convert: Callable[[Path], Converted]
+) -> None:
+    """A value no setting can have is refused in the setting's own words, not in those for unknown ones."""
+    names = [code for row in rows(DOCS / f"migrate-{guide}.md") for code in codes(row[0]) if re.search("[._]", code)]
+    names = [name for name in names if name not in VALUES]
+    assert len(names) > 15
+    for name in names:
+        (tmp_path / "file.json").write_text(json.dumps(nested(name)))
+        with pytest.raises(UserError) as caught:
+            convert(tmp_path / "file.json")
+        assert f"{name} = [] has no counterpart here; take it out if the run does not need it" not in str(caught.value)
+
+
+def nested(name: str) -> dict[str, object]:
+    head, _, rest = name.partition(".")
+    return {head: nested(rest) if rest else []}
