@@ -23,10 +23,10 @@ _SLICE = 4096
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 # The library's thread pool does not survive a fork: a child that used it would hang, and the library warns of every
-# fork while this is not set. A user's own setting stands.
-if "TOKENIZERS_PARALLELISM" not in os.environ:
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
+# fork while this is not set. A user's own setting stands, except in a fork; and a process that inherits ours from the
+# one that started it forks no more safely than that one.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 _pool_started = False
 
 
@@ -39,7 +39,7 @@ def allow_threads(count: int) -> None:
 
 def _note_threads() -> None:
     global _pool_started
-    _pool_started = _pool_started or os.environ["TOKENIZERS_PARALLELISM"] == "true"
+    _pool_started = True
 
 
 class Tokenizer:
@@ -71,6 +71,7 @@ class Tokenizer:
         if self._marked is None:
             self._marked = tokenizers.Tokenizer.from_str(self._inner.to_str())
             self._marked.encode_special_tokens = False
+        _note_threads()
         found = self._marked.encode_batch(list(texts), add_special_tokens=False)
         return [
             (encoding.ids, [any(start <= at < stop for start, stop in spans) for at, _ in encoding.offsets])

@@ -2,6 +2,9 @@
 
 import os
 import random
+import signal
+import subprocess
+import sys
 
 from data_texts import text_of
 from tokenizers import Tokenizer as RawTokenizer
@@ -61,3 +64,24 @@ def test_a_forked_child_can_encode():
     if pid == 0:
         os._exit(0 if tokenizer.encode_batch(TEXTS) == expected else 1)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_can_encode_where_threads_were_asked_for():
+    # As in a rank that a launcher started: the launcher's own setting is in its environment.
+    program = """
+import os
+from meshwright.data.tokenizer import train_tokenizer
+
+tokenizer = train_tokenizer(["one text", "another text"] * 50, 300)
+expected = tokenizer.encode_batch(["one", "text"] * 50)
+if (pid := os.fork()) == 0:
+    os._exit(0 if tokenizer.encode_batch(["one", "text"] * 50) == expected else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, start_new_session=True)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
