@@ -81,9 +81,12 @@ def test_masked_documents_follow_the_end_of_text(corpus):
     end = corpus.tokenizer.end_of_text
     boundaries = 0
     windows = RunningWindows(corpus.train, S, mask_documents=True)
+    whole = stack_samples([windows.read(window) for window in range(len(windows))], list(range(len(windows))))
     for window in range(len(windows)):
         sample = windows.read(window)
-        document_ids = stack_samples([sample], [0]).document_ids_BS[0]
+        document_ids = whole.document_ids_BS[window]
+        assert torch.equal(whole.positions_BS[window], torch.from_numpy(sample.positions_S))
+        assert whole.document_counts[window] == document_ids[-1] + 1
         document = position = 0
         for place in range(S):
             assert (document_ids[place], sample.positions_S[place]) == (document, position)
