@@ -196,7 +196,7 @@ def test_a_dead_worker_is_named(corpus):
     try:
         take(loader, 10)
     except RuntimeError as error:
-        told = str(error if "data worker" in str(error) else loader.explained(error))
+        told = str(error if "data worker" in str(error) else loader.readers.explained(error))
     finally:
         gc.enable()
     assert re.match(
@@ -219,7 +219,7 @@ def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch):
     monkeypatch.setattr(watch, "SLOW_S", 0.3)
     loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
     told = []
-    loader.on_slow = told.append
+    loader.readers.on_slow = told.append
     take(loader, 4)
     (sentence,) = told
     assert re.fullmatch(
@@ -234,7 +234,7 @@ def test_a_worker_that_dies_while_it_hands_over_is_the_same_error(corpus, monkey
 
     loader = loader_of(corpus.train, workers=1, prefetch=1)
     next(loader)
-    monkeypatch.setattr(type(loader._iterator), "_try_get_data", torn)
+    monkeypatch.setattr(type(loader.readers._iterator), "_try_get_data", torn)
     with pytest.raises(RuntimeError, match=r"data\.workers = 1 data worker processes failed"):
         next(loader)
 
