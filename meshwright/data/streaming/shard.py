@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.data.mixing import mix
 from meshwright.data.order import permute
 from meshwright.data.prepared.shard import held_out
-from meshwright.data.raw import Bad, BadDocuments, Text, Unit, in_parts, read_unit
+from meshwright.data.raw import Bad, BadDocuments, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.samples import Sample, masked_sample
 from meshwright.data.store import Int64Array
 from meshwright.data.tokenizer import Tokenizer
@@ -139,7 +139,7 @@ class VirtualShard:
         recipe = self._recipe
         batch: list[tuple[int, Text]] = []
         size_bytes = 0
-        for number, item in enumerate(read_unit(unit, recipe.text_field, skip=skip), start=skip):
+        for number, item in enumerate(read_unit(unit, Taking(recipe.text_field), skip=skip), start=skip):
             if isinstance(item, Bad):
                 self._count_bad(item)
                 continue
