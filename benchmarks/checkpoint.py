@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=12, help="steps between saves: more than a save takes")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.folder:
+        given.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder))
     try:
         result = measure(given.job, given.overrides, folder, given.saves, given.every)
