@@ -55,10 +55,12 @@ def test_what_a_kill_left_half_copied_goes_with_the_next_copy(tmp_path: Path, st
 def test_the_newest_sound_copy_comes_back_whole(tmp_path: Path, store: str) -> None:
     run = tmp_path / "run"
     saved_steps(run, store, [1, 2, 3, 4])
+    flipped = bytearray((run / "checkpoints/step-00000003/model.safetensors").read_bytes())
+    flipped[-1] ^= 1
     before = {path.name: path.read_bytes() for path in newest(run).path.parent.joinpath("step-00000002").iterdir()}
     shutil.rmtree(run)
     edit(store, "run/step-00000004/manifest.json", None)
-    edit(store, "run/step-00000003/model.safetensors", b"another")
+    edit(store, "run/step-00000003/model.safetensors", bytes(flipped))
     edit(store, "run/step-00000002/stray.pkl", b"never fetched")
     found, passed_over = restore(run, store)
     assert found is not None and found.facts.step == 2
@@ -66,8 +68,30 @@ def test_the_newest_sound_copy_comes_back_whole(tmp_path: Path, store: str) -> N
     assert {path.name: path.read_bytes() for path in found.path.iterdir()} == before
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
     assert "step-00000004 has no manifest.json: it was not copied to its end" in passed_over[0]
-    assert "step-00000003/model.safetensors has 7 bytes and was written with" in passed_over[1]
+    assert "step-00000003/model.safetensors was altered since it was written (its hash differs)" in passed_over[1]
     assert ".restoring" not in "".join(passed_over)
+
+
+def test_an_object_store_keeps_and_gives_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto, boto3 = pytest.importorskip("moto.server"), pytest.importorskip("boto3")
+    pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        variables = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+        for name, value in {**variables, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        run, store = tmp_path / "run", "s3://bucket/runs"
+        saved_steps(run, store, [1, 2, 3], keep_last=2)
+        assert [(one.step, one.complete) for one in backups(run, store)] == [(3, True), (2, True)]
+        shutil.rmtree(run)
+        edit(store, "run/step-00000003/model.safetensors", b"another")
+        found, [told] = restore(run, store)
+        assert found is not None and found.facts.step == 2 and "step-00000003/model.safetensors has 7 bytes" in told
+    finally:
+        server.stop()
 
 
 def test_a_copy_takes_the_place_of_the_damaged_original(tmp_path: Path, store: str) -> None:

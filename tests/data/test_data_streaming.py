@@ -160,8 +160,9 @@ def test_a_stream_that_cannot_be_read_is_refused(data: Data, tmp_path: Path, flo
             )
     with pytest.raises(UserError, match=r"has 300 entries but model\.vocab_size = 299"):
         open_flow(data, 299)
-    with pytest.raises(ValueError, match=r"data\.stream reads plain text as it runs on"):
-        Data(stream=True, packing="best-fit")
+    for fields in ({"packing": "best-fit"}, {"join": "id"}, {"format": "conversations"}):
+        with pytest.raises(ValueError, match=r"data\.stream reads plain text as it runs on"):
+            Data(stream=True, **fields)
 
 
 def test_a_run_that_streams_resumes_exactly(cli, tiny_job: Path) -> None:
