@@ -20,6 +20,8 @@ CHUNK_LOGITS_BYTES = 2**30
 than their products."""
 CHUNK_MULTIPLE = 128
 """Rows of a matrix product's tile."""
+ROW_MULTIPLE = 64
+"""Logits between the beginnings of rows: lines of 128 bytes in 16 bits."""
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
@@ -121,12 +123,13 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden = hidden_ND[chunk]
-            logits = hidden @ weight_VD.t()
+            logits = _product(hidden, weight_VD)
             part, grad = loss_of_logits(logits, labels_N[chunk].unsqueeze(1), shares_N1[chunk], with_gradients)
             loss += part
             if grad is not None and grad_hidden_ND is not None and grad_weight_VD is not None:
                 torch.mm(grad, weight_VD, out=grad_hidden_ND[chunk])
                 add_product(grad_weight_VD, grad.t(), hidden)
+            del logits, grad  # the next chunk's take their memory
 
         if grad_hidden_ND is not None and grad_weight_VD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
@@ -142,6 +145,18 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _product(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """Logits; on a GPU in rows that begin where products read and write fast, whatever the vocabulary's size.
+
+    With GPT-2's 50,257 words in rows of just their length all three products take four times as long on an H200.
+    """
+    vocabulary = weight_VD.shape[0]
+    if not hidden_ND.is_cuda or vocabulary % ROW_MULTIPLE == 0:
+        return hidden_ND @ weight_VD.t()
+    rows_NV = hidden_ND.new_empty(hidden_ND.shape[0], ceil(vocabulary / ROW_MULTIPLE) * ROW_MULTIPLE)
+    return torch.mm(hidden_ND, weight_VD.t(), out=rows_NV[:, :vocabulary])
 
 
 def chunk_rows(tokens: int, weight_VD: Tensor) -> int:

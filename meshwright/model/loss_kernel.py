@@ -12,10 +12,11 @@ BLOCK = 16384
 
 @triton.jit
 def _cross_entropy(
-    logits_ptr, labels_ptr, shares_ptr, losses_ptr, vocabulary, ignore, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits_ptr, labels_ptr, shares_ptr, losses_ptr, vocabulary, stride, ignore,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * vocabulary
+    logits_ptr += row * stride
     label = tl.load(labels_ptr + row)
     highest, total = -float("inf"), 0.0
     for start in range(0, vocabulary, BLOCK):
@@ -46,6 +47,7 @@ def launch(
     rows, vocabulary = logits_NV.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(rows,)](
-        logits_NV, labels_N1, shares_N1, losses, vocabulary, ignore, GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=16
-    )
+        logits_NV, labels_N1, shares_N1, losses, vocabulary, logits_NV.stride(0), ignore,
+        GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=16,
+    )  # fmt: skip
     return losses.sum(), logits_NV if with_gradient else None

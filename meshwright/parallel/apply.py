@@ -145,6 +145,9 @@ def _project_together(model: nn.Module) -> None:
 
 def _compile(model: nn.Module) -> None:
     """Compile every block on its own: one compilation serves all of them."""
+    from meshwright.parallel.recompute_tags import recompute_inside_functions  # takes the compiler's time to import
+
+    recompute_inside_functions()
     for block in cast(nn.ModuleDict, model.layers).values():
         block.compile()
 

@@ -9,7 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.job.model import Model
 from meshwright.model import KEPT_OPERATIONS, MODES, Decoder, Documents, Mode, initialise
+from meshwright.model.attention import Attention
+from meshwright.model.feedforward import FeedForward
+from meshwright.parallel.fp8 import use_fp8
 from meshwright.parallel.recompute import apply_recompute
+from meshwright.parallel.recompute_tags import recompute_inside_functions
 
 pytestmark = pytest.mark.gpu
 
@@ -68,3 +72,25 @@ def test_attention_runs_again_only_with_full_recomputation(masked: bool) -> None
         seen[mode] = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     for mode in ("selective", "full"):
         torch.testing.assert_close(seen[mode], seen["none"], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_compiled_blocks_keep_nothing_but_their_input(precision: str) -> None:
+    model, given = Decoder(SHAPE).to("cuda", torch.bfloat16), tokens()
+    initialise(model, 0)
+    if precision == "fp8":
+        use_fp8(model.layers)
+    apply_recompute(model, dict.fromkeys(range(3), "full"), keep_last=False)
+    recompute_inside_functions()
+    for module in model.modules():
+        if isinstance(module, Attention | FeedForward):
+            module.together = True
+    for block in model.layers.values():
+        block.compile()
+    model(given, given, B * S).backward()
+    before = torch.cuda.memory_allocated()
+    loss = model(given, given, B * S)
+    held = torch.cuda.memory_allocated() - before
+    stated = model.cost(B, S, torch.bfloat16, dict.fromkeys(range(3), "full")).saved_total - given.nbytes
+    assert held == pytest.approx(stated, rel=0.02)
+    assert loss.isfinite()

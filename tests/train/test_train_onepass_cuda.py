@@ -16,10 +16,14 @@ from meshwright.train.optimizer import build as optimizers
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("large", [100, 2**23], ids=["one by one", "together"])
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_masters_moments_and_copies_are_those_of_separate_passes(narrow: torch.dtype) -> None:
+def test_masters_moments_and_copies_are_those_of_separate_passes(
+    narrow: torch.dtype, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.train.optimizer.adamw_kernel.LARGE", large)
     torch.manual_seed(0)
-    shapes = ((300, 17), (4097,), (1,))
+    shapes = ((300, 17), (4097,), (1,), (4096,), (3, 4096))
     ours = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
     theirs = [nn.Parameter(master.detach().clone()) for master in ours]
     working = {master: torch.zeros(master.shape, dtype=torch.bfloat16, device="cuda") for master in ours}

@@ -89,7 +89,7 @@ class Without(Training):
         super().__init__(*args)
         self._left_out = step
 
-    def _may_update(self, step: int, loss: float, norm: float) -> bool:
+    def _may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
         return step != self._left_out
 
 

@@ -27,29 +27,30 @@ class OnePassAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every master that has a gradient, and its working copy."""
-        from meshwright.train.optimizer.adamw_kernel import launch
+        from meshwright.train.optimizer.adamw_kernel import Numbers, Tensors, launch
 
         for group in self.param_groups:
             (beta1, beta2), rate = group["betas"], float(group["lr"])
+            by_number: dict[int, list[Tensors]] = {}
             for master in group["params"]:
                 if master.grad is None:
                     continue
                 state = self._state(master)
                 state["step"] += 1
-                number = int(state["step"])
-                launch(
-                    master,
-                    master.grad.contiguous(),
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    self._working[master],
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                update = Tensors(master, master.grad.contiguous(), *moments, self._working[master])
+                by_number.setdefault(int(state["step"]), []).append(update)
+            for number, updates in by_number.items():
+                numbers = Numbers(
                     factor=self.factor,
                     kept=1.0 - rate * group["weight_decay"],
                     rate=rate / (1.0 - beta1**number),
-                    betas=(beta1, beta2),
+                    beta1=beta1,
+                    beta2=beta2,
                     root2=math.sqrt(1.0 - beta2**number),
                     eps=group["eps"],
                 )
+                launch(updates, numbers)
         self.factor = 1.0
 
     def _state(self, master: nn.Parameter) -> dict[str, Tensor]:
