@@ -1,8 +1,8 @@
 """Durable state of a run: checkpoints that are whole or absent, and that any layout can read."""
 
-from meshwright.checkpoint.backup import require_backup
+from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
 from meshwright.checkpoint.beside import whole_folder
-from meshwright.checkpoint.catalogue import checkpoint_path, checkpoints, newest, remove, surplus
+from meshwright.checkpoint.catalogue import backup_target, checkpoint_path, checkpoints, newest, remove, surplus
 from meshwright.checkpoint.hf_files import keep_companions
 from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
@@ -14,6 +14,7 @@ from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.weights import StoredWeights, load_weights, require_shapes
 
 __all__ = [
+    "Backup",
     "Checkpoint",
     "Damaged",
     "Export",
@@ -26,6 +27,8 @@ __all__ = [
     "Part",
     "State",
     "StoredWeights",
+    "backup_target",
+    "backups",
     "checkpoint_path",
     "checkpoints",
     "differences",
@@ -36,6 +39,7 @@ __all__ = [
     "remove",
     "require_backup",
     "require_shapes",
+    "restore",
     "surplus",
     "whole_folder",
 ]

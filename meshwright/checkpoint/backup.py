@@ -1,32 +1,145 @@
-"""A second copy of every checkpoint, in any place fsspec knows: another disk, an object store."""
+"""A second copy of every checkpoint, in any place fsspec knows: another disk, an object store; and the way back."""
 
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, spare_steps
+from meshwright.checkpoint.lease import RESTORING
+from meshwright.checkpoint.reading import Checkpoint, Damaged, parse_manifest
 from meshwright.checkpoint.shares import MANIFEST
+from meshwright.data.store import sync
 from meshwright.errors import UserError
 
+_STEP = re.compile(r"step-(\d{8,})")
 
-def require_backup(target: str) -> None:
-    """Refuse a place that cannot be reached, before anything is trained."""
+
+@dataclass(frozen=True)
+class Backup:
+    """A copy of one checkpoint; its manifest is copied last, so that one without it is known to be torn."""
+
+    step: int
+    place: str
+    complete: bool
+
+
+def require_backup(target: str, run: Path, *, resume: bool) -> None:
+    """Refuse a place that cannot be reached, before anything is trained, and one where a new run would meet another's
+    copies."""
     system, root = _open(target)
-    try:
+    with _refused(target, "written"):
         system.makedirs(root, exist_ok=True)
-    except Exception as error:  # every store has errors of its own
+    if not resume and any(found.complete for found in backups(run, target)):
         raise UserError(
-            f"checkpoint.backup_to = {target} cannot be written ({error}); mend it or leave it out"
-        ) from None
+            f"checkpoint.backup_to = {target} holds checkpoints of another run named {run.resolve().name}; give "
+            "run.folder another name, or add --resume to go on with that one"
+        )
 
 
 def back_up(checkpoint: Path, target: str) -> str:
-    """Copy a checkpoint to TARGET/RUN/STEP, the manifest last, so that a copy without one is known to be torn."""
+    """Copy a checkpoint to TARGET/RUN/STEP, the manifest last."""
     system, root = _open(target)
-    place = f"{root.rstrip('/')}/{checkpoint.parent.parent.resolve().name}/{checkpoint.name}"
+    place = f"{_folder(root, checkpoint.parent.parent)}/{checkpoint.name}"
     system.makedirs(place, exist_ok=True)
+    if system.exists(f"{place}/{MANIFEST}"):  # of a step that was made again; half of each would be nothing
+        system.rm_file(f"{place}/{MANIFEST}")
     files = sorted((entry.name for entry in checkpoint.iterdir()), key=lambda name: name == MANIFEST)
     for name in files:
         system.put_file(str(checkpoint / name), f"{place}/{name}")
     return str(system.unstrip_protocol(place))
+
+
+def backups(run: Path, target: str) -> list[Backup]:
+    """The copies of a run's checkpoints, newest first."""
+    system, root = _open(target)
+    system.invalidate_cache()
+    found = []
+    with _refused(target, "read"):
+        for place in _entries(system, _folder(root, run)):
+            if step := _STEP.fullmatch(place.rpartition("/")[2]):
+                found.append(Backup(int(step[1]), place, bool(system.exists(f"{place}/{MANIFEST}"))))
+    return sorted(found, key=lambda one: -one.step)
+
+
+def prune_backups(run: Path, target: str, keep_last: int, keep_every: int | None) -> list[int]:
+    """Remove the copies that need not be kept, by the rule of the run folder, and torn ones older than the newest."""
+    system, _ = _open(target)
+    found = backups(run, target)
+    complete = [one.step for one in found if one.complete]
+    spare = set(spare_steps(complete, keep_last, keep_every))
+    gone = [one for one in found if (one.step in spare if one.complete else complete and one.step < complete[0])]
+    for one in gone:
+        if one.complete:  # from here on it is torn to everyone
+            system.rm_file(f"{one.place}/{MANIFEST}")
+        system.rm(one.place, recursive=True)
+    return [one.step for one in gone]
+
+
+def restore(run: Path, target: str) -> tuple[Checkpoint | None, list[str]]:
+    """Bring the newest sound copy back into the run folder, if there is one, and tell what is wrong with newer ones."""
+    passed_over: list[str] = []
+    for one in backups(run, target):
+        try:
+            return _restored(run, target, one), passed_over
+        except Damaged as damage:
+            passed_over.append(f"the backup {damage}")
+    return None, passed_over
+
+
+def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
+    system, _ = _open(target)
+    final = checkpoint_path(run, one.step)
+    beside = final.parent / f"{RESTORING}{one.step}"
+    draft = beside / final.name
+    shutil.rmtree(beside, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        if not one.complete:
+            raise Damaged(f"{draft} has no {MANIFEST}: it was not copied to its end")
+        with _refused(target, "read"):
+            system.get_file(f"{one.place}/{MANIFEST}", str(draft / MANIFEST))
+            # Only what the manifest names, whose names are checked: a store may hold anything else.
+            for name in parse_manifest(draft).files:
+                if not system.exists(f"{one.place}/{name}"):
+                    raise Damaged(f"{draft / name} is missing")
+                system.get_file(f"{one.place}/{name}", str(draft / name))
+        Checkpoint.open(draft).verify()
+        for made in (*draft.iterdir(), draft):
+            sync(made)
+        bring_into_sight(draft, final)
+    except Damaged as damage:
+        raise Damaged(str(damage).replace(str(draft), one.place)) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return Checkpoint.open(final)
+
+
+def _folder(root: str, run: Path) -> str:
+    return f"{root.rstrip('/')}/{run.resolve().name}"
+
+
+def _entries(system: Any, folder: str) -> list[str]:
+    try:
+        return [str(place).rstrip("/") for place in system.ls(folder, detail=False)]
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _refused(target: str, what: str) -> Iterator[None]:
+    """Every store has errors of its own."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"checkpoint.backup_to = {target} cannot be {what} ({error}); mend it or leave it out"
+        ) from None
 
 
 def _open(target: str) -> tuple[Any, str]:

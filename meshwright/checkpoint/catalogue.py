@@ -1,10 +1,13 @@
 """The checkpoints of a run folder: which are complete, which is newest, which may go."""
 
-from collections.abc import Iterable, Iterator
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from meshwright.checkpoint.lease import take_away
 from meshwright.checkpoint.reading import Checkpoint, Damaged
+from meshwright.data.store import sync
 from meshwright.errors import UserError
 
 
@@ -33,16 +36,45 @@ def newest(run: Path) -> Checkpoint:
             return found
         damages.append(str(found))
     told = f" ({damages[0]})" if damages else ""
-    raise UserError(f"{run} holds no complete checkpoint under checkpoints/{told}; let its training save one first")
+    remedy = "let its training save one first"
+    if (target := backup_target(run)) is not None:
+        remedy = f"meshwright checkpoint restore {run} brings one back from {target}"
+    raise UserError(f"{run} holds no complete checkpoint under checkpoints/{told}; {remedy}")
+
+
+def backup_target(run: Path) -> str | None:
+    """Where a run's checkpoints were copied to, as its folder tells."""
+    try:
+        job = json.loads((Path(run) / "job.resolved.json").read_text(encoding="utf-8"))
+        target: str | None = job["checkpoint"]["backup_to"]
+        return target
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def surplus(run: Path, keep_last: int, keep_every: int | None, *, damaged: bool = False) -> list[Path]:
     """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; torn or foreign ones
     only where asked for."""
     found = list(checkpoints(run))
-    complete = [one for one in found if isinstance(one, Checkpoint)]
-    paths = [one.path for one in complete[keep_last:] if not keep_every or one.facts.step % keep_every]
+    complete = {one.facts.step: one.path for one in found if isinstance(one, Checkpoint)}
+    paths = [complete[step] for step in spare_steps(list(complete), keep_last, keep_every)]
     return paths + [one.path for one in found if isinstance(one, Damaged) and damaged]
+
+
+def spare_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Of the steps of complete checkpoints, newest first, those that are neither among the newest nor kept for good."""
+    return [step for step in steps[keep_last:] if not keep_every or step % keep_every]
+
+
+def bring_into_sight(folder: Path, final: Path) -> None:
+    """Give a complete checkpoint its name; fails before anything is touched where the folder was taken away."""
+    if final.exists():  # an earlier attempt's, which was found damaged
+        own = final.with_name(f".removed-new-{final.name}-{os.getpid()}")
+        folder.rename(own)
+        take_away(final)
+        folder = own
+    folder.rename(final)
+    sync(final.parent)
 
 
 def remove(paths: Iterable[Path]) -> None:

@@ -5,7 +5,6 @@ exchange in every step anyway; nothing here talks to another rank by itself but 
 """
 
 import errno
-import os
 import shutil
 import threading
 import time
@@ -16,10 +15,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from meshwright.checkpoint.backup import back_up
-from meshwright.checkpoint.catalogue import checkpoint_path, remove, surplus
+from meshwright.checkpoint.backup import back_up, prune_backups
+from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, remove, surplus
 from meshwright.checkpoint.interval import Interval
-from meshwright.checkpoint.lease import Lease, take_away
+from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 from meshwright.checkpoint.staging import Allocate, Staging
@@ -185,7 +184,7 @@ class Keeper:
             job = self._job.model_dump(mode="json")
             manifest = seal(save.folder, save.facts, self._lease.attempt, self._ranks, job)
             sync(save.folder)
-            _bring_into_sight(save.folder, final)
+            bring_into_sight(save.folder, final)
         except Exception as error:
             shutil.rmtree(save.folder, ignore_errors=True)
             self._failed(save, _sentence(error))
@@ -226,7 +225,15 @@ class Keeper:
         else:
             seconds = round(time.perf_counter() - began, 6)
             self._told.put(lambda: self._event("backup", step=save.step, place=place, seconds=seconds))
+            self._prune_backups(save, target)
         self._prune(save)
+
+    def _prune_backups(self, save: _Save, target: str) -> None:
+        try:
+            prune_backups(self._lease.run, target, self._settings.keep_last, self._settings.keep_every)
+        except Exception as error:  # every store has errors of its own
+            text = f"step {save.step}: checkpoint copied, but an old copy could not be removed ({_sentence(error)})"
+            self._told.put(lambda: self._message(text))
 
     def _failed(self, save: _Save, error: str) -> None:
         self._failure = error
@@ -258,17 +265,6 @@ def _started(work: Callable[..., None], *arguments: Any) -> threading.Thread:
     thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
     thread.start()
     return thread
-
-
-def _bring_into_sight(folder: Path, final: Path) -> None:
-    """Give a complete checkpoint its name; fails before anything is touched where the lease was taken away."""
-    if final.exists():  # an earlier attempt's, which was found damaged
-        own = final.with_name(f".removed-new-{final.name}-{os.getpid()}")
-        folder.rename(own)
-        take_away(final)
-        folder = own
-    folder.rename(final)
-    sync(final.parent)
 
 
 def _require_space(folder: Path, needed: int) -> None:

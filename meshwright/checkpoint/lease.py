@@ -16,6 +16,8 @@ from meshwright.data.store import sync
 from meshwright.errors import UserError
 
 _LEASE = re.compile(r"\.attempt-(\d{6})")
+RESTORING = ".restoring-"
+"""Where a checkpoint that comes back from a backup lies before it is whole."""
 
 
 class Fenced(UserError):
@@ -46,7 +48,7 @@ class Lease:
             if number < attempt:
                 with suppress(FileNotFoundError):  # another claim took it away
                     take_away(root / f".attempt-{number:06d}")
-        for left in root.glob(".removed-*"):
+        for left in (*root.glob(".removed-*"), *root.glob(f"{RESTORING}*")):
             shutil.rmtree(left, ignore_errors=True)
         sync(root.parent)
         return cls(run, attempt)

@@ -42,7 +42,7 @@ class Checkpoint:
     def open(cls, path: Path) -> Self:
         """Check a folder's manifest, names and sizes, and its index; the tensors' bytes are left to `verify`."""
         path = Path(path)
-        manifest = _manifest(path)
+        manifest = parse_manifest(path)
         _require_files(path, manifest)
         if hash_file(path / INDEX) != manifest.files[INDEX].sha256:
             raise Damaged(f"{path / INDEX} was altered since it was written")
@@ -154,7 +154,8 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]
                 yield name, f"largest difference {largest:.3g}"
 
 
-def _manifest(path: Path) -> Manifest:
+def parse_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, as this program wrote it."""
     if not (path / MANIFEST).is_file():
         raise Damaged(f"{path} has no {MANIFEST}: it was not finished, or the file was deleted")
     manifest = _parsed(path / MANIFEST, Manifest)

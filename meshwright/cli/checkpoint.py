@@ -24,8 +24,9 @@ ONE = typer.Argument(help="A run folder (its newest complete checkpoint) or one 
 
 @app.command("list")
 def list_(run: Path = RUN, as_json: bool = JSON) -> None:
-    """List a run's checkpoints, newest first, with what is wrong with those that are not complete."""
-    from meshwright.checkpoint import Checkpoint, checkpoints
+    """List a run's checkpoints and their backups, newest first, with what is wrong with those that are not complete."""
+    from meshwright.checkpoint import Checkpoint, backup_target, backups, checkpoints
+    from meshwright.errors import UserError
     from meshwright.launch import RunFolder
 
     RunFolder.open(run)
@@ -42,12 +43,53 @@ def list_(run: Path = RUN, as_json: bool = JSON) -> None:
             rows.append({**row, "bytes": found.bytes, "damage": None})
         else:
             rows.append({**dict.fromkeys(("step", "attempt", "ranks", "time", "bytes")), "damage": str(found)})
+    target, unreachable = backup_target(run), None
+    try:
+        copies = backups(run, target) if target else []
+    except UserError as error:  # what lies in the folder can be told all the same
+        copies, unreachable = [], str(error)
     if as_json:
-        _print_json({"run": str(run), "checkpoints": rows})
+        told = [{"step": copy.step, "place": copy.place, "complete": copy.complete} for copy in copies]
+        backup = {"target": target, "error": unreachable, "copies": told}
+        _print_json({"run": str(run), "checkpoints": rows, "backup": backup})
         return
-    if not rows:
+    if rows:
+        _print_rows(rows)
+    else:
         print(f"{run} has no checkpoints")
+    if unreachable:
+        print(f"backup: {unreachable}")
+    for copy in copies:
+        print(f"backup: step {copy.step} at {copy.place}{'' if copy.complete else ', not copied to its end'}")
+
+
+@app.command()
+def restore(run: Path = RUN, as_json: bool = JSON) -> None:
+    """Bring a run's newest sound backup back into its folder; `train --resume` does so where no checkpoint is left."""
+    from meshwright.checkpoint import backup_target
+    from meshwright.checkpoint import restore as bring_back
+    from meshwright.errors import UserError
+    from meshwright.launch import RunFolder
+
+    RunFolder.open(run)
+    target = backup_target(run)
+    if target is None:
+        raise UserError(f"{run} has no backup: its job sets no checkpoint.backup_to; nothing can be brought back")
+    found, passed_over = bring_back(run, target)
+    if found is None:
+        told = f" ({passed_over[0]})" if passed_over else ""
+        raise UserError(f"checkpoint.backup_to = {target} holds no sound copy of {run}{told}; start the run anew")
+    if as_json:
+        _print_json(
+            {"run": str(run), "step": found.facts.step, "path": str(found.path), "from": target, "refused": passed_over}
+        )
         return
+    for damage in passed_over:
+        print(f"passed over: {damage}")
+    print(f"step {found.facts.step} was brought back from {target}: {found.path}")
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
     shown = [
         [
             *("–" if row[name] is None else str(row[name]) for name in ("step", "attempt", "ranks", "time")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +16,22 @@ from meshwright.cli.job import JSON
 if TYPE_CHECKING:
     from meshwright.data.prepared import Manifest, Progress
 
+
+class Content(enum.Enum):
+    """What the documents are."""
+
+    text = "text"
+    conversations = "conversations"
+
+
 app = typer.Typer(help="Prepare text for training, look at what was prepared, check it.", no_args_is_help=True)
 
 SOURCES = typer.Argument(help="Files, folders, patterns or addresses (s3://…, https://…), or builtin:stdlib.")
 FOLDER = typer.Argument(help="A prepared folder.")
 TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; without one a BPE is trained on the sources.")
+FORMAT = typer.Option("text", "--format", help="What the fields hold: a text, or a conversation in a common shape.")
+TEMPLATE = typer.Option(None, "--chat-template", help="A Jinja file; without one that of the tokenizer's folder.")
+JOIN = typer.Option(None, "--join", help="A field: others' documents with the same value follow the first source's.")
 WORKERS = typer.Option(None, "--workers", min=1, help="Processes; as many as processor cores when not given.")
 MAX_BAD = typer.Option(0.05, "--max-bad", min=0.0, max=1.0, help="Stop when more than this share cannot be used.")
 HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Share of the documents held out.")
@@ -32,6 +44,9 @@ def prepare(
     tokenizer: Path | None = TOKENIZER,
     vocab_size: int = typer.Option(32768, "--vocab-size", min=1, help="Entries of the tokenizer that is trained."),
     text_field: str = typer.Option("text", "--text-field", help="The field or column that holds the text."),
+    content: Content = FORMAT,
+    chat_template: Path | None = TEMPLATE,
+    join: str | None = JOIN,
     validation_fraction: float = HELD_OUT,
     workers: int | None = WORKERS,
     max_bad: float = MAX_BAD,
@@ -41,7 +56,17 @@ def prepare(
     from meshwright.cli.output import print_json
     from meshwright.data.prepared import Wishes, build
 
-    wishes = Wishes(tuple(sources), tokenizer, vocab_size, text_field, validation_fraction, max_bad)
+    wishes = Wishes(
+        tuple(sources),
+        tokenizer,
+        vocab_size,
+        text_field,
+        content.value,
+        chat_template,
+        join,
+        validation_fraction,
+        max_bad,
+    )
     started = time.perf_counter()
     with _followed() as (report, last):
         manifest = build(wishes, out, workers, report)
@@ -117,8 +142,8 @@ def _followed() -> Iterator[tuple[Callable[[Progress], None], Callable[[], Progr
         def report(progress: Progress) -> None:
             heard[:] = [progress]
             counts = progress.counts
-            if progress.stage == "tokenizer":
-                status.update("training a tokenizer")
+            if progress.stage != "tokens":
+                status.update("training a tokenizer" if progress.stage == "tokenizer" else "joining the sources")
                 return
             rate = counts.read_bytes / max(1e-9, time.perf_counter() - started) / 1e6
             parts = [f"tokens {progress.share:.0%}", f"{counts.documents:,} documents", f"{rate:.1f} MB/s"]
@@ -130,17 +155,28 @@ def _followed() -> Iterator[tuple[Callable[[Progress], None], Callable[[], Progr
 
 
 def _summary(manifest: Manifest) -> dict[str, object]:
-    names = ("tokens", "documents", "text_bytes", "vocab_size", "tokenizer_sha256", "bad", "left_out", "identity")
+    names = (
+        "tokens",
+        "documents",
+        "text_bytes",
+        "vocab_size",
+        "tokenizer_sha256",
+        "bad",
+        "left_out",
+        "identity",
+        "content",
+    )
     told = manifest.model_dump(include=set(names))
     return {**{name: told[name] for name in names}, "shards": len(manifest.shards), "files": len(manifest.sources)}
 
 
 def _print_summary(folder: Path, manifest: Manifest) -> None:
+    what = "documents" if manifest.content == "text" else manifest.content
     for split in ("train", "validation"):
         documents, tokens = manifest.documents[split], manifest.tokens[split]
         per = f", {manifest.text_bytes[split] / tokens:.2f} bytes a token" if tokens else ""
         head = f"{folder}: " if split == "train" else " " * (len(str(folder)) + 2)
-        print(f"{head}{tokens:,} tokens of {documents:,} documents for {split}{per}")
+        print(f"{head}{tokens:,} tokens of {documents:,} {what} for {split}{per}")
     print(f"  {len(manifest.shards)} shards from {len(manifest.sources)} files, vocabulary of {manifest.vocab_size:,}")
     for kind, entry in manifest.bad.items():
         print(f"  {entry['count']:,} bad: {kind}, first at {', '.join(entry['first'])}")

@@ -6,10 +6,10 @@ from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.samples import IGNORE, Sample
+from meshwright.data.samples import IGNORE, Sample, positions_and_documents
+from meshwright.data.store import Int64Array
 from meshwright.model import Documents
 
 
@@ -106,13 +106,13 @@ class Batch:
 def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch:
     """The samples as a batch, under the numbers given."""
     labels_BS = _stack([sample.labels_S for sample in samples])
-    positions = [sample.positions_S for sample in samples if sample.positions_S is not None]
-    positions_BS = _stack(positions) if positions else None
+    starts = [sample.starts for sample in samples if sample.starts is not None]
+    positions_BS, document_ids_BS = _documents(starts, labels_BS.shape[1])
     return Batch(
         tokens_BS=_stack([sample.tokens_S for sample in samples]),
         labels_BS=labels_BS,
         positions_BS=positions_BS,
-        document_ids_BS=_document_ids(positions_BS),
+        document_ids_BS=document_ids_BS,
         sample_ids_B=torch.tensor(sample_ids, dtype=torch.int64),
         valid_counts=tuple((labels_BS.numpy() != IGNORE).sum(axis=1).tolist()),
         document_counts=tuple(sample.document_count for sample in samples),
@@ -120,15 +120,15 @@ def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch
     )
 
 
-def _document_ids(positions_BS: Tensor | None) -> Tensor | None:
-    """The number of every place's document in its sample: a position of 0 begins one."""
-    if positions_BS is None:
-        return None
-    # numpy's sum takes a tenth of the time of torch's.
-    return torch.from_numpy(np.cumsum(positions_BS.numpy() == 0, axis=1, dtype=np.int64) - 1)
+def _documents(starts: Sequence[Int64Array], sequence_length: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Every place's position in its document and the number of that document; neither where they see each other."""
+    if not starts:
+        return None, None
+    positions_BS, document_ids_BS = positions_and_documents(starts, sequence_length)
+    return torch.from_numpy(positions_BS), torch.from_numpy(document_ids_BS)
 
 
-def _stack(rows: Sequence[NDArray[np.int64]]) -> Tensor:
+def _stack(rows: Sequence[Int64Array]) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
@@ -136,10 +136,12 @@ def _stack(rows: Sequence[NDArray[np.int64]]) -> Tensor:
 class Parcel:
     """A step on its way out of a worker: half as wide and in one piece, since making shared memory is what costs there.
 
-    K = 2 (tokens, labels), or 3 where documents are masked from each other (positions).
+    K = 2: tokens, labels.
     """
 
     numbers_KBS: Tensor
+    starts: tuple[Int64Array, ...]
+    """Where documents begin in each sample; none where they see each other."""
     sample_ids: tuple[int, ...]
     valid_counts: tuple[int, ...]
     document_counts: tuple[int, ...]
@@ -149,13 +151,13 @@ class Parcel:
 
     def unpacked(self) -> Step:
         """The step as training takes it, in memory of this process."""
-        tokens_BS, labels_BS, *positions = self.numbers_KBS.long().unbind()
-        positions_BS = positions[0] if positions else None
+        tokens_BS, labels_BS = self.numbers_KBS.long().unbind()
+        positions_BS, document_ids_BS = _documents(self.starts, tokens_BS.shape[1])
         batch = Batch(
             tokens_BS,
             labels_BS,
             positions_BS,
-            _document_ids(positions_BS),
+            document_ids_BS,
             torch.tensor(self.sample_ids, dtype=torch.int64),
             self.valid_counts,
             self.document_counts,
@@ -172,23 +174,23 @@ def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_val
     """The samples of a step in shared memory, each written there before the next is read, with what is known of those
     that other ranks read."""
     numbers_KBS: Tensor | None = None
-    valid_counts, document_counts, lengths = [], [], []
+    starts, valid_counts, document_counts, lengths = [], [], [], []
     for place, sample in enumerate(samples):
-        rows = [sample.tokens_S, sample.labels_S]
-        if sample.positions_S is not None:
-            rows.append(sample.positions_S)
         if numbers_KBS is None:
-            numbers_KBS = torch.empty(len(rows), len(sample_ids), len(rows[0]), dtype=torch.int32)
+            numbers_KBS = torch.empty(2, len(sample_ids), len(sample.tokens_S), dtype=torch.int32)
             numbers_KBS.share_memory_()  # type: ignore[no-untyped-call]
             numbers = numbers_KBS.numpy()
-        for kind, row in enumerate(rows):
-            numbers[kind, place] = row
-        valid_counts.append(int((sample.labels_S != IGNORE).sum()))
+        numbers[0, place] = sample.tokens_S
+        numbers[1, place] = sample.labels_S
+        if sample.starts is not None:
+            starts.append(sample.starts)
+        valid_counts.append(int(np.count_nonzero(sample.labels_S != IGNORE)))
         document_counts.append(sample.document_count)
         lengths.append(sample.length)
     assert numbers_KBS is not None
     return Parcel(
         numbers_KBS,
+        tuple(starts),
         tuple(sample_ids),
         tuple(valid_counts),
         tuple(document_counts),

@@ -41,7 +41,7 @@ class ChatTemplate:
             if not conversation.plain:
                 raise UserError(
                     f"data.tokenizer: {self._origin} brings no chat template (looked for {TEMPLATE} and in {CONFIG} "
-                    "beside it); set data.chat_template to a file with one"
+                    "beside it); name a file with one in data.chat_template, or with --chat-template"
                 )
             prompt = "".join(message.content for message in messages[:-1])
             text = prompt + messages[-1].content
@@ -96,24 +96,24 @@ class ChatTemplate:
             raise UserError(f"{self._origin}: the chat template is broken ({error}); mend it") from error
 
 
-def load_chat_template(tokenizer: Path | None, given: str | None) -> ChatTemplate:
-    """The template in a given file, else the one beside a tokenizer.json."""
+def load_chat_template(tokenizer: Path | None, given: str | None, named: str = "data.chat_template =") -> ChatTemplate:
+    """The template in a given file, which errors name so, else the one beside a tokenizer.json."""
     config = _json(tokenizer.parent / CONFIG) if tokenizer is not None else {}
-    named = {name: _token(token) for name, token in config.items() if name in _NAMED and token}
+    special = {name: _token(token) for name, token in config.items() if name in _NAMED and token}
     added = _json(tokenizer).get("added_tokens", []) if tokenizer is not None else []
     reserved = [token["content"] for token in added if token.get("special")]
-    source, origin = _find(tokenizer, given, config)
-    return ChatTemplate(source, named, reserved, origin)
+    source, origin = _find(tokenizer, given, config, named)
+    return ChatTemplate(source, special, reserved, origin)
 
 
-def _find(tokenizer: Path | None, given: str | None, config: dict[str, Any]) -> tuple[str | None, str]:
+def _find(tokenizer: Path | None, given: str | None, config: dict[str, Any], named: str) -> tuple[str | None, str]:
     """The text of the template, if there is one, and where it is from."""
     if given is not None:
         path = Path(given).expanduser()
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template = {given} cannot be read ({error}); correct the path") from error
+            raise UserError(f"{named} {given} cannot be read ({error}); correct the path") from error
     if tokenizer is None:
         return None, "a tokenizer trained here"
     beside = tokenizer.parent / TEMPLATE

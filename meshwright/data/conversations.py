@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAPES = '"messages", "conversations" (from, value), "prompt" and "completion", or "instruction" and "output"'
+FIELDS = ("messages", "conversations", "prompt", "completion", "system", "instruction", "input", "output")
+"""All that the shapes use."""
 _NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "function": "tool"}
 
 

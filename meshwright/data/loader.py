@@ -1,33 +1,19 @@
 """Steps of training data in order, read ahead by worker processes; validation batches in a fixed order."""
 
-import ctypes
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
-from meshwright.data.deaths import deaths_told, workers_starting
+from meshwright.data.readers import Readers
 from meshwright.data.samples import IGNORE, Sample, Windows
 from meshwright.data.stream import Stream
-from meshwright.data.watch import Report, Roll, Watch, to_stderr
+from meshwright.data.watch import Roll
 from meshwright.errors import UserError
-
-_DEATH_SIGNAL = 1
-"""Linux's number for: send me this when my parent dies."""
-
-
-class WorkerDied(RuntimeError):
-    """A process that reads data is gone; whatever the words say of peers, they are not other ranks."""
 
 
 class Loader:
@@ -48,15 +34,10 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        self._steps = _Steps(stream, global_batch, rank, ranks, Roll(workers))
+        roll = Roll(workers)
+        self._steps = _Steps(stream, global_batch, rank, ranks, roll)
         self._position = position
-        self._workers = workers
-        self._prefetch = prefetch
-        self._pin_memory = pin_memory
-        self._iterator: Iterator[Step | Parcel | UserError] | None = None
-        self._watch: Watch | None = None
-        self.on_slow: Report = to_stderr
-        """Told in a sentence of a worker that keeps training waiting."""
+        self.readers = Readers(self._steps, roll, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
 
     @property
     def epochs(self) -> tuple[float, ...]:
@@ -73,35 +54,12 @@ class Loader:
 
     def __next__(self) -> Step:
         self.start()
-        assert self._iterator is not None
-        try:
-            if self._watch is not None:
-                self._watch.waiting_since = time.monotonic()
-            with deaths_told():
-                step = next(self._iterator)
-        except RuntimeError as error:
-            self.close()
-            raise self.explained(error) from error
-        except (EOFError, OSError) as error:  # of a worker that dies while it hands over a step
-            self.close()
-            if self._workers == 0:
-                raise
-            raise _failed(f"one of data.workers = {self._workers} data worker processes failed ({error!r})") from error
-        finally:
-            if self._watch is not None:
-                self._watch.waiting_since = None
+        step: Step | Parcel | UserError = self.readers.next()
         if isinstance(step, UserError):
             self.close()
             raise step
         self._position += self._steps.global_batch
         return step.unpacked() if isinstance(step, Parcel) else step
-
-    def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error itself, or one that names the worker whose death it tells of."""
-        failed = self._steps.roll.name_failed(str(error)) if self._workers else None
-        if failed is None:
-            return error
-        return _failed(failed)
 
     def start(self) -> None:
         """Have the workers read ahead from now on; the first step asked for would start them too.
@@ -109,35 +67,12 @@ class Loader:
         Workers are forked, and whatever this process changes later of the memory it holds now is copied: so they had
         better start before the weights are made.
         """
-        if self._iterator is None:
-            self._iterator = self._read_ahead()
-            if self._workers:
-                self._watch = Watch(self._steps.roll, lambda sentence: self.on_slow(sentence))
+        if not self.readers.started:
+            self.readers.start(itertools.count(self._position, self._steps.global_batch))
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
-        self._iterator = None
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
-
-    def _read_ahead(self) -> Iterator[Step | Parcel | UserError]:
-        many = self._workers > 0
-        loader = DataLoader(
-            self._steps,
-            batch_size=None,
-            sampler=itertools.count(self._position, self._steps.global_batch),
-            collate_fn=as_it_is,
-            num_workers=self._workers,
-            prefetch_factor=self._prefetch if many else None,
-            pin_memory=self._pin_memory,
-            worker_init_fn=leave_signals_to_the_parent if many else None,
-            multiprocessing_context="fork" if many and sys.platform == "linux" else None,
-            # Without its own generator the loader would draw from the global one, and a resumed run would differ.
-            generator=torch.Generator(),
-        )
-        with workers_starting():
-            return iter(loader)
+        self.readers.close()
 
 
 @dataclass(frozen=True)
@@ -189,30 +124,3 @@ def validation_batches(windows: Windows, micro_batch: int, count: int) -> Iterat
         missing = micro_batch - len(ids)
         filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64))
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
-
-
-def as_it_is(item: Any) -> Any:
-    """What a worker made, unchanged."""
-    return item
-
-
-def leave_signals_to_the_parent(worker: int) -> None:
-    """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
-
-    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits. A worker ends with its
-    parent, however that ended.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-        parent = multiprocessing.parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # it was gone before we could ask
-            os._exit(1)
-    os.setpgid(0, 0)
-    for name in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
-
-
-def _failed(what: str) -> WorkerDied:
-    return WorkerDied(
-        f"{what}; it may have run out of memory or of space in /dev/shm: try fewer data.workers, or data.workers = 0"
-    )

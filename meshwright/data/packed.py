@@ -19,7 +19,7 @@ from meshwright.data.packing import (
     packed_shares,
     running_shares,
 )
-from meshwright.data.samples import IGNORE, Sample, positions_from
+from meshwright.data.samples import IGNORE, Sample
 from meshwright.data.store import Int64Array, SyntheticTokens, TokenStore, sync
 from meshwright.errors import UserError
 
@@ -75,7 +75,7 @@ class PackedWindows:
                 labels[place - 1] = counted[0]
         if not self._mask:
             return Sample(tokens, labels, None, length)
-        return Sample(tokens, labels, positions_from(places, self.sequence_length), length)
+        return Sample(tokens, labels, places[:-1] if length == self.sequence_length else places, length)
 
     def count_valid(self, window: int) -> int:
         """Labels of a window that count in the loss."""

@@ -79,17 +79,24 @@ def _synthetic(data: Data, vocab_size: int) -> Corpus:
 
 def _prepared(data: Data, vocab_size: int) -> Corpus:
     """Folders that `meshwright data prepare` made, one behind the other; the tokenizer is theirs."""
-    if data.format != "text":
-        raise UserError(
-            f'data.format = "{data.format}" cannot read prepared folders, which hold plain text; name the '
-            "conversations' own files in data.sources"
-        )
+    for field, value in (("join", data.join), ("chat_template", data.chat_template)):
+        if value is not None:
+            raise UserError(
+                f'data.{field} = "{value}" is for files, and prepared folders are made with it '
+                f"(meshwright data prepare --{field.replace('_', '-')}); leave it out"
+            )
     folders = []
     for name in data.sources:
         if not is_prepared(name):
             raise UserError(f"data.sources mixes prepared folders with {name}; prepare that too, or leave it out")
         folders.append(open_prepared(Path(name).expanduser()))
     first = folders[0]
+    for folder in folders:
+        if folder.manifest.content != data.format:
+            raise UserError(
+                f'data.format = "{data.format}" does not fit {folder.folder}, which holds {folder.manifest.content}; '
+                f'set it to "{folder.manifest.content}" or name other data.sources'
+            )
     for other in folders[1:]:
         if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
             raise UserError(

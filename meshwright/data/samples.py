@@ -1,7 +1,7 @@
-"""Windows of the tokens, each a sample with its labels and where documents lie in it. S = sequence length."""
+"""Windows of the tokens, each a sample with its labels and where documents lie in it. S = its length, B = samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -14,18 +14,24 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence; positions only where documents are masked from each other, and then 0 where each begins."""
+    """One sequence, and where documents begin in it if they are masked from each other."""
 
     tokens_S: Int64Array
     labels_S: Int64Array
-    positions_S: Int64Array | None
+    starts: Int64Array | None
+    """Ascending from 0, the padding as a document; None where documents see each other."""
     length: int
     """Places before the padding."""
 
     @property
     def document_count(self) -> int:
         """Documents in the sequence, the padding as one; 1 where they are not masked from each other."""
-        return 1 if self.positions_S is None else int((self.positions_S == 0).sum())
+        return 1 if self.starts is None else len(self.starts)
+
+    @property
+    def positions_S(self) -> Int64Array | None:
+        """The place of every token in its document; None where documents see each other."""
+        return None if self.starts is None else positions_and_documents([self.starts], len(self.tokens_S))[0][0]
 
 
 class Windows(Protocol):
@@ -82,11 +88,7 @@ class RunningWindows:
             labels = np.where(targets, labels, IGNORE)
         if not self.mask_documents:
             return Sample(tokens[:-1], labels, None, length)
-        # A document that begins before the window counts as beginning with it.
-        starts = np.concatenate(([0], self.store.starts_between(start + 1, start + length + 1) - start))
-        labels = labels.copy()
-        labels[starts[1:] - 1] = IGNORE
-        return Sample(tokens[:-1], labels, positions_from(starts, length), length)
+        return masked_sample(tokens[:-1], labels, self.store.starts_between(start + 1, start + length + 1) - start)
 
     def count_valid(self, window: int) -> int:
         """Labels of a window that count in the loss."""
@@ -104,9 +106,26 @@ class RunningWindows:
         return self.sequence_length
 
 
-def positions_from(starts: Int64Array, length: int) -> Int64Array:
-    """Positions within documents that begin at the given places, the first at 0."""
-    positions = np.arange(length, dtype=np.int64)
-    for start, stop in pairwise([*starts.tolist()[1:], length]):
-        positions[start:stop] -= start
-    return positions
+def masked_sample(tokens_S: Int64Array, labels_S: Int64Array, begun: Int64Array) -> Sample:
+    """A sequence full of documents, given the places from 1 up to S where one begins: at S, only for its last label.
+
+    A document that begins before the sequence counts as beginning with it.
+    """
+    labels = labels_S.copy()
+    labels[begun - 1] = IGNORE
+    starts = np.zeros(len(begun) + 1, np.int64)
+    starts[1:] = begun
+    if len(begun) and begun[-1] == len(tokens_S):
+        starts = starts[:-1]
+    return Sample(tokens_S, labels, starts, len(tokens_S))
+
+
+def positions_and_documents(starts: Sequence[Int64Array], sequence_length: int) -> tuple[Int64Array, Int64Array]:
+    """Of some samples (B × S), the place of every token in its document, and the number of that in its sample."""
+    size = len(starts) * sequence_length
+    first = np.concatenate([own + sample * sequence_length for sample, own in enumerate(starts)])
+    lengths = np.diff(first, append=size)
+    number = np.concatenate([np.arange(len(own)) for own in starts])
+    positions = np.arange(size)
+    positions -= np.repeat(first, lengths)
+    return positions.reshape(-1, sequence_length), np.repeat(number, lengths).reshape(-1, sequence_length)

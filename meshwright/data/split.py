@@ -37,6 +37,15 @@ def splits_by_document(documents: Iterable[Document], fraction: float) -> bool:
     return False
 
 
+def with_end(
+    tokens: list[int], targets: list[bool], end_of_text: int, end_counts: bool
+) -> tuple[list[int], list[bool]]:
+    """A conversation's tokens and what the loss counts of them, behind them the end of text unless they have it."""
+    if tokens[-1] == end_of_text:
+        return tokens, targets
+    return [*tokens, end_of_text], [*targets, end_counts]
+
+
 class SplitWriter:
     """Writes encoded documents to the training and validation files, each ended by the end of text."""
 
@@ -71,9 +80,7 @@ class SplitWriter:
         """Add a whole document of which the loss counts some tokens, perhaps its end too."""
         writer = self.validation if held_out(self._ordinal, self._fraction) else self.train
         writer.begin_document()
-        if tokens[-1] != self._end_of_text:
-            tokens, targets = [*tokens, self._end_of_text], [*targets, end_counts]
-        writer.append(tokens, targets)
+        writer.append(*with_end(tokens, targets, self._end_of_text, end_counts))
         self._ordinal += 1
 
     def add(self, tokens: list[int], *, last_piece: bool) -> None:

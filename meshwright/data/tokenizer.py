@@ -73,10 +73,7 @@ class Tokenizer:
             self._marked.encode_special_tokens = False
         _note_threads()
         found = self._marked.encode_batch(list(texts), add_special_tokens=False)
-        return [
-            (encoding.ids, [any(start <= at < stop for start, stop in spans) for at, _ in encoding.offsets])
-            for encoding, spans in zip(found, marks, strict=True)
-        ]
+        return [(encoding.ids, _within(encoding.offsets, spans)) for encoding, spans in zip(found, marks, strict=True)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the tokens, special ones by name."""
@@ -112,6 +109,16 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A hash by which equal tokenizers are recognised."""
         return hashlib.sha256(self._inner.to_str().encode()).hexdigest()
+
+
+def _within(offsets: Spans, spans: Spans) -> list[bool]:
+    """Whether each token, given by its first character and the one behind it, begins in one of the spans."""
+    firsts = np.fromiter((first for first, _ in offsets), np.int64, len(offsets))
+    inside = np.zeros(len(offsets), np.bool_)
+    for start, stop in spans:
+        inside |= (start <= firsts) & (firsts < stop)
+    found: list[bool] = inside.tolist()
+    return found
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -68,9 +68,10 @@ class Data(Section):
             )
         if self.stages and self.weights is None:
             raise ValueError("data.stages needs data.weights, which hold until the first stage begins; set them")
-        if self.stream and (self.weights is not None or self.packing != "concatenate" or self.format != "text"):
+        beyond_streams = (self.weights, self.join) != (None, None) or self.packing != "concatenate"
+        if self.stream and (beyond_streams or self.format != "text"):
             raise ValueError(
-                "data.stream reads plain text as it runs on, without data.weights, other data.packing or "
+                "data.stream reads plain text as it runs on, without data.weights, data.join, other data.packing or "
                 "conversations; leave those out or prepare the data"
             )
         tokens = [stage.tokens for stage in self.stages]

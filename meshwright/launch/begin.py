@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes
+from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes, restore
 from meshwright.data import Corpus, Cursor
 from meshwright.errors import UserError
 from meshwright.job import Job
@@ -51,8 +51,19 @@ class Start:
         return None if self.checkpoint is None else saved_cursors(self.checkpoint)
 
 
-def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose every byte is as it was written, and what is wrong with those passed over.
+@dataclass(frozen=True)
+class Found:
+    """What there is to go on from."""
+
+    checkpoint: Checkpoint | None = None
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with newer ones."""
+    restored_from: str | None = None
+    """The backup it had to be fetched from."""
+
+
+def find_checkpoint(run: Path, world: World, backup_to: str | None = None) -> Found:
+    """The newest checkpoint whose every byte is as it was written; where the run folder has none, that of the backup.
 
     All ranks call this together and share the reading.
     """
@@ -63,11 +74,21 @@ def find_checkpoint(run: Path, world: World) -> tuple[Checkpoint | None, list[st
         if isinstance(one, Path):
             damages = _everyones(world, _damage(one, world))
             if not damages:
-                return Checkpoint.open(one), passed_over
+                return Found(Checkpoint.open(one), tuple(passed_over))
             passed_over.append(damages[0])
         else:
             passed_over.append(one)
-    return None, passed_over
+    if backup_to is None:
+        return Found(None, tuple(passed_over))
+    fetched = on_rank_zero(world, lambda: _fetched(run, backup_to))
+    path, more = from_rank_zero(world, fetched or (None, []))
+    checkpoint = None if path is None else Checkpoint.open(path)
+    return Found(checkpoint, (*passed_over, *more), None if path is None else backup_to)
+
+
+def _fetched(run: Path, backup_to: str) -> tuple[Path | None, list[str]]:
+    checkpoint, passed_over = restore(run, backup_to)
+    return None if checkpoint is None else checkpoint.path, passed_over
 
 
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
@@ -99,16 +120,18 @@ def require_resumable(run: Path, job: Job, corpus: Corpus) -> None:
         require_same_run(job, corpus, sound)
 
 
-def begin(
-    folder: RunFolder, job: Job, checkpoint: Checkpoint | None, passed_over: list[str], console: Console
-) -> Start:
+def begin(folder: RunFolder, job: Job, found: Found, console: Console) -> Start:
     """Claim the folder for a new attempt, and write down and say what it begins with."""
     require_sinks(job)
-    lease = folder.begin_attempt()
-    for damage in passed_over:
+    lease, checkpoint = folder.begin_attempt(), found.checkpoint
+    for damage in found.passed_over:
         folder.event("checkpoint_refused", error=damage)
         console.print(f"passed over: {damage}", markup=False, highlight=False, soft_wrap=True)
-    if lease.attempt:
+    if checkpoint is not None and found.restored_from is not None:
+        folder.event("restored", step=checkpoint.facts.step, backup=found.restored_from)
+        told = f"step {checkpoint.facts.step} was brought back from {found.restored_from}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    if lease.attempt or checkpoint is not None:
         changed = folder.change_job(job.model_dump(mode="json"))
         step = 0 if checkpoint is None else checkpoint.facts.step
         place = None if checkpoint is None else str(checkpoint.path.relative_to(folder.path))
@@ -123,13 +146,14 @@ def rewound(
     folder: RunFolder | None, job: Job, world: World, console: Console, start: Start, step: int, bad: list[int]
 ) -> Start:
     """The start of a new attempt after a bad step, from the last checkpoint; all ranks call this together."""
-    checkpoint, passed_over = find_checkpoint(start.lease.run, world)
+    found = find_checkpoint(start.lease.run, world, job.checkpoint.backup_to)
+    checkpoint = found.checkpoint
 
     def begin_again() -> Start:
         assert folder is not None
         to = 0 if checkpoint is None else checkpoint.facts.step
         folder.event("rewind", step=step, to=to, pass_over=sorted(set(bad)))
-        return begin(folder, job, checkpoint, passed_over, console)
+        return begin(folder, job, found, console)
 
     begun = on_rank_zero(world, begin_again)
     attempt = from_rank_zero(world, 0 if begun is None else begun.lease.attempt)

@@ -65,7 +65,7 @@ def launch(
     path = run_path(loaded, resume)
     continues = resume and path.exists()
     if not continues:
-        require_room(job, path)
+        require_room(job, path, resume)
     corpus = prepare_data(job, console)
     require_enough_text(job, corpus, World(torch.device("cpu")))
     if continues:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from meshwright.checkpoint import Keeper, require_backup
+from meshwright.checkpoint import Keeper, backups, require_backup
 from meshwright.data import Corpus, Loader, StreamLoader, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run, rewound
+from meshwright.launch.begin import Found, Start, begin, find_checkpoint, require_same_run, rewound
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
@@ -88,15 +88,16 @@ def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: 
     path = run_path(loaded, resume)
     continues = resume and path.exists()
     if not continues:
-        require_room(job, path)
+        require_room(job, path, resume)
     prepare_device(job, world.device)
     corpus = prepare_data(job, console)
     require_enough_text(job, corpus, world)
-    checkpoint, passed_over = find_checkpoint(path, world) if continues else (None, [])
-    if checkpoint is not None:
-        require_same_run(job, corpus, checkpoint)
+    continues = continues or made_for_backup(loaded, path, resume)
+    found = find_checkpoint(path, world, job.checkpoint.backup_to) if continues else Found()
+    if found.checkpoint is not None:
+        require_same_run(job, corpus, found.checkpoint)
     folder = RunFolder.open(path) if continues else create_folder(loaded, path)
-    start = begin(folder, job, checkpoint, passed_over, console)
+    start = begin(folder, job, found, console)
     print_headline(job, corpus, world, folder, console)
     try:
         with stop_on_signal() as stop:
@@ -117,14 +118,23 @@ def run_path(loaded: LoadedJob, resume: bool = False) -> Path:
     return Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def require_room(job: Job, path: Path) -> None:
+def made_for_backup(loaded: LoadedJob, path: Path, resume: bool) -> bool:
+    """Whether a run whose folder is lost goes on from copies of its checkpoints; it then has a folder again."""
+    target = loaded.job.checkpoint.backup_to
+    if not resume or target is None or not any(one.complete for one in backups(path, target)):
+        return False
+    create_folder(loaded, path)
+    return True
+
+
+def require_room(job: Job, path: Path, resume: bool = False) -> None:
     """Refuse a run folder that is taken, first weights that are not whole, a disk too small for the last checkpoint, a
     backup out of reach."""
     RunFolder.require_free(path)
     require_sinks(job)
     require_start(job)
     if job.checkpoint.backup_to is not None:
-        require_backup(job.checkpoint.backup_to)
+        require_backup(job.checkpoint.backup_to, path, resume=resume)
     needed = count_parameters(job.model) * (4 + _MOMENTS[job.optimizer.name] * _BYTES[job.precision.optimizer_states])
     parent = path.absolute().parent
     while not parent.exists():

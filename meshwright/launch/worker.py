@@ -14,7 +14,7 @@ from meshwright.checkpoint import Lease
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.begin import Start, begin, find_checkpoint, require_same_run
+from meshwright.launch.begin import Found, Start, begin, find_checkpoint, require_same_run
 from meshwright.launch.devices import with_own_device
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import SharedRefusal, from_rank_zero, on_rank_zero
@@ -23,6 +23,7 @@ from meshwright.launch.local import (
     OnEnd,
     Stop,
     create_folder,
+    made_for_backup,
     prepare_data,
     print_headline,
     record_failure,
@@ -95,23 +96,24 @@ def _open(
         path = Path(launched_in) if launched_in else run_path(loaded, resume)
         continues = resume and path.exists()
         if launched_in is None and not continues:
-            require_room(job, path)
+            require_room(job, path, resume)
         corpus = prepare_data(job, console)
         require_enough_text(job, corpus, world)
+        continues = continues or (launched_in is None and made_for_backup(loaded, path, resume))
         return corpus, path, continues
 
     prepared = on_rank_zero(world, prepare_all)
     corpus = prepared[0] if prepared is not None else prepare_data(job, console)
     path, continues = from_rank_zero(world, prepared[1:] if prepared is not None else (Path(), False))
-    checkpoint, passed_over = find_checkpoint(path, world) if continues else (None, [])
+    found = find_checkpoint(path, world, job.checkpoint.backup_to) if continues else Found()
 
     def open_folder() -> tuple[RunFolder, Start]:
-        if checkpoint is not None:
-            require_same_run(job, corpus, checkpoint)
+        if found.checkpoint is not None:
+            require_same_run(job, corpus, found.checkpoint)
         folder = RunFolder.open(path) if launched_in or continues else create_folder(loaded, path)
         if (restart := int(os.environ.get(RESTARTS, "0"))) and launched_in is None:
             folder.event("restart", restart=restart, cause=_last_failure(folder), ranks=world.size)
-        start = begin(folder, job, checkpoint, passed_over, console)
+        start = begin(folder, job, found, console)
         print_headline(job, corpus, world, folder, console)
         return folder, start
 
@@ -119,7 +121,7 @@ def _open(
     attempt = from_rank_zero(world, opened[1].lease.attempt if opened is not None else 0)
     if opened is not None:
         return corpus, *opened
-    return corpus, None, Start(Lease(path, attempt), checkpoint)
+    return corpus, None, Start(Lease(path, attempt), found.checkpoint)
 
 
 def _last_failure(folder: RunFolder) -> str:

@@ -71,7 +71,7 @@ def tune(
     arguments: tuple[str, ...],
     told: Callable[[Tried], None],
 ) -> Tuned:
-    """Measure the job as it is, the planner's `best` settings of micro-batch and recomputation, then loaders."""
+    """Measure the job as it is, the planner's `best` micro-batches and recomputations, then loaders, pinned or not."""
     job = load_job(source, overrides).job
     run = _Runs(source, tuple(overrides), file, arguments, told)
     before = run.one("as given", (), _expected(job, device, devices))
@@ -87,6 +87,10 @@ def tune(
     fastest = _fastest(tried)
     for workers, prefetch in LOADERS:
         setting = (*fastest.setting, f"data.workers={workers}", f"data.prefetch={prefetch}")
+        tried.append(run.one("loader", setting, None))
+    if device != "CPU":  # which has nothing to copy to
+        pinned = load_job(source, [*overrides, *_fastest(tried).setting]).job.data.pin_memory
+        setting = (*_fastest(tried).setting, f"data.pin_memory={str(not pinned).lower()}")
         tried.append(run.one("loader", setting, None))
     after = _fastest(tried)
     return Tuned(tuple(tried), after.setting, before, after)

@@ -1,6 +1,7 @@
 """What every way of training shares: the start, evaluation in between, a row for each step, and how it ended."""
 
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -140,7 +141,7 @@ class TrainingRun(ABC, Generic[E]):
         """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
         self._record_start()
         loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
-        loader.on_slow = self.progress.message
+        loader.readers.on_slow = self._tell_slow_data
         self.loader = loader
         try:
             with collected_by_schedule(), self._gpu:
@@ -148,7 +149,7 @@ class TrainingRun(ABC, Generic[E]):
                     self._evaluate(0)
                 self._train(iter(loader), stop)
         except RuntimeError as error:
-            if (explained := loader.explained(error)) is error:
+            if (explained := loader.readers.explained(error)) is error:
                 raise
             raise explained from error
         finally:
@@ -173,6 +174,13 @@ class TrainingRun(ABC, Generic[E]):
         self.position += self.job.batch.global_batch
         self._step_tokens = given.tokens
         return given, time.perf_counter() - started
+
+    def _tell_slow_data(self, sentence: str) -> None:
+        """Only rank 0 records and shows; what another waits for is said in its own log."""
+        if self.world.rank:
+            sys.stderr.write(f"rank {self.world.rank}: {sentence}\n")
+        self.recorder.event("slow_data", waiting=sentence)
+        self.progress.message(sentence)
 
     def _ballot(self) -> list[float]:
         """What this rank has to say of checkpoints, for the sums all ranks make in a step."""

@@ -15,7 +15,8 @@ def run(cli, tiny_job: Path) -> Path:  # type: ignore[no-untyped-def]
 
 def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
     listed = json.loads(cli("checkpoint", "list", "run", "--json").out)
-    assert set(listed) == {"run", "checkpoints"}
+    assert set(listed) == {"run", "checkpoints", "backup"}
+    assert listed["backup"] == {"target": None, "error": None, "copies": []}
     assert [row["step"] for row in listed["checkpoints"]] == [6, 4, 2]
     assert set(listed["checkpoints"][0]) == {"step", "attempt", "ranks", "time", "bytes", "damage"}
     assert cli("checkpoint", "list", "run").out.count("complete") == 3

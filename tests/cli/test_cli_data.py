@@ -21,7 +21,17 @@ def test_prepare_inspect_verify(cli, lines: Path) -> None:
     done = cli("data", "prepare", "lines.jsonl", "--out", "out", *PREPARE, "--validation-fraction", "0.2", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
-    counts = ["tokens", "documents", "text_bytes", "vocab_size", "tokenizer_sha256", "bad", "left_out", "identity"]
+    counts = [
+        "tokens",
+        "documents",
+        "text_bytes",
+        "vocab_size",
+        "tokenizer_sha256",
+        "bad",
+        "left_out",
+        "identity",
+        "content",
+    ]
     assert list(told) == ["folder", *counts, "shards", "files", "seconds", "retries"]
     assert told["documents"]["train"] + told["documents"]["validation"] == 60
     other = cli("data", "prepare", "lines.jsonl", "--out", "out", *PREPARE)
@@ -50,7 +60,23 @@ def test_bad_documents_are_counted_and_too_many_stop_it(cli, lines: Path) -> Non
     assert cli("data", "prepare", "lines.jsonl", "--out", "strict", *PREPARE, "--max-bad", "0.04").code == 0
 
 
+def test_conversations_and_joined_sources_are_prepared(cli, lines: Path) -> None:
+    Path("talk.jsonl").write_text('{"prompt": "one and one is", "completion": " two"}\n' * 40)
+    done = cli("data", "prepare", "talk.jsonl", "--out", "talk", *PREPARE, "--format", "conversations")
+    assert done.code == 0 and " conversations for train" in done.out
+    looked = json.loads(cli("data", "inspect", "talk", "--sample", "1", "--json").out)
+    assert looked["content"] == "conversations" and looked["samples"][0]["text"] == "one and one is two"
+    Path("a.jsonl").write_text('{"text": "one", "id": 1}\n' * 30)
+    Path("b.jsonl").write_text('{"text": "on one", "id": 1}')
+    done = cli("data", "prepare", "a.jsonl", "b.jsonl", "--out", "joined", *PREPARE, "--join", "id")
+    assert done.code == 0, done.err
+    looked = json.loads(cli("data", "inspect", "joined", "--sample", "1", "--json").out)
+    assert looked["samples"][0]["text"] == "one\n\non one"
+
+
 CASES = {
+    "nothing to join": (["lines.jsonl", "--join", "id"], "--join id needs two sources or more"),
+    "no template": (["lines.jsonl", "--format", "conversations", "--chat-template", "no"], "--chat-template no cannot"),
     "no source": (["nowhere.jsonl"], "nowhere.jsonl does not exist"),
     "wrong field": (["lines.jsonl", "--text-field", "body"], "60 of 60 documents cannot be used (60 wrong field"),
     "tokenizer missing": (["lines.jsonl", "--tokenizer", "no.json"], "--tokenizer no.json cannot be read"),

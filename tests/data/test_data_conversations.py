@@ -205,7 +205,7 @@ def test_a_template_that_refuses_says_why(converse):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"template": None}, r"brings no chat template .*; set data\.chat_template to a file"),
+        ({"template": None}, r"brings no chat template .*; name a file with one in data\.chat_template"),
         ({"template": None, "chat_template": "gone.jinja"}, r"data\.chat_template = gone\.jinja cannot be read"),
         ({"template": "{% for %}"}, r"template\.jinja: the chat template is broken"),
         ({"template": "{{ messages | length }}"}, r"does not tell where message 1 begins"),

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from meshwright.data.raw import Bad, Text, list_inputs, plan_units, read_unit
+from meshwright.data.raw import Bad, Taking, Text, list_inputs, plan_units, read_unit
 from meshwright.errors import UserError
 
 TEXTS = [f"document {i} über\n" + "word " * (i % 40) + f"{i}." for i in range(200)]
@@ -63,7 +63,7 @@ KINDS = {
 
 def items_of(source: Path | str, unit_bytes: int | None = None, field: str = "text"):
     units = plan_units(list_inputs([str(source)]).files, unit_bytes)
-    return [item for unit in units for item in read_unit(unit, field)], units
+    return [item for unit in units for item in read_unit(unit, Taking(field))], units
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -74,8 +74,8 @@ def test_every_kind_gives_the_same_documents(tmp_path: Path, name: str) -> None:
         assert [item.text for item in items] == TEXTS
         if unit_bytes and name in ("a.jsonl", "a.parquet", "file.arrow"):
             assert len(units) > 1, "a large file of this kind should be parted"
-        rest = list(read_unit(units[0], "text", skip=3))
-        assert rest == list(read_unit(units[0], "text"))[3:]
+        rest = list(read_unit(units[0], Taking(), skip=3))
+        assert rest == list(read_unit(units[0], Taking()))[3:]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_sources_that_are_refused(tmp_path: Path, monkeypatch, source: str, sent
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(LINES)
     (unit,) = plan_units(list_inputs([str(tmp_path / "a.jsonl")]).files)
-    reading = read_unit(unit, "text")
+    reading = read_unit(unit, Taking())
     next(reading)
     (tmp_path / "a.jsonl").write_bytes(LINES + LINES)
     with pytest.raises(UserError, match="changed while it was read"):

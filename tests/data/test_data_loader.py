@@ -81,9 +81,12 @@ def test_masked_documents_follow_the_end_of_text(corpus):
     end = corpus.tokenizer.end_of_text
     boundaries = 0
     windows = RunningWindows(corpus.train, S, mask_documents=True)
+    whole = stack_samples([windows.read(window) for window in range(len(windows))], list(range(len(windows))))
     for window in range(len(windows)):
         sample = windows.read(window)
-        document_ids = stack_samples([sample], [0]).document_ids_BS[0]
+        document_ids = whole.document_ids_BS[window]
+        assert torch.equal(whole.positions_BS[window], torch.from_numpy(sample.positions_S))
+        assert whole.document_counts[window] == document_ids[-1] + 1
         document = position = 0
         for place in range(S):
             assert (document_ids[place], sample.positions_S[place]) == (document, position)
@@ -193,7 +196,7 @@ def test_a_dead_worker_is_named(corpus):
     try:
         take(loader, 10)
     except RuntimeError as error:
-        told = str(error if "data worker" in str(error) else loader.explained(error))
+        told = str(error if "data worker" in str(error) else loader.readers.explained(error))
     finally:
         gc.enable()
     assert re.match(
@@ -216,7 +219,7 @@ def test_a_slow_worker_is_named_while_training_waits(corpus, monkeypatch):
     monkeypatch.setattr(watch, "SLOW_S", 0.3)
     loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
     told = []
-    loader.on_slow = told.append
+    loader.readers.on_slow = told.append
     take(loader, 4)
     (sentence,) = told
     assert re.fullmatch(
@@ -231,7 +234,7 @@ def test_a_worker_that_dies_while_it_hands_over_is_the_same_error(corpus, monkey
 
     loader = loader_of(corpus.train, workers=1, prefetch=1)
     next(loader)
-    monkeypatch.setattr(type(loader._iterator), "_try_get_data", torn)
+    monkeypatch.setattr(type(loader.readers._iterator), "_try_get_data", torn)
     with pytest.raises(RuntimeError, match=r"data\.workers = 1 data worker processes failed"):
         next(loader)
 

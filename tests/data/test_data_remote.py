@@ -19,7 +19,7 @@ from data_texts import text_of
 
 from meshwright.data import StreamLoader, open_flow
 from meshwright.data.prepared import Progress, Wishes, build, open_prepared
-from meshwright.data.raw import list_inputs, plan_units, read_unit, remote
+from meshwright.data.raw import Taking, list_inputs, plan_units, read_unit, remote
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -121,7 +121,7 @@ def test_reading_outlives_a_killed_server(server: Server) -> None:
     got = []
     restart = None
     for unit in units:
-        for item in read_unit(unit, "text", watch):
+        for item in read_unit(unit, Taking(), watch):
             got.append(item.text)
             if len(got) == 400:
                 server.kill()
@@ -166,10 +166,10 @@ def test_addresses_that_hold_nothing(server: Server, monkeypatch) -> None:
 
     boto3.client("s3", endpoint_url=server.url).put_object(Bucket="corpus", Key="text/0.jsonl", Body=b"{}\n" * 40_000)
     with pytest.raises(UserError, match="changed while it was read"):
-        list(read_unit(units[0], "text"))
+        list(read_unit(units[0], Taking()))
     boto3.client("s3", endpoint_url=server.url).delete_object(Bucket="corpus", Key="text/0.jsonl")
     with pytest.raises(UserError, match=r"could not be read for 0 s .*; start again when the server answers"):
-        list(read_unit(units[0], "text"))
+        list(read_unit(units[0], Taking()))
     server.kill()
     server.start()
 
@@ -231,7 +231,7 @@ def test_web_servers(tmp_path: Path, monkeypatch, kind: type[Plain]) -> None:
         url = f"http://127.0.0.1:{web.server_port}/a.jsonl"
         units = plan_units(list_inputs([url]).files, 30_000)
         assert (len(units) > 1) == (kind is Ranged), "only a server that hands out parts is read in parts"
-        got = [item.text for unit in units for item in read_unit(unit, "text")]
+        got = [item.text for unit in units for item in read_unit(unit, Taking())]
         with pytest.raises(UserError, match=r"none\.jsonl does not exist; correct the address"):
             list_inputs([url.replace("a.jsonl", "none.jsonl")])
         web.shutdown()

@@ -1,14 +1,19 @@
 """Streaming gives one global sequence of samples, whatever the ranks, workers and interruptions."""
 
 import json
+import multiprocessing
+import os
 import random
+import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from data_texts import text_of
 
-from meshwright.data import StreamLoader, open_flow
+from meshwright.data import StreamLoader, WorkerDied, open_flow, watch
 from meshwright.data.raw import reading
 from meshwright.data.streaming import shard
 from meshwright.data.tokenizer import train_tokenizer
@@ -155,8 +160,9 @@ def test_a_stream_that_cannot_be_read_is_refused(data: Data, tmp_path: Path, flo
             )
     with pytest.raises(UserError, match=r"has 300 entries but model\.vocab_size = 299"):
         open_flow(data, 299)
-    with pytest.raises(ValueError, match=r"data\.stream reads plain text as it runs on"):
-        Data(stream=True, packing="best-fit")
+    for fields in ({"packing": "best-fit"}, {"join": "id"}, {"format": "conversations"}):
+        with pytest.raises(ValueError, match=r"data\.stream reads plain text as it runs on"):
+            Data(stream=True, **fields)
 
 
 def test_a_run_that_streams_resumes_exactly(cli, tiny_job: Path) -> None:
@@ -176,3 +182,41 @@ def test_a_run_that_streams_resumes_exactly(cli, tiny_job: Path) -> None:
     Path("corpus/module_00.py").write_text("another text")
     refused = cli("train", "job.toml", "--resume", *common, "--set", "run.steps=9")
     assert refused.code == 2 and "data.sources" in refused.err
+
+
+@pytest.fixture
+def hindered(monkeypatch):
+    """Calls something in the worker that reads the fifth sample of virtual shard 1, which is the second step's."""
+
+    def hinder(act) -> None:
+        read = shard.VirtualShard.read
+
+        def hindered_read(self, sample: int):
+            if (self._number, sample) == (1, 4):
+                act()
+            return read(self, sample)
+
+        monkeypatch.setattr(shard.VirtualShard, "read", hindered_read)
+
+    return hinder
+
+
+def test_a_slow_worker_is_named_while_training_waits(flow, hindered, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "SLOW_S", 0.3)
+    hindered(lambda: time.sleep(1.2))
+    one, told = loader(flow, workers=2, prefetch=1), []
+    one.readers.on_slow = told.append
+    next(one), next(one)
+    one.close()
+    (sentence,) = told
+    assert re.fullmatch(
+        r"training has waited 0\.3 s for data worker 1 of 2 \(process \d+, reading the step of sample 24\)", sentence
+    )
+
+
+def test_a_dead_worker_is_named(flow, hindered) -> None:
+    hindered(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    one = loader(flow, workers=2, prefetch=1)
+    with pytest.raises(WorkerDied, match=r"data worker 1 of 2 \(process \d+, reading the step of sample 24\) failed"):
+        next(one), next(one)
+    assert multiprocessing.active_children() == []

@@ -250,6 +250,17 @@ def test_what_was_not_sent_stays_the_same_in_all_whatever_the_number_of_replicas
         torch.testing.assert_close(sum(memories[name] for memories in held), saved)
 
 
+def test_what_was_not_sent_is_cut_anew_where_tp_changes() -> None:
+    fields = ["layout.compress=topk", "model.kv_heads=2"]
+    run_ranks(_ranks, 2, "run", *COMPRESSED, *fields, "run.steps=4")
+    held = run_ranks(_memories, 4, "run", *fields, "layout.dp_replicate=2", "layout.tp=2")
+    for replica in range(2):
+        for name, dim in (("layers.0.ffn.gate.weight", 0), ("layers.0.ffn.down.weight", 1)):
+            saved = newest(Path("run")).whole(f"feedback/{replica:05d}/{name}")
+            halves = [held[2 * replica + tp][name] for tp in range(2)]
+            assert saved.abs().max() > 0 and torch.equal(torch.cat(halves, dim), saved)
+
+
 def test_pipedream_goes_on_where_its_pipeline_was_empty() -> None:
     overrides = ["layout.pp=2", "layout.schedule=pipedream", "model.layers=2", "model.tied=false"]
     overrides += ["checkpoint.keep_last=9", "batch.global_batch=1"]

@@ -31,9 +31,9 @@ def played(speeds: dict[str, float]) -> Any:
     return measure
 
 
-def tuned(tmp_path: Path) -> Any:
+def tuned(tmp_path: Path, device: str = "CPU") -> Any:
     file = tmp_path / "runs.jsonl"
-    return tune("demo", SMALL, "CPU", 1, file, best=3, arguments=(), told=lambda one: None)
+    return tune("demo", SMALL, device, 1, file, best=3, arguments=(), told=lambda one: None)
 
 
 def test_the_fastest_of_what_was_run_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,14 @@ def test_the_fastest_of_what_was_run_wins(tmp_path: Path, monkeypatch: pytest.Mo
     assert "batch.micro_batch=4" in found.best and "data.workers=4" in found.best
     assert "+200.0% over the job as it was" in found.verdict
     assert len(found.tried) == 1 + 3 + 3
+
+
+def test_a_gpu_is_tried_with_pinned_memory_the_other_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path))
+    monkeypatch.setattr(Sweep, "_measure", played({"pin_memory=false": 400.0, "workers=2": 300.0, "": 100.0}))
+    found = tuned(tmp_path, "NVIDIA H200")
+    assert found.best[-3:] == ("data.workers=2", "data.prefetch=2", "data.pin_memory=false")
+    assert load_job("demo", [*SMALL, *found.best]).job.data.pin_memory is False
 
 
 def test_what_does_not_fit_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

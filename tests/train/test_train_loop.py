@@ -1,5 +1,7 @@
 """One device: accumulation, masks, precision, clipping and bad steps do what they say."""
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.data import prepare
+from meshwright.data import Stream, prepare, watch
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.model import Decoder, initialise
@@ -86,6 +88,15 @@ def test_two_runs_of_one_seed_are_identical_and_another_seed_differs(run) -> Non
 
 def test_loader_workers_do_not_change_the_run(run) -> None:  # type: ignore[no-untyped-def]
     assert run("data.workers=0")[0].column("loss") == run("data.workers=2")[0].column("loss")
+
+
+def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    read = Stream.read
+    monkeypatch.setattr(watch, "SLOW_S", 0.2)
+    monkeypatch.setattr(Stream, "read", lambda self, sample: (sample == 9 and time.sleep(0.8)) or read(self, sample))
+    memory, _, _ = run("data.workers=1", "run.steps=4")
+    (told,) = [event["waiting"] for event in memory.events if event["kind"] == "slow_data"]
+    assert re.search(r"for data worker 0 of 1 \(process \d+, reading the step of sample 8\)", told)
 
 
 def test_dropout_and_micro_batches_draw_the_same_masks(run) -> None:  # type: ignore[no-untyped-def]

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+from meshwright.data.chat import load_chat_template
+from meshwright.data.join import write_joined
 from meshwright.data.prepared.folder import FORMAT, MANIFEST, PARTIAL, SPLITS, TOKENIZER, Manifest, Shard, read_manifest
 from meshwright.data.prepared.shard import finished_shard, write_whole
 from meshwright.data.prepared.workers import Counts, Half, Work, run_units, train_on
-from meshwright.data.raw import BadDocuments, Inputs, Unit, list_inputs, plan_units
+from meshwright.data.raw import Bad, BadDocuments, Inputs, Taking, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
-from meshwright.data.store import token_dtype
+from meshwright.data.store import sync, token_dtype
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
@@ -37,6 +40,11 @@ class Wishes:
     vocab_size: int = 32768
     """Of the tokenizer that is trained when none is given."""
     text_field: str = "text"
+    content: Literal["text", "conversations"] = "text"
+    chat_template: Path | None = None
+    """What writes conversations as text; else the one beside the tokenizer."""
+    join: str | None = None
+    """A field: documents of the first source are followed by those of the others with the same value there."""
     validation_fraction: float = 0.01
     max_bad: float = 0.05
     """The share of bad documents above which the work stops."""
@@ -66,24 +74,23 @@ def build(
 
     The same wishes over the same input give the same bytes, whatever the number of workers and the interruptions.
     """
-    given = None
-    if wishes.tokenizer is not None:
-        given = load_tokenizer(wishes.tokenizer.expanduser(), f"--tokenizer {wishes.tokenizer}")
-    elif wishes.vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"--vocab-size {wishes.vocab_size} is too small for a byte-level tokenizer; choose at least "
-            f"{SMALLEST_VOCABULARY}, or give a --tokenizer of your own"
-        )
+    given = _given_tokenizer(wishes)
+    taking = _taking(wishes)
     inputs = list_inputs(wishes.sources)
-    units = plan_units(inputs.files, unit_bytes)
-    identity = _identity(wishes, inputs, units, given)
+    others = list_inputs(wishes.sources[1:]) if wishes.join else None
+    own = list_inputs(wishes.sources[:1]) if wishes.join else inputs
+    units = plan_units(own.files, unit_bytes)
+    identity = _identity(wishes, taking, inputs, units, given)
     if (out / MANIFEST).is_file():
         return _already_there(out, identity)
     with _claimed(out, identity):
-        tokenizer = _tokenizer(out, wishes, given, units, report)
-        work = Work(out, wishes.text_field, wishes.validation_fraction)
+        joined, lost = (
+            (None, BadDocuments()) if others is None else _joined(out, taking, others, wishes.max_bad, report)
+        )
+        tokenizer = _tokenizer(out, wishes, given, units, taking, joined, report)
+        work = Work(out, taking, joined, wishes.validation_fraction)
         shards = _all_shards(work, units, wishes.max_bad, workers or available_cores(), report)
-        manifest = _manifest(wishes, inputs, identity, tokenizer, shards)
+        manifest = _manifest(wishes, inputs, identity, tokenizer, shards, lost)
         if manifest.tokens["train"] == 0:
             shutil.rmtree(out / PARTIAL)
             raise UserError(f"{', '.join(wishes.sources)} gave no documents to train on; give sources that hold text")
@@ -97,8 +104,63 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _identity(wishes: Wishes, inputs: Inputs, units: Sequence[Unit], given: Tokenizer | None) -> str:
-    told = {
+def _given_tokenizer(wishes: Wishes) -> Tokenizer | None:
+    if wishes.tokenizer is not None:
+        return load_tokenizer(wishes.tokenizer.expanduser(), f"--tokenizer {wishes.tokenizer}")
+    if wishes.vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"--vocab-size {wishes.vocab_size} is too small for a byte-level tokenizer; choose at least "
+            f"{SMALLEST_VOCABULARY}, or give a --tokenizer of your own"
+        )
+    return None
+
+
+def _taking(wishes: Wishes) -> Taking:
+    if wishes.content == "text":
+        if wishes.chat_template is not None:
+            raise UserError(
+                f"--chat-template {wishes.chat_template} writes conversations, not text; give --format conversations "
+                "or leave it out"
+            )
+        if wishes.join is not None and len(wishes.sources) < 2:
+            raise UserError(f"--join {wishes.join} needs two sources or more; name them or leave it out")
+        return Taking(wishes.text_field, wishes.join)
+    if wishes.join is not None:
+        raise UserError(f"--join {wishes.join} makes one text of several and knows no conversations; leave one out")
+    template = None if wishes.chat_template is None else str(wishes.chat_template)
+    tokenizer = None if wishes.tokenizer is None else wishes.tokenizer.expanduser()
+    return Taking(chat=load_chat_template(tokenizer, template, "--chat-template"))
+
+
+def _joined(out: Path, taking: Taking, others: Inputs, max_bad: float, report: Report) -> tuple[Path, BadDocuments]:
+    """The file of what is joined to the first source's documents, made once, and what of it could not be used."""
+    path, told = out / PARTIAL / "joined.db", out / PARTIAL / "joined.json"
+    if not told.is_file():
+        report(Progress("joining", 0.0, Counts()))
+        path.unlink(missing_ok=True)
+        bad, good = BadDocuments(), 0
+
+        def records() -> Iterator[tuple[str, str]]:
+            nonlocal good
+            for unit in plan_units(others.files):
+                for item in read_unit(unit, taking):
+                    if isinstance(item, Bad):
+                        bad.add(item.kind, item.place)
+                    else:
+                        assert item.key is not None
+                        good += 1
+                        yield item.key, item.text
+
+        write_joined(path, records())
+        if bad.count > max_bad * (bad.count + good):
+            raise _too_many(bad.count, bad.count + good, bad, max_bad)
+        sync(path)
+        write_whole(told, json.dumps(bad.told()))
+    return path, BadDocuments(json.loads(told.read_text(encoding="utf-8")))
+
+
+def _identity(wishes: Wishes, taking: Taking, inputs: Inputs, units: Sequence[Unit], given: Tokenizer | None) -> str:
+    told: dict[str, Any] = {
         "format": FORMAT,
         "files": list(identity_of(inputs.files)),
         "units": [[[piece.number, piece.start, piece.stop] for piece in unit.pieces] for unit in units],
@@ -106,6 +168,10 @@ def _identity(wishes: Wishes, inputs: Inputs, units: Sequence[Unit], given: Toke
         "text_field": wishes.text_field,
         "validation_fraction": wishes.validation_fraction,
     }
+    if taking.key_field is not None:
+        told["join"] = taking.key_field
+    if taking.chat is not None:
+        told["chat"] = taking.chat.fingerprint
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
@@ -167,13 +233,21 @@ def _lock(descriptor: int, out: Path) -> None:
             return  # some file systems have no locks
 
 
-def _tokenizer(out: Path, wishes: Wishes, given: Tokenizer | None, units: Sequence[Unit], report: Report) -> Tokenizer:
+def _tokenizer(
+    out: Path,
+    wishes: Wishes,
+    given: Tokenizer | None,
+    units: Sequence[Unit],
+    taking: Taking,
+    joined: Path | None,
+    report: Report,
+) -> Tokenizer:
     path = out / TOKENIZER
     if given is not None:
         write_whole(path, given.to_json())
     elif not path.is_file():
         report(Progress("tokenizer", 0.0, Counts()))
-        write_whole(path, train_on(units, wishes.text_field, wishes.vocab_size))
+        write_whole(path, train_on(units, taking, wishes.vocab_size, joined))
     return load_tokenizer(path, str(path))
 
 
@@ -224,11 +298,21 @@ def _bad_of(shards: Iterable[Shard | Half]) -> BadDocuments:
 def _too_many(count: int, total: int, bad: BadDocuments, max_bad: float) -> UserError:
     return UserError(
         f"{count} of {total} documents cannot be used ({bad.sentence()}), more than --max-bad {max_bad:g} allows; mend "
-        "them, correct --text-field, or raise --max-bad: finished shards are kept"
+        "them, correct --text-field or --join, or raise --max-bad: finished shards are kept"
     )
 
 
-def _manifest(wishes: Wishes, inputs: Inputs, identity: str, tokenizer: Tokenizer, shards: Sequence[Shard]) -> Manifest:
+def _manifest(
+    wishes: Wishes,
+    inputs: Inputs,
+    identity: str,
+    tokenizer: Tokenizer,
+    shards: Sequence[Shard],
+    lost: BadDocuments,
+) -> Manifest:
+    bad = _bad_of(shards)
+    bad.merge(lost)
+
     def total(field: str) -> dict[str, int]:
         return {split: sum(getattr(shard.part(split), field) for shard in shards) for split in SPLITS}
 
@@ -238,6 +322,8 @@ def _manifest(wishes: Wishes, inputs: Inputs, identity: str, tokenizer: Tokenize
         sources=[{"name": file.name, "bytes": file.size_bytes, "stamp": file.stamp} for file in inputs.files],
         left_out=list(inputs.left_out),
         text_field=wishes.text_field,
+        content=wishes.content,
+        join=wishes.join,
         validation_fraction=wishes.validation_fraction,
         dtype=token_dtype(tokenizer.vocab_size).str,
         vocab_size=tokenizer.vocab_size,
@@ -246,7 +332,7 @@ def _manifest(wishes: Wishes, inputs: Inputs, identity: str, tokenizer: Tokenize
         tokens=total("tokens"),
         documents=total("documents"),
         text_bytes=total("text_bytes"),
-        bad=_bad_of(shards).told(),
+        bad=bad.told(),
         shards=list(shards),
     )
 

@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.data.store import FileTokens, Int64Array, TokenStore
@@ -62,6 +63,9 @@ class Manifest(_Record):
     sources: list[dict[str, Any]]
     left_out: list[str]
     text_field: str
+    content: Literal["text", "conversations"] = "text"
+    join: str | None = None
+    """The field that documents of the first source and those of the others were joined by."""
     validation_fraction: float
     dtype: str
     vocab_size: int
@@ -84,9 +88,10 @@ class Prepared:
 
     def store(self, split: str) -> "ShardedTokens":
         """All tokens of train or validation, in the order of the input."""
+        dtype, marked = self.manifest.dtype, self.manifest.content == "conversations"
         return ShardedTokens(
             [
-                FileTokens(self.folder, shard_name(split, shard.number), shard.part(split).tokens, self.manifest.dtype)
+                FileTokens(self.folder, shard_name(split, shard.number), shard.part(split).tokens, dtype, marked)
                 for shard in self.manifest.shards
                 if shard.part(split).tokens
             ]
@@ -118,8 +123,12 @@ class ShardedTokens:
         found = [part.starts_between(a, b) + offset for part, offset, a, b in self._spans(start, stop)]
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
 
-    def targets(self, start: int, stop: int) -> None:
-        """All tokens count in the loss."""
+    def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which of the tokens the loss counts; None where it counts all."""
+        if not self._parts or self._parts[0].targets(0, 0) is None:
+            return None
+        found = [part.targets(a, b) for part, _, a, b in self._spans(start, stop)]
+        return np.concatenate([np.empty(0, np.bool_), *(part for part in found if part is not None)])
 
     def _spans(self, start: int, stop: int) -> list[tuple[TokenStore, int, int, int]]:
         stop = min(stop, len(self))

@@ -4,14 +4,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from meshwright.data.grouping import grouped_by_size
+from meshwright.data.join import Joined
 from meshwright.data.mixing import fraction_of, mix
 from meshwright.data.prepared.folder import PARTIAL, SPLITS, FileRecord, Part, Shard, shard_name
-from meshwright.data.raw import Bad, BadDocuments, Text, Unit, in_parts, read_unit
+from meshwright.data.raw import Bad, BadDocuments, Item, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.raw.reading import Watch
+from meshwright.data.split import with_end
 from meshwright.data.store import TokenWriter, sync, token_dtype
 from meshwright.data.tokenizer import Tokenizer
 
@@ -32,7 +34,8 @@ def make_shard(
     out: Path,
     unit: Unit,
     tokenizer: Tokenizer,
-    text_field: str,
+    taking: Taking,
+    joined: Joined | None,
     fraction: float,
     bad: BadDocuments,
     watch: Watch,
@@ -45,10 +48,13 @@ def make_shard(
     beside = out / PARTIAL / f"unit-{unit.number:05d}.{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    writer = _Splits(beside, unit.number, tokenizer, fraction)
+    writer = _Splits(beside, unit.number, tokenizer, fraction, marked=taking.chat is not None)
     try:
-        texts = _good(read_unit(unit, text_field, watch), bad, heard)
+        texts = _good(read_joined(unit, taking, joined, watch), bad, heard)
         for batch in grouped_by_size(texts, lambda text: text.size_bytes, BATCH_BYTES):
+            if taking.chat is not None:
+                writer.add_marked(batch)
+                continue
             for text, tokens in zip(batch, tokenizer.encode_batch([text.text for text in batch]), strict=True):
                 writer.add(text, tokens)
         parts = writer.finish(out)
@@ -58,6 +64,17 @@ def make_shard(
     shard = Shard(number=unit.number, input_bytes=unit.size_bytes, bad=bad.told(), **parts)
     write_whole(record_path(out, unit.number), shard.model_dump_json())
     return shard
+
+
+def read_joined(
+    unit: Unit, taking: Taking, joined: Joined | None, watch: Watch = lambda read, retries: None
+) -> Iterator[Item]:
+    """The items of a unit, each document followed by what is joined to it."""
+    for item in read_unit(unit, taking, watch):
+        if joined is not None and isinstance(item, Text) and item.key is not None:
+            text = joined.follow(item.key, item.text)
+            item = item._replace(text=text, size_bytes=len(text.encode("utf-8")))
+        yield item
 
 
 def record_path(out: Path, number: int) -> Path:
@@ -103,11 +120,12 @@ def _good(items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard) -> Itera
 class _Splits:
     """The token files of a shard, one for training and one for validation."""
 
-    def __init__(self, folder: Path, unit: int, tokenizer: Tokenizer, fraction: float) -> None:
+    def __init__(self, folder: Path, unit: int, tokenizer: Tokenizer, fraction: float, *, marked: bool) -> None:
         dtype = token_dtype(tokenizer.vocab_size)
         self._folder, self._unit, self._fraction = folder, unit, fraction
-        self._end_of_text = tokenizer.end_of_text
-        self._writers = {split: TokenWriter(folder, shard_name(split, unit), dtype) for split in SPLITS}
+        self._tokenizer, self._end_of_text = tokenizer, tokenizer.end_of_text
+        self._endings = ("bin", "documents.npy", *(["targets.bin"] if marked else []))
+        self._writers = {split: TokenWriter(folder, shard_name(split, unit), dtype, marked=marked) for split in SPLITS}
         self._text_bytes = dict.fromkeys(SPLITS, 0)
         self._ordinal = 0
         self._split: str | None = None
@@ -125,6 +143,18 @@ class _Splits:
         if text.ends:
             self._ordinal += 1
 
+    def add_marked(self, batch: Sequence[Text]) -> None:
+        """Whole conversations."""
+        texts, marks = [text.text for text in batch], [text.marks or () for text in batch]
+        for text, spans, found in zip(batch, marks, self._tokenizer.encode_marked(texts, marks), strict=True):
+            out = held_out(self._unit, self._ordinal, None, self._fraction)
+            split = "validation" if out else "train"
+            self._writers[split].begin_document()
+            end_counts = bool(spans) and spans[-1][1] > len(text.text)
+            self._writers[split].append(*with_end(*found, self._end_of_text, end_counts))
+            self._text_bytes[split] += text.size_bytes
+            self._ordinal += 1
+
     def finish(self, out: Path) -> dict[str, Part]:
         """Bring the files to the disk and into the folder; a split without tokens has none."""
         parts = {}
@@ -132,7 +162,7 @@ class _Splits:
             writer.finish()
             records = {}
             name = shard_name(split, self._unit)
-            for file in (f"{name}.bin", f"{name}.documents.npy") if writer.count else ():
+            for file in (f"{name}.{ending}" for ending in self._endings) if writer.count else ():
                 path = self._folder / file
                 records[file] = FileRecord(bytes=path.stat().st_size, sha256=sha256_of(path))
                 path.rename(out / file)

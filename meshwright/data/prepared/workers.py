@@ -12,9 +12,10 @@ from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.join import Joined
 from meshwright.data.prepared.folder import TOKENIZER, Shard
-from meshwright.data.prepared.shard import make_shard
-from meshwright.data.raw import BadDocuments, Text, Unit, read_unit
+from meshwright.data.prepared.shard import make_shard, read_joined
+from meshwright.data.raw import BadDocuments, Taking, Text, Unit
 from meshwright.data.tokenizer import Tokenizer, allow_threads, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
 
@@ -30,7 +31,9 @@ class Work:
     """What every worker needs to know."""
 
     out: Path
-    text_field: str
+    taking: Taking
+    joined: Path | None
+    """The file of what is joined to the documents."""
     validation_fraction: float
 
 
@@ -118,14 +121,14 @@ def run_units(
         pool.shutdown(cancel_futures=True)
 
 
-def train_on(units: Sequence[Unit], text_field: str, vocab_size: int) -> str:
+def train_on(units: Sequence[Unit], taking: Taking, vocab_size: int, joined: Path | None = None) -> str:
     """A tokenizer.json learned from the beginnings of units all over the input.
 
     In a process of its own: the library's threads would not survive into workers forked from one that used them.
     """
     with ProcessPoolExecutor(1, _context(), initializer=_obey, initargs=(os.getpid(),)) as pool:
         try:
-            return pool.submit(_train, list(units), text_field, vocab_size).result()
+            return pool.submit(_train, list(units), taking, vocab_size, joined).result()
         except BrokenProcessPool as error:
             raise UserError(
                 "training the tokenizer was killed, perhaps for want of memory; give a --tokenizer"
@@ -146,18 +149,19 @@ def _obey(parent: int) -> None:
         os._exit(1)
 
 
-_work: tuple[Work, _Shared, Tokenizer]
+_work: tuple[Work, _Shared, Tokenizer, Joined | None]
 
 
 def _begin(parent: int, work: Work, shared: _Shared, threads: int) -> None:
     global _work
     _obey(parent)
     allow_threads(threads)
-    _work = (work, shared, load_tokenizer(work.out / TOKENIZER))
+    joined = None if work.joined is None else Joined(work.joined)
+    _work = (work, shared, load_tokenizer(work.out / TOKENIZER), joined)
 
 
 def _one(unit: Unit) -> Shard | Half:
-    work, shared, tokenizer = _work
+    work, shared, tokenizer, joined = _work
     read, bad = 0, BadDocuments()
 
     def watch(count: int, retries: int) -> None:
@@ -173,14 +177,15 @@ def _one(unit: Unit) -> Shard | Half:
         shared.add(documents=documents, bad=bad)
 
     try:
-        shard = make_shard(work.out, unit, tokenizer, work.text_field, work.validation_fraction, bad, watch, heard)
+        shard = make_shard(work.out, unit, tokenizer, work.taking, joined, work.validation_fraction, bad, watch, heard)
     except _Stopped:
         return Half(unit.number, bad.told())
     shared.add(read_bytes=unit.size_bytes - read)
     return shard
 
 
-def _train(units: list[Unit], text_field: str, vocab_size: int) -> str:
+def _train(units: list[Unit], taking: Taking, vocab_size: int, path: Path | None) -> str:
+    joined = None if path is None else Joined(path)
     allow_threads(os.cpu_count() or 1)
     count = min(len(units), _TRAINING_UNITS)
     chosen = [units[number * len(units) // count] for number in range(count)]
@@ -188,7 +193,7 @@ def _train(units: list[Unit], text_field: str, vocab_size: int) -> str:
     def texts() -> Iterator[str]:
         for unit in chosen:
             taken = 0
-            for item in read_unit(unit, text_field):
+            for item in read_joined(unit, taking, joined):
                 if isinstance(item, Text):
                     yield item.text
                     taken += item.size_bytes

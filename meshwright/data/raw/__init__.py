@@ -2,7 +2,8 @@
 
 from meshwright.data.raw.bad import BadDocuments
 from meshwright.data.raw.inputs import InputFile, Inputs, list_inputs
-from meshwright.data.raw.reading import Bad, Text, in_parts, read_unit
+from meshwright.data.raw.items import Bad, Item, Taking, Text
+from meshwright.data.raw.reading import in_parts, read_unit
 from meshwright.data.raw.units import Piece, Unit, plan_units
 
 __all__ = [
@@ -10,7 +11,9 @@ __all__ = [
     "BadDocuments",
     "InputFile",
     "Inputs",
+    "Item",
     "Piece",
+    "Taking",
     "Text",
     "Unit",
     "in_parts",

@@ -3,14 +3,14 @@
 import csv
 import io
 import itertools
-import json
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
-from meshwright.data.raw.bad import BROKEN_JSON, EMPTY, NOT_UTF8, TOO_LONG, WRONG_FIELD
+from meshwright.data.raw.bad import EMPTY, NOT_UTF8, TOO_LONG, WRONG_FIELD
 from meshwright.data.raw.inputs import InputFile, unreadable
+from meshwright.data.raw.items import Bad, Item, Taking, Text, checked
 from meshwright.data.raw.packed import unpacked
 from meshwright.data.raw.tables import table_rows
 from meshwright.data.raw.units import Piece, Unit
@@ -23,36 +23,15 @@ _LOOK_AHEAD_BYTES = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 _TEXT_MEMBERS = frozenset({"txt", "text", "md"})
 
-
-class Text(NamedTuple):
-    """A document, or a piece of a long one."""
-
-    text: str
-    size_bytes: int
-    """Of the text as UTF-8."""
-    begins: bool = True
-    ends: bool = True
-    file: int | None = None
-    """The number of the file that is this one document, which may go on in another unit."""
-
-
-class Bad(NamedTuple):
-    """A document that cannot be used: what is wrong with it, and where it is."""
-
-    kind: str
-    place: str
-
-
-Item = Text | Bad
 Watch = Callable[[int, int], None]
 """Told the bytes just read from the input and the retries just made."""
 
 
-def read_unit(unit: Unit, text_field: str, watch: Watch = lambda read, retries: None, skip: int = 0) -> Iterator[Item]:
+def read_unit(unit: Unit, taking: Taking, watch: Watch = lambda read, retries: None, skip: int = 0) -> Iterator[Item]:
     """The items of a unit in order; the first `skip` of them are passed over as cheaply as their format allows."""
     for piece in unit.pieces:
         counted = 0
-        for item in _read_piece(piece, text_field, watch):
+        for item in _read_piece(piece, taking, watch):
             counted += 1
             if counted > skip:
                 yield item() if callable(item) else item
@@ -61,9 +40,9 @@ def read_unit(unit: Unit, text_field: str, watch: Watch = lambda read, retries: 
 
 
 def in_parts(text: Text) -> Iterator[Text]:
-    """A very long document in parts that a tokenizer can hold, cut between words."""
+    """A very long document in parts that a tokenizer can hold, cut between words; a conversation stays whole."""
     rest, begins = text, text.begins
-    while len(rest.text) > 2 * TEXT_BYTES:
+    while text.marks is None and len(rest.text) > 2 * TEXT_BYTES:
         cut = max(rest.text.rfind(sign, 1, TEXT_BYTES) for sign in "\n ")
         cut = cut if cut > 0 else TEXT_BYTES
         part = rest.text[:cut]
@@ -73,7 +52,7 @@ def in_parts(text: Text) -> Iterator[Text]:
     yield rest._replace(begins=begins)
 
 
-def _read_piece(piece: Piece, text_field: str, watch: Watch) -> Iterator[Item | Callable[[], Item]]:
+def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | Callable[[], Item]]:
     file = piece.file
     raw = _Watched(file.open(lambda: watch(0, 1)), watch)
     try:
@@ -81,17 +60,22 @@ def _read_piece(piece: Piece, text_field: str, watch: Watch) -> Iterator[Item | 
             if file.format in ("parquet", "arrow"):
                 if not file.seekable and file.format == "parquet":
                     raise UserError(f"{file.name} lies on a server that does not hand out parts; download it first")
-                yield from _table(piece, cast(BinaryIO, raw), text_field)
+                yield from _table(piece, cast(BinaryIO, raw), taking)
                 return
             with unpacked(cast(BinaryIO, raw), file.compression, file.name) as stream:
                 if file.format == "text":
+                    if not taking.plain:
+                        raise UserError(
+                            f"{file.name} is plain text, in which there are no fields; give .jsonl, .csv, .parquet, "
+                            ".arrow or .tar files"
+                        )
                     yield from _text(piece, stream)
                 elif file.format == "jsonl":
-                    yield from _jsonl(piece, stream, text_field)
+                    yield from _jsonl(piece, stream, taking)
                 elif file.format == "tar":
-                    yield from _tar(file, stream, text_field)
+                    yield from _tar(file, stream, taking)
                 else:
-                    yield from _csv(file, stream, text_field)
+                    yield from _csv(file, stream, taking)
     except UserError:
         raise
     except (OSError, EOFError, zlib.error, tarfile.TarError, csv.Error) as error:
@@ -152,7 +136,7 @@ def _go_to_line(piece: Piece, stream: BinaryIO) -> int:
     return place
 
 
-def _jsonl(piece: Piece, stream: BinaryIO, text_field: str) -> Iterator[Item | Callable[[], Item]]:
+def _jsonl(piece: Piece, stream: BinaryIO, taking: Taking) -> Iterator[Item | Callable[[], Item]]:
     place = _go_to_line(piece, stream)
     # A piece that is not the first cannot know how many lines came before it.
     name, plain = piece.file.name, piece.file.compression == "none"
@@ -170,28 +154,7 @@ def _jsonl(piece: Piece, stream: BinaryIO, text_field: str) -> Iterator[Item | C
             place += len(part)
             yield Bad(TOO_LONG, where)
         elif line.strip():
-            yield lambda line=line, where=where: _from_json(line, where, text_field)  # type: ignore[misc]
-
-
-def _from_json(raw: bytes, where: str, text_field: str) -> Item:
-    try:
-        record = json.loads(raw.removeprefix(_BOM).decode("utf-8"))
-    except UnicodeDecodeError:
-        return Bad(NOT_UTF8, where)
-    except (ValueError, RecursionError):
-        return Bad(BROKEN_JSON, where)
-    if not isinstance(record, dict) or not isinstance(text := record.get(text_field), str):
-        return Bad(WRONG_FIELD, where)
-    return _checked(text, where)
-
-
-def _checked(text: str, where: str) -> Item:
-    if not text.strip():
-        return Bad(EMPTY, where)
-    try:
-        return Text(text, len(text.encode("utf-8")))
-    except UnicodeEncodeError:  # half of a surrogate pair, or bytes that were no UTF-8
-        return Bad(NOT_UTF8, where)
+            yield lambda line=line, where=where: taking.from_json(line, where)  # type: ignore[misc]
 
 
 # ---- text files: one document each, in pieces when long ----
@@ -258,44 +221,48 @@ def _cut(raw: bytes) -> int:
 # ---- tables and archives ----
 
 
-def _table(piece: Piece, stream: BinaryIO, text_field: str) -> Iterator[Item]:
+def _table(piece: Piece, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
     file = piece.file
     stop = 1 << 62 if piece.whole else piece.stop
     # Buffered, since pyarrow takes a short read for the end of the file.
     buffered = cast(BinaryIO, io.BufferedReader(cast(Any, stream), 1 << 16))
-    for row, raw in enumerate(table_rows(file, buffered, piece.start, stop, text_field), start=1):
+    for row, record in enumerate(table_rows(file, buffered, piece.start, stop, taking), start=1):
         where = f"{file.name} row {row}" if piece.first else f"{file.name} row {row} from group {piece.start} on"
-        if raw is None:
+        if isinstance(record, dict):
+            yield taking.from_record(record, where)
+        elif record is None:
             yield Bad(EMPTY, where)
-            continue
-        try:
-            yield _checked(raw.decode("utf-8"), where)
-        except UnicodeDecodeError:
-            yield Bad(NOT_UTF8, where)
+        else:
+            yield _from_bytes(record, where)
 
 
-def _csv(file: InputFile, stream: BinaryIO, text_field: str) -> Iterator[Item]:
+def _csv(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
     csv.field_size_limit(LONGEST_DOCUMENT_BYTES)
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(lines, delimiter="\t" if file.format == "tsv" else ",")
     header = next(rows, [])
-    if header.count(text_field) != 1:
-        raise UserError(
-            f'{file.name} has no column "{text_field}" (its first line has {", ".join(header[:5]) or "nothing"}); set '
-            "--text-field to the one that holds the text"
-        )
-    column = header.index(text_field)
+    if taking.chat is None:
+        for field in taking.fields:
+            if header.count(field) != 1:
+                raise UserError(
+                    f'{file.name} has no column "{field}" (its first line has {", ".join(header[:5]) or "nothing"}); '
+                    f"set {'--join' if field == taking.key_field else '--text-field'} to the one that holds the "
+                    f"{'key' if field == taking.key_field else 'text'}"
+                )
+    column = header.index(taking.text_field) if taking.chat is None else 0
     for row in rows:
         where = f"{file.name}:{rows.line_num}"
         if not row:
             continue
         if len(row) <= column:
             yield Bad(WRONG_FIELD, where)
+        elif taking.plain:
+            yield checked(row[column], where)
         else:
-            yield _checked(row[column], where)
+            yield taking.from_record(dict(zip(header, row, strict=False)), where)
 
 
-def _tar(file: InputFile, stream: BinaryIO, text_field: str) -> Iterator[Item]:
+def _tar(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
     """WebDataset: neighbouring members with one key are a sample; its text is its .txt, else its .json's field."""
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         members = (member for member in archive if member.isfile())
@@ -304,7 +271,7 @@ def _tar(file: InputFile, stream: BinaryIO, text_field: str) -> Iterator[Item]:
             for member in group:
                 suffix = _key_and_suffix(member.name)[1]
                 where = f"{file.name}:{member.name}"
-                if suffix not in (*_TEXT_MEMBERS, "json"):
+                if suffix != "json" and not (taking.plain and suffix in _TEXT_MEMBERS):
                     continue
                 if member.size > LONGEST_DOCUMENT_BYTES:
                     found[suffix] = Bad(TOO_LONG, where)
@@ -312,7 +279,7 @@ def _tar(file: InputFile, stream: BinaryIO, text_field: str) -> Iterator[Item]:
                 raw = cast(BinaryIO, archive.extractfile(member)).read()
                 if len(raw) != member.size:
                     raise tarfile.ReadError(f"{member.name} is cut short")
-                found[suffix] = _from_json(raw, where, text_field) if suffix == "json" else _member_text(raw, where)
+                found[suffix] = taking.from_json(raw, where) if suffix == "json" else _from_bytes(raw, where)
             texts = [item for suffix, item in found.items() if suffix != "json"] or list(found.values())
             yield texts[0] if texts else Bad(WRONG_FIELD, f"{file.name}:{key}")
 
@@ -323,8 +290,8 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
-def _member_text(raw: bytes, where: str) -> Item:
+def _from_bytes(raw: bytes, where: str) -> Item:
     try:
-        return _checked(raw.removeprefix(_BOM).decode("utf-8"), where)
+        return checked(raw.removeprefix(_BOM).decode("utf-8"), where)
     except UnicodeDecodeError:
         return Bad(NOT_UTF8, where)

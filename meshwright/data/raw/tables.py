@@ -1,13 +1,16 @@
-"""Columns of Parquet and Arrow files, a few rows at a time."""
+"""Columns of Parquet and Arrow files, a few rows at a time: texts as bytes, or records where more is needed."""
 
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from meshwright.data.raw.extras import need
 from meshwright.data.raw.inputs import InputFile
+from meshwright.data.raw.items import Taking
 from meshwright.errors import UserError
 
 _ROWS = 256
+Row = bytes | dict[str, Any] | None
+"""The text, or the fields that have a value."""
 
 
 def count_groups(file: InputFile) -> int:
@@ -19,29 +22,29 @@ def count_groups(file: InputFile) -> int:
         return int(getattr(opened, "num_record_batches", 1))
 
 
-def table_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, field: str) -> Iterator[bytes | None]:
-    """The text column's values as bytes, of the groups from start up to stop."""
+def table_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, taking: Taking) -> Iterator[Row]:
+    """What is taken from the rows of the groups from start up to stop."""
     if file.format == "parquet":
-        yield from _parquet_rows(file, stream, start, stop, field)
+        yield from _parquet_rows(file, stream, start, stop, taking)
         return
     opened = _open_arrow(file, stream)
-    _require_text(file, opened.schema, field)
+    names = _columns(file, opened.schema, taking)
     if hasattr(opened, "num_record_batches"):
         batches: Iterator[Any] = (opened.get_batch(i) for i in range(start, min(stop, opened.num_record_batches)))
     else:
         batches = iter(opened)
     for batch in batches:
-        yield from _values(batch.column(batch.schema.get_field_index(field)))
+        yield from _values(batch.select(names), taking)
 
 
-def _parquet_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, field: str) -> Iterator[bytes | None]:
+def _parquet_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, taking: Taking) -> Iterator[Row]:
     parquet = need("pyarrow.parquet", file.name)
     # A buffer bounds what is held of a row group, whose columns would otherwise be read whole.
     opened = parquet.ParquetFile(stream, buffer_size=1 << 20)
-    _require_text(file, opened.schema_arrow, field)
+    names = _columns(file, opened.schema_arrow, taking)
     groups = range(start, min(stop, opened.metadata.num_row_groups))
-    for batch in opened.iter_batches(_ROWS, row_groups=list(groups), columns=[field], use_threads=False):
-        yield from _values(batch.column(0))
+    for batch in opened.iter_batches(_ROWS, row_groups=list(groups), columns=names, use_threads=False):
+        yield from _values(batch, taking)
 
 
 def _open_arrow(file: InputFile, stream: BinaryIO) -> Any:
@@ -51,6 +54,19 @@ def _open_arrow(file: InputFile, stream: BinaryIO) -> Any:
     except pyarrow.ArrowInvalid:
         stream.seek(0)
         return pyarrow.ipc.open_stream(stream)  # what Hugging Face datasets write
+
+
+def _columns(file: InputFile, schema: Any, taking: Taking) -> list[str]:
+    """The columns to read; the text's must be there, and of a conversation whatever there is of its shapes."""
+    if taking.chat is not None:
+        return [name for name in taking.fields if name in schema.names]
+    _require_text(file, schema, taking.text_field)
+    if taking.key_field is not None and taking.key_field not in schema.names:
+        raise UserError(
+            f'{file.name} has no column "{taking.key_field}" (only {", ".join(schema.names[:5])}); set --join to the '
+            "one that holds the key"
+        )
+    return list(taking.fields)
 
 
 def _require_text(file: InputFile, schema: Any, field: str) -> None:
@@ -71,10 +87,16 @@ def _require_text(file: InputFile, schema: Any, field: str) -> None:
         )
 
 
-def _values(column: Any) -> Iterator[bytes | None]:
-    """As bytes, since a writer may have put anything into a column of text."""
+def _values(batch: Any, taking: Taking) -> Iterator[Row]:
+    """A text alone as bytes, since a writer may have put anything into a column of text."""
     import pyarrow as pa
 
+    if not taking.plain:
+        for first in range(0, batch.num_rows, _ROWS):
+            for row in batch.slice(first, _ROWS).to_pylist():
+                yield {name: value for name, value in row.items() if value is not None}
+        return
+    column = batch.column(0)
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     for first in range(0, len(column), _ROWS):

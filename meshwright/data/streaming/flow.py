@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.data.cache import cache_root
 from meshwright.data.prepared.shard import held_out, write_whole
 from meshwright.data.prepared.workers import train_on
-from meshwright.data.raw import Text, Unit, list_inputs, plan_units, read_unit
+from meshwright.data.raw import Taking, Text, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
 from meshwright.data.store import Int64Array
 from meshwright.data.streaming.shard import START, Cursor, Recipe, VirtualShard
@@ -61,7 +61,7 @@ class Flow:
         if self.validation_fraction == 0:
             return MemoryTokens([], [])
         for unit in self.units:
-            for number, item in enumerate(read_unit(unit, self.text_field)):
+            for number, item in enumerate(read_unit(unit, Taking(self.text_field))):
                 if isinstance(item, Text) and held_out(unit.number, number, item.file, self.validation_fraction):
                     starts += [len(found)] if item.begins else []
                     found += self.tokenizer.encode(item.text) + [self.tokenizer.end_of_text] * item.ends
@@ -103,7 +103,7 @@ def open_flow(data: Data, vocab_size: int) -> Flow:
         path = cache_root(data.cache) / f"stream-{identity[:20]}-{vocab_size}.tokenizer.json"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, train_on(units, data.text_field, vocab_size))
+            write_whole(path, train_on(units, Taking(data.text_field), vocab_size))
         tokenizer = load_tokenizer(path, str(path))
     if tokenizer.vocab_size > vocab_size:
         raise UserError(

@@ -1,20 +1,17 @@
 """Steps of a flow: sample i is the next of virtual shard i mod the number of shards, whoever reads it."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from meshwright.data.batch import Step, stack_samples
-from meshwright.data.deaths import deaths_told, workers_starting
-from meshwright.data.loader import as_it_is, leave_signals_to_the_parent
+from meshwright.data.readers import Readers
 from meshwright.data.samples import Sample
 from meshwright.data.streaming.flow import Flow
 from meshwright.data.streaming.shard import START, Cursor, VirtualShard
-from meshwright.data.watch import Report, to_stderr
+from meshwright.data.watch import Roll
 from meshwright.errors import UserError
 
 _Part = list[tuple[int, Sample, Cursor]]
@@ -47,14 +44,14 @@ class StreamLoader:
             raise UserError(f"the stream cannot go on at sample {position} without its cursors; start a new run")
         self.cursors: dict[int, Cursor] = {**dict.fromkeys(range(flow.shards), START), **(cursors or {})}
         """Of every virtual shard, a block from which the next sample of it can be reached."""
-        self._parts = _Parts(flow, seed, sequence_length, global_batch, rank, ranks, max(1, workers))
+        roll = Roll(workers)
+        self._parts = _Parts(flow, seed, sequence_length, global_batch, rank, ranks, max(1, workers), roll)
+        self.readers = Readers(self._parts, roll, workers=workers, prefetch=prefetch)
         self._global_batch, self._tokens = global_batch, global_batch * sequence_length
         self._position, self._rank, self._ranks = position, rank, ranks
-        self._workers, self._prefetch, self._pin_memory = workers, prefetch, pin_memory
+        self._workers, self._pin_memory = workers, pin_memory
         self._total = total
         self._uniform = not flow.mask_documents
-        self._iterator: Iterator[_Part | UserError] | None = None
-        self.on_slow: Report = to_stderr
         self.epochs: tuple[float, ...] = ()
 
     @property
@@ -71,11 +68,9 @@ class StreamLoader:
 
     def __next__(self) -> Step:
         self.start()
-        assert self._iterator is not None
         found: _Part = []
         for _ in range(max(1, self._workers)):
-            with deaths_told():
-                part = next(self._iterator)
+            part: _Part | UserError = self.readers.next()
             if isinstance(part, UserError):
                 self.close()
                 raise part
@@ -91,34 +86,15 @@ class StreamLoader:
         step = Step(batch, valid, self._tokens)
         return step.pin_memory() if self._pin_memory else step
 
-    def explained(self, error: RuntimeError) -> RuntimeError:
-        """The error itself: it tells of a process already."""
-        return error
-
     def start(self) -> None:
         """Have the workers read ahead from now on."""
-        if self._iterator is None:
-            self._iterator = self._read_ahead()
+        if not self.readers.started:
+            self._parts.begin(self._position, dict(self.cursors))
+            self.readers.start()
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
-        self._iterator = None
-
-    def _read_ahead(self) -> Iterator[_Part | UserError]:
-        many = self._workers > 0
-        self._parts.begin(self._position, dict(self.cursors))
-        loader = DataLoader(
-            self._parts,
-            batch_size=None,
-            collate_fn=as_it_is,
-            num_workers=self._workers,
-            prefetch_factor=self._prefetch if many else None,
-            worker_init_fn=leave_signals_to_the_parent if many else None,
-            multiprocessing_context="fork" if many and sys.platform == "linux" else None,
-            generator=torch.Generator(),
-        )
-        with workers_starting():
-            return iter(loader)
+        self.readers.close()
 
 
 @dataclass
@@ -132,6 +108,7 @@ class _Parts(IterableDataset[Any]):
     rank: int
     ranks: int
     workers: int
+    roll: Roll
     position: int = 0
     cursors: Mapping[int, Cursor] | None = None
 
@@ -147,6 +124,7 @@ class _Parts(IterableDataset[Any]):
         first = self.position
         try:
             while True:
+                self.roll.begins(worker, first)
                 part: _Part = []
                 for sample in range(first, first + self.global_batch):
                     turn, number = divmod(sample, self.flow.shards)
@@ -157,6 +135,7 @@ class _Parts(IterableDataset[Any]):
                         shards[number] = self.flow.shard(number, self.sequence_length, self.seed, cursor)
                     read = shards[number].read(turn)
                     part.append((sample, read, shards[number].cursor))
+                self.roll.ends(worker)
                 yield part
                 first += self.global_batch
         except UserError as error:

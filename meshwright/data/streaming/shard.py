@@ -13,8 +13,8 @@ import numpy as np
 from meshwright.data.mixing import mix
 from meshwright.data.order import permute
 from meshwright.data.prepared.shard import held_out
-from meshwright.data.raw import Bad, BadDocuments, Text, Unit, in_parts, read_unit
-from meshwright.data.samples import IGNORE, Sample, positions_from
+from meshwright.data.raw import Bad, BadDocuments, Taking, Text, Unit, in_parts, read_unit
+from meshwright.data.samples import Sample, masked_sample
 from meshwright.data.store import Int64Array
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
@@ -112,10 +112,7 @@ class VirtualShard:
         if not self._recipe.mask_documents:
             return Sample(tokens[:-1], tokens[1:], None, length)
         first, last = np.searchsorted(self._starts, (start + 1, start + length + 1))
-        starts = np.concatenate(([0], self._starts[first:last] - start))
-        labels = tokens[1:].copy()
-        labels[starts[1:] - 1] = IGNORE
-        return Sample(tokens[:-1], labels, positions_from(starts, length), length)
+        return masked_sample(tokens[:-1], tokens[1:], self._starts[first:last] - start)
 
     def _read_on(self, cursor: Cursor) -> Iterator[_Piece]:
         """The training tokens from a cursor on, endlessly; every round takes the units in another order."""
@@ -142,7 +139,7 @@ class VirtualShard:
         recipe = self._recipe
         batch: list[tuple[int, Text]] = []
         size_bytes = 0
-        for number, item in enumerate(read_unit(unit, recipe.text_field, skip=skip), start=skip):
+        for number, item in enumerate(read_unit(unit, Taking(recipe.text_field), skip=skip), start=skip):
             if isinstance(item, Bad):
                 self._count_bad(item)
                 continue

@@ -1,0 +1,121 @@
+"""The worker processes of a loader: started, asked for the next item, named where they are slow or dead, ended."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from meshwright.data.deaths import deaths_told, workers_starting
+from meshwright.data.watch import Report, Roll, Watch, to_stderr
+
+_DEATH_SIGNAL = 1
+"""Linux's number for: send me this when my parent dies."""
+
+
+class WorkerDied(RuntimeError):
+    """A process that reads data is gone; whatever the words say of peers, they are not other ranks."""
+
+
+class Readers:
+    """So many worker processes that read a dataset ahead, or none: then it is read when it is asked for."""
+
+    def __init__(
+        self, dataset: Dataset[Any], roll: Roll, *, workers: int, prefetch: int, pin_memory: bool = False
+    ) -> None:
+        self._dataset, self._roll = dataset, roll
+        self._workers, self._prefetch, self._pin_memory = workers, prefetch, pin_memory
+        self._iterator: Iterator[Any] | None = None
+        self._watch: Watch | None = None
+        self.on_slow: Report = to_stderr
+        """Told in a sentence of a worker that keeps training waiting."""
+
+    @property
+    def started(self) -> bool:
+        """Whether they read."""
+        return self._iterator is not None
+
+    def start(self, sampler: Iterable[int] | None = None) -> None:
+        """Begin to read: the items a sampler names, or all of a dataset that is iterated over."""
+        many = self._workers > 0
+        loader = DataLoader(
+            self._dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=_as_it_is,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if many else None,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_leave_signals_to_the_parent if many else None,
+            multiprocessing_context="fork" if many and sys.platform == "linux" else None,
+            # Without its own generator the loader would draw from the global one, and a resumed run would differ.
+            generator=torch.Generator(),
+        )
+        with workers_starting():
+            self._iterator = iter(loader)
+        if many:
+            self._watch = Watch(self._roll, lambda sentence: self.on_slow(sentence))
+
+    def next(self) -> Any:
+        """The next item; a death that this waits on ends all workers and is told with a name."""
+        assert self._iterator is not None
+        try:
+            if self._watch is not None:
+                self._watch.waiting_since = time.monotonic()
+            with deaths_told():
+                return next(self._iterator)
+        except RuntimeError as error:
+            self.close()
+            raise self.explained(error) from error
+        except (EOFError, OSError) as error:  # of a worker that dies while it hands over an item
+            self.close()
+            if self._workers == 0:
+                raise
+            raise _failed(f"one of data.workers = {self._workers} data worker processes failed ({error!r})") from error
+        finally:
+            if self._watch is not None:
+                self._watch.waiting_since = None
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """The error itself, or one that names the worker whose death it tells of."""
+        failed = self._roll.name_failed(str(error)) if self._workers else None
+        return error if failed is None else _failed(failed)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._iterator = None
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _leave_signals_to_the_parent(worker: int) -> None:
+    """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
+
+    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits. A worker ends with its
+    parent, however that ended.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and os.getppid() != parent.pid:  # it was gone before we could ask
+            os._exit(1)
+    os.setpgid(0, 0)
+    for name in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
+
+
+def _failed(what: str) -> WorkerDied:
+    return WorkerDied(
+        f"{what}; it may have run out of memory or of space in /dev/shm: try fewer data.workers, or data.workers = 0"
+    )
