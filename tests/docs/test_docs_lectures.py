@@ -63,7 +63,7 @@ def shows(text: str, value: str) -> bool:
 
 def renewed(text: str, value: str) -> str:
     """The value as the text has it now, found by its words; itself where it has none or they are not there."""
-    if not re.search(r"[a-z]", value):
+    if not re.search(r"[A-Za-z]", value):
         return value
     words = [re.sub(r"\\?[\d][\d\\.,]*", r"[\\d.,]*\\d", re.escape(word)) for word in value.split()]
     found = re.search(r"(?<![\w.,])" + r"\s+".join(words) + r"(?!\w|[.,]\d)", text)
