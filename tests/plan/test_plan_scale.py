@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import UserError
-from meshwright.job import Model, model_preset
+from meshwright.job import Model, load_job, model_preset
 from meshwright.plan import economy, predict, scale, scale_lines, search
 from meshwright.plan.economy import goodput_of
 
@@ -106,3 +106,12 @@ def test_the_command_shows_all_of_it() -> None:
 def test_a_cost_that_cannot_be_is_refused(cli: Callable[..., Any], words: list[str], sentence: str) -> None:
     result = cli("plan", "--model", "gpt2", "--cluster", "1xh100", *words)
     assert result.code == 2 and sentence in " ".join(result.err.split())
+
+
+def test_a_70b_on_64_gpus_fits_as_the_recipe_has_it_and_not_with_64_sequences_at_once() -> None:
+    own = predict(load_job("pretrain-70b-64xh100").job, nodes(8))
+    assert own.fits and own.mfu is not None and own.mfu > 0.3
+    advised = ["batch.micro_batch=64", "layout.sp=false", 'memory.recompute="full"']
+    rejected = predict(load_job("pretrain-70b-64xh100", advised).job, nodes(8))
+    boundaries = 64 * 4096 * 8192 * 2 * 80  # every block's input, whole on each rank of the node
+    assert not rejected.fits and rejected.memory[0].terms["activations"] >= boundaries > 80e9
