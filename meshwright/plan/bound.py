@@ -16,7 +16,7 @@ from meshwright.job.model import Model
 from meshwright.plan.compute import block_work, head_work, products_of
 from meshwright.plan.kernels import device_of, matmul_at_once
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import CONTEXT_BYTES, block_bytes
+from meshwright.plan.memory import CONTEXT_BYTES, block_bytes, side_by_side
 from meshwright.plan.parameters import layer_parameters
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.plan.step import STRAGGLERS, groups_of, tensor_s
@@ -98,9 +98,10 @@ def _pieces(model: Model, machine: Machine, sequence: int, batch: int, compute: 
     kept: dict[int, list[float]] = {}
     for job in jobs:
         tp, cp, micro = job.layout.tp, job.layout.cp, job.batch.micro_batch
-        if tp not in kept:  # what a block keeps grows with the tokens of a rank and nothing else
+        if tp not in kept:  # what a block keeps grows with the tokens of a rank, but for copies of weights
             alone = job.model_copy(update={"layout": job.layout.model_copy(update={"cp": 1})})
-            kept[tp] = [block_bytes(alone, software, mode)[0] / micro for mode in MODES]
+            copies = {"none": side_by_side(alone, software)}
+            kept[tp] = [(block_bytes(alone, software, mode)[0] - copies.get(mode, 0.0)) / micro for mode in MODES]
         groups = groups_of(job, machine.wires.gpus_per_node)
         works = [block_work(job, device, software, mode) for mode in MODES]
         sent = [tensor_s(job, software, machine.wires, groups, mode) for mode in MODES]

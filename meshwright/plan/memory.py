@@ -218,7 +218,7 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
             edited.pop(name, None)
         if job.model.positions != "rope" and not job.model.qk_norm:
             del edited["attention.q"], edited["attention.k"]
-        edited["weights side by side"] = _side_by_side(job, software)
+        edited["weights side by side"] = side_by_side(job, software)
         if job.precision.compute == "fp8":
             # Inputs of products are kept in 8 bits, that of the attention's projection beside its result.
             for name in ("attention.input", "ffn.input", "ffn.product"):
@@ -233,8 +233,10 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     return edited
 
 
-def _side_by_side(job: Job, software: Software) -> float:
+def side_by_side(job: Job, software: Software) -> float:
     """Weights of one product that lie apart are copied for it and kept for its backward; fp8 keeps all it has cast."""
+    if not software.own or software.fusion != "fused" or job.layout.tp > 1:
+        return 0.0
     weights = [columns * inner for _, columns, inner in products_of(job, software)]
     if job.precision.compute == "fp8":
         return float(sum(weights))
