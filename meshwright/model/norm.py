@@ -56,7 +56,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = x.to(wide_dtype(x.dtype))
         rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd * weight).to(x.dtype)
+        return (wide * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
@@ -65,5 +65,8 @@ class _RMSNorm(torch.autograd.Function):
         normed = x.to(rstd.dtype) * rstd
         grad_weight = (grad * normed).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
         grad_normed = grad * weight
-        grad_x = rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
+        share = (grad_normed * normed).mean(-1, keepdim=True)
+        grad_x = grad_normed.sub_(normed.mul_(share)).mul_(
+            rstd
+        )  # in place: on a CPU passes over memory are what it costs
         return grad_x.to(x.dtype), grad_weight, None

@@ -40,4 +40,5 @@ def apply_rotary(x_BSHE: Tensor, tables: RotaryTables) -> Tensor:
     """Turn every head by its position, computed in the tables' dtype and returned in x's."""
     cos, sin = tables
     low, high = x_BSHE.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x_BSHE.dtype)
+    turned = (low * cos).sub_(high * sin), (high * cos).add_(low * sin)
+    return torch.cat(turned, dim=-1).to(x_BSHE.dtype)
