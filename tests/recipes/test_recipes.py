@@ -22,7 +22,7 @@ SHRUNK = [
     "model.vocab_size=300", "model.width=32", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.head_dim=8",
     "model.ffn_width=64", "batch.sequence_length=32", "batch.global_batch=4", "batch.micro_batch=2",
     "schedule.warmup_steps=2", "evaluation.every_steps=0", "run.device=cpu", "run.compile=false", "run.steps=8",
-    "data.workers=0", "layout.dp_shard=1",
+    "data.workers=0", "layout.dp_shard=1", "layout.tp=1",
 ]  # fmt: skip
 # Other CPUs order their sums differently, and bf16 rounds away more of it.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}

@@ -1,6 +1,8 @@
 """The studio in a real Chromium: plans by clicking, runs that grow, narrow and wide, light and dark, by keyboard."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from meshwright.studio import Studio
 pytestmark = pytest.mark.browser
 LONG = 120_000
 """Milliseconds for answers on a machine that is busy with other tests; how long they take is measured elsewhere."""
+CURVES = "() => [...document.querySelectorAll('[data-field=loss] path')].map(p => p.getAttribute('d')).join()"
+"""What the curves of losses look like now."""
 
 
 @pytest.fixture
@@ -98,13 +102,12 @@ def test_a_run_appears_and_its_curve_grows(tab: Any, studio: Studio) -> None:
     page.check("[aria-label='draw it-appears']")
     page.click("button:has-text('it-appears')")
     page.wait_for_selector("#log-text:has-text('warming up')")
-    path = "() => [...document.querySelectorAll('[data-field=loss] path')].map(p => p.getAttribute('d')).join()"
-    before = page.evaluate(path)
+    before = page.evaluate(CURVES)
     for step in range(6, 40):
         run.metric(metric(step, loss=1.0))
     with (run.path / "logs" / "rank-1.err").open("a") as log:
         log.write("a line <b>more</b>\n")
-    page.wait_for_function(f"() => ({path})() !== {before!r}")
+    page.wait_for_function(f"() => ({CURVES})() !== {before!r}")
     page.wait_for_selector("#log-text:has-text('a line <b>more</b>')")
     assert page.inner_text("#list tbody tr:has-text('it-appears') td:nth-child(4)") == "39"
     run.event("stop", reason="failed", error="x")
@@ -112,6 +115,44 @@ def test_a_run_appears_and_its_curve_grows(tab: Any, studio: Studio) -> None:
     for axis in ("tokens", "time"):
         page.check(f"[name=x][value={axis}]")
         page.wait_for_function(f"() => location.hash.includes('x={axis}')")
+
+
+JOB = """
+[model]
+preset = "tiny-llama"
+[data]
+sources = ["builtin:synthetic"]
+[batch]
+sequence_length = 64
+global_batch = 4
+micro_batch = 4
+[run]
+steps = 400
+"""
+
+
+def test_a_real_training_is_followed_to_its_end(tab: Any, studio: Studio, tmp_path: Path) -> None:
+    page = tab("#runs")
+    page.wait_for_selector("#list tbody tr")
+    (tmp_path / "job.toml").write_text(JOB, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "train",
+        "job.toml",
+        "--set",
+        f"run.folder={studio.runs.root}/trained",
+    ]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as training:
+        page.wait_for_selector("#list tbody tr:has-text('trained') .state.running")
+        page.check("[aria-label='draw trained']")
+        for _ in range(2):
+            before = page.evaluate(CURVES)
+            page.wait_for_function(f"() => ({CURVES})() !== {before!r}")
+        assert training.stderr is not None and training.wait() == 0, training.stderr.read().decode()
+    page.wait_for_selector("#list tbody tr:has-text('trained') .state.done")
+    assert page.inner_text("#list tbody tr:has-text('trained') td:nth-child(4)") == "400"
 
 
 PLACES = {
