@@ -64,7 +64,7 @@ class Conversion:
     """Dotted name → value."""
     fields: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -101,12 +101,13 @@ class Conversion:
         return dict(value) if isinstance(value, dict) else {}
 
     def refuse(self, name: str, remedy: str, what: str = "has no counterpart here") -> None:
-        """Remember that a setting cannot be converted as it stands, in one sentence."""
+        """Remember that a setting cannot be converted as it stands, in one sentence: the first that is said of it."""
         if name not in self.settings:
-            self.refusals.append(f"{name} is not given; {remedy}")
+            self.refusals.setdefault(name, f"{name} is not given; {remedy}")
             return
         value = json.dumps(self.settings[name])
-        self.refusals.append(f"{name} = {value if len(value) <= 60 else value[:57] + '...'} {what}; {remedy}")
+        shown = value if len(value) <= 60 else value[:57] + "..."
+        self.refusals.setdefault(name, f"{name} = {shown} {what}; {remedy}")
 
     def skip(self, section: str) -> None:
         """Answer for every setting of a section at once."""
@@ -132,7 +133,7 @@ class Conversion:
     def finish(self, where: str) -> Converted:
         """The job, or all refusals in one error, a sentence each."""
         if self.refusals:
-            raise UserError("\n".join(f"{where}: {sentence}" for sentence in self.refusals))
+            raise UserError("\n".join(f"{where}: {sentence}" for sentence in self.refusals.values()))
         order = field_names()
         ordered = dict(sorted(self.fields.items(), key=lambda item: order.index(item[0])))
         table: dict[str, dict[str, Any]] = {}

@@ -16,10 +16,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 def recompute_inside_functions() -> None:
     """Let the compiler make again what autograd functions inside of recomputed blocks made."""
     if torch.__version__ < "2.13":  # a comparison of versions, not of text
-        config.joint_custom_pre_pass = _TagFunctions()
+        config.joint_custom_pre_pass = TagFunctions()
 
 
-class _TagFunctions(CustomGraphPass):
+class TagFunctions(CustomGraphPass):
+    """Gives what is untagged in a forward that is made again as a whole the tags of the rest."""
+
     def __call__(self, graph: torch.fx.Graph) -> None:
         tags = [node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta]
         if not tags or CheckpointPolicy.MUST_SAVE in tags:

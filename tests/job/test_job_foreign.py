@@ -336,3 +336,9 @@ def test_the_commands_write_a_job_and_speak_json(cli: Any, tmp_path: Path) -> No
         (tmp_path / "args.json").write_text(text)
         done = cli("job", "from-hf-trainer", "args.json")
         assert done.code == 2 and sentence in done.err
+
+
+def test_one_sentence_is_said_of_a_setting(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": "lots"}', encoding="utf-8")
+    refused = cli("job", "from-deepspeed", "ds.json")
+    assert refused.code == 2 and refused.err.count("train_micro_batch_size_per_gpu =") == 1

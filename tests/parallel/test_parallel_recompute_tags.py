@@ -3,7 +3,7 @@
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.parallel.recompute_tags import _TagFunctions
+from meshwright.parallel.recompute_tags import TagFunctions
 
 AGAIN, KEEP = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 
@@ -18,7 +18,7 @@ def joint(tag: CheckpointPolicy | None) -> dict[str, fx.Node]:
     inside = graph.call_function(abs, (tagged,))
     behind = graph.call_function(max, (inside, grad))
     graph.output((inside, behind))
-    _TagFunctions()(graph)
+    TagFunctions()(graph)
     return {"x": x, "tagged": tagged, "inside": inside, "behind": behind}
 
 
