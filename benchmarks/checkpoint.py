@@ -5,7 +5,8 @@
 
 One process trains the job and saves every few steps, as `meshwright train` does: training stands still while the state
 is copied into host memory (pause), then a thread hashes and writes it and brings it to the disk (write). The first
-pause also makes and page-locks the host's buffer. The step right after each save began is set against the others.
+pause also makes and page-locks the host's buffer. Where a save is due before the last is written, training waits for
+that one too (waited): --every sees to it that this does not happen. The step right after each save began is set against the others.
 Then the same state goes through `torch.save` and fsync, during which nothing trains, and the last checkpoint is
 verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: give the one that matters.
 """
@@ -41,6 +42,7 @@ class Recorder:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields, "at": time.perf_counter()})
+        print(f"{time.strftime('%H:%M:%S')} {kind} {fields}", flush=True)
 
     def sample(self, step: int, text: str) -> None: ...
 
@@ -88,6 +90,7 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
         "pause_s_min_median_max": [
             round(f(event["pause_s"] for event in saved[1:]), 4) for f in (min, statistics.median, max)
         ],
+        "waited_s": [event["waited_s"] for event in saved],
         "write_s": round(write_s, 3),
         "gb_per_s": round(size / write_s / 1e9, 3),
         "step_s_otherwise": round(statistics.median(between), 4),

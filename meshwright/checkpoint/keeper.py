@@ -34,6 +34,8 @@ class _Save:
     facts: Facts
     folder: Path
     began: float
+    waited_s: float
+    """For the save before it."""
     pause_s: float = 0.0
     write_s: float = 0.0
     written: bool = False
@@ -135,11 +137,12 @@ class Keeper:
         return lacking > 0
 
     def _begin(self, capture: Callable[[], State]) -> None:
-        began = time.perf_counter()
+        asked = time.perf_counter()
         self._wait()  # one at a time: there is one buffer
+        began = time.perf_counter()
         state = capture()
         folder = self._lease.folder / f"step-{state.facts.step:08d}"
-        save = _Save(state.facts, folder, began)
+        save = _Save(state.facts, folder, began, began - asked)
         staged = self._staging.stage(state.parts)
         save.pause_s = time.perf_counter() - began
         self._interval.saved()
@@ -193,7 +196,7 @@ class Keeper:
         total_s = time.perf_counter() - save.began
         self._interval.measured(save.pause_s, total_s)
         size = sum(record.bytes for record in manifest.files.values())
-        seconds = {"pause_s": save.pause_s, "write_s": save.write_s, "total_s": total_s}
+        seconds = {"pause_s": save.pause_s, "waited_s": save.waited_s, "write_s": save.write_s, "total_s": total_s}
         fields = {"bytes": size, **{name: round(value, 6) for name, value in seconds.items()}}
         place = str(final.relative_to(self._lease.run))
         self._told.put(lambda: self._event("checkpoint", step=save.step, path=place, **fields))

@@ -31,12 +31,18 @@ def wait(keeper: Keeper) -> None:
     keeper.count(keeper.ballot())
 
 
-def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hold_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written until this is set."""
     from meshwright.checkpoint import keeper as module
 
     gate = threading.Event()
     write = module.write_share
     monkeypatch.setattr(module, "write_share", lambda *given: gate.wait(10) and write(*given))
+    return gate
+
+
+def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = hold_back(monkeypatch)
     told, model = Told(), tiny(1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     keeper = make_keeper(tmp_path, told, every_steps=2)
@@ -54,7 +60,20 @@ def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkey
     assert all(torch.equal(saved.whole(f"model/{name}"), value) for name, value in before.items())
     [event] = told.events
     assert event["kind"] == "checkpoint" and event["bytes"] == saved.bytes
-    assert 0 < event["pause_s"] < event["total_s"]
+    assert 0 < event["pause_s"] < event["total_s"] and event["waited_s"] < 1.0
+
+
+def test_a_save_due_during_another_waits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = hold_back(monkeypatch)
+    told, model = Told(), tiny(1)
+    keeper = make_keeper(tmp_path, told, every_steps=1)
+    keeper.after_step(1, lambda: state_of(model, 1))
+    threading.Timer(0.2, gate.set).start()
+    keeper.after_step(2, lambda: state_of(model, 2))
+    wait(keeper)
+    first, second = told.events
+    assert first["waited_s"] < 0.1 < second["waited_s"]
+    assert second["total_s"] > second["pause_s"], "the wait is told apart from the save's own time"
 
 
 def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
