@@ -42,7 +42,8 @@ TRIED = {
 SETTINGS = [
     ("adamw", "fp32"), ("adamw", "bf16"), ("adamw", "int8"),
     ("muon", "fp32"), ("muon", "bf16"), ("muon", "int8"),
-    ("lion", "fp32"), ("lion", "int8"), ("sgd", "fp32"), ("adafactor", "fp32"),
+    ("lion", "fp32"), ("lion", "bf16"), ("lion", "int8"),
+    ("sgd", "fp32"), ("sgd", "bf16"), ("sgd", "int8"), ("adafactor", "fp32"),
 ]  # fmt: skip
 CPU_SHAPE = ["model.vocab_size=4096", "model.width=256", "model.layers=2", "model.heads=4", "model.ffn_width=768"]
 TRAINING = {

@@ -1,4 +1,4 @@
-"""What a rank computes: a block's projections, attention and elementwise work, the head, the embedding, the optimizer.
+"""What a rank computes: a block's projections, attention and elementwise work, the head, the embedding.
 
 T tokens of a micro-batch on this rank, D width, F ffn width, H and K query and kv heads of this rank, E head size.
 """
@@ -295,26 +295,3 @@ def embedding_work(job: Job, device: Device) -> Work:
     return Work(
         forward_elementwise=memory_s(device, 4.0 * entries, 2), backward_elementwise=memory_s(device, 8.0 * entries, 3)
     )
-
-
-_TENSOR_S = 20e-6
-"""Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
-_ONE_PASS = 0.9
-"""Of what copies reach, what an update does that goes through five arrays at once."""
-
-
-def optimizer_s(
-    device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool = False, tensors: int = 0
-) -> float:
-    """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
-    moved = parameters * (12 + gradient_bytes + 12 + 2)
-    if one_pass:
-        on_device = memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
-        return max(on_device, tensors * _TENSOR_S)
-    if device.measured is not None and device.measured.update_s_per_parameter is not None:
-        # the working copy is made from the masters, and the norm reads all gradients
-        copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)
-        return parameters * device.measured.update_s_per_parameter + copies
-    if clip:
-        moved += parameters * gradient_bytes
-    return memory_s(device, moved, 4)

@@ -17,6 +17,7 @@ from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.software import Software
+from meshwright.plan.update import state_bytes
 
 Terms = dict[str, float]
 
@@ -63,7 +64,8 @@ def rank_memory(
     parameters = sum(
         stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in held
     )
-    terms = _states(job, software, parameters)
+    projections = sum(layers[place] for place in held) * layer_parameters(job)
+    terms = _states(job, software, parameters, projections)
     if table is None and software.own:
         terms |= fullest_moment(job, software, modes, terms)
     else:
@@ -85,13 +87,13 @@ def rank_memory(
     return RankMemory(rank, terms, FRAGMENTS * allocated, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES, host)
 
 
-def _states(job: Job, software: Software, parameters: float) -> Terms:
+def _states(job: Job, software: Software, parameters: float, projections: float) -> Terms:
     """Weights, gradients and optimizer states by the zero dial; under a pipeline gradients stay whole until the end."""
     layout, zero = job.layout, job.layout.zero_stage
     sharers = layout.dp_shard * layout.cp
     narrow = job.precision.compute not in ("fp32", "tf32")
     gradient = gradient_bytes(job, software)
-    moments = 2 * {"fp32": 4, "bf16": 2, "int8": 1}[job.precision.optimizer_states]
+    moments = state_bytes(job, projections, parameters - projections)
     shared = sharers if zero >= 1 else 1
     sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
     if software.weights_apart:
@@ -102,7 +104,7 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
         terms = {
             "weights": 2.0 * parameters / (sharers if zero == 3 else 1),
             "gradients": gradient * parameters / whole,
-            "optimizer states": (4.0 + moments) * parameters / shared,
+            "optimizer states": (4.0 * parameters + moments) / shared,
         }
         if software.narrow_gradients:
             terms["gradients in the other format"] = 4.0 * parameters / shared if half else 2.0 * parameters / whole
@@ -113,7 +115,7 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
         "weights": 4.0 * parameters / shared,
         "working weights": 2.0 * parameters if narrow and zero < 3 else 0.0,
         "gradients": gradient * parameters / (1 if zero == 0 else shared),
-        "optimizer states": moments * parameters / shared,
+        "optimizer states": moments / shared,
     }
     if whole_gradients and zero > 0:
         terms["gradients before they are reduced"] = gradient * parameters

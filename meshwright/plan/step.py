@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 from math import log2
 
 from meshwright.job import Job
-from meshwright.layout import updates_in_one_pass
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
-from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
+from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
-from meshwright.plan.parameters import stage_parameters, tensors_of
+from meshwright.plan.parameters import stage_parameters
 from meshwright.plan.play import Played, play, shortened
 from meshwright.plan.software import Software
+from meshwright.plan.update import update_s
 
 Phases = dict[str, float]
 _HOST_SHARE = 0.85
@@ -281,13 +281,6 @@ def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
     return {name: micro_batches * seconds for name, seconds in named.items()}
 
 
-def _optimizer_s(job: Job, software: Software, device: Device, parameters: float) -> float:
-    one_pass = software.own and updates_in_one_pass(job)
-    clip = job.optimizer.clip > 0
-    each = gradient_bytes(job, software) if one_pass else 4
-    return optimizer_s(device, parameters, each, clip, one_pass, tensors_of(job))
-
-
 def _once_a_step(
     job: Job,
     machine: Machine,
@@ -319,6 +312,6 @@ def _once_a_step(
     return {
         "gradient reduction": reduce + tied,
         "parameter gathering": gather,
-        "optimizer": _optimizer_s(job, software, device, parameters / owners),
+        "optimizer": update_s(job, device, parameters / owners, gradient_bytes(job, software), own=software.own),
         "host": software.step_s,
     }

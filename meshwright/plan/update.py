@@ -1,0 +1,57 @@
+"""The optimizer's update: what it keeps of a parameter and how long it takes."""
+
+from meshwright.job import Job
+from meshwright.layout import updates_in_one_pass
+from meshwright.plan.kernels import Device, memory_s
+from meshwright.plan.parameters import tensors_of
+
+_TENSOR_S = 20e-6
+"""Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
+_ONE_PASS = 0.9
+"""Of what copies reach, what an update does that goes through five arrays at once."""
+_STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4.0 / 128}
+"""Of one moment of one entry; in 8 bits a scale is shared by 128 of them, in narrow matrices by fewer."""
+_ADAMW_BYTES = 28.0
+"""Read and written of an entry by torch's fused AdamW: master, gradient and both moments, all but the gradient back."""
+_TIMES_ADAMW = {
+    ("adamw", "bf16"): 7.5, ("adamw", "int8"): 10.7,
+    ("muon", "fp32"): 9.6, ("muon", "bf16"): 13.9, ("muon", "int8"): 14.2,
+    ("lion", "fp32"): 1.8, ("lion", "bf16"): 3.8, ("lion", "int8"): 5.4,
+    ("sgd", "fp32"): 1.5, ("sgd", "bf16"): 3.4, ("sgd", "int8"): 5.0,
+    ("adafactor", "fp32"): 5.2,
+}  # fmt: skip
+"""Our other updates over torch's fused AdamW, for a 1B model on one H200 (benchmarks/optimizers.py --device cuda)."""
+
+
+def state_bytes(job: Job, projections: float, others: float) -> float:
+    """Bytes of the moments of so many entries of projections, and of embedding and head."""
+    name, each = job.optimizer.name, _STATE_BYTES[job.precision.optimizer_states]
+    if name == "adafactor":  # a row and a column of every matrix, thousandths of it
+        return 0.0
+    if name == "muon":  # leaves the rest to AdamW
+        return each * projections + 2 * each * others
+    moments = {"adamw": 2, "lion": 1, "sgd": 1 if job.optimizer.momentum else 0}[name]
+    return moments * each * (projections + others)
+
+
+def update_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *, own: bool) -> float:
+    """The update of a rank's share; `own` is our trainer, which on one GPU may do it in one pass."""
+    one_pass = own and updates_in_one_pass(job)
+    fused = _adamw_s(device, parameters, gradient_bytes if one_pass else 4, job.optimizer.clip > 0, one_pass, job)
+    slower = _TIMES_ADAMW.get((job.optimizer.name, job.precision.optimizer_states), 1.0) - 1.0
+    return fused + slower * memory_s(device, _ADAMW_BYTES * parameters, 1)
+
+
+def _adamw_s(device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool, job: Job) -> float:
+    """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
+    moved = parameters * (12 + gradient_bytes + 12 + 2)
+    if one_pass:
+        on_device = memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
+        return max(on_device, tensors_of(job) * _TENSOR_S)
+    if device.measured is not None and device.measured.update_s_per_parameter is not None:
+        # the working copy is made from the masters, and the norm reads all gradients
+        copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)
+        return parameters * device.measured.update_s_per_parameter + copies
+    if clip:
+        moved += parameters * gradient_bytes
+    return memory_s(device, moved, 4)
