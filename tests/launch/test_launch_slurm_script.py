@@ -1,6 +1,7 @@
 """Batch scripts, states in a word, trials and logs, without a Slurm."""
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -93,6 +94,23 @@ def test_dry_run_writes_nothing_and_mistakes_are_one_sentence(cli, tiny_job: Pat
         refused = cli("submit", "job.toml", *words)
         assert refused.code == 2 and sentence in refused.err and len(refused.err.splitlines()) == 1
     assert {path for path in tiny_job.parent.iterdir() if path.name != "cache"} == before
+
+
+@pytest.mark.parametrize("form", [[], ["--per-rank"]])
+def test_a_run_goes_on_with_another_layout(cli, tmp_path: Path, form: list[str]) -> None:
+    """The script says it to the ranks, which write it down when they resume; a new run's folder says it already."""
+    run_folder(tmp_path / "run")
+    words = ["--site", "vega", "--time", "10", "--dry-run", *form]
+    changes = ["--set", "layout.dp_replicate=2", "--set", 'data.sources=["a b"]']
+    again = cli("submit", "run", *words, *changes)
+    assert again.code == 0 and "gpu:2" in again.out, again
+    [line] = [line for line in again.out.splitlines() if "meshwright train" in line]
+    inner = shlex.split(line)
+    inner = shlex.split(inner[-1]) if inner[0] == "bash" else inner
+    place = inner.index("--resume") + 1
+    assert inner[place : place + 4] == changes
+    assert subprocess.run(["bash", "-n"], input=again.out, text=True).returncode == 0
+    assert "--set" not in cli("submit", "demo", *words, "--set", "run.folder=new").out
 
 
 def test_a_refusal_of_sbatch_leaves_nothing(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """From a job to jobs of Slurm: everything that can be refused is refused here, before anything is written."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class Plan:
     chain: int
     rungs: tuple[Rung, ...]
     continues: bool
+    overrides: tuple[str, ...] = ()
+    """What a run that is continued does differently from now on."""
 
     def scripts(self) -> dict[str, str]:
         """File name in the run's folder → script, in the order they run."""
@@ -36,7 +38,7 @@ class Plan:
         mode: Mode = "chain" if self.chain > 1 else "requeue"
         restarts = self.loaded.job.run.max_restarts
         scripts[f"{FOLDER}/run.sh"] = batch_script(
-            self.run, self.run.name, self.site, self.shape, self.request, mode, restarts
+            self.run, self.run.name, self.site, self.shape, self.request, mode, restarts, overrides=self.overrides
         )
         return scripts
 
@@ -65,6 +67,7 @@ def plan_submission(
     ladder: bool = False,
     budget: float | None = None,
     tell: Callable[[str], None] = print,
+    overrides: Sequence[str] = (),
 ) -> Plan:
     """Check what is about to be submitted; a run folder as JOB is continued, `tell` hears which trials cannot be."""
     shape = shape_of(loaded, site)
@@ -75,7 +78,7 @@ def plan_submission(
     elif (job := active_job(run)) is not None:
         raise UserError(f"{run} has job {job.id} in Slurm already; wait for its end, or meshwright cancel {run}")
     rungs = make_rungs(loaded, run, site, shape, budget, tell) if ladder else ()
-    return Plan(loaded, run, site, shape, request, chain, rungs, continues)
+    return Plan(loaded, run, site, shape, request, chain, rungs, continues, tuple(overrides) if continues else ())
 
 
 def submit(plan: Plan) -> Submission:
