@@ -8,7 +8,7 @@ is copied into host memory (pause), then a thread hashes and writes it and bring
 pause also makes and page-locks the host's buffer. Where a save is due before the last is written, training waits for
 that one too (waited): --every sees to it that this does not happen. The step right after each save began is set
 against the others. Then the same state goes through `torch.save` and fsync, during which nothing trains, and the last
-checkpoint is verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: give the one that matters.
+checkpoint is verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: name yours.
 """
 
 import argparse

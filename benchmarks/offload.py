@@ -103,8 +103,9 @@ def train(name: str, steps: int) -> dict[str, Any]:
 
     from meshwright.data import prepare
     from meshwright.job import Job, model_preset
+    from meshwright.layout import require_layout
     from meshwright.model import count_parameters
-    from meshwright.parallel import World, build, require_layout
+    from meshwright.parallel import World, build
     from meshwright.train import choose_device, device_name, make_training, prepare_device, training_loader
 
     cap_gib, sections = SETTINGS[name]

@@ -22,7 +22,8 @@ import torch
 
 from meshwright.data import Corpus, prepare
 from meshwright.job import Job, load_job
-from meshwright.parallel import World, build, recompute_modes, stages_of_rank
+from meshwright.layout import recompute_modes, stages_of_rank
+from meshwright.parallel import World, build
 from meshwright.parallel.inputs import Inputs
 from meshwright.train import choose_device, device_name, make_training, prepare_device
 from meshwright.train.feed import training_loader

@@ -220,7 +220,7 @@ def measure_here(device: str, setting: Setting, seconds: float) -> dict[str, Any
     import torch
 
     from meshwright.errors import UserError
-    from meshwright.parallel import ranks_of, require_layout
+    from meshwright.layout import ranks_of, require_layout
     from meshwright.verify import run_ranks
 
     try:

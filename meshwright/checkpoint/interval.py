@@ -1,20 +1,12 @@
 """When a checkpoint is due: after so many steps, so many minutes, or as often as pays."""
 
-import math
 import time
 
+from meshwright.cost import best_interval_s
 from meshwright.job.running import Checkpoint as Settings
 
 FIRST_AUTO_S = 60.0
 """auto: the first save comes after this time; what it costs sets the interval from then on."""
-
-
-def best_interval_s(cost_s: float, mtbf_s: float) -> float:
-    """The interval that loses least to saving and to repeating: √(2 · cost · mean time between failures).
-
-    Young (CACM 17, 1974) and, to first order, Daly (FGCS 22, 2006).
-    """
-    return math.sqrt(2.0 * cost_s * mtbf_s)
 
 
 class Interval:

@@ -77,8 +77,9 @@ def _here(
     from meshwright.launch.devices import with_own_device
     from meshwright.launch.failures import failures_written_down
     from meshwright.launch.local import prepare_data
+    from meshwright.layout import require_layout
     from meshwright.measure import bench as measure
-    from meshwright.parallel import join_world, require_layout
+    from meshwright.parallel import join_world
     from meshwright.train import choose_device, memory_errors_explained, prepare_device
 
     console.quiet = place is not None and place.rank > 0
@@ -112,7 +113,7 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, .
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.devices import require_devices
     from meshwright.launch.elastic import run_under_agent
-    from meshwright.parallel import require_layout
+    from meshwright.layout import require_layout
 
     require_layout(loaded.job, nproc)
     require_devices(loaded.job, nproc)

@@ -35,8 +35,8 @@ def show_search(
 ) -> None:
     """Search, print and, if asked, write the best."""
     from meshwright.cli.output import print_json, stdout_console
+    from meshwright.cost import parameter_count
     from meshwright.errors import UserError
-    from meshwright.model.cost import parameter_count
     from meshwright.plan import batch_sequences, job_text, parse_cluster, search, what_would_fit, why_not
 
     if cluster is None:

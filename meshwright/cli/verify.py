@@ -85,7 +85,7 @@ def _require_device(device: str) -> None:
 def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool | None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
-    from meshwright.parallel import ranks_of, require_layout
+    from meshwright.layout import ranks_of, require_layout
     from meshwright.verify import check, shrink
 
     loaded = load_job(source, overrides)
@@ -179,7 +179,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
 
 
 def _line(result: LineResult) -> dict[str, Any]:
-    from meshwright.parallel import ranks_of
+    from meshwright.layout import ranks_of
     from meshwright.verify import worst
 
     verdict = result.verdict

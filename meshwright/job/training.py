@@ -31,6 +31,11 @@ class Precision(Section):
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format of the optimizer's moments of matrices; int8 has a scale for every 128 columns of a row."""
 
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of one number as computed with: tf32 and fp8 are formats of matrix products alone."""
+        return 4 if self.compute in ("fp32", "tf32") else 2
+
 
 class Optimizer(Section):
     """The update rule; weight decay touches matrices only, never norms, biases or vectors."""

@@ -34,7 +34,8 @@ from meshwright.launch.restarts import Restarts, cause_of, last_step
 from meshwright.launch.signals import STOPS
 from meshwright.launch.watchdog import Watch
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
-from meshwright.parallel import World, ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import World
 from meshwright.train import require_enough_text
 
 # The agent's own answer to a signal ends the ranks within 30 s, saved or not; after ours they are let finish.

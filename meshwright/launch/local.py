@@ -24,8 +24,9 @@ from meshwright.launch.huggingface import keep_start, require_start
 from meshwright.launch.links import try_links
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.sinks import recorded_everywhere, require_sinks
+from meshwright.layout import ranks_of, require_layout
 from meshwright.model import count_parameters
-from meshwright.parallel import World, build, host_buffer, ranks_of, require_layout
+from meshwright.parallel import World, build, host_buffer
 from meshwright.train import (
     AsynchronousTraining,
     ConsoleProgress,

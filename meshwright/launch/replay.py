@@ -14,7 +14,8 @@ from meshwright.job import Job
 from meshwright.job.devices import Layout, Memory
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.local import prepare_data
-from meshwright.parallel import World, build, require_layout
+from meshwright.layout import require_layout
+from meshwright.parallel import World, build
 from meshwright.train import Silent, Training, choose_device, make_training, prepare_device, training_loader
 
 _TEXT = 200

@@ -10,7 +10,7 @@ from meshwright.launch.elastic import ended_by, run_agent
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.local import OnEnd, record_failure, run_path
 from meshwright.launch.nodes import Node
-from meshwright.parallel import require_layout
+from meshwright.layout import require_layout
 
 
 def launch_node(

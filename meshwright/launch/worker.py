@@ -34,7 +34,8 @@ from meshwright.launch.local import (
 from meshwright.launch.ranks import Place
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
-from meshwright.parallel import World, join_world, require_layout
+from meshwright.layout import require_layout
+from meshwright.parallel import World, join_world
 from meshwright.train import Pulse, choose_device, prepare_device, require_enough_text
 
 RUN_FOLDER = "MESHWRIGHT_RUN_FOLDER"

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from meshwright.cost import Mode, decoder_cost, flops_per_token
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.layout import is_asynchronous, recompute_modes, table_of
 from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
-from meshwright.model import Mode, build_architecture, count_parameters, flops_per_token
-from meshwright.parallel import DTYPES, World, build, is_asynchronous, recompute_modes, table_of
+from meshwright.model import count_parameters
+from meshwright.parallel import World, build
 from meshwright.plan import beside
 from meshwright.train import (
     Silent,
@@ -211,7 +213,5 @@ def executed_flops_per_token(job: Job) -> float:
     modes: dict[int, Mode] = {}
     for rank in range(job.layout.pp if table else 1):
         modes |= recompute_modes(job, table, rank)
-    with torch.device("meta"):
-        model: Any = build_architecture(job.model).model
-    cost = model.cost(1, job.batch.sequence_length, DTYPES[job.precision.compute], modes)
+    cost = decoder_cost(job.model, 1, job.batch.sequence_length, job.precision.number_bytes, modes)
     return float(cost.forward_flops + cost.backward_flops) / job.batch.sequence_length

@@ -1,8 +1,7 @@
-"""Single-device model code: the decoder, its costs, its first values, and Hugging Face's names for its parts."""
+"""Single-device model code: the decoder, its first values, and Hugging Face's names for its parts."""
 
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
-from meshwright.model.cost import Cost, flops_per_token, matmul_parameters, parameter_count
 from meshwright.model.custom import Architecture, build_architecture, count_parameters
 from meshwright.model.decoder import Decoder
 from meshwright.model.documents import Documents
@@ -18,34 +17,25 @@ from meshwright.model.huggingface import (
     to_hf_state,
 )
 from meshwright.model.initialise import initial_rows, initialise
-from meshwright.model.recompute import KEPT_OPERATIONS, MODES, Mode, remade_bytes
 
 __all__ = [
     "IGNORE",
-    "KEPT_OPERATIONS",
-    "MODES",
     "Architecture",
     "Attend",
     "CausalAttend",
-    "Cost",
     "Decoder",
     "Documents",
     "Draws",
     "HfTensor",
     "KVCache",
-    "Mode",
     "build_architecture",
     "count_parameters",
-    "flops_per_token",
     "full_hf_names",
     "hf_place",
     "hf_tensors",
     "initial_rows",
     "initialise",
     "load_hf_state",
-    "matmul_parameters",
-    "parameter_count",
-    "remade_bytes",
     "require_hf_tensors",
     "to_hf_state",
 ]

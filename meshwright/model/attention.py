@@ -1,12 +1,10 @@
 """Multi-head attention with its projections. B batch, S sequence, D width, H heads, K kv heads, E head_dim."""
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.job.model import Model
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
-from meshwright.model.cost import Cost, linear_cost, saved, wide_dtype
 from meshwright.model.documents import Documents
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary
@@ -58,24 +56,3 @@ class Attention(nn.Module):
         out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents)
         out_BSD: Tensor = self.o(out_BSHE.flatten(-2))
         return out_BSD
-
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
-        """Cost over whole sequences without documents; only the CPU kernel saves a mask, under a sliding window."""
-        tokens = batch * sequence
-        heads, kv_heads = self.q.out_features // self.head_dim, self.k.out_features // self.head_dim
-        total = sum((linear_cost(linear, tokens) for linear in (self.q, self.k, self.v, self.o)), Cost())
-        if self.q_norm is not None and self.k_norm is not None:
-            total += self.q_norm.cost(batch, sequence, dtype, heads).within("q_norm")
-            total += self.k_norm.cost(batch, sequence, dtype, kv_heads).within("k_norm")
-        pairs_product = 2 * batch * sequence * sequence * self.q.out_features
-        total += Cost(0, 2 * pairs_product, 5 * pairs_product)
-        if isinstance(self.attend, CausalAttend) and self.attend.needs_mask(sequence, sequence):
-            total += saved(mask=(sequence * sequence, dtype))
-        return total + saved(
-            input=(tokens * self.q.in_features, dtype),
-            q=(tokens * self.q.out_features, dtype),
-            k=(tokens * self.k.out_features, dtype),
-            v=(tokens * self.v.out_features, dtype),
-            out=(tokens * self.q.out_features, dtype),
-            lse=(tokens * heads, wide_dtype(dtype)),
-        )

@@ -1,17 +1,14 @@
 """One transformer block. B batch, S sequence, D width."""
 
-import torch
 from torch import Tensor, nn
 
 from meshwright.job.model import Model
 from meshwright.model.attention import Attention
 from meshwright.model.cache import KVCache
-from meshwright.model.cost import Cost, linear_cost, saved
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_ATTENTION, AFTER_FEEDFORWARD, Draws, dropout
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.norm import make_norm
-from meshwright.model.recompute import Mode, under
 from meshwright.model.rotary import RotaryTables
 
 
@@ -43,18 +40,3 @@ class Block(nn.Module):
         if draws is None or self.dropout == 0.0:
             return x_BSD
         return dropout(x_BSD, self.dropout, draws, site)
-
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype, recompute: Mode = "none") -> Cost:
-        """The sum of the parts and the dropout masks; the norms' inputs are the residual stream at two points.
-
-        With recomputation: what is kept instead, and a backward with the forward work it repeats.
-        """
-        total = Cost()
-        for name in ("attention_norm", "attention", "ffn_norm", "ffn"):
-            total += getattr(self, name).cost(batch, sequence, dtype).within(name)
-        if self.dropout > 0.0:
-            mask = (batch * sequence * self.ffn.down.out_features, torch.bool)
-            total += saved(attention_dropout=mask, ffn_dropout=mask)
-        tokens = batch * sequence
-        spared_flops = 0 if self.dropout > 0.0 else linear_cost(self.ffn.down, tokens).forward_flops
-        return under(recompute, total, tokens * self.ffn.down.out_features * dtype.itemsize, spared_flops)

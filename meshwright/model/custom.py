@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from meshwright.cost import parameter_count
 from meshwright.errors import UserError
 from meshwright.job.model import Model
-from meshwright.model.cost import parameter_count
 from meshwright.model.decoder import Decoder
 from meshwright.model.sharding import DECODER_SHARDING, ROLES
 

@@ -1,6 +1,6 @@
 """The decoder: tokens in, loss or logits out, on one device. B batch, S sequence, D width, V vocabulary."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Self, cast
 
 import torch
@@ -10,12 +10,10 @@ from meshwright.errors import UserError
 from meshwright.job.model import Model
 from meshwright.model.block import Block
 from meshwright.model.cache import KVCache
-from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
 from meshwright.model.head import Head
-from meshwright.model.norm import LayerNorm, RMSNorm, make_norm
-from meshwright.model.recompute import Mode
+from meshwright.model.norm import RMSNorm, make_norm
 from meshwright.model.rotary import rotary_tables
 
 
@@ -24,7 +22,7 @@ class Decoder(nn.Module):
 
     embed: nn.Embedding | None
     position_embed: nn.Embedding | None
-    final_norm: RMSNorm | LayerNorm | None
+    final_norm: RMSNorm | nn.LayerNorm | None
     head: Head | None
 
     def __init__(self, shape: Model) -> None:
@@ -99,30 +97,3 @@ class Decoder(nn.Module):
         if draws is None or self.shape.dropout == 0.0:
             return hidden_BSD
         return dropout(hidden_BSD, self.shape.dropout, draws, AFTER_EMBEDDING)
-
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype, recompute: Mapping[int, Mode] | None = None) -> Cost:
-        """Cost of one training pass over the pieces present, at default positions, with the shape's dropout.
-
-        `recompute` gives layers their modes; those not named keep everything.
-        """
-        shape, tokens = self.shape, batch * sequence
-        total = Cost()
-        if self.embed is not None:
-            total += Cost(own_parameters(self.embed)) + saved(tokens=(tokens, torch.int64))
-            if shape.dropout > 0.0:
-                total += saved(embed_dropout=(tokens * shape.width, torch.bool))
-        if self.embed is not None and self.position_embed is not None:
-            total += Cost(own_parameters(self.position_embed)) + saved(positions=(sequence, torch.int64))
-        if self.layers and shape.positions == "rope":
-            table = (sequence * shape.head_dim // 2, wide_dtype(dtype))
-            total += saved(cos=table, sin=table)
-        for name, block in self.layers.items():
-            mode = (recompute or {}).get(int(name), "none")
-            total += cast(Block, block).cost(batch, sequence, dtype, mode).within(f"layers.{name}")
-        if self.final_norm is not None:
-            total += self.final_norm.cost(batch, sequence, dtype).within("final_norm")
-        if self.head is not None:
-            total += self.head.cost(batch, sequence, dtype).within("head")
-            if self.embed is not None and self.head.weight is self.embed.weight:
-                total += Cost(parameters=-self.head.weight.numel())
-        return total

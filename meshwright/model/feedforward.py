@@ -1,11 +1,9 @@
 """The feed-forward half of a block. B batch, S sequence, D width, F ffn width."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job.model import Model
-from meshwright.model.cost import Cost, linear_cost, saved
 from meshwright.model.swiglu import swiglu
 from meshwright.model.together import joined_product
 
@@ -37,13 +35,3 @@ class FeedForward(nn.Module):
             inner_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
         out_BSD: Tensor = self.down(inner_BSF)
         return out_BSD
-
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
-        """The input, the projections' results, the activation and, when gated, the product are saved."""
-        tokens = batch * sequence
-        total = linear_cost(self.up, tokens) + linear_cost(self.down, tokens)
-        inner = (tokens * self.up.out_features, dtype)
-        total += saved(input=(tokens * self.up.in_features, dtype), up=inner, activated=inner)
-        if self.gate is not None:
-            total += linear_cost(self.gate, tokens) + saved(gate=inner, product=inner)
-        return total

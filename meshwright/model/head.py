@@ -4,27 +4,19 @@ N tokens, D width, V vocabulary, W the vocabulary in whole lines of memory.
 """
 
 from collections.abc import Callable
-from math import ceil
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.cost import chunk_rows, in_whole_lines
 from meshwright.hardware.triton import HAS_TRITON
 from meshwright.job.model import Model
-from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
+from meshwright.model.numbers import wide_dtype
 
 IGNORE = -100
 """The label of a token that counts for nothing."""
-
-CHUNK_LOGITS_BYTES = 2**30
-"""Logits that may exist at a time: every chunk adds to the whole weight gradient once, which for few tokens costs more
-than their products."""
-CHUNK_MULTIPLE = 128
-"""Rows of a matrix product's tile."""
-ROW_MULTIPLE = 64
-"""Logits in a line of 128 bytes, in 16 bits."""
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
@@ -56,14 +48,6 @@ class Head(nn.Module):
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Scores of every word of the vocabulary, whole."""
         return F.linear(hidden_BSD, self.weight)
-
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
-        """Cost of training with labels: gradients are made in the forward pass and are all that is saved."""
-        vocabulary, width = self.weight.shape
-        tokens = batch * sequence
-        product = 2 * tokens * vocabulary * width
-        kept = saved(hidden_gradient=(tokens * width, dtype), weight_gradient=(vocabulary * width, dtype))
-        return Cost(own_parameters(self), 3 * product, 0) + kept
 
 
 def chunked_loss(
@@ -117,13 +101,13 @@ class _ChunkedLoss(torch.autograd.Function):
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None
-        weight_WD, vocabulary = _in_whole_lines(weight_VD), weight_VD.shape[0]
+        weight_WD, vocabulary = _with_zeros(weight_VD), weight_VD.shape[0]
         grad_weight_WD = torch.zeros_like(weight_WD, dtype=wide) if with_gradients else None
         # A step without a single valid token has loss 0, not 0 / 0.
         count = torch.where(valid_count > 0, valid_count, 1) if isinstance(valid_count, Tensor) else valid_count or 1
         shares_N1 = ((labels_N != IGNORE).to(wide) / count).unsqueeze(1)
 
-        rows = chunk_rows(hidden_ND.shape[0], weight_VD)
+        rows = chunk_rows(hidden_ND.shape[0], vocabulary, weight_VD.element_size())
         for start in range(0, hidden_ND.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden = hidden_ND[chunk]
@@ -153,12 +137,10 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _in_whole_lines(weight_VD: Tensor) -> Tensor:
-    """On a GPU the weight with rows of zeros up to a size that products are fast with, else the weight itself.
-
-    With GPT-2's 50,257 words the head's three products and its loss take four times as long on an H200.
-    """
-    missing = -weight_VD.shape[0] % ROW_MULTIPLE if weight_VD.is_cuda else 0
+def _with_zeros(weight_VD: Tensor) -> Tensor:
+    """On a GPU the weight with rows of zeros up to a size that products are fast with, else the weight itself."""
+    vocabulary = weight_VD.shape[0]
+    missing = in_whole_lines(vocabulary) - vocabulary if weight_VD.is_cuda else 0
     return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD
 
 
@@ -168,13 +150,6 @@ def _of_every_column(grad_NV: Tensor, logits_NW: Tensor) -> Tensor:
     if missing and grad_NV.data_ptr() == logits_NW.data_ptr():
         return logits_NW
     return F.pad(grad_NV, (0, missing)) if missing else grad_NV
-
-
-def chunk_rows(tokens: int, weight_VD: Tensor) -> int:
-    """Tokens of a chunk: as many as fit in CHUNK_LOGITS_BYTES, the last chunk about as large as the others."""
-    most = max(1, CHUNK_LOGITS_BYTES // (weight_VD.shape[0] * weight_VD.element_size()))
-    even = ceil(tokens / ceil(tokens / most))
-    return even if even < CHUNK_MULTIPLE else ceil(even / CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

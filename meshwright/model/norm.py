@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dim."""
+"""RMSNorm over the last dim, and which norm a shape has."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job.model import Model
-from meshwright.model.cost import Cost, own_parameters, saved, wide_dtype
+from meshwright.model.numbers import wide_dtype
 
 
 class RMSNorm(nn.Module):
@@ -26,27 +26,11 @@ class RMSNorm(nn.Module):
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normed
 
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype, rows_per_token: int = 1) -> Cost:
-        """Cost over (batch, sequence, rows_per_token, size): the input and one statistic a row are saved."""
-        rows = batch * sequence * rows_per_token
-        kept = saved(input=(rows * self.weight.numel(), dtype), rstd=(rows, wide_dtype(dtype)))
-        return Cost(own_parameters(self)) + kept
 
-
-class LayerNorm(nn.LayerNorm):
-    """(x − mean) / sqrt(variance + eps) × weight + bias."""
-
-    def cost(self, batch: int, sequence: int, dtype: torch.dtype) -> Cost:
-        """The input and two statistics a row are saved (in x's dtype on the CPU; CUDA keeps them in float32)."""
-        rows = batch * sequence
-        kept = saved(input=(rows * self.weight.numel(), dtype), mean=(rows, dtype), rstd=(rows, dtype))
-        return Cost(own_parameters(self)) + kept
-
-
-def make_norm(shape: Model) -> RMSNorm | LayerNorm:
+def make_norm(shape: Model) -> RMSNorm | nn.LayerNorm:
     """The norm this shape puts before its blocks' halves and before its head."""
     if shape.norm == "layernorm":
-        return LayerNorm(shape.width, eps=shape.norm_eps)
+        return nn.LayerNorm(shape.width, eps=shape.norm_eps)
     return RMSNorm(shape.width, shape.norm_eps)
 
 

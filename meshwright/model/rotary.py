@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.job.model import Model
-from meshwright.model.cost import wide_dtype
+from meshwright.model.numbers import wide_dtype
 
 RotaryTables = tuple[Tensor, Tensor]
 

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.layout import gradient_format, is_asynchronous, recompute_modes, split_layers, table_of
 from meshwright.model import CausalAttend, build_architecture
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
@@ -16,18 +17,16 @@ from meshwright.parallel.context import make_context_attend
 from meshwright.parallel.dualpipe import copies_of_chains
 from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.fp8 import use_fp8
-from meshwright.parallel.layout import is_asynchronous, table_of
 from meshwright.parallel.materialise import fill
 from meshwright.parallel.offload import OffloadedWeights, offloads, share_cores
 from meshwright.parallel.offload_activations import offload_activations
 from meshwright.parallel.offload_sharded import count_traffic, materialise_on_host, offload_policy
-from meshwright.parallel.one_pass import gradient_format, one_pass_here
 from meshwright.parallel.pipedream import PipeDream, VersionedWeights
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.precision import DTYPES, Weights, WholeWeights
-from meshwright.parallel.recompute import apply_recompute, recompute_modes
+from meshwright.parallel.precision import DTYPES, Weights, WholeWeights, one_pass_here
+from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.staged_weights import Copy, StagedWeights
-from meshwright.parallel.stages import keep_stage, split_layers
+from meshwright.parallel.stages import keep_stage
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
@@ -166,7 +165,7 @@ def _whole(job: Job, world: World, model: nn.Module, master: torch.dtype, comput
         gradients, stream = _gradients(job, master), offloads(job, "params")
         return OffloadedWeights(model, world.device, master, compute, gradients, stream=stream)
     narrow = one_pass_here(job, world.device) and master == torch.float32
-    return WholeWeights(model, compute, gradient_format(job) if narrow else _gradients(job, master))
+    return WholeWeights(model, compute, DTYPES[gradient_format(job)] if narrow else _gradients(job, master))
 
 
 def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]], master: torch.dtype) -> ShardedWeights:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.model.cost import wide_dtype
 from meshwright.model.documents import Documents
+from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.context_order import Block
 
 PIECE_ELEMENTS = 2**22

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshwright.errors import UserError
 from meshwright.hardware.triton import HAS_TRITON
-from meshwright.parallel.formats import FP8_MULTIPLE
+from meshwright.layout import FP8_MULTIPLE
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
-from meshwright.model.cost import wide_dtype
+from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.chain import Chain
 from meshwright.parallel.dualpipe import in_torchs_words, lower, torch_number, torch_numbers
 from meshwright.parallel.inputs import Inputs

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.hardware.triton import HAS_TRITON
+from meshwright.job import Job
+from meshwright.layout import updates_in_one_pass
 from meshwright.parallel.pieces import Piece, piece_of
 
 DTYPES = {
@@ -20,6 +23,11 @@ DTYPES = {
 WIDENED_AT_ONCE = 8
 """Masters whose 16-bit gradients are widened together for an update: about a layer's. Counted, not weighed, so that
 ranks with shards of unequal size take the same ones together."""
+
+
+def one_pass_here(job: Job, device: torch.device) -> bool:
+    """Whether a job's update is one pass over memory on this device, with its software."""
+    return device.type == "cuda" and HAS_TRITON and updates_in_one_pass(job)
 
 
 class Weights(Protocol):

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.layout import padded_vocabulary
 from meshwright.model import Architecture
-from meshwright.parallel.layout import padded_vocabulary
 from meshwright.parallel.vocabulary import VocabularyParallelHead
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from meshwright.model.cost import wide_dtype
 from meshwright.model.head import IGNORE, Head, chunked_loss
+from meshwright.model.numbers import wide_dtype
 
 
 class VocabularyParallelHead(nn.Module):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.job import Job
-from meshwright.parallel.layout import axes, require_layout
+from meshwright.layout import axes, require_layout
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Everyone's tensor in one: torch 2.13 has a new name for it and warns of the old one."""

@@ -6,6 +6,7 @@ T tokens of a micro-batch on this rank, D width, F ffn width, H and K query and 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from meshwright.cost import chunk_rows, in_whole_lines
 from meshwright.job import Job
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
@@ -281,21 +282,11 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     )
 
 
-def in_whole_lines(vocabulary: int) -> int:
-    """The columns our head's products have."""
-    from meshwright.model.head import ROW_MULTIPLE
-
-    return -(-vocabulary // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
 def loss_chunks(job: Job) -> tuple[int, int]:
     """Into how many pieces our head cuts a micro-batch's tokens, and the tokens of one."""
-    from meshwright.model.head import CHUNK_LOGITS_BYTES
-
     tokens, vocabulary = tokens_of(job), -(-job.model.vocab_size // job.layout.tp)
-    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
-    chunks = -(-tokens // max(1, CHUNK_LOGITS_BYTES // (vocabulary * each)))
-    return chunks, -(-tokens // chunks)
+    rows = min(tokens, chunk_rows(tokens, vocabulary, job.precision.number_bytes))
+    return -(-tokens // rows), rows
 
 
 def embedding_work(job: Job, device: Device) -> Work:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshwright.cost import best_interval_s
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan.predict import Prediction
@@ -58,8 +59,6 @@ def goodput_of(save_s: float, mtbf_s: float) -> tuple[float, float]:
 
     Saving costs save_s every interval; a failure costs half an interval and the restart (Young, CACM 17, 1974).
     """
-    from meshwright.checkpoint.interval import best_interval_s
-
     every_s = max(best_interval_s(max(save_s, 1e-3), mtbf_s), save_s)
     lost = save_s / every_s + (every_s / 2 + _RESTART_S) / mtbf_s
     return 1.0 / (1.0 + lost), every_s

@@ -7,21 +7,19 @@ does otherwise; micro-batches in flight are those of the schedule's table.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from meshwright.cost import in_whole_lines
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.job.model import Model
 from meshwright.job.training import Batch, Precision
+from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
 from meshwright.pipeline import Table
-from meshwright.plan.compute import in_whole_lines, loss_chunks, products_of, tokens_of
+from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.play import table_of
 from meshwright.plan.software import Software
-
-if TYPE_CHECKING:
-    from meshwright.model import Decoder
 
 Terms = dict[str, float]
 
@@ -128,9 +126,7 @@ def _states(job: Job, software: Software, parameters: float) -> Terms:
 def gradient_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient until the update: as asked for, or as the backward makes it where nothing is added up."""
     if software.own:
-        from meshwright.parallel.one_pass import gradient_format
-
-        return gradient_format(job).itemsize
+        return 4 if gradient_format(job) == "fp32" else 2
     return 2 if job.precision.gradients == "bf16" else 4
 
 
@@ -179,8 +175,6 @@ def _holdings(table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
 def _cached_holdings(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int, rank: int
 ) -> Sequence[tuple[int, ...]]:
-    from meshwright.parallel import holdings_of_rank
-
     return holdings_of_rank(table_of(schedule, ranks, micro_batches, virtual_stages), rank)
 
 
@@ -259,21 +253,9 @@ def _one_deep(model: Model) -> Model:
 
 @lru_cache(maxsize=4096)
 def _sizes(shape: Model, batch: Batch, layout: Layout, precision: Precision, mode: str) -> dict[str, float]:
-    from meshwright.parallel import saved_by_name
-
     job = Job.model_construct(model=shape, batch=batch, layout=layout, precision=precision)
-    named = saved_by_name(job, _one_layer(shape), mode)  # type: ignore[arg-type]
+    named = saved_by_name(job, mode, first=False, last=False)  # type: ignore[arg-type]
     return {name: float(size) for (place, name), size in named.items() if place}
-
-
-@lru_cache(maxsize=64)
-def _one_layer(shape: Model) -> "Decoder":
-    import torch
-
-    from meshwright.model import Decoder
-
-    with torch.device("meta"):
-        return Decoder(shape)
 
 
 def _loss(job: Job, software: Software) -> Terms:

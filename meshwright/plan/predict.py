@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from meshwright.cost import flops_per_token
 from meshwright.errors import UserError
+from meshwright.hardware import known_peak
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every
+from meshwright.layout import recompute_modes, split_layers, table_of
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.machine import Machine, machine_of
@@ -55,10 +58,6 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     machine = machine_of(cluster, profiled=software is None)  # a profile measures this torch, not other programs
     _require_ranks(job, machine)
 
-    from meshwright.hardware import known_peak
-    from meshwright.model.cost import flops_per_token
-    from meshwright.parallel.stages import split_layers
-
     software = software or (MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
     table = table_for(job)
     stages = 1 if table is None else table.stages // table.parameter_copies
@@ -79,8 +78,6 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
     layout = job.layout
     if layout.pp == 1:
         return None
-
-    from meshwright.parallel.stages import split_layers
 
     software = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
     table = build_table(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
@@ -112,8 +109,6 @@ def _modes(job: Job, layers: list[int]) -> list[str]:
         return [asked] * job.model.layers
     if isinstance(asked, Every):
         return ["none" if layer % asked.every else "full" for layer in range(job.model.layers)]
-    from meshwright.parallel import recompute_modes, table_of
-
     table = table_of(job) if job.layout.pp > 1 else None
     starts = [sum(layers[:place]) for place in range(len(layers) + 1)]
     modes = ["none"] * job.model.layers

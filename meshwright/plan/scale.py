@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
+from meshwright.layout import require_layout
 from meshwright.plan.predict import Prediction, predict
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
@@ -38,7 +39,6 @@ def scale(
     """
     if axis is not None and axis not in AXES:
         raise UserError(f"--axis = {axis} is no axis of a layout; give one of {', '.join(AXES)}")
-    from meshwright.parallel import require_layout
 
     points: list[Point] = []
     first: float | None = None

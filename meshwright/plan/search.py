@@ -12,6 +12,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.job.model import Model
+from meshwright.layout import require_layout
 from meshwright.plan.bound import ALLOWED, Layouts, bounded, job_at, pieces_of
 from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.predict import Prediction, predict
@@ -70,8 +71,6 @@ def search(
             f"--seq = {sequence} is longer than the model's max_sequence_length = {model.max_sequence_length} allows; "
             "give a shorter one"
         )
-    import meshwright.parallel  # noqa: F401  torch is loaded before the clock starts
-
     begun = process_time()
     pieces = list(pieces_of(model, machine, sequence, batch, compute, allowed))
     layouts = bounded(model, machine, pieces, batch, allowed)
@@ -132,8 +131,6 @@ def _nearest(layouts: Layouts, room: float, fastest: float) -> list[int]:
 
 def _runs(job: Job, gpus: int) -> bool:
     """Whether the trainer takes the layout."""
-    from meshwright.parallel import require_layout
-
     try:
         require_layout(job, gpus)
     except UserError:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import log2
 
 from meshwright.job import Job
+from meshwright.layout import updates_in_one_pass
 from meshwright.pipeline import StageTimes, Table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
@@ -281,11 +282,7 @@ def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
 
 
 def _optimizer_s(job: Job, software: Software, device: Device, parameters: float) -> float:
-    one_pass = False
-    if software.own:
-        from meshwright.parallel.one_pass import updates_in_one_pass
-
-        one_pass = updates_in_one_pass(job)
+    one_pass = software.own and updates_in_one_pass(job)
     clip = job.optimizer.clip > 0
     each = gradient_bytes(job, software) if one_pass else 4
     return optimizer_s(device, parameters, each, clip, one_pass, tensors_of(job))

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any, Literal
 
+from meshwright.cost import flops_per_token
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan import software as programs
@@ -199,8 +200,6 @@ def measured_step_s(row: Fields, job: Job, gpus: int) -> float | None:
 
 def _counted_flops(row: Fields, job: Job) -> float:
     """FLOPs a token as the source counts them."""
-    from meshwright.model.cost import flops_per_token
-
     about = f"{row['source']} {row['notes']}"
     if re.search(r"HW FLOPs|HW TFLOPs|96B", about):
         model, sequence = job.model, job.batch.sequence_length

@@ -81,7 +81,7 @@ def pick_of(job: "Job") -> str:
 
 def asked(state: dict[str, Any]) -> Asked:
     """The question that a page's state puts; a UserError names what cannot be."""
-    from meshwright.model.cost import parameter_count
+    from meshwright.cost import parameter_count
     from meshwright.plan import batch_sequences
 
     model, cluster = _model(state), _cluster(state)

@@ -88,7 +88,7 @@ def _drawn_micro_batches(job: "Job") -> int:
 
 
 def _mesh(job: "Job", cluster: "Cluster") -> str:
-    from meshwright.parallel import axes
+    from meshwright.layout import axes
 
     return mesh(axes(job.layout), cluster.gpus_per_node)
 

@@ -56,7 +56,7 @@ class Planner:
         return found
 
     def _search(self, state: dict[str, Any]) -> dict[str, Any]:
-        from meshwright.model.cost import parameter_count
+        from meshwright.cost import parameter_count
         from meshwright.plan import search, why_not
 
         question = asked(state)

@@ -20,8 +20,6 @@ def main() -> None:
     waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     threading.Thread(target=_read, args=(waiting,), daemon=True).start()
     planner = Planner(interrupted=lambda: not waiting.empty())
-    import meshwright.parallel  # noqa: F401  before the first question, so that none waits for torch
-
     out.write(json.dumps({"ready": True}) + "\n")
     out.flush()
     while (line := waiting.get()) is not None:

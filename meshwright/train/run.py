@@ -11,10 +11,11 @@ from statistics import median
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from meshwright.checkpoint import Checkpoint, Keeper, State
+from meshwright.cost import flops_per_token
 from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import Decoder, count_parameters, flops_per_token
+from meshwright.model import Decoder, count_parameters
 from meshwright.parallel import CompressedWeights, Engine, PipeDream, Weights, WholeWeights, World, take_traffic
 from meshwright.train.bad_steps import RecentLosses, Rewind
 from meshwright.train.device import device_name, device_peak_flops, gpu_of

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.parallel import is_asynchronous, ranks_of, require_layout
+from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.verify import staged
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 from meshwright.data import Step
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.parallel import WholeWeights, ranks_of
+from meshwright.layout import ranks_of
+from meshwright.parallel import WholeWeights
 from meshwright.parallel.buckets import first_start, pays
 from meshwright.parallel.codecs import Codec
 from meshwright.parallel.compress import make_codec

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.job import Job
-from meshwright.parallel import ranks_of
+from meshwright.layout import ranks_of
 from meshwright.verify.check import Check, Verdict, reference
 from meshwright.verify.ranks import RankError
 

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Budget, Layout
-from meshwright.parallel import budget_span, is_asynchronous, table_of
+from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
 from meshwright.train import cuts_blocks
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from meshwright.checkpoint.hf_read import parameter_sizes
+from meshwright.cost import parameter_count
 from meshwright.job import Model, model_to_hf_config
-from meshwright.model import hf_tensors, parameter_count
+from meshwright.model import hf_tensors
 
 SHAPE = Model(vocab_size=8192, width=1024, layers=2, heads=8, kv_heads=4, ffn_width=2560, max_sequence_length=512)
 

@@ -14,7 +14,8 @@ import torch
 from checkpoint_states import Told, make_keeper, save_model, state_of, tiny
 
 from meshwright.checkpoint import Checkpoint, Fenced, Keeper, Lease, checkpoint_path, checkpoints, newest, surplus
-from meshwright.checkpoint.interval import Interval, best_interval_s
+from meshwright.checkpoint.interval import Interval
+from meshwright.cost import best_interval_s
 from meshwright.errors import UserError
 from meshwright.job.running import Checkpoint as Settings
 

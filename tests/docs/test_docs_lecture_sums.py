@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.cost import flops_per_token, parameter_count
 from meshwright.hardware import gpu_by_key, peak_flops
 from meshwright.job import Model, model_preset
-from meshwright.model.cost import flops_per_token, parameter_count
 
 
 def shape_of(name: str) -> Model:

@@ -5,7 +5,7 @@ import pytest
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import ranks_of, require_layout, table_of
+from meshwright.layout import ranks_of, require_layout, table_of
 from meshwright.pipeline import SCHEDULES, require_schedule
 from meshwright.verify import LineResult, load_matrix, run_matrix
 from meshwright.verify.check import reference

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import Checkpoint, Keeper, Lease, checkpoint_path, differences
 from meshwright.job import Job
-from meshwright.parallel import World, build, join_world, ranks_of
+from meshwright.layout import ranks_of
+from meshwright.parallel import World, build, join_world
 from meshwright.train import make_training
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.cost import flops_per_token
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.measure import settings_of
 from meshwright.measure.bench import executed_flops_per_token, spread_of
 from meshwright.measure.kernels import kind_of
-from meshwright.model import flops_per_token
 
 SHORT = ("--steps", "3", "--warmup", "1")
 

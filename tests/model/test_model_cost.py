@@ -9,14 +9,14 @@ from model_shapes import preset
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from meshwright.cost import Cost, attention_cost, block_cost, decoder_cost, feedforward_cost, head_cost, norm_cost
 from meshwright.job.model import Model
 from meshwright.model import Decoder, Draws
 from meshwright.model.attention import Attention
 from meshwright.model.block import Block
-from meshwright.model.cost import Cost
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.head import Head
-from meshwright.model.norm import LayerNorm, RMSNorm
+from meshwright.model.norm import make_norm
 from meshwright.model.rotary import rotary_tables
 
 B, S = 2, 7
@@ -67,35 +67,34 @@ def counted(run: Callable[[], Tensor], left_out: Iterable[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in known)
 
 
-Case = tuple[nn.Module, Callable[[], Tensor], list[Tensor]]
+Case = tuple[Callable[..., Cost], nn.Module, Callable[[], Tensor], list[Tensor]]
 
 
 def cases(shape: Model, dtype: torch.dtype) -> dict[str, Case]:
-    """Every module class of the room, a training forward of it, and the constants its owner accounts for."""
+    """What states a piece's cost, the piece, a training forward of it, and the constants its owner accounts for."""
     x = torch.randn(B, S, shape.width, dtype=dtype, requires_grad=True)
     tables = rotary_tables(shape, torch.arange(S).unsqueeze(0), dtype) if shape.positions == "rope" else None
     constants = list(tables or ())
     tokens, labels = torch.randint(0, 29, (B, S)), torch.randint(0, 29, (B, S))
     draws = Draws(0, 0, torch.arange(B))
-    rms, layer_norm = RMSNorm(shape.width, 1e-5).to(dtype), LayerNorm(shape.width).to(dtype)
-    attention, block = Attention(shape, 0).to(dtype), Block(shape, 0).to(dtype)
+    norm, attention, block = make_norm(shape).to(dtype), Attention(shape, 0).to(dtype), Block(shape, 0).to(dtype)
     feedforward, head, decoder = FeedForward(shape).to(dtype), Head(shape).to(dtype), Decoder(shape).to(dtype)
     return {
-        "RMSNorm": (rms, lambda: rms(x), []),
-        "LayerNorm": (layer_norm, lambda: layer_norm(x), []),
-        "Attention": (attention, lambda: attention(x, tables), constants),
-        "FeedForward": (feedforward, lambda: feedforward(x), []),
-        "Block": (block, lambda: block(x, tables, draws=draws), constants),
-        "Head": (head, lambda: head(x, labels, B * S), []),
-        "Decoder": (decoder, lambda: decoder(tokens, labels, B * S, draws=draws), []),
+        "norm": (norm_cost, norm, lambda: norm(x), []),
+        "attention": (attention_cost, attention, lambda: attention(x, tables), constants),
+        "feedforward": (feedforward_cost, feedforward, lambda: feedforward(x), []),
+        "block": (block_cost, block, lambda: block(x, tables, draws=draws), constants),
+        "head": (head_cost, head, lambda: head(x, labels, B * S), []),
+        "decoder": (decoder_cost, decoder, lambda: decoder(tokens, labels, B * S, draws=draws), []),
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stated_bytes_equal_counted_bytes(variant: str, dtype: torch.dtype) -> None:
-    for name, (module, run, constants) in cases(Model(**SMALL | VARIANTS[variant]), dtype).items():
-        stated = module.cost(B, S, dtype)
+    shape = Model(**SMALL | VARIANTS[variant])
+    for name, (cost, module, run, constants) in cases(shape, dtype).items():
+        stated = cost(shape, B, S, dtype.itemsize)
         assert counted(run, [*module.parameters(), *constants]) == stated.saved_total, (name, stated.saved_bytes)
         assert stated.parameters == sum(parameter.numel() for parameter in module.parameters()), name
 
@@ -127,8 +126,9 @@ NOT_COUNTED = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stated_flops_equal_counted_flops(variant: str) -> None:
-    for name, (module, run, _) in cases(Model(**SMALL | VARIANTS[variant]), torch.float32).items():
-        stated = module.cost(B, S, torch.float32)
+    shape = Model(**SMALL | VARIANTS[variant])
+    for name, (cost, _, run, _) in cases(shape, torch.float32).items():
+        stated = cost(shape, B, S, 4)
         with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED) as forward:
             out = run()
         with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED) as backward:
@@ -140,7 +140,7 @@ def test_stated_flops_equal_counted_flops(variant: str) -> None:
 
 
 def test_names_say_which_tensor() -> None:
-    cost = Decoder(preset("tiny-llama")).cost(1, 4, torch.bfloat16)
+    cost = decoder_cost(preset("tiny-llama"), 1, 4, 2)
     assert cost.saved_bytes["layers.1.ffn.gate"] == 4 * 128 * 2
     assert cost.saved_bytes["layers.0.attention.lse"] == 4 * 4 * 4
     assert cost.saved_bytes["head.weight_gradient"] == 512 * 64 * 2

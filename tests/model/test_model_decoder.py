@@ -4,6 +4,7 @@ import pytest
 import torch
 from model_shapes import TINY, preset
 
+from meshwright.cost import decoder_cost
 from meshwright.errors import UserError
 from meshwright.model import CausalAttend, Decoder, initialise
 
@@ -33,9 +34,12 @@ def test_stages_in_turn_equal_the_whole(name: str) -> None:
     assert hidden.shape == (2, 24, 64)
     assert torch.equal(second(hidden), whole(tokens))
     assert torch.equal(second(hidden, labels, 48), whole(tokens, labels, 48))
-    costs = [piece.cost(2, 24, torch.float32) for piece in (first, second)]
-    both = costs[0].saved_bytes | costs[1].saved_bytes
-    assert both == whole.cost(2, 24, torch.float32).saved_bytes
+    sizes = (whole.shape, 2, 24, 4)
+    costs = [decoder_cost(*sizes, layers=range(1), last=False), decoder_cost(*sizes, layers=range(1, 2), first=False)]
+    both = {**costs[0].saved_bytes, **costs[1].saved_bytes}
+    assert both == decoder_cost(*sizes).saved_bytes
+    held = [sum(parameter.numel() for parameter in stage.parameters()) for stage in (first, second)]
+    assert [cost.parameters for cost in costs] == held
 
 
 def test_attention_is_replaceable() -> None:

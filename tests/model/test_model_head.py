@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import meshwright.cost.head as cuts
 import meshwright.model.head as head_module
 from meshwright.job.model import Model
 from meshwright.model import IGNORE
@@ -28,7 +29,7 @@ def gradients(loss: torch.Tensor, *of: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("count", [15, torch.tensor(15)])
 def test_equals_plain_cross_entropy(rows: int, count: int | torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     head, hidden, labels = made()
-    monkeypatch.setattr(head_module, "CHUNK_LOGITS_BYTES", rows * 4 * 37)
+    monkeypatch.setattr(cuts, "CHUNK_LOGITS_BYTES", rows * 4 * 37)
     plain = F.cross_entropy(head.logits(hidden).flatten(0, 1), labels.flatten(), reduction="sum") / 15
     loss = head(hidden, labels, count)
     torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
@@ -105,6 +106,5 @@ def test_a_compiled_loss_is_the_eager_one(dtype: torch.dtype) -> None:
 
 
 def test_chunks_are_even_and_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.empty(1000, 2, dtype=torch.bfloat16)
-    monkeypatch.setattr(head_module, "CHUNK_LOGITS_BYTES", 2 * 1000 * 600)
-    assert [head_module.chunk_rows(tokens, weight) for tokens in (1, 100, 600, 601, 4096)] == [1, 100, 640, 384, 640]
+    monkeypatch.setattr(cuts, "CHUNK_LOGITS_BYTES", 2 * 1000 * 600)
+    assert [cuts.chunk_rows(tokens, 1000, 2) for tokens in (1, 100, 600, 601, 4096)] == [1, 100, 640, 384, 640]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from model_shapes import PRESETS, TINY, preset
 
+from meshwright.cost import decoder_cost, flops_per_token, matmul_parameters, parameter_count
 from meshwright.job import model_to_hf_config
-from meshwright.model import Decoder, flops_per_token, matmul_parameters, parameter_count
+from meshwright.model import Decoder
 
 PUBLIC_COUNTS = {
     "gpt2": 124_439_808,
@@ -43,7 +44,7 @@ def test_closed_form_equals_the_built_model(name: str) -> None:
         built = Decoder(preset(name))
     count = sum(parameter.numel() for parameter in built.parameters())
     assert parameter_count(preset(name)) == count
-    assert built.cost(1, 8, torch.bfloat16).parameters == count
+    assert decoder_cost(preset(name), 1, 8, 2).parameters == count
     if name in PUBLIC_COUNTS:
         assert count == PUBLIC_COUNTS[name]
     if name in NAMED_AFTER_SIZE:

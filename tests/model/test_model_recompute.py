@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.cost import KEPT_OPERATIONS, MODES, Cost, Mode, block_cost, decoder_cost
 from meshwright.job.model import Model
-from meshwright.model import KEPT_OPERATIONS, Cost, Decoder, Draws, KVCache, Mode, initialise
+from meshwright.model import Decoder, Draws, KVCache, initialise
 from meshwright.parallel.recompute import apply_recompute
 
 B, S = 2, 7
@@ -65,7 +66,7 @@ def test_stated_bytes_are_those_that_live_after_the_forward(variant: str, mix: s
     model, given = decoder(variant, MIXES[mix], dtype), inputs()
     with Living([*model.parameters(), given["x"], given["labels"]]) as living:
         loss = model(**given)
-    stated = dict(model.cost(B, S, dtype, MIXES[mix]).saved_bytes)
+    stated = dict(decoder_cost(model.shape, B, S, dtype.itemsize, MIXES[mix]).saved_bytes)
     del stated["tokens"]  # made before
     assert living.nbytes() == sum(stated.values()), stated
     assert loss.grad_fn is not None
@@ -78,7 +79,7 @@ def test_stated_flops_are_those_the_backward_repeats(variant: str, mix: str) -> 
     loss = model(**inputs())
     with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED) as counted:
         loss.backward()
-    assert counted.get_total_flops() == model.cost(B, S, torch.float32, MIXES[mix]).backward_flops
+    assert counted.get_total_flops() == decoder_cost(model.shape, B, S, 4, MIXES[mix]).backward_flops
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -108,7 +109,7 @@ def test_the_table_decides_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert living_bytes() == usual + 2 * inner
     monkeypatch.delitem(KEPT_OPERATIONS, "aten.silu")
     monkeypatch.delitem(KEPT_OPERATIONS, "aten.mm")
-    block = decoder("llama", {0: "none", 1: "none"}, torch.float32).layers["0"].cost(B, S, torch.float32, "selective")  # type: ignore[operator]
+    block = block_cost(Model(**SMALL), B, S, 4, "selective")
     kept = {"input", "attention.out", "attention.lse"}
     assert living_bytes() == usual - 2 * sum(size for name, size in block.saved_bytes.items() if name not in kept)
 
@@ -131,8 +132,7 @@ def test_names_stay() -> None:
 
 
 def test_costs_say_what_a_mode_gives_up() -> None:
-    block = Decoder(Model(**SMALL)).layers["0"]
-    none, selective, full = (block.cost(B, S, torch.bfloat16, mode) for mode in ("none", "selective", "full"))  # type: ignore[operator]
+    none, selective, full = (block_cost(Model(**SMALL), B, S, 2, mode) for mode in MODES)
     down = 2 * B * S * 20 * 24
     assert none.saved_total > selective.saved_total > full.saved_total == B * S * 24 * 2
     assert selective.backward_flops == none.backward_flops

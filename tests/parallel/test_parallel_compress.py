@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.parallel import CompressedWeights, build, join_world, replicas, require_layout
+from meshwright.layout import require_layout
+from meshwright.parallel import CompressedWeights, build, join_world, replicas
 from meshwright.parallel.codecs import Cast, Int8, TopK
 from meshwright.parallel.compress import Reduction
 from meshwright.train import make_training

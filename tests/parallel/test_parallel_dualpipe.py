@@ -10,7 +10,8 @@ from torch import Tensor
 
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.job import Job
-from meshwright.parallel import build, join_world, table_of
+from meshwright.layout import table_of
+from meshwright.parallel import build, join_world
 from meshwright.parallel.dualpipe import copies_of_chains, lower, torch_number
 from meshwright.parallel.staged_weights import Copy, StagedWeights
 from meshwright.pipeline import Table, build_table

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.layout import ranks_of, require_layout
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.together import project_together
-from meshwright.parallel import World, build, ranks_of, require_layout
+from meshwright.parallel import World, build
 from meshwright.parallel.fp8 import Fp8Linear, fp8_linear, quantise, use_fp8
 from meshwright.verify import observe, run_ranks
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import WholeWeights, build, join_world, ranks_of, require_layout, update
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import WholeWeights, build, join_world, update
 from meshwright.parallel.precision import WIDENED_AT_ONCE, make_step
 from meshwright.train import build_optimizer
 from meshwright.verify import observe, run_ranks, shrink

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
-from meshwright.parallel import OffloadedWeights, World, build, join_world, require_layout, take_traffic, update
+from meshwright.layout import require_layout
+from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic, update
 from meshwright.parallel.host import host_buffer
 from meshwright.parallel.offload_sharded import groups_of
 from meshwright.train import build_optimizer, make_training

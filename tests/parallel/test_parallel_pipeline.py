@@ -9,7 +9,9 @@ import torch
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import build, join_world, layout, ranks_of, require_layout, table_of
+from meshwright.layout import ranks_of, require_layout, table_of
+from meshwright.layout import rules as layout
+from meshwright.parallel import build, join_world
 from meshwright.pipeline import Action, Kind, StageTimes, simulate
 from meshwright.verify import check, run_ranks
 from meshwright.verify.documents import unequal_corpus

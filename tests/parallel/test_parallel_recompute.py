@@ -16,23 +16,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.cost import MODES, Mode
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
-from meshwright.model import MODES, Decoder, Draws, Mode, initialise
-from meshwright.parallel import (
+from meshwright.layout import (
     budget_span,
-    build,
     holdings_of_rank,
-    join_world,
-    layout,
     ranks_of,
     recompute_modes,
     require_layout,
     stages_of_rank,
     table_of,
 )
-from meshwright.parallel.budget import ORDER, BlockBytes, Counts, StageBytes, cheapest, least_bytes, peak_bytes, work
+from meshwright.layout import rules as layout
+from meshwright.layout.budget import ORDER, BlockBytes, Counts, StageBytes, cheapest, least_bytes, peak_bytes, work
+from meshwright.model import Decoder, Draws, initialise
+from meshwright.parallel import build, join_world
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.verify import check, run_ranks, shrink
 from meshwright.verify.documents import unequal_corpus

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.cost import KEPT_OPERATIONS, MODES, Mode, decoder_cost
 from meshwright.job.model import Model
-from meshwright.model import KEPT_OPERATIONS, MODES, Decoder, Documents, Mode, initialise
+from meshwright.model import Decoder, Documents, initialise
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
 from meshwright.parallel.fp8 import use_fp8
@@ -53,7 +54,7 @@ def test_a_forward_holds_what_is_stated(mode: Mode) -> None:
     before = torch.cuda.memory_allocated()
     loss = model(given, given, B * S)
     held = torch.cuda.memory_allocated() - before
-    stated = model.cost(B, S, torch.bfloat16, dict.fromkeys(range(3), mode)).saved_total - given.nbytes
+    stated = decoder_cost(SHAPE, B, S, 2, dict.fromkeys(range(3), mode)).saved_total - given.nbytes
     assert held == pytest.approx(stated, rel=0.01)
     assert loss.isfinite()
 
@@ -91,6 +92,6 @@ def test_compiled_blocks_keep_nothing_but_their_input(precision: str) -> None:
     before = torch.cuda.memory_allocated()
     loss = model(given, given, B * S)
     held = torch.cuda.memory_allocated() - before
-    stated = model.cost(B, S, torch.bfloat16, dict.fromkeys(range(3), "full")).saved_total - given.nbytes
+    stated = decoder_cost(SHAPE, B, S, 2, dict.fromkeys(range(3), "full")).saved_total - given.nbytes
     assert held == pytest.approx(stated, rel=0.02)
     assert loss.isfinite()

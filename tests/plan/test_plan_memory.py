@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from plan_jobs import llama, nodes
 
+from meshwright.cost import parameter_count
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
-from meshwright.model.cost import parameter_count
-from meshwright.parallel import holdings_of_rank, stages_of_rank, table_of
-from meshwright.parallel.budget import peak_bytes
+from meshwright.layout import holdings_of_rank, stages_of_rank, table_of
+from meshwright.layout.budget import peak_bytes
 from meshwright.plan import predict
 
 BATCH = {"sequence_length": 2048, "global_batch": 64, "micro_batch": 1}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.job import Model, load_job, model_preset
-from meshwright.parallel import require_layout
+from meshwright.layout import require_layout
 from meshwright.plan import parse_cluster, predict, search
 
 

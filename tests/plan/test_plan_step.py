@@ -3,12 +3,11 @@
 import random
 
 import pytest
-import torch
 from plan_jobs import llama, nodes
 
+from meshwright.cost import block_cost
 from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
-from meshwright.model import Decoder
 from meshwright.pipeline import StageTimes, build_table, simulate
 from meshwright.plan import MESHWRIGHT, machine_of, parse_cluster, predict
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of
@@ -20,9 +19,7 @@ BATCH = {"sequence_length": 4096, "global_batch": 64, "micro_batch": 1}
 
 def test_products_have_the_flops_the_model_counts() -> None:
     job = llama(batch={"sequence_length": 512, "global_batch": 2, "micro_batch": 2})
-    with torch.device("meta"):
-        block = Decoder(job.model.model_copy(update={"layers": 1})).layers["0"]
-    cost = block.cost(2, 512, torch.bfloat16)
+    cost = block_cost(job.model, 2, 512, 2)
     projections = sum(2 * rows * columns * inner for rows, columns, inner in products_of(job, MESHWRIGHT))
     attention = 4 * 2 * 512 * 512 * job.model.heads * job.model.head_dim
     assert projections + attention == cost.forward_flops

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.cost import block_cost
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import Decoder
-from meshwright.parallel import World, build, join_world, ranks_of
+from meshwright.layout import ranks_of
+from meshwright.parallel import World, build, join_world
 from meshwright.train import Training, make_training
 from meshwright.train.memory import WATCHED_STEPS
 from meshwright.verify.documents import unequal_corpus
@@ -92,7 +93,7 @@ def test_every_kind_is_counted_to_the_byte() -> None:
 def test_activations_climb_and_fall_by_what_a_block_states() -> None:
     job = make_job()
     _, _, rows = train(job)
-    block = Decoder(job.model).layers["1"].cost(job.batch.micro_batch, SEQUENCE, torch.float32).saved_total
+    block = block_cost(job.model, job.batch.micro_batch, SEQUENCE, 4).saved_total
     batch = column(rows, "activations", step=1, at="end")[0]
     assert batch < 64 * job.tokens_per_step < block  # what is left is the step's own tokens and labels
     for step in range(1, WATCHED_STEPS + 1):
@@ -110,7 +111,7 @@ def test_activations_climb_and_fall_by_what_a_block_states() -> None:
 def test_recomputation_shows_inputs_kept_and_one_block_at_a_time() -> None:
     job = make_job(memory={"recompute": "full"}, run={"steps": 1})
     _, _, rows = train(job)
-    block = Decoder(job.model).layers["1"].cost(job.batch.micro_batch, SEQUENCE, torch.float32).saved_total
+    block = block_cost(job.model, job.batch.micro_batch, SEQUENCE, 4).saved_total
     hidden = 4 * job.batch.micro_batch * SEQUENCE * job.model.width
     climb = column(rows, "activations", at="forward", micro_batch=1)
     assert [b - a for a, b in pairwise(climb)] == [hidden] * (LAYERS - 1)

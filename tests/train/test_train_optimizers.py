@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import Piece, ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import Piece
 from meshwright.train import build_optimizer, states_of
 from meshwright.train.optimizer import elementwise, holders, set_learning_rate, states
 from meshwright.train.optimizer.muon import COEFFICIENTS, ROUNDS, orthogonalise

@@ -10,7 +10,8 @@ import torch
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import build, join_world, ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import build, join_world
 from meshwright.train import make_training, windows
 from meshwright.verify import run_ranks
 from meshwright.verify.documents import UnequalDocuments

@@ -13,7 +13,8 @@ import torch
 from meshwright.data import Step, prepare
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
-from meshwright.parallel import World, build, ranks_of
+from meshwright.layout import ranks_of
+from meshwright.parallel import World, build
 from meshwright.train import LossScale, Training, choose_device, emulated_format
 from meshwright.train.feed import training_loader
 from meshwright.verify import Observation, compare, observe, run_ranks, worst

@@ -7,7 +7,7 @@ from torch import Tensor
 from verify_jobs import llama_job
 
 from meshwright.job import Job
-from meshwright.parallel import ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel.compress import Reduction
 from meshwright.parallel.replicas import Replicas
 from meshwright.verify import check, shrink

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from meshwright.job import Job, model_preset
-from meshwright.parallel import ranks_of, require_layout, table_of
+from meshwright.layout import ranks_of, require_layout, table_of
 from meshwright.verify import shrink
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from verify_jobs import llama_job
 
 from meshwright.job import Job, load_job
-from meshwright.parallel import PipeDream, ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import PipeDream
 from meshwright.parallel.pipedream import Version, VersionedWeights
 from meshwright.train import asynchronous
 from meshwright.verify import Verdict, check, compare, shrink

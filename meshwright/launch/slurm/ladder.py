@@ -95,7 +95,7 @@ def make_rungs(
 
 def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
     """The job on fewer ranks: fewer replicas, and the batch smaller by as much; other axes stay as they are."""
-    from meshwright.parallel import ranks_of, require_layout
+    from meshwright.layout import ranks_of, require_layout
 
     job = loaded.job
     replicas = job.layout.dp_replicate * job.layout.dp_shard

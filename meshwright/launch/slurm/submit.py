@@ -14,7 +14,7 @@ from meshwright.launch.slurm.ladder import Rung, make_rungs
 from meshwright.launch.slurm.record import FOLDER, OVER, Submission
 from meshwright.launch.slurm.script import Mode, Request, Shape, batch_script
 from meshwright.launch.slurm.status import active_job
-from meshwright.parallel import ranks_of, require_layout
+from meshwright.layout import ranks_of, require_layout
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-import torch
-from torch import nn
-
 from meshwright.job.model import Model
 
 
@@ -47,25 +44,9 @@ class Cost:
         return Cost(self.parameters, self.forward_flops, self.backward_flops, saved)
 
 
-def saved(**tensors: tuple[int, torch.dtype]) -> Cost:
-    """A cost of saved tensors alone, each given as (elements, dtype)."""
-    return Cost(saved_bytes={name: count * dtype.itemsize for name, (count, dtype) in tensors.items()})
-
-
-def linear_cost(linear: nn.Linear, tokens: int) -> Cost:
-    """A projection's parameters and FLOPs; its input is named by whoever owns it, since projections share inputs."""
-    product = 2 * tokens * linear.in_features * linear.out_features
-    return Cost(own_parameters(linear), product, 2 * product)
-
-
-def own_parameters(module: nn.Module) -> int:
-    """Number of elements in the module's parameters, each counted once."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and losses: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def saved(**tensors: tuple[int, int]) -> Cost:
+    """A cost of saved tensors alone, each given as (elements, bytes of one)."""
+    return Cost(saved_bytes={name: count * each for name, (count, each) in tensors.items()})
 
 
 def matmul_parameters(shape: Model) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.job.model import Model
 from meshwright.job.presets import model_preset
-from meshwright.parallel.stages import balanced_counts, piece_costs
+from meshwright.layout.stages import balanced_counts, piece_costs
 
 
 def costliest(counts: tuple[int, ...], shape: Model, sequence: int) -> float:

@@ -2,13 +2,10 @@
 
 from collections.abc import Mapping
 
-import torch
-
+from meshwright.cost import MODES, Mode, block_cost, decoder_cost, remade_bytes
 from meshwright.job import Job
-from meshwright.model import MODES, Decoder, Mode, remade_bytes
-from meshwright.parallel.budget import BlockBytes, Holding, StageBytes
-from meshwright.parallel.precision import DTYPES
-from meshwright.parallel.stages import split_layers
+from meshwright.layout.budget import BlockBytes, Holding, StageBytes
+from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Kind, Table
 
 BY_TENSOR = {
@@ -64,31 +61,25 @@ def _covers(more: Holding, less: Holding) -> bool:
 
 
 def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
-    shape = job.model.model_copy(update={"layers": 1})
-    with torch.device("meta"):
-        model = Decoder(shape)
-    if not first:
-        model.embed = model.position_embed = None
-    if not last:
-        model.head = model.final_norm = None
-    per_mode = {mode: saved_by_name(job, model, mode) for mode in MODES}
+    per_mode = {mode: saved_by_name(job, mode, first=first, last=last) for mode in MODES}
     block = {mode: {name: size for (place, name), size in sizes.items() if place} for mode, sizes in per_mode.items()}
     fixed = sum(size for (place, _), size in per_mode["none"].items() if not place)
     sent = 0 if last else block["full"]["input"]  # the pipeline holds a stage's result until its gradient is there
     modes = {
         mode: BlockBytes(
-            sum(kept.values()), 0 if mode == "none" else remade_bytes(block["none"], kept), _again(job, model, mode)
+            sum(kept.values()), 0 if mode == "none" else remade_bytes(block["none"], kept), _again(job, mode)
         )
         for mode, kept in block.items()
     }
     return StageBytes(blocks, modes, fixed + sent)
 
 
-def saved_by_name(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, str], int]:
-    """A rank's bytes of every saved tensor, by ("layers.0." or "", name within)."""
+def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[tuple[str, str], int]:
+    """A rank's bytes of every tensor a stage of one layer saves, by ("layers.0." or "", name within)."""
     layout, sequence = job.layout, job.batch.sequence_length // job.layout.cp
     parts = {"tp": layout.tp, "sp": layout.tp if layout.sp else 1, "": 1}
-    whole = model.cost(job.batch.micro_batch, sequence, DTYPES[job.precision.compute], {0: mode}).saved_bytes
+    sizes_of = (job.model, job.batch.micro_batch, sequence, job.precision.number_bytes)
+    whole = decoder_cost(*sizes_of, {0: mode}, layers=range(1), first=first, last=last).saved_bytes
     sizes = {}
     for full_name, size in whole.items():
         place = "layers.0." if full_name.startswith("layers.0.") else ""
@@ -105,8 +96,7 @@ def saved_by_name(job: Job, model: Decoder, mode: Mode) -> Mapping[tuple[str, st
     return sizes
 
 
-def _again(job: Job, model: Decoder, mode: Mode) -> int:
+def _again(job: Job, mode: Mode) -> int:
     """FLOPs of a block's forward that its backward repeats, over all ranks that share it."""
-    batch, dtype = job.batch, DTYPES[job.precision.compute]
-    costs = [model.cost(batch.micro_batch, batch.sequence_length, dtype, {0: each}) for each in (mode, "none")]
-    return costs[0].backward_flops - costs[1].backward_flops
+    sizes = (job.model, job.batch.micro_batch, job.batch.sequence_length, job.precision.number_bytes)
+    return block_cost(*sizes, mode).backward_flops - block_cost(*sizes).backward_flops

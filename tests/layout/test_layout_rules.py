@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import axes, ranks_of, require_layout
+from meshwright.layout import axes, ranks_of, require_layout
 
 MODEL = {"heads": 6, "kv_heads": 2, "width": 48, "head_dim": 8, "ffn_width": 96, "vocab_size": 61}
 

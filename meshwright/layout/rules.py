@@ -6,9 +6,9 @@ from math import prod
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.parallel.formats import require_precision
-from meshwright.parallel.recompute import require_recompute
-from meshwright.parallel.stages import require_stages
+from meshwright.layout.formats import require_precision
+from meshwright.layout.recompute import require_recompute
+from meshwright.layout.stages import require_stages
 from meshwright.pipeline import Table, build_table, require_schedule
 
 

@@ -8,7 +8,7 @@ recomputed block's tensors back, it has let go of those of the blocks behind it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.model import Mode
+from meshwright.cost import Mode
 
 Holding = tuple[int, ...]
 """How many micro-batches each of a rank's stages holds at some moment."""

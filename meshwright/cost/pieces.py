@@ -1,0 +1,139 @@
+"""What the pieces of a decoder cost, from its shape; tests hold every one to what autograd keeps and a counter sees.
+
+`number_bytes` are those of one number of the compute format: 8, 4 or 2.
+"""
+
+from collections.abc import Mapping
+
+from meshwright.cost.cost import Cost, saved
+from meshwright.cost.recompute import Mode, under
+from meshwright.job.model import Model
+
+_TOKEN, _FLAG = 8, 1
+"""Bytes of a token's number or position, and of a dropout mask's entry."""
+
+
+def decoder_cost(
+    shape: Model,
+    batch: int,
+    sequence: int,
+    number_bytes: int,
+    recompute: Mapping[int, Mode] | None = None,
+    *,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> Cost:
+    """Cost of one training pass at default positions, with the shape's dropout: of the whole, or of a pipeline stage.
+
+    A stage holds some layers, the embedding if it is the first, norm and head if it is the last. `recompute` gives
+    layers their modes; those not named keep everything.
+    """
+    own = range(shape.layers) if layers is None else layers
+    total = embedding_cost(shape, batch, sequence) if first else Cost()
+    if own and shape.positions == "rope":
+        table = (sequence * shape.head_dim // 2, _wide(number_bytes))
+        total += saved(cos=table, sin=table)
+    for layer in own:
+        mode = (recompute or {}).get(layer, "none")
+        total += block_cost(shape, batch, sequence, number_bytes, mode).within(f"layers.{layer}")
+    if last:
+        total += norm_cost(shape, batch, sequence, number_bytes).within("final_norm")
+        total += head_cost(shape, batch, sequence, number_bytes).within("head")
+        if first and shape.tied:
+            total += Cost(parameters=-shape.vocab_size * shape.width)
+    return total
+
+
+def embedding_cost(shape: Model, batch: int, sequence: int) -> Cost:
+    """The tables of words and, where they are learned, positions; what was looked up, and a dropout mask, are saved."""
+    total = Cost(shape.vocab_size * shape.width) + saved(tokens=(batch * sequence, _TOKEN))
+    if shape.dropout > 0.0:
+        total += saved(embed_dropout=(batch * sequence * shape.width, _FLAG))
+    if shape.positions == "learned":
+        total += Cost(shape.max_sequence_length * shape.width) + saved(positions=(sequence, _TOKEN))
+    return total
+
+
+def block_cost(shape: Model, batch: int, sequence: int, number_bytes: int, recompute: Mode = "none") -> Cost:
+    """The sum of the parts and the dropout masks; the norms' inputs are the residual stream at two points.
+
+    With recomputation: what is kept instead, and a backward with the forward work it repeats.
+    """
+    sizes = (shape, batch, sequence, number_bytes)
+    total = norm_cost(*sizes).within("attention_norm") + attention_cost(*sizes).within("attention")
+    total += norm_cost(*sizes).within("ffn_norm") + feedforward_cost(*sizes).within("ffn")
+    stream = batch * sequence * shape.width
+    if shape.dropout > 0.0:
+        total += saved(attention_dropout=(stream, _FLAG), ffn_dropout=(stream, _FLAG))
+    spared = 0 if shape.dropout > 0.0 else _linear(batch * sequence, shape.ffn_width, shape.width, False).forward_flops
+    return under(recompute, total, stream * number_bytes, spared)
+
+
+def attention_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
+    """Cost over whole sequences without documents; only the CPU kernel saves a mask, under a sliding window."""
+    tokens, heads_width = batch * sequence, shape.heads * shape.head_dim
+    kv_width = shape.kv_heads * shape.head_dim
+    total = _linear(tokens, heads_width, shape.width, shape.linear_bias)
+    for width in (heads_width, kv_width, kv_width):
+        total += _linear(tokens, shape.width, width, shape.qkv_bias)
+    if shape.qk_norm:
+        for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+            total += _rms_norm(tokens * heads, shape.head_dim, number_bytes).within(name)
+    pairs_product = 2 * batch * sequence * sequence * heads_width
+    total += Cost(0, 2 * pairs_product, 5 * pairs_product)
+    if shape.sliding_window is not None and shape.sliding_window < sequence:
+        total += saved(mask=(sequence * sequence, number_bytes))
+    return total + saved(
+        input=(tokens * shape.width, number_bytes),
+        q=(tokens * heads_width, number_bytes),
+        k=(tokens * kv_width, number_bytes),
+        v=(tokens * kv_width, number_bytes),
+        out=(tokens * heads_width, number_bytes),
+        lse=(tokens * shape.heads, _wide(number_bytes)),
+    )
+
+
+def feedforward_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
+    """The input, the projections' results, the activation and, when gated, the product are saved."""
+    tokens, bias = batch * sequence, shape.linear_bias
+    inner = (tokens * shape.ffn_width, number_bytes)
+    total = _linear(tokens, shape.width, shape.ffn_width, bias) + _linear(tokens, shape.ffn_width, shape.width, bias)
+    total += saved(input=(tokens * shape.width, number_bytes), up=inner, activated=inner)
+    if shape.activation == "swiglu":
+        total += _linear(tokens, shape.width, shape.ffn_width, bias) + saved(gate=inner, product=inner)
+    return total
+
+
+def norm_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
+    """The norm before a block's halves and before the head: its input and one or two statistics a row are saved.
+
+    LayerNorm's are in the input's format on a CPU, as said here; CUDA keeps them in float32.
+    """
+    rows = batch * sequence
+    if shape.norm == "rmsnorm":
+        return _rms_norm(rows, shape.width, number_bytes)
+    row = (rows, number_bytes)
+    return Cost(2 * shape.width) + saved(input=(rows * shape.width, number_bytes), mean=row, rstd=row)
+
+
+def head_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
+    """Cost of training with labels: gradients are made in the forward pass and are all that is saved."""
+    tokens, weights = batch * sequence, shape.vocab_size * shape.width
+    kept = saved(hidden_gradient=(tokens * shape.width, number_bytes), weight_gradient=(weights, number_bytes))
+    return Cost(weights, 3 * 2 * tokens * weights, 0) + kept
+
+
+def _linear(tokens: int, inputs: int, outputs: int, bias: bool) -> Cost:
+    """A projection's parameters and FLOPs; its input is named by whoever owns it, since projections share inputs."""
+    product = 2 * tokens * inputs * outputs
+    return Cost(inputs * outputs + (outputs if bias else 0), product, 2 * product)
+
+
+def _rms_norm(rows: int, size: int, number_bytes: int) -> Cost:
+    return Cost(size) + saved(input=(rows * size, number_bytes), rstd=(rows, _wide(number_bytes)))
+
+
+def _wide(number_bytes: int) -> int:
+    """Statistics and tables are made in float32, or in float64 where all is."""
+    return 8 if number_bytes == 8 else 4

@@ -1,0 +1,26 @@
+"""What a layout may be and what each of its ranks holds, by arithmetic alone, without torch."""
+
+from meshwright.layout.activations import holdings_of_rank, saved_by_name, stages_of_rank
+from meshwright.layout.formats import FP8_MULTIPLE
+from meshwright.layout.one_pass import gradient_format, updates_in_one_pass
+from meshwright.layout.recompute import budget_span, recompute_modes
+from meshwright.layout.rules import axes, is_asynchronous, padded_vocabulary, ranks_of, require_layout, table_of
+from meshwright.layout.stages import split_layers
+
+__all__ = [
+    "FP8_MULTIPLE",
+    "axes",
+    "budget_span",
+    "gradient_format",
+    "holdings_of_rank",
+    "is_asynchronous",
+    "padded_vocabulary",
+    "ranks_of",
+    "recompute_modes",
+    "require_layout",
+    "saved_by_name",
+    "split_layers",
+    "stages_of_rank",
+    "table_of",
+    "updates_in_one_pass",
+]

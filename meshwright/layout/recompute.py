@@ -1,0 +1,96 @@
+"""Recomputation of blocks: which mode each gets, and what cannot be asked."""
+
+from dataclasses import replace
+from math import ceil, floor, log10
+
+from meshwright.cost import Mode
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.job.devices import Budget, Every
+from meshwright.layout.activations import holdings_of_rank, stages_of_rank
+from meshwright.layout.budget import ORDER, StageBytes, cheapest, least_bytes, peak_bytes
+from meshwright.pipeline import Table
+
+GIB = 2**30
+
+
+def recompute_modes(job: Job, table: Table | None, rank: int) -> dict[int, Mode]:
+    """The mode of every layer a pipeline rank holds; a budget is met by what the rank's stages hold at once."""
+    asked = job.memory.recompute
+    if isinstance(asked, Budget):
+        return _within(job, table, rank, int(asked.budget_gib * GIB))
+    if isinstance(asked, Every):
+        return {layer: "none" if layer % asked.every else "full" for layer in range(job.model.layers)}
+    return dict.fromkeys(range(job.model.layers), asked)
+
+
+def _within(job: Job, table: Table | None, rank: int, budget: int) -> dict[int, Mode]:
+    stages, holdings = _stages(job, table, rank), holdings_of_rank(table, rank)
+    counts = cheapest([bytes_of for _, bytes_of in stages], holdings, budget)
+    assert counts is not None, "require_recompute refuses smaller budgets"
+    modes: dict[int, Mode] = {}
+    for (layers, _), own in zip(stages, counts, strict=True):
+        in_order = [mode for mode, count in zip(ORDER, own, strict=True) for _ in range(count)]
+        modes |= dict(zip(layers, in_order, strict=True))
+    return modes
+
+
+def _stages(job: Job, table: Table | None, rank: int) -> list[tuple[range, StageBytes]]:
+    if job.model.file is not None:
+        raise UserError(
+            f"memory.recompute = {_shown(job.memory.recompute)} counts what blocks save, which model.file = "
+            f'{job.model.file} does not tell; set memory.recompute to "selective", "full" or {{every = k}}'
+        )
+    stages = stages_of_rank(job, table, rank)
+    if table is None or not table.splits_backward:
+        return stages
+    return [(layers, replace(stage, modes={m: stage.modes[m] for m in ("none", "full")})) for layers, stage in stages]
+
+
+def require_recompute(job: Job, table: Table | None) -> None:
+    """Refuse recomputation that a schedule cannot do, and a budget that no choice of blocks meets."""
+    asked = job.memory.recompute
+    if asked == "none":
+        return
+    if table is not None and table.schedule == "pipedream":
+        raise UserError(
+            f"memory.recompute = {_shown(asked)} would run forwards again with newer weights than they had, since "
+            'layout.schedule = "pipedream" updates in between; set memory.recompute = "none" or layout.schedule = '
+            '"1f1b"'
+        )
+    if asked == "selective" and table is not None and table.splits_backward:
+        raise UserError(
+            f'memory.recompute = "selective" keeps its results for one backward, but layout.schedule = '
+            f'"{table.schedule}" runs it as two halves; set memory.recompute = "full" or layout.schedule = "1f1b"'
+        )
+    if isinstance(asked, Budget):
+        least, _ = budget_span(job, table)
+        if asked.budget_gib * GIB < least:
+            lower = " or lower batch.micro_batch" if job.batch.micro_batch > 1 else ""
+            raise UserError(
+                f"memory.recompute = {_shown(asked)} is less than the fullest rank holds when every block is "
+                f"recomputed; set budget_gib to at least {_rounded_up(least / GIB):g}{lower}"
+            )
+
+
+def budget_span(job: Job, table: Table | None) -> tuple[int, int]:
+    """Bytes of activations the fullest rank holds, at the least and without recomputation."""
+    least = most = 0
+    for rank in range(table.ranks if table else 1):
+        stages, holdings = [stage for _, stage in _stages(job, table, rank)], holdings_of_rank(table, rank)
+        least = max(least, least_bytes(stages, holdings))
+        most = max(most, peak_bytes(stages, [(0, 0, stage.blocks) for stage in stages], holdings))
+    return least, most
+
+
+def _shown(asked: object) -> str:
+    """The setting as a job file has it."""
+    if isinstance(asked, Every):
+        return f"{{every = {asked.every}}}"
+    return f"{{budget_gib = {asked.budget_gib:g}}}" if isinstance(asked, Budget) else f'"{asked}"'
+
+
+def _rounded_up(number: float) -> float:
+    """To three digits: a budget one can type."""
+    step = 10.0 ** (floor(log10(number)) - 2)
+    return ceil(number / step) * step

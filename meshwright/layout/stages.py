@@ -1,0 +1,75 @@
+"""Pipeline stages: which layers each one holds."""
+
+from functools import lru_cache
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.job.model import Model
+
+BYTES_AS_FLOPS = 300
+"""FLOPs a GPU could do while it moves one byte (H100 SXM: 989e12 FLOP/s over 3.35e12 B/s): weighs work that only moves
+numbers against matrix products."""
+LOSS_BYTES_PER_LOGIT = 20
+"""Float32 logits are made, shifted, exponentiated, scaled and read again: about five passes."""
+EMBEDDING_BYTES_PER_ENTRY = 12
+"""Forward reads and writes 16-bit entries, backward reads and adds 32-bit ones."""
+
+
+def split_layers(job: Job, stages: int) -> list[range]:
+    """The layers of each stage, as layout.split says or balanced by the cost of layers, embedding and head."""
+    counts = job.layout.split or balanced_counts(job.model, job.batch.sequence_length, stages)
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def require_stages(job: Job, stages: int) -> None:
+    """Refuse more stages than layers and a split that is not one of these layers into these stages."""
+    split, layers = job.layout.split, job.model.layers
+    if stages > layers:
+        held = stages // job.layout.pp
+        each = f" with {held} stages a rank" if held > 1 else ""
+        raise UserError(
+            f"layout.pp = {job.layout.pp}{each} makes {stages} stages, more than model.layers = {layers}; lower "
+            f"layout.pp{' or layout.virtual_stages' if held > 1 else ''}"
+        )
+    if split is None:
+        return
+    if len(split) != stages or sum(split) != layers or min(split) < 1:
+        raise UserError(
+            f"layout.split = {list(split)} must give each of {stages} stages at least one of model.layers = {layers} "
+            f"layers, {layers} in all; set it to {list(balanced_counts(job.model, job.batch.sequence_length, stages))} "
+            "or leave it out"
+        )
+
+
+@lru_cache(maxsize=64)
+def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage so that the costliest stage costs least, every stage holding at least one."""
+    layer, embedding, head = piece_costs(shape, sequence)
+    costs = [[layer * count for count in range(shape.layers + 1)] for _ in range(stages)]
+    costs[0] = [cost + embedding for cost in costs[0]]
+    costs[-1] = [cost + head for cost in costs[-1]]
+    # best[n]: (costliest stage, sum of squares, counts) of the stages so far holding n layers; squares even out others.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for place, cost in enumerate(costs):
+        left = stages - place - 1
+        best = {
+            total: min(
+                (max(high, cost[total - held]), squares + cost[total - held] ** 2, (*counts, total - held))
+                for held, (high, squares, counts) in best.items()
+                if held < total
+            )
+            for total in range(place + 1, shape.layers - left + 1)
+        }
+    return best[shape.layers][2]
+
+
+def piece_costs(shape: Model, sequence: int) -> tuple[float, float, float]:
+    """What one layer, the embedding and the head with its loss cost a token in a step, in FLOPs or their equivalent."""
+    heads_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices = 2 if shape.activation == "gelu" else 3
+    weights = 2 * shape.width * (heads_width + kv_width) + matrices * shape.width * shape.ffn_width
+    layer = 6.0 * weights + 6.0 * sequence * heads_width
+    embedding = float(BYTES_AS_FLOPS * EMBEDDING_BYTES_PER_ENTRY * shape.width)
+    head = shape.vocab_size * (6.0 * shape.width + BYTES_AS_FLOPS * LOSS_BYTES_PER_LOGIT)
+    return layer, embedding, head
