@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.hardware import Site
+from meshwright.hardware import Site, find_site
 from meshwright.job import LoadedJob
+from meshwright.job.devices import Cluster
 from meshwright.launch.local import create_folder, require_room, run_path
 from meshwright.launch.slurm.commands import sbatch, scancel
 from meshwright.launch.slurm.ladder import Rung, make_rungs
@@ -55,7 +56,27 @@ def shape_of(loaded: LoadedJob, site: Site) -> Shape:
     if site.nodes is not None and nodes > site.nodes:
         raise UserError(f"layout needs {nodes} nodes, but {site.title} has {site.nodes}; take a smaller layout")
     require_layout(loaded.job, ranks)
-    return Shape(nodes, ranks // nodes)
+    shape = Shape(nodes, ranks // nodes)
+    _require_section(loaded.job.cluster, site, shape)
+    return shape
+
+
+def _require_section(cluster: Cluster, site: Site, shape: Shape) -> None:
+    """Refuse machines that the job itself says otherwise; a section made for another site must only agree with the
+    layout."""
+    said = cluster.model_fields_set
+    own = cluster.name is not None and find_site(cluster.name, "cluster.name") == site
+    size = cluster.gpus_per_node if "gpus_per_node" in said else site.gpus_per_node
+    if own and size not in (site.gpus_per_node, shape.ranks_per_node):
+        raise UserError(
+            f"cluster.gpus_per_node = {size}, but {site.name} has {site.gpus_per_node}; set it so or leave it out"
+        )
+    needed = -(-shape.ranks // size)
+    if "nodes" in said and cluster.nodes != needed:
+        raise UserError(
+            f"cluster.nodes = {cluster.nodes}, but the layout's {shape.ranks} ranks fill {needed} of {size} GPUs "
+            f"each; set cluster.nodes = {needed} or change the layout"
+        )
 
 
 def plan_submission(
