@@ -9,7 +9,7 @@ from meshwright.job.devices import Layout
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages
-from meshwright.pipeline import Table, build_table, require_schedule
+from meshwright.pipeline import Table, build_table, require_schedule, unchecked_table
 
 
 def axes(layout: Layout) -> dict[str, int]:
@@ -25,6 +25,12 @@ def table_of(job: Job) -> Table:
     """The order in which the pipeline's ranks run the micro-batches of a step."""
     layout = job.layout
     return _table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
+
+
+def _unchecked(job: Job) -> Table:
+    """The same for refusals: a search asks for many, and what the check finds is no mistake of the user's."""
+    layout = job.layout
+    return unchecked_table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
 
 
 def is_asynchronous(job: Job) -> bool:
@@ -53,7 +59,7 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_tensor(job)
     _require_context(job)
     _require_pipeline(job)
-    require_recompute(job, table_of(job) if job.layout.pp > 1 else None)
+    require_recompute(job, _unchecked(job) if job.layout.pp > 1 else None)
     require_precision(job)
     _require_optimizer(job)
     _require_compression(job)
@@ -138,7 +144,7 @@ def _require_pipeline(job: Job) -> None:
     require_schedule(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
     if is_asynchronous(job):
         _require_pipedream(job)
-    table = table_of(job)
+    table = _unchecked(job)
     require_stages(job, table.stages // table.parameter_copies)
     if table.splits_backward:
         _require_split_backward(job)

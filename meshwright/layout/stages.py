@@ -45,23 +45,24 @@ def require_stages(job: Job, stages: int) -> None:
 @lru_cache(maxsize=64)
 def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]:
     """Layers per stage so that the costliest stage costs least, every stage holding at least one."""
+    if stages == 1:
+        return (shape.layers,)
     layer, embedding, head = piece_costs(shape, sequence)
-    costs = [[layer * count for count in range(shape.layers + 1)] for _ in range(stages)]
-    costs[0] = [cost + embedding for cost in costs[0]]
-    costs[-1] = [cost + head for cost in costs[-1]]
-    # best[n]: (costliest stage, sum of squares, counts) of the stages so far holding n layers; squares even out others.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for place, cost in enumerate(costs):
-        left = stages - place - 1
-        best = {
-            total: min(
-                (max(high, cost[total - held]), squares + cost[total - held] ** 2, (*counts, total - held))
-                for held, (high, squares, counts) in best.items()
-                if held < total
-            )
-            for total in range(place + 1, shape.layers - left + 1)
-        }
-    return best[shape.layers][2]
+    inner = stages - 2
+    ways = []
+    for last in range(1, shape.layers - stages + 2):
+        # The embedding only adds to the first stage: it never holds more than an even share of what the last leaves.
+        for first in range(1, -(-(shape.layers - last) // (stages - 1)) + 1):
+            left = shape.layers - first - last
+            if left < inner or (left and not inner):
+                continue
+            each, more = divmod(left, inner) if inner else (0, 0)
+            ends = (first * layer + embedding, last * layer + head)
+            high = max(*ends, (each + (more > 0)) * layer)
+            squares = sum(end**2 for end in ends) + layer**2 * ((inner - more) * each**2 + more * (each + 1) ** 2)
+            ways.append((high, squares, first, each, more, last))  # squares even out the stages below the highest
+    _, _, first, each, more, last = min(ways)
+    return (first, *[each] * (inner - more), *[each + 1] * more, last)
 
 
 def piece_costs(shape: Model, sequence: int) -> tuple[float, float, float]:

@@ -45,19 +45,26 @@ def steps_of(table: Table, rank: int) -> list[tuple[Action, ...]]:
 def in_dependency_order(table: Table) -> Iterator[tuple[int, tuple[Action, ...]]]:
     """Every rank's steps, each rank's in its own order and none before what it needs; ValueError on a deadlock."""
     waiting = [steps_of(table, rank)[::-1] for rank in range(table.ranks)]
+    wanted = [_needs_of_first(table, steps) for steps in waiting]
     available: set[Result] = set()
     moved = True
     while moved:
         moved = False
         for rank, steps in enumerate(waiting):
-            while steps and all(need in available for action in steps[-1] for need in needs(table, action)):
+            while steps and available.issuperset(wanted[rank]):
                 step = steps.pop()
-                available.update(result for action in step for result in results(action))
+                wanted[rank] = _needs_of_first(table, steps)
+                for action in step:
+                    available.update(results(action))
                 moved = True
                 yield rank, step
     stuck = [f"rank {rank} at {steps[-1][0]}" for rank, steps in enumerate(waiting) if steps]
     if stuck:
         raise ValueError(f"{table.schedule} table deadlocks: {', '.join(stuck)}")
+
+
+def _needs_of_first(table: Table, steps: list[tuple[Action, ...]]) -> list[Result]:
+    return [need for action in steps[-1] for need in needs(table, action)] if steps else []
 
 
 def require_consistent(table: Table) -> None:

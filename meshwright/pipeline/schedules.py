@@ -1,6 +1,7 @@
 """The one function that makes a table, and the refusals that come before it."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.errors import UserError
 from meshwright.pipeline.bidirectional import two_stream_order
@@ -49,8 +50,10 @@ def build_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
     return table
 
 
+@lru_cache(maxsize=512)
 def unchecked_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
-    """The same for those who only play it out, which takes as long as the check and fails where it would."""
+    """The same for those who only play it out, which takes as long as the check and fails where it would, or who ask
+    what kind of table it is."""
     require_schedule(schedule, ranks, micro_batches, virtual_stages)
     virtual_stages = virtual_stages or _RULES[schedule].stages_per_rank
     make = {"zb-v": _zero_bubble_v, "dualpipe-v": _dualpipe_v, "dualpipe": _dualpipe}.get(schedule, _looped)

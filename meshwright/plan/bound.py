@@ -132,7 +132,7 @@ def _jobs(model: Model, gpus: int, sequence: int, batch: int, compute: str) -> I
         for micro in powers(min(_MOST_MICRO_BATCH, batch)):
             sizes = {"sequence_length": sequence, "global_batch": micro, "micro_batch": micro}
             sized = bare.batch.model_copy(update=sizes)
-            yield Job.model_construct(model=model, batch=sized, layout=layout, precision=precision)
+            yield bare.model_copy(update={"model": model, "batch": sized, "layout": layout, "precision": precision})
 
 
 def bounded(model: Model, machine: Machine, pieces: list[Piece], batch: int, allow: frozenset[str]) -> Layouts:

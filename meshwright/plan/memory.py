@@ -10,15 +10,12 @@ from functools import lru_cache
 
 from meshwright.cost import in_whole_lines
 from meshwright.job import Job
-from meshwright.job.devices import Layout
 from meshwright.job.model import Model
-from meshwright.job.training import Batch, Precision
 from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
-from meshwright.pipeline import Table
+from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.parameters import layer_parameters, stage_parameters
-from meshwright.plan.play import table_of
 from meshwright.plan.software import Software
 
 Terms = dict[str, float]
@@ -175,7 +172,7 @@ def _holdings(table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
 def _cached_holdings(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int, rank: int
 ) -> Sequence[tuple[int, ...]]:
-    return holdings_of_rank(table_of(schedule, ranks, micro_batches, virtual_stages), rank)
+    return holdings_of_rank(unchecked_table(schedule, ranks, micro_batches, virtual_stages), rank)
 
 
 def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
@@ -240,21 +237,23 @@ def side_by_side(job: Job, software: Software) -> float:
 
 def sizes_of(job: Job, mode: str) -> dict[str, float]:
     """A block's saved tensors on one rank by name, as our own trainer saves them."""
-    cut = {"tp", "sp", "cp", "cp_method", "kv_replicate"}
-    layout = Layout.model_construct(**{name: getattr(job.layout, name) for name in cut})
-    batch = job.batch.model_copy(update={"global_batch": job.batch.micro_batch})
-    return dict(_sizes(_one_deep(job.model), batch, layout, job.precision, mode))
-
-
-@lru_cache(maxsize=64)
-def _one_deep(model: Model) -> Model:
-    return model.model_copy(update={"layers": 1})
+    layout, batch = job.layout, job.batch
+    cut = (layout.tp, layout.sp, layout.cp, layout.cp_method)
+    return dict(_sizes(job.model, batch.micro_batch, batch.sequence_length, job.precision.compute, cut, mode))
 
 
 @lru_cache(maxsize=4096)
-def _sizes(shape: Model, batch: Batch, layout: Layout, precision: Precision, mode: str) -> dict[str, float]:
-    job = Job.model_construct(model=shape, batch=batch, layout=layout, precision=precision)
-    named = saved_by_name(job, mode, first=False, last=False)  # type: ignore[arg-type]
+def _sizes(
+    model: Model, micro_batch: int, sequence: int, compute: str, cut: tuple[int, bool, int, str], mode: str
+) -> dict[str, float]:
+    bare = Job()
+    sections = {
+        "batch": {"micro_batch": micro_batch, "sequence_length": sequence},
+        "layout": dict(zip(("tp", "sp", "cp", "cp_method"), cut, strict=True)),
+        "precision": {"compute": compute},
+    }
+    update = {name: getattr(bare, name).model_copy(update=fields) for name, fields in sections.items()}
+    named = saved_by_name(bare.model_copy(update={"model": model} | update), mode, first=False, last=False)  # type: ignore[arg-type]
     return {name: float(size) for (place, name), size in named.items() if place}
 
 

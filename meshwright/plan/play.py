@@ -27,10 +27,6 @@ class Played:
     """The busiest rank."""
 
 
-table_of = lru_cache(maxsize=512)(unchecked_table)
-"""The schedule's table, made once."""
-
-
 def shortened(ranks: int, micro_batches: int) -> int:
     """As many micro-batches as are played for so many: the same number, or fewer that leave as many over a round."""
     if micro_batches <= (_LONG + 1) * ranks:
@@ -80,7 +76,7 @@ def _once(
 @lru_cache(maxsize=512)
 def _steps(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> list[Step]:
     """A table's actions in an order that meets their needs, overlapped pairs one after the other."""
-    table = table_of(schedule, ranks, micro_batches, virtual_stages)
+    table = unchecked_table(schedule, ranks, micro_batches, virtual_stages)
     made: dict[tuple[str, int, int], tuple[int, int]] = {}
     steps: list[Step] = []
     for rank, actions in in_dependency_order(table):

@@ -58,19 +58,35 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     machine = machine_of(cluster, profiled=software is None)  # a profile measures this torch, not other programs
     _require_ranks(job, machine)
 
-    software = software or (MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
-    table = table_for(job)
-    stages = 1 if table is None else table.stages // table.parameter_copies
-    layers = [len(stage) for stage in split_layers(job, stages)]
-    modes = _modes(job, layers)
-    phases = step_phases(job, machine, software, layers, modes)
-    ranks = sorted(set(range(job.layout.pp)) if every_rank else {0, min(1, job.layout.pp - 1), job.layout.pp - 1})
-    memory = tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
+    software = software or own_software(job)
+    layers = _stage_layers(job, table_for(job))
+    phases = step_phases(job, machine, software, layers, _modes(job, layers))
+    memory = memory_of(job, software, every_rank=every_rank)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
     peak = known_peak(machine.gpu, job.precision.compute)
     mfu = flops / peak if peak else None
     return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, _guesses(job, machine, software))
+
+
+def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple[RankMemory, ...]:
+    """What the pipeline ranks hold, all of them or those that may be fullest."""
+    table = table_for(job)
+    layers = _stage_layers(job, table)
+    modes = _modes(job, layers)
+    ranks = range(job.layout.pp) if every_rank else sorted({0, min(1, job.layout.pp - 1), job.layout.pp - 1})
+    return tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
+
+
+def own_software(job: Job) -> Software:
+    """Meshwright's own trainer as the job runs it."""
+    return MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
+
+
+def _stage_layers(job: Job, table: Table | None) -> list[int]:
+    """How many layers each stage holds."""
+    stages = 1 if table is None else table.stages // table.parameter_copies
+    return [len(stage) for stage in split_layers(job, stages)]
 
 
 def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Simulation] | None:
@@ -79,10 +95,9 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
     if layout.pp == 1:
         return None
 
-    software = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
     table = build_table(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-    layers = [len(stage) for stage in split_layers(job, table.stages // table.parameter_copies)]
-    times = stage_times(job, machine_of(cluster), software, layers, _modes(job, layers), table)
+    layers = _stage_layers(job, table)
+    times = stage_times(job, machine_of(cluster), own_software(job), layers, _modes(job, layers), table)
     return table, simulate(table, times)
 
 

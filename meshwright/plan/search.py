@@ -14,8 +14,8 @@ from meshwright.job.devices import Cluster
 from meshwright.job.model import Model
 from meshwright.layout import require_layout
 from meshwright.plan.bound import ALLOWED, Layouts, bounded, job_at, pieces_of
-from meshwright.plan.machine import Machine, machine_of
-from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.machine import machine_of
+from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 
 SAFE = 0.95
 """Of a GPU's memory, what a layout may be predicted to use: predictions err, and drivers keep some of what is sold."""
@@ -38,10 +38,11 @@ class Search:
     best: tuple[Candidate, ...]
     """Layouts that fit, fastest first."""
     misses: tuple[Candidate, ...]
-    """Layouts that would be faster than the best and do not fit, fastest first."""
+    """Layouts that would be faster than the best and do not fit, the smallest first."""
     bounded: int
     """Valid layouts whose bound was computed."""
     predicted: int
+    """Layouts whose memory was predicted and, where it fits, time."""
     bound_s: float
     """Seconds of one core that the bounds took."""
     exact: bool
@@ -81,35 +82,47 @@ def search(
             f"give a multiple of {machine.gpus * sequence}"
         )
 
-    def candidate(index: int) -> Candidate:
-        job = job_at(model, layouts, index, machine.gpus, sequence, batch)
+    def job_of(index: int) -> Job:
+        return job_at(model, layouts, index, machine.gpus, sequence, batch)
+
+    def candidate(job: Job) -> Candidate:
         return Candidate(job, predict(job, cluster, every_rank=False))
 
     room = SAFE * machine.memory_bytes
     order = np.argsort(layouts.time_s, kind="stable")
     order = order[layouts.memory_bytes[order] <= room]
-    tried: list[Candidate] = []
+    fitting: list[Candidate] = []
+    over: list[tuple[float, int]] = []
     steps: list[float] = []
     exact = whole = True
-    for index in order:
+    for index in map(int, order):
         if len(steps) >= top and layouts.time_s[index] >= steps[top - 1]:
             break
-        if len(tried) == _PREDICTED:
+        if len(fitting) + len(over) == _PREDICTED:
             exact = False
             break
         if steps and enough():
             exact = whole = False
             break
-        tried.append(candidate(index))
-        if _fits(tried[-1], machine):
-            insort(steps, tried[-1].prediction.step_s)
-    fitting = sorted((one for one in tried if _fits(one, machine)), key=lambda one: one.prediction.step_s)
+        job = job_of(index)
+        held = _held(job)  # memory first: a pipeline takes much longer to play out
+        if held > room:
+            over.append((held, index))
+            continue
+        fitting.append(candidate(job))
+        insort(steps, fitting[-1].prediction.step_s)
+    fitting.sort(key=lambda one: one.prediction.step_s)
     best = list(islice((one for one in fitting if _runs(one.job, machine.gpus)), top))
     fastest = best[0].prediction.step_s if best else float("inf")
-    tried += [candidate(index) for index in _nearest(layouts, room, fastest)] if whole else []
-    misses = [one for one in tried if not _fits(one, machine) and one.prediction.step_s < fastest]
-    misses.sort(key=lambda one: one.prediction.fullest.device)
-    return Search(tuple(best), tuple(misses[:_MISSES]), len(layouts), len(tried), bound_s, exact, whole)
+    over += [(_held(job_of(index)), index) for index in _nearest(layouts, room, fastest)] if whole else []
+    may_be_faster = (job_of(index) for _, index in sorted(over) if whole and layouts.time_s[index] < fastest)
+    misses = islice((one for one in map(candidate, may_be_faster) if one.prediction.step_s < fastest), _MISSES)
+    return Search(tuple(best), tuple(misses), len(layouts), len(fitting) + len(over), bound_s, exact, whole)
+
+
+def _held(job: Job) -> float:
+    """Bytes of the fullest rank."""
+    return max(rank.device for rank in memory_of(job, own_software(job), every_rank=False))
 
 
 def _allowed(allow: Collection[str]) -> frozenset[str]:
@@ -117,10 +130,6 @@ def _allowed(allow: Collection[str]) -> frozenset[str]:
         if word not in ALLOWED:
             raise UserError(f"--allow has {word!r}, which is nothing to allow; give some of {', '.join(ALLOWED)}")
     return frozenset(allow)
-
-
-def _fits(one: Candidate, machine: Machine) -> bool:
-    return one.prediction.fullest.device <= SAFE * machine.memory_bytes
 
 
 def _nearest(layouts: Layouts, room: float, fastest: float) -> list[int]:

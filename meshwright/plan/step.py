@@ -6,7 +6,7 @@ from math import log2
 
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
-from meshwright.pipeline import StageTimes, Table
+from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, optimizer_s, tokens_of
 from meshwright.plan.kernels import Device, device_of
@@ -14,7 +14,7 @@ from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.parameters import stage_parameters, tensors_of
-from meshwright.plan.play import Played, play, shortened, table_of
+from meshwright.plan.play import Played, play, shortened
 from meshwright.plan.software import Software
 
 Phases = dict[str, float]
@@ -240,7 +240,7 @@ def table_for(job: Job) -> Table | None:
     layout = job.layout
     if layout.pp == 1:
         return None
-    return table_of(layout.schedule, layout.pp, shortened(layout.pp, job.accumulation), layout.virtual_stages)
+    return unchecked_table(layout.schedule, layout.pp, shortened(layout.pp, job.accumulation), layout.virtual_stages)
 
 
 def stage_times(

@@ -12,7 +12,7 @@ from typing import Any
 
 _LONGEST_S = 120.0
 IDLE_S = 900.0
-"""After so long without a question the process is ended: torch takes more memory than everything else here."""
+"""After so long without a question the process is ended: its tables take as much memory as everything else here."""
 
 
 class PlannerProcess:

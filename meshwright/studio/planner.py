@@ -1,6 +1,7 @@
 """Answers to the planning page: ranked layouts, the pictures of one, a model from an uploaded config.
 
-It runs in a process of its own (`meshwright.studio.worker`), which keeps torch and the planner's tables warm.
+It runs in a process of its own (`meshwright.studio.worker`), which keeps the planner's tables warm and leaves the
+server free to answer while a search runs.
 """
 
 import json
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.job.devices import Cluster
     from meshwright.plan import Candidate, Search
 
-QUICK_S = 0.15
+QUICK_S = 0.12
 """What a first answer may spend on bounds and predictions; for all of them, and more rows, the page asks again."""
 _TOP, _QUICK_TOP = 10, 3
 _KEPT = 256

@@ -3,6 +3,7 @@
 It is started as `python -m meshwright.studio.worker` and ends with its input, so that no server leaves one behind.
 """
 
+import gc
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ def main() -> None:
             answer = {"error": f"the planner failed ({type(error).__name__}: {error}); please report it", "bug": True}
         out.write(json.dumps({"id": line["id"], "answer": answer}) + "\n")
         out.flush()
+        gc.freeze()  # the planner's tables stay: to look through them for garbage would hold an answer up by 100 ms
 
 
 def _read(waiting: "SimpleQueue[dict[str, Any] | None]") -> None:
