@@ -122,20 +122,12 @@ def settings(device: str) -> list[Setting]:
 def make_job(device: str, setting: Setting) -> Any:
     """The base with one change."""
     from meshwright.job import Job
-    from meshwright.job.pending import unimplemented
 
     merged: Sections = {}
     for sections in (COMMON, CUDA_BASE if device == "cuda" else CPU_BASE, setting.sections):
         for name, fields in sections.items():
             merged[name] = {**merged.get(name, {}), **fields}
-    job = Job.model_validate(merged)
-    if sentences := unimplemented(job):
-        raise Refused(sentences[0])
-    return job
-
-
-class Refused(Exception):
-    """A setting whose machinery is missing, in the words of the job."""
+    return Job.model_validate(merged)
 
 
 class Speeds:
@@ -233,7 +225,7 @@ def measure_here(device: str, setting: Setting, seconds: float) -> dict[str, Any
             return train(job, seconds)
         of_ranks = run_ranks(train, ranks, job, seconds)
         return {**of_ranks[0], "peak_bytes": max(one["peak_bytes"] for one in of_ranks)}
-    except (Refused, UserError) as error:
+    except UserError as error:
         return {"failed": f"refused: {error}"}
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}

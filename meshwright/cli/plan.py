@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from meshwright.plan import Prediction
 
 CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time by named terms.")
-CLUSTER = typer.Option(None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo.")
+CLUSTER = typer.Option(
+    None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo; else what the job's [cluster] says."
+)
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
 MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
 SEQ = typer.Option(None, "--seq", help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
@@ -89,10 +91,10 @@ def plan(
 def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import load_job
-    from meshwright.plan import parse_cluster, predict
+    from meshwright.plan import machines_of, predict
 
     job = load_job(source, overrides).job
-    prediction = predict(job, parse_cluster(cluster) if cluster else job.cluster)
+    prediction = predict(job, machines_of(job, cluster))
     if svg is not None:
         from meshwright.studio import write_plan_svg
 

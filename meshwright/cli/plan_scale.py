@@ -12,6 +12,7 @@ def show_scale(
     """Predict every size and draw them."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
+    from meshwright.hardware import completed
     from meshwright.job import load_job
     from meshwright.plan import parse_cluster, scale, scale_lines
 
@@ -19,7 +20,7 @@ def show_scale(
     if not numbers or len(numbers) != len(sizes.split(",")):
         raise UserError(f"--scale = {sizes} is not a list of numbers; write e.g. 8,16,32")
     job = load_job(source, overrides).job
-    machine = parse_cluster(cluster) if cluster else job.cluster
+    machine = parse_cluster(cluster) if cluster else completed(job.cluster)
     points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
     if as_json:
         print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": [_row(one, axis) for one in points]})

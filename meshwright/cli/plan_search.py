@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.job import Model
+    from meshwright.job import Job, Model
     from meshwright.job.devices import Cluster
     from meshwright.plan import Candidate, Economy, Search
 
@@ -37,13 +37,11 @@ def show_search(
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.cost import parameter_count
     from meshwright.errors import UserError
-    from meshwright.plan import batch_sequences, job_text, parse_cluster, search, what_would_fit, why_not
+    from meshwright.plan import batch_sequences, job_text, search, spelled, what_would_fit, why_not
 
-    if cluster is None:
-        raise UserError("--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb")
-    model, own_sequence = _model(source, overrides)
-    sequence = seq or own_sequence or min(4096, model.max_sequence_length)
-    machines = parse_cluster(cluster)
+    model, job = _model(source, overrides)
+    machines = _machines(cluster, job)
+    sequence = seq or (job.batch.sequence_length if job else None) or min(4096, model.max_sequence_length)
     if training.mtbf_hours is not None:
         machines = machines.model_copy(update={"mtbf_hours": training.mtbf_hours})
     gpus = machines.nodes * machines.gpus_per_node
@@ -52,10 +50,11 @@ def show_search(
     if not found.best:
         reason = f" ({why_not(found.misses[0], found)})" if found.misses else ""
         remedy = what_would_fit(model, machines, sequence, batch) or "more or larger GPUs"
-        raise UserError(f"no layout of {source} fits on --cluster = {cluster}{reason}; give {remedy}")
+        raise UserError(f"no layout of {source} fits on --cluster = {spelled(machines)}{reason}; give {remedy}")
     if write is not None:
-        heading = f"planned for {cluster}: {_line(found.best[0])}"
-        write.write_text(job_text(found.best[0].job, heading), encoding="utf-8")
+        heading = f"planned for {spelled(machines)}: {_line(found.best[0])}"
+        best = found.best[0].job.model_copy(update={"cluster": machines})
+        write.write_text(job_text(best, heading), encoding="utf-8")
     if as_json:
         print_json(_as_json(found, sequence, batch, practice, machines, training))
         return
@@ -77,8 +76,24 @@ def show_search(
         console.print(f"faster but too large: {why_not(miss, found)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _model(source: str, overrides: list[str]) -> "tuple[Model, int | None]":
-    """The shape behind a preset's name, a Hugging Face config or a job; a job's sequence length with it."""
+def _machines(spelling: str | None, job: "Job | None") -> "Cluster":
+    """Those of --cluster, else those a job's own section says."""
+    from meshwright.errors import UserError
+    from meshwright.hardware import completed
+    from meshwright.plan import parse_cluster
+
+    if spelling is not None:
+        return parse_cluster(spelling)
+    if job is None or (job.cluster.name or job.cluster.gpu) is None:
+        raise UserError(
+            "--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
+            "job whose [cluster] says it"
+        )
+    return completed(job.cluster)
+
+
+def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
+    """The shape behind a preset's name, a Hugging Face config or a job; the job with it."""
     import json
 
     from meshwright.job import Model, load_job, model_preset, model_presets
@@ -95,7 +110,7 @@ def _model(source: str, overrides: list[str]) -> "tuple[Model, int | None]":
             raise UserError(f"--model = {source} cannot be read ({error}); give a Hugging Face config.json") from None
         return Model.model_validate(model_from_hf_config(config)), None
     job = load_job(source, overrides).job
-    return job.model, job.batch.sequence_length
+    return job.model, job
 
 
 def _economy(one: "Candidate", cluster: "Cluster", training: Training) -> "Economy | None":

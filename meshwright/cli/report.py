@@ -35,9 +35,9 @@ def report(
 
 def _plan(what: str, out: Path | None, cluster: str | None) -> Path:
     from meshwright.job import load_job
-    from meshwright.plan import parse_cluster
+    from meshwright.plan import machines_of
     from meshwright.studio import write_plan_report
 
     job = load_job(what, []).job
     name = Path(what).stem
-    return write_plan_report(job, parse_cluster(cluster) if cluster else job.cluster, name, out or Path(f"{name}.html"))
+    return write_plan_report(job, machines_of(job, cluster), name, out or Path(f"{name}.html"))

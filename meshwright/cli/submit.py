@@ -11,7 +11,9 @@ from meshwright.cli.job import JOB, JSON, SET
 if TYPE_CHECKING:
     from meshwright.launch.slurm import Status
 
-SITE = typer.Option(..., "--site", help="A known site as leonardo, or a profile file of your own.")
+SITE = typer.Option(
+    None, "--site", help="A known site as leonardo, or a profile file of your own; else the job's cluster.name."
+)
 TIME = typer.Option(None, "--time", help="A job's time limit, as Slurm writes it: 12:00:00.")
 ACCOUNT = typer.Option(None, "--account", help="The project that pays.")
 PARTITION = typer.Option(None, "--partition", help="Another partition than the site's profile names.")
@@ -30,7 +32,7 @@ RUN = typer.Argument(help="A run folder.")
 def submit(
     job: str = JOB,
     overrides: list[str] = SET,
-    site: str = SITE,
+    site: str | None = SITE,
     time: str | None = TIME,
     account: str | None = ACCOUNT,
     partition: str | None = PARTITION,
@@ -53,11 +55,16 @@ def submit(
 
     if budget is not None and not ladder:
         raise UserError(f"--budget {budget:g} is what the trials measure against; add --ladder")
-    profile = find_site(site)
+    loaded = load_job(job, overrides)
+    named = loaded.job.cluster.name
+    if site is None and named is None:
+        raise UserError(
+            "submit needs --site, as --site leonardo, or a job whose cluster.name says it; give one of them"
+        )
+    profile = find_site(site) if site is not None else find_site(str(named), "cluster.name")
     request = request_of(
         profile, time, account, partition, qos, signal_before, per_rank, container, options=tuple(options)
     )
-    loaded = load_job(job, overrides)
 
     from meshwright.cli.output import print_json, stderr_console
     from meshwright.launch.slurm.submit import plan_submission
@@ -68,7 +75,7 @@ def submit(
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell)
+    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell, overrides)
     if dry_run:
         scripts = plan.scripts()
         if as_json:

@@ -1,5 +1,6 @@
 """GPUs, what was measured of them, Slurm sites, and an examination of this machine; no torch until then."""
 
+from meshwright.hardware.clusters import completed
 from meshwright.hardware.doctor import Finding, examine
 from meshwright.hardware.gpus import Gpu, Link, find_gpu, gpu_by_key, known_gpus, peak_flops
 from meshwright.hardware.profile import (
@@ -20,6 +21,7 @@ __all__ = [
     "Link",
     "Profile",
     "Site",
+    "completed",
     "examine",
     "find_gpu",
     "find_site",

@@ -22,7 +22,7 @@ class Site(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
-    """As `--site` and `--cluster` know it."""
+    """As `--site`, `--cluster` and `cluster.name` know it."""
     title: str
     """The machine, its partition and its country."""
     gpu: str | None = None
@@ -81,15 +81,18 @@ def known_sites() -> dict[str, Site]:
     return {name: _site(name, tomllib.loads(folder.joinpath(f"{name}.toml").read_text("utf-8"))) for name in names}
 
 
-def find_site(name: str) -> Site:
-    """A site by name, or a profile file of your own, which may say `extends = "leonardo"` and what differs."""
+def find_site(name: str, field: str = "--site") -> Site:
+    """A site by name, or a profile file of your own, which may say `extends = "leonardo"` and what differs.
+
+    A refusal speaks of `field`, which named it.
+    """
     if name.lower() in known_sites():
         return known_sites()[name.lower()]
     path = Path(name)
     if path.is_file():
-        return _own_site(path)
+        return _own_site(path, field)
     near = get_close_matches(name.lower(), known_sites(), n=3, cutoff=0.5) or list(known_sites())
-    raise UserError(f"--site = {name} is neither a known site nor a profile file; use one of {', '.join(near)}")
+    raise UserError(f"{field} = {name} is neither a known site nor a profile file; use one of {', '.join(near)}")
 
 
 def unsourced(site: Site) -> list[str]:
@@ -98,11 +101,11 @@ def unsourced(site: Site) -> list[str]:
     return sorted(set(given) - _NO_FACTS - set(site.sources))
 
 
-def _own_site(path: Path) -> Site:
+def _own_site(path: Path, field: str) -> Site:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--site = {path} is not valid TOML: {error}") from None
+        raise UserError(f"{field} = {path} is not valid TOML: {error}") from None
     base = table.pop("extends", None)
     if base is not None:
         if base not in known_sites():

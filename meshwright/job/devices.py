@@ -113,18 +113,19 @@ class Memory(Section):
 
 
 class Cluster(Section):
-    """The machines, for the planner and the launcher."""
+    """The machines a job is meant for: the planner's, and the launcher's on a site; `train` runs it on any."""
 
     name: str | None = None
-    """A known cluster or site."""
+    """A known site, as `leonardo`, or a profile file; it says gpu, gpus_per_node, links and host_memory_gib where the
+    job does not."""
     nodes: PositiveInt = 1
-    """Machines."""
+    """Machines; when not given, as many as the layout fills of those that name or gpus_per_node describes."""
     gpus_per_node: PositiveInt = 1
-    """Devices in one machine."""
+    """Devices in one machine; those of the site when not given."""
     gpu: str | None = None
-    """Device type, as `h200` or `a100-80gb`; found on the machine when not given."""
-    links: dict[str, float] | None = None
-    """Measured bandwidths in GB/s by link name."""
+    """Device type, as `h200` or `a100-80gb`; a run itself takes what it finds."""
+    links: dict[str, PositiveFloat] | None = None
+    """Measured bandwidths in GB/s and one direction: node (a GPU to the others of its node), network (a whole node)."""
     host_memory_gib: PositiveFloat | None = None
     """Memory of one machine."""
     mtbf_hours: PositiveFloat | None = None

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import UserError
+from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, require_agreement, require_tokenizer
 from meshwright.job.job import Job
-from meshwright.job.pending import unimplemented
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 
 Table = dict[str, Any]
@@ -60,8 +60,6 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
         require_tokenizer(folder, merged)
 
     job = _validate(merged, origins, path)
-    if missing := unimplemented(job):
-        raise UserError("\n".join(f"{path}: {sentence}" for sentence in missing))
     comments = "".join(f"# --set {override}\n" for override in overrides)
     return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
 
@@ -123,6 +121,10 @@ def _run_table(path: Path, text: str) -> Table:
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON: {error}; the file was altered") from None
     table["run"] = {**table.get("run", {}), "folder": str(path.parent)}
+    # Everything is written there; of the machines it must stay clear what the job itself says.
+    defaults = Cluster().model_dump()
+    said = table.get("cluster", {}).items()
+    table["cluster"] = {name: value for name, value in said if name not in defaults or value != defaults[name]}
     return table
 
 

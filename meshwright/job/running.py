@@ -25,7 +25,8 @@ class Run(Section):
     max_restarts: NonNegativeInt = 0
     """Restarts after a failure, each from the last checkpoint, before giving up."""
     may_shrink: bool = False
-    """Restart with fewer data-parallel ranks where a GPU is gone or one rank fails twice without a step between."""
+    """Restart with fewer data-parallel ranks where a GPU is gone or one rank fails twice without a step between;
+    of no effect under torchrun and Slurm, where others say how many ranks there are."""
     watchdog_s: NonNegativeFloat = 0.0
     """A rank that makes no headway for so long is named and the run restarted; longer than any step; 0 is off."""
     on_bad_step: Literal["stop", "skip", "rewind", "keep"] = "stop"

@@ -119,7 +119,7 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
     watch = Watch(folder, nproc, watchdog_s) if watchdog_s else None
     try:
         with watch or contextlib.nullcontext():
-            variables = {} if watch is None else {WATCH: watch.address}
+            variables = restarts.variables() | ({} if watch is None else {WATCH: watch.address})
             run_agent(restarts.job, folder.path, nproc, arguments, variables=variables, restart=restarts.used)
     except ChildFailedError as error:
         explained = ended_by(error, logs, nproc)

@@ -1,5 +1,6 @@
 """Whether, when and with how many ranks a failed run starts again."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,10 @@ class Restarts:
     """The last one that made a step."""
     _rank: int | None = field(default=None)
     _same_rank: int = 0
+    _gpus: int = 0
+    """Those the driver showed at the last failure."""
+    _gone: tuple[int, ...] = ()
+    """Of these, whose ranks would not come up."""
 
     def allows(self, cause: Exception, folder: RunFolder) -> bool:
         """Take note of a failure; whether the run is worth another start.
@@ -70,14 +75,33 @@ class Restarts:
         )
         return wait_s, [f"layout.{name}={value}" for name, value in changed.items()]
 
+    def variables(self) -> dict[str, str]:
+        """What keeps the ranks off a GPU that is shown but whose rank would not come up."""
+        if not self._gone:
+            return {}
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = shown.split(",") if shown else [str(number) for number in range(self._gpus)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in self._usable(self._gone))}
+
     def _smaller(self, ranks: int) -> Job | None:
         """The job for fewer ranks, where that is allowed and called for: a GPU is gone, or a rank never comes up."""
         if not self.job.run.may_shrink:
             return None
+        lost = self._rank if self._same_rank > 1 else None
         gpus = torch.cuda.device_count() if self.job.run.device in ("auto", "cuda") else 0
-        if 0 < gpus < ranks:
-            return shrunk(self.job, gpus)
-        return shrunk(self.job, ranks - 1) if self._same_rank > 1 else None
+        if not gpus:
+            return None if lost is None else shrunk(self.job, ranks - 1)
+        if gpus != self._gpus:  # those that are left have new numbers
+            self._gpus, self._gone, lost = gpus, (), None
+        gone = self._gone if lost is None else (*self._gone, self._usable(self._gone)[lost])
+        usable = len(self._usable(gone))
+        smaller = shrunk(self.job, usable) if usable < ranks else None
+        if lost is not None and (usable >= ranks or smaller is not None):
+            self._gone, self._same_rank = gone, 0
+        return smaller
+
+    def _usable(self, gone: tuple[int, ...]) -> list[int]:
+        return [number for number in range(self._gpus) if number not in gone]
 
 
 def shrunk(job: Job, most: int) -> Job | None:

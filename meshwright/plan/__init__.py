@@ -6,7 +6,7 @@ from meshwright.plan.against import Term, beside
 from meshwright.plan.bound import ALLOWED
 from meshwright.plan.economy import Economy, economy
 from meshwright.plan.explain import batch_sequences, layout_words, limit, usual_batch_tokens, why_not
-from meshwright.plan.machine import Machine, machine_of, parse_cluster
+from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, predict, timeline
 from meshwright.plan.scale import Point, scale, scale_lines
@@ -37,11 +37,13 @@ __all__ = [
     "layout_words",
     "limit",
     "machine_of",
+    "machines_of",
     "parse_cluster",
     "predict",
     "scale",
     "scale_lines",
     "search",
+    "spelled",
     "timeline",
     "usual_batch_tokens",
     "validate",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.hardware import find_gpu, profile_of
+from meshwright.hardware import completed, find_gpu, gpu_by_key, profile_of
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan.compute import head_work
@@ -39,9 +39,20 @@ def cluster_here(job: Job, device: str, devices: int) -> Cluster | None:
     key = gpu.key if gpu else ("cpu" if device == "CPU" and profile_of("cpu") else None)
     if key is None:
         return None
-    within = job.cluster.gpus_per_node if job.cluster.gpus_per_node > 1 else devices
+    meant = _meant(job.cluster, key)
+    within = meant.gpus_per_node if meant.gpus_per_node > 1 else devices
     nodes = max(1, devices // within)
-    return job.cluster.model_copy(update={"gpu": key, "nodes": nodes, "gpus_per_node": devices // nodes})
+    return meant.model_copy(update={"gpu": key, "nodes": nodes, "gpus_per_node": devices // nodes})
+
+
+def _meant(cluster: Cluster, key: str) -> Cluster:
+    """A job's section where it speaks of machines with this GPU; of others it says nothing here."""
+    try:
+        whole = completed(cluster)
+        here = whole.gpu is None or whole.gpu == key or gpu_by_key(whole.gpu).key == key
+    except UserError:  # a profile that is elsewhere, a GPU only another machine has a profile of
+        return Cluster()
+    return whole if here else Cluster()
 
 
 def beside(

@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu, Site, find_site, gpu_by_key, is_known, known_sites, profile_of
+from meshwright.hardware import Gpu, completed, gpu_by_key, is_known, known_sites, profile_of
+from meshwright.job import Job
 from meshwright.job.devices import Cluster
+from meshwright.layout import ranks_of
 from meshwright.plan.communication import Wires
 from meshwright.plan.measured import Measured, measured_of
 from meshwright.plan.rates import Rates, measured_rates, rates_of
@@ -60,28 +62,32 @@ def parse_cluster(spelling: str) -> Cluster:
     if site := _SITE.fullmatch(spelling):
         nodes, name = site.groups()
         if name.lower() in known_sites() or name.endswith(".toml"):
-            return _of_site(find_site(name), int(nodes or 1))
+            _require_some(spelling, name, int(nodes or 1))
+            return completed(Cluster(name=name, nodes=int(nodes or 1)), field="--cluster")
     found = _SPELLING.fullmatch(spelling.lower())
     if found is None:
         raise UserError(
             f"--cluster = {spelling} is not understood; write 8xh100, 16x8xa100-80gb (nodes × GPUs) or 16xleonardo"
         )
     nodes, gpus, gpu = found.groups()
-    if 0 in (int(nodes or 1), int(gpus)):
-        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{gpu}")
+    _require_some(spelling, gpu, int(nodes or 1), int(gpus))
     return Cluster(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=_gpu(gpu).key)
 
 
-def _of_site(site: Site, nodes: int) -> Cluster:
-    if site.gpu is None:
-        raise UserError(f"--cluster = {site.name} has no GPU, and a plan needs one; name another site")
-    if not 1 <= nodes <= (site.nodes or nodes):
-        raise UserError(
-            f"--cluster = {nodes}x{site.name} is not possible; {site.title} has {site.nodes or 'some'} nodes"
-        )
-    links = None if site.network_gb_s is None else {"network": site.network_gb_s}
-    size, memory = site.gpus_per_node, site.host_memory_gib
-    return Cluster(name=site.name, nodes=nodes, gpus_per_node=size, gpu=site.gpu, links=links, host_memory_gib=memory)
+def _require_some(spelling: str, name: str, *numbers: int) -> None:
+    if 0 in numbers:
+        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{name}")
+
+
+def spelled(cluster: Cluster) -> str:
+    """The machines as `--cluster` would name them."""
+    nodes = f"{cluster.nodes}x" if cluster.nodes > 1 else ""
+    return f"{nodes}{cluster.name}" if cluster.name else f"{nodes}{cluster.gpus_per_node}x{cluster.gpu}"
+
+
+def machines_of(job: Job, spelling: str | None = None) -> Cluster:
+    """Where a plan of a job runs: as `--cluster` says, else the job's own section, with what its layout fills of it."""
+    return parse_cluster(spelling) if spelling else completed(job.cluster, ranks_of(job.layout))
 
 
 def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
@@ -91,7 +97,8 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     """
     if cluster.gpu is None:
         raise UserError(
-            "cluster.gpu is not given, and a plan needs one; set it to h100, a100-80gb or another known GPU"
+            "cluster.gpu is not given, and a plan needs one; set it to h100, a100-80gb or another known GPU, or give "
+            "--cluster 8xh100"
         )
     gpu, links = _gpu(cluster.gpu), cluster.links or {}
     profile = profile_of(gpu.key) if profiled else None

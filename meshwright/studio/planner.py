@@ -121,21 +121,21 @@ def _row(one: "Candidate") -> dict[str, Any]:
 
 
 def _layout(state: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.plan import job_text, layout_words, predict
+    from meshwright.plan import job_text, layout_words, predict, spelled
 
     question = asked(state)
     job = question.picked(str(state.get("pick")))
     cluster = question.cluster
     prediction = predict(job, cluster)
     heading = (
-        f"planned for {cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}: {layout_words(job)}; "
+        f"planned for {spelled(cluster)}: {layout_words(job)}; "
         f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
     )
     return {
         "title": layout_words(job),
         "pictures": layout_pictures(job, cluster, prediction),
         "guessed": list(prediction.guessed),
-        "job": job_text(job, heading),
+        "job": job_text(job.model_copy(update={"cluster": cluster}), heading),
         "commands": commands(cluster),
     }
 
@@ -143,14 +143,13 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
 def commands(cluster: "Cluster") -> list[dict[str, str]]:
     """What to type next, with a downloaded job.toml at hand."""
     gpus = cluster.gpus_per_node
-    where = f"--cluster {cluster.nodes}x{gpus}x{cluster.gpu}"
     train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
     lines = {
         "prove that it computes what one process does": "meshwright verify job.toml",
-        "see every term of the prediction": f"meshwright plan --check job.toml {where}",
+        "see every term of the prediction": "meshwright plan --check job.toml",
         **({"train": train} if cluster.nodes == 1 else {}),
         "submit it to a Slurm site (leonardo, or a profile of your own)": "meshwright submit job.toml --site leonardo",
-        "keep these pictures": f"meshwright report job.toml {where} --out plan.html",
+        "keep these pictures": "meshwright report job.toml --out plan.html",
     }
     return [{"what": what, "command": command} for what, command in lines.items()]
 

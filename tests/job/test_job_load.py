@@ -91,7 +91,8 @@ def test_a_recipe_is_found_by_name() -> None:
         ("", ["memory.recompute={budget=3}"], "memory.recompute = {budget = 3} is not allowed; it should be"),
         ("[checkpoint]\nevery_steps = 5\nauto = true", [], "checkpoint.every_steps = 5 and checkpoint.auto = True are"),
         ("[checkpoint]\nauto = true", [], "checkpoint.auto = true needs cluster.mtbf_hours"),
-        ("[cluster]\nnodes = 2", [], "cluster.nodes = 2 is not implemented yet (training on several machines)"),
+        ("[cluster]\nnodes = 0", [], "cluster.nodes = 0 is not allowed"),
+        ("[cluster]\nlinks = { node = -1.0 }", [], "cluster.links = -1.0 is not allowed"),
     ],
 )
 def test_every_mistake_is_one_sentence_with_field_and_remedy(

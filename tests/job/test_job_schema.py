@@ -1,7 +1,6 @@
 """Every field says what it means, and the schema is the job's own."""
 
 from meshwright.job import job_fields, job_schema
-from meshwright.job.pending import PENDING
 
 SECTIONS = {
     "model", "data", "batch", "layout", "memory", "precision", "optimizer", "schedule", "evaluation", "checkpoint",
@@ -19,8 +18,3 @@ def test_the_schema_covers_every_section_and_refuses_others() -> None:
     assert set(schema["properties"]) == SECTIONS
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["Batch"]["properties"]["micro_batch"]["description"].startswith("Sequences in one forward")
-
-
-def test_settings_that_wait_for_machinery_are_real_fields() -> None:
-    names = {name for name, _ in job_fields()}
-    assert {pending.field for pending in PENDING} <= names

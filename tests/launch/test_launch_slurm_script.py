@@ -1,6 +1,7 @@
 """Batch scripts, states in a word, trials and logs, without a Slurm."""
 
 import json
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -79,6 +80,42 @@ def test_a_layout_fills_nodes_or_part_of_one() -> None:
         shape_of(sized(6), find_site("vega"))
 
 
+SECTIONS = {
+    (): None,
+    ("cluster.name=vega",): None,
+    ("cluster.name=vega", "cluster.nodes=2"): None,
+    ("cluster.name=vega", "cluster.gpus_per_node=4"): None,
+    ("cluster.gpu=h100", "cluster.gpus_per_node=8", "cluster.nodes=1"): None,
+    ("cluster.name=vega", "cluster.nodes=3"): "cluster.nodes = 3, but the layout's 8 ranks fill 2 of 4 GPUs each; set",
+    ("cluster.name=vega", "cluster.gpus_per_node=8"): "cluster.gpus_per_node = 8, but vega has 4; set it so or leave",
+    ("cluster.gpus_per_node=8", "cluster.nodes=2"): "cluster.nodes = 2, but the layout's 8 ranks fill 1 of 8 GPUs each",
+    ("cluster.nodes=1",): "cluster.nodes = 1, but the layout's 8 ranks fill 2 of 4 GPUs each",
+    ("cluster.name=vegan",): "cluster.name = vegan is neither a known site nor a profile file; use one of vega",
+}
+
+
+@pytest.mark.parametrize("said", SECTIONS)
+def test_what_a_job_says_of_its_machines_must_agree_with_its_layout(said: tuple[str, ...]) -> None:
+    """Of the site's machines where the section is of this site, else of its own."""
+    job = load_job("demo", ["layout.dp_replicate=8", "batch.global_batch=64", *said])
+    if (sentence := SECTIONS[said]) is None:
+        assert shape_of(job, find_site("vega")) == Shape(2, 4)
+        return
+    with pytest.raises(UserError) as refused:
+        shape_of(job, find_site("vega"))
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_site_may_be_the_jobs_own(cli, tiny_job: Path) -> None:
+    words = ["submit", "job.toml", "--time", "10", "--dry-run"]
+    named = cli(*words, "--set", "cluster.name=vega")
+    assert named.code == 0 and "on Vega" in named.out, named
+    other = cli(*words, "--set", "cluster.name=vega", "--site", "karolina", "--account", "x")
+    assert other.code == 0 and "on Karolina" in other.out, "what is asked for wins"
+    refused = cli(*words)
+    assert refused.code == 2 and "submit needs --site" in refused.err and len(refused.err.splitlines()) == 1
+
+
 def test_dry_run_writes_nothing_and_mistakes_are_one_sentence(cli, tiny_job: Path) -> None:
     before = set(tiny_job.parent.iterdir())
     told = cli("submit", "job.toml", "--site", "vega", "--time", "10", "--dry-run", "--signal-before", "60", "--json")
@@ -93,6 +130,23 @@ def test_dry_run_writes_nothing_and_mistakes_are_one_sentence(cli, tiny_job: Pat
         refused = cli("submit", "job.toml", *words)
         assert refused.code == 2 and sentence in refused.err and len(refused.err.splitlines()) == 1
     assert {path for path in tiny_job.parent.iterdir() if path.name != "cache"} == before
+
+
+@pytest.mark.parametrize("form", [[], ["--per-rank"]])
+def test_a_run_goes_on_with_another_layout(cli, tmp_path: Path, form: list[str]) -> None:
+    """The script says it to the ranks, which write it down when they resume; a new run's folder says it already."""
+    run_folder(tmp_path / "run")
+    words = ["--site", "vega", "--time", "10", "--dry-run", *form]
+    changes = ["--set", "layout.dp_replicate=2", "--set", 'data.sources=["a b"]']
+    again = cli("submit", "run", *words, *changes)
+    assert again.code == 0 and "--gpus-per-node=2" in again.out, again
+    [line] = [line for line in again.out.splitlines() if "meshwright train" in line]
+    inner = shlex.split(line)
+    inner = shlex.split(inner[-1]) if inner[0] == "bash" else inner
+    place = inner.index("--resume") + 1
+    assert inner[place : place + 4] == changes
+    assert subprocess.run(["bash", "-n"], input=again.out, text=True).returncode == 0
+    assert "--set" not in cli("submit", "demo", *words, "--set", "run.folder=new").out
 
 
 def test_a_refusal_of_sbatch_leaves_nothing(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,38 @@ def test_a_rank_that_never_comes_up_is_left_out_where_that_is_allowed(folder: Ru
     assert [event["ranks"] for event in folder.events()] == [4, 3, 3]
 
 
+def test_what_is_no_ranks_fault_leaves_no_rank_out(folder: RunFolder) -> None:
+    restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True, "device": "cpu"}, layout={"dp_replicate": 4}))
+    for _ in range(3):
+        cause = ValueError("the ranks' meeting point could not be opened")
+        assert restarts.allows(cause, folder) and restarts.next(cause, folder, 4)[1] == []
+
+
+def test_the_gpu_of_a_rank_that_never_comes_up_is_left_out(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True}, layout={"dp_replicate": 4}))
+    found = []
+    for rank in (1, 1, 0, 0):
+        cause = RankFailure(f"rank {rank} fell", rank, "")
+        assert restarts.allows(cause, folder)
+        found.append((restarts.next(cause, folder, 4)[1], restarts.variables().get("CUDA_VISIBLE_DEVICES")))
+    three = ["layout.dp_replicate=3", "layout.dp_shard=1"]
+    assert found == [([], None), ([], "0,2,3,4"), ([], "0,2,3,4"), (three, "2,3,4")], (
+        "a spare one takes its place first"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e")
+    assert restarts.variables() == {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d,GPU-e"}
+
+
+def test_a_gpu_that_the_driver_lost_is_left_out_at_once(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [4, 3, 3]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: shown.pop(0))
+    restarts = Restarts(job(run={"max_restarts": 9, "may_shrink": True}, layout={"dp_replicate": 4}))
+    cause, ranks = RankFailure("rank 3 fell", 3, ""), [4, 4, 3]
+    changes = [restarts.next(cause, folder, number)[1] for number in ranks if restarts.allows(cause, folder)]
+    assert changes == [[], ["layout.dp_replicate=3", "layout.dp_shard=1"], []] and restarts.variables() == {}
+
+
 def test_a_slow_link_is_named_by_its_ranks() -> None:
     times = {0: (0, 0.001), 1: (0, 0.001), 2: (2, 0.001), 3: (2, 0.020), 4: (4, 0.0012), 5: (4, 0.001)}
     [told] = slow_groups("shards", times)

@@ -84,7 +84,7 @@ def test_plans_by_clicking(tab: Any, tmp_path: Path, cli: Callable[..., Any]) ->
         page.click("#download")
     job = tmp_path / "job.toml"
     download.value.save_as(job)
-    assert job.read_text() == page.inner_text("#job") and "planned for 1 × 2 × v100-sxm-16gb" in job.read_text()
+    assert job.read_text() == page.inner_text("#job") and "planned for 2xv100-sxm-16gb" in job.read_text()
     proven = cli("verify", str(job))
     assert proven.code == 0, proven.out + proven.err
 

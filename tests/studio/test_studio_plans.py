@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,9 @@ def test_layouts_and_their_pictures() -> None:
     ranks = int(re.findall(r" pp (\d+)", piped["layout"])[0])
     assert one["pictures"].count('class="idle"') == ranks and "Scaling" in one["pictures"]
     assert one["title"] == piped["layout"] and one["title"] in one["job"]
-    assert any("--cluster 2x8xrtx-4090" in each["command"] for each in one["commands"])
+    words = [each["command"] for each in one["commands"]]
+    assert "meshwright plan --check job.toml" in words and "meshwright report job.toml --out plan.html" in words
+    assert tomllib.loads(one["job"])["cluster"] == {"nodes": 2, "gpus_per_node": 8, "gpu": "rtx-4090"}
     assert "style=" not in one["pictures"]  # the page's policy would not let it act
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -115,8 +116,12 @@ def batch_script(
     mode: Mode,
     max_restarts: int = 0,
     judge: str = ":",
+    overrides: Sequence[str] = (),
 ) -> str:
-    """The whole script; `judge` is a command that may say no to a job that finished."""
+    """The whole script; `judge` is a command that may say no to a job that finished.
+
+    What `overrides` say is not in the run's folder yet: its ranks hear of it when they resume.
+    """
     run = run.absolute()
     directives = [f"#SBATCH {shlex.quote(word)}" for word in _directives(run, name, site, shape, request, mode)]
     lines = [
@@ -129,7 +134,7 @@ def batch_script(
         f"export run={shlex.quote(str(run))}",
         f"mode={mode} # {_MODES[mode]}",
         f"max_restarts={max_restarts} # run.max_restarts: after a crash, that is; a lost node counts as none",
-        *_start(site, shape, request),
+        *_start(site, shape, request, overrides),
         f"judge() {{ {judge}; }}",
         "",
     ]
@@ -172,14 +177,15 @@ def _surroundings(site: Site) -> list[str]:
     return lines + ([f"export PYTHONPATH={shlex.quote(path)}"] if path else [])
 
 
-def _start(site: Site, shape: Shape, request: Request) -> list[str]:
+def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str]) -> list[str]:
     """The shell function that runs the step, in one of three forms: one rank, an agent a node, a task a rank."""
     python = f"{shlex.quote(site.python or sys.executable)} -m meshwright"
     if request.container is not None:
         python = f"{site.container_command} {shlex.quote(request.container)} python -m meshwright"
     # From 22.05 on, srun takes a job's --cpus-per-task only when told again.
     srun = ["srun", "--wait=120", _cpus(site, shape, request) if site.cpus_per_gpu is not None else "--cpu-bind=none"]
-    train = f'{python} train "$run" --resume'
+    changes = "".join(f" --set {shlex.quote(override)}" for override in overrides)
+    train = f'{python} train "$run" --resume{changes}'
     lines: list[str] = []
     if shape.ranks > 1 and request.per_rank:
         srun.append('--open-mode=append --output="$run/logs/rank-%t.out" --error="$run/logs/rank-%t.err"')

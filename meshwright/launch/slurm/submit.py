@@ -1,13 +1,14 @@
 """From a job to jobs of Slurm: everything that can be refused is refused here, before anything is written."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.hardware import Site
+from meshwright.hardware import Site, find_site
 from meshwright.job import LoadedJob
+from meshwright.job.devices import Cluster
 from meshwright.launch.local import create_folder, require_room, run_path
 from meshwright.launch.slurm.commands import sbatch, scancel
 from meshwright.launch.slurm.ladder import Rung, make_rungs
@@ -29,6 +30,8 @@ class Plan:
     chain: int
     rungs: tuple[Rung, ...]
     continues: bool
+    overrides: tuple[str, ...] = ()
+    """What a run that is continued does differently from now on."""
 
     def scripts(self) -> dict[str, str]:
         """File name in the run's folder → script, in the order they run."""
@@ -36,7 +39,7 @@ class Plan:
         mode: Mode = "chain" if self.chain > 1 else "requeue"
         restarts = self.loaded.job.run.max_restarts
         scripts[f"{FOLDER}/run.sh"] = batch_script(
-            self.run, self.run.name, self.site, self.shape, self.request, mode, restarts
+            self.run, self.run.name, self.site, self.shape, self.request, mode, restarts, overrides=self.overrides
         )
         return scripts
 
@@ -53,7 +56,27 @@ def shape_of(loaded: LoadedJob, site: Site) -> Shape:
     if site.nodes is not None and nodes > site.nodes:
         raise UserError(f"layout needs {nodes} nodes, but {site.title} has {site.nodes}; take a smaller layout")
     require_layout(loaded.job, ranks)
-    return Shape(nodes, ranks // nodes)
+    shape = Shape(nodes, ranks // nodes)
+    _require_section(loaded.job.cluster, site, shape)
+    return shape
+
+
+def _require_section(cluster: Cluster, site: Site, shape: Shape) -> None:
+    """Refuse machines that the job itself says otherwise; a section made for another site must only agree with the
+    layout."""
+    said = cluster.model_fields_set
+    own = cluster.name is not None and find_site(cluster.name, "cluster.name") == site
+    size = cluster.gpus_per_node if "gpus_per_node" in said else site.gpus_per_node
+    if own and size not in (site.gpus_per_node, shape.ranks_per_node):
+        raise UserError(
+            f"cluster.gpus_per_node = {size}, but {site.name} has {site.gpus_per_node}; set it so or leave it out"
+        )
+    needed = -(-shape.ranks // size)
+    if "nodes" in said and cluster.nodes != needed:
+        raise UserError(
+            f"cluster.nodes = {cluster.nodes}, but the layout's {shape.ranks} ranks fill {needed} of {size} GPUs "
+            f"each; set cluster.nodes = {needed} or change the layout"
+        )
 
 
 def plan_submission(
@@ -65,6 +88,7 @@ def plan_submission(
     ladder: bool = False,
     budget: float | None = None,
     tell: Callable[[str], None] = print,
+    overrides: Sequence[str] = (),
 ) -> Plan:
     """Check what is about to be submitted; a run folder as JOB is continued, `tell` hears which trials cannot be."""
     shape = shape_of(loaded, site)
@@ -75,7 +99,7 @@ def plan_submission(
     elif (job := active_job(run)) is not None:
         raise UserError(f"{run} has job {job.id} in Slurm already; wait for its end, or meshwright cancel {run}")
     rungs = make_rungs(loaded, run, site, shape, budget, tell) if ladder else ()
-    return Plan(loaded, run, site, shape, request, chain, rungs, continues)
+    return Plan(loaded, run, site, shape, request, chain, rungs, continues, tuple(overrides) if continues else ())
 
 
 def submit(plan: Plan) -> Submission:
