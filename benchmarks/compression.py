@@ -17,15 +17,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ADDRESSES = ("10.99.8.1", "10.99.8.2")
-SPACES = ("compression-0", "compression-1")
+from wire import Wire
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "bf16": {"compress": "bf16"},
@@ -97,24 +95,9 @@ def wire_job(setting: str, steps: int) -> dict[str, Any]:
     }
 
 
-def shell(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
-
-
-def measure(setting: str, steps: int) -> list[dict[str, Any]]:
+def measure(link: Wire, setting: str, steps: int) -> list[dict[str, Any]]:
     """The rows of rank 0 of a fresh pair of processes."""
-    processes = []
-    for rank, space in enumerate(SPACES):
-        environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": "29508", "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-        }  # fmt: skip
-        command = ["ip", "netns", "exec", space, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
-        command += [sys.executable, "-W", "ignore", __file__, "rank", "--setting", setting, "--steps", str(steps)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
+    outputs = link.run_pair([__file__, "rank", "--setting", setting, "--steps", str(steps)], timeout_s=600)
     rows: list[dict[str, Any]] = json.loads(outputs[0].strip().splitlines()[-1])
     return rows
 
@@ -122,20 +105,10 @@ def measure(setting: str, steps: int) -> list[dict[str, Any]]:
 def wire(rate: str, steps: int) -> dict[str, Any]:
     """Every setting over the shaped link."""
     results: dict[str, Any] = {}
-    try:
-        for space in SPACES:
-            shell(f"ip netns add {space}")
-        shell(f"ip link add wire netns {SPACES[0]} type veth peer name wire netns {SPACES[1]}")
-        for space, address in zip(SPACES, ADDRESSES, strict=True):
-            shell(f"ip -n {space} addr add {address}/24 dev wire && ip -n {space} link set wire mtu 9000 up")
-            shell(f"ip -n {space} link set lo up")
-            shell(f"tc -n {space} qdisc add dev wire root tbf rate {rate} burst 128kb limit 20mb")
+    with Wire(rate, mtu=9000) as link:
         for setting in SETTINGS:
-            results[setting] = summary(measure(setting, steps), results.get("none"))
+            results[setting] = summary(measure(link, setting, steps), results.get("none"))
             print(f"{setting:16} {json.dumps(results[setting])}", flush=True)
-    finally:
-        for space in SPACES:
-            subprocess.run(f"ip netns del {space}", shell=True, stderr=subprocess.DEVNULL)
     return {"rate": rate, "steps": steps, "settings": results}
 
 

@@ -12,42 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from fault_runs import JOB, ROOT, Forked, Run, Traces, fork_ranks, seconds
+from wire import ADDRESSES, Wire
 
-SPACES, ADDRESSES, PORT = (f"alive-{os.getpid()}-0", f"alive-{os.getpid()}-1"), ("10.99.9.1", "10.99.9.2"), "29519"
+PORT = "29519"
 WATCHDOG_S = 4.0
 
 
-def shell(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
-
-
-def lay_wire() -> None:
-    """Needs root."""
-    for space in SPACES:
-        shell(f"ip netns add {space}")
-    shell(f"ip link add wire netns {SPACES[0]} type veth peer name wire netns {SPACES[1]}")
-    for space, address in zip(SPACES, ADDRESSES, strict=True):
-        shell(f"ip -n {space} addr add {address}/24 dev wire && ip -n {space} link set wire up")
-        shell(f"ip -n {space} link set lo up")
-
-
-def take_wire_away() -> None:
-    for space in SPACES:
-        subprocess.run(f"ip netns del {space}", shell=True, stderr=subprocess.DEVNULL, check=False)
-
-
-def cut(*, whole: bool) -> None:
-    """Let nothing through, in silence, or everything again."""
-    # A bucket too small for any packet lets none through.
-    change = "del dev wire root" if whole else "add dev wire root tbf rate 8bit burst 10b limit 10b"
-    for space in SPACES:
-        shell(f"tc -n {space} qdisc {change}")
-
-
-def start_hosts(folder: Path, steps: int, forked: bool) -> list[Any]:
+def start_hosts(wire: Wire, folder: Path, steps: int, forked: bool) -> list[Any]:
     """torchrun on both hosts, as a user without Slurm would start it."""
     processes: list[Any] = []
-    for number, space in enumerate(SPACES):
+    for number, space in enumerate(wire.spaces):
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         words = ["--nnodes=2", f"--node-rank={number}", "--nproc-per-node=1", f"--master-addr={ADDRESSES[0]}"]
         words += [f"--master-port={PORT}", "--max-restarts=3", "--monitor-interval=0.2", "-m", "meshwright", "train"]
@@ -92,26 +66,26 @@ def cut_link(
     run = Run.__new__(Run)
     run.folder = hurt
     processes: list[Any] = []
-    try:
-        lay_wire()
-        processes = start_hosts(hurt, steps, forked)
-        deadline = time.monotonic() + 120.0
-        while steps_made(hurt) < 8:
-            assert time.monotonic() < deadline and all(process.poll() is None for process in processes), _words(hurt)
-            time.sleep(0.05)
-        cut(whole=False)
-        began, cut_at = steps_made(hurt), time.time()
-        ends = time.monotonic() + cut_s
-        while time.monotonic() < ends:
-            traces.look()
-            time.sleep(0.2)
-        cut(whole=True)
-        codes = [process.wait(180.0) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.kill(process.pid, signal.SIGKILL)
-        take_wire_away()
+    with Wire() as wire:
+        try:
+            processes = start_hosts(wire, hurt, steps, forked)
+            deadline = time.monotonic() + 120.0
+            while steps_made(hurt) < 8:
+                running = all(process.poll() is None for process in processes)
+                assert time.monotonic() < deadline and running, _words(hurt)
+                time.sleep(0.05)
+            wire.cut()
+            began, cut_at = steps_made(hurt), time.time()
+            ends = time.monotonic() + cut_s
+            while time.monotonic() < ends:
+                traces.look()
+                time.sleep(0.2)
+            wire.mend()
+            codes = [process.wait(180.0) for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.kill(process.pid, signal.SIGKILL)
     expected, found = quiet.numbers(), run.numbers()
     same = sum(a == b for a, b in zip(expected, found, strict=False))
     events = [event for event in run.events() if seconds(event) > cut_at]

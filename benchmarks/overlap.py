@@ -9,15 +9,12 @@ each repeat is a fresh pair of processes. Printed: the median step time of each 
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-ADDRESSES = ("10.99.7.1", "10.99.7.2")
-SPACES = ("overlap-0", "overlap-1")
+from wire import Wire
+
 STEPS = 6
 
 
@@ -53,23 +50,9 @@ def worker(prefetch: int) -> None:
         print(json.dumps(times[1:]))
 
 
-def shell(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
-
-
-def measure(prefetch: int) -> list[float]:
-    processes = []
-    for rank, space in enumerate(SPACES):
-        environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": "29507", "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-        }  # fmt: skip
-        command = ["ip", "netns", "exec", space, "taskset", "-c", str(rank % (os.cpu_count() or 1))]
-        command += [sys.executable, __file__, "--worker", str(prefetch)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
+def measure(link: Wire, prefetch: int) -> list[float]:
+    """Step times of a fresh pair of processes."""
+    outputs = link.run_pair([__file__, "--worker", str(prefetch)], timeout_s=300)
     times: list[float] = json.loads(outputs[0].strip().splitlines()[-1])
     return times
 
@@ -86,20 +69,10 @@ def main() -> None:
         return
     print(__doc__)
     times: dict[int, list[float]] = {0: [], 1: []}
-    try:
-        for space in SPACES:
-            shell(f"ip netns add {space}")
-        shell(f"ip link add wire netns {SPACES[0]} type veth peer name wire netns {SPACES[1]}")
-        for space, address in zip(SPACES, ADDRESSES, strict=True):
-            shell(f"ip -n {space} addr add {address}/24 dev wire && ip -n {space} link set wire mtu 9000 up")
-            shell(f"ip -n {space} link set lo up")
-            shell(f"tc -n {space} qdisc add dev wire root tbf rate {arguments.rate} burst 128kb limit 20mb")
+    with Wire(arguments.rate, mtu=9000) as link:
         for _ in range(arguments.repeats):
             for prefetch in times:
-                times[prefetch] += measure(prefetch)
-    finally:
-        for space in SPACES:
-            subprocess.run(f"ip netns del {space}", shell=True, stderr=subprocess.DEVNULL)
+                times[prefetch] += measure(link, prefetch)
     medians = {prefetch: statistics.median(values) for prefetch, values in times.items()}
     result = {
         "date": time.strftime("%Y-%m-%d"),

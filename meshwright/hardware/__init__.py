@@ -2,11 +2,10 @@
 
 from meshwright.hardware.clusters import completed
 from meshwright.hardware.doctor import Finding, examine
-from meshwright.hardware.gpus import Gpu, Link, find_gpu, gpu_by_key, known_gpus, peak_flops
+from meshwright.hardware.gpus import Gpu, Link, find_gpu, gpu_by_key, known_gpus, mfu_peak_flops, peak_flops
 from meshwright.hardware.profile import (
     Profile,
     is_known,
-    known_peak,
     profile_of,
     profiles_folder,
     read_profile,
@@ -28,8 +27,8 @@ __all__ = [
     "gpu_by_key",
     "is_known",
     "known_gpus",
-    "known_peak",
     "known_sites",
+    "mfu_peak_flops",
     "peak_flops",
     "profile_of",
     "profiles_folder",

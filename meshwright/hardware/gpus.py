@@ -91,6 +91,14 @@ def find_gpu(device_name: str, memory_bytes: int | None = None) -> Gpu | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
+def mfu_peak_flops(gpu: Gpu, compute: str) -> float | None:
+    """The dense peak that a compute format's MFU is measured against; None when it is not known.
+
+    fp8's is bf16's: head and attention stay bf16, and with one yardstick the gain shows in the MFU.
+    """
+    return peak_flops(gpu, "bf16" if compute == "fp8" else compute)
+
+
 def peak_flops(gpu: Gpu, dtype: str) -> float | None:
     """Dense peak FLOP/s of a GPU in fp32, tf32, bf16, fp16 or fp8; None when it is not known."""
     return next((rate for known, rate in gpu.peak.items() if known == dtype), None)

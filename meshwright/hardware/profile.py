@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from meshwright.errors import UserError
-from meshwright.hardware.gpus import Dtype, Fact, Gpu, known_gpus, peak_flops
+from meshwright.hardware.gpus import Dtype, Fact, Gpu, known_gpus
 
 FOLDER_VARIABLE = "MESHWRIGHT_PROFILES"
 ProductKind = Literal["forward", "input", "weight", "weight sum"]
@@ -204,11 +204,6 @@ def write_profile(profile: Profile, path: Path) -> None:
 def today() -> str:
     """The day as profiles write it."""
     return date.today().isoformat()
-
-
-def known_peak(gpu: Gpu, dtype: str) -> float | None:
-    """The maker's dense peak; None for a device that only a profile knows."""
-    return peak_flops(gpu, dtype) if is_known(gpu) else None
 
 
 def is_known(gpu: Gpu) -> bool:

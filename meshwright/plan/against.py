@@ -65,7 +65,7 @@ def beside(
 ) -> list[Term]:
     """What was measured beside what is predicted for it; nothing where the machine or the job cannot be predicted.
 
-    `parts_s` are seconds of a step by the names of `bench`: forward, loss, backward, optimizer.
+    `parts_s` are seconds of a step by the names of `bench`: forward, loss, backward, reduce, optimizer.
     """
     cluster = cluster_here(job, device, devices)
     if cluster is None or job.model.file is not None or job.layout.schedule == "pipedream":
@@ -82,7 +82,10 @@ def beside(
     if peak_bytes and device != "CPU":
         terms.append(Term("peak memory", "bytes", prediction.fullest.allocated, peak_bytes))
     expected = _parts(job, cluster, prediction) if job.layout.pp == 1 else {"optimizer": prediction.phases["optimizer"]}
-    for name, seconds in (parts_s or {}).items():
+    measured = dict(parts_s or {})
+    if devices == 1 and "optimizer" in measured:
+        measured["optimizer"] += measured.get("reduce", 0.0)  # nothing is reduced: this is the norm, part of the update
+    for name, seconds in measured.items():
         if expected.get(name) and seconds > 0:
             terms.append(Term(name, "s", expected[name], seconds))
     return terms

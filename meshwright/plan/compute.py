@@ -107,7 +107,7 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
 
 
 _USUAL_LAUNCH_S = 4.5e-6
-"""A bare operation's launch on the hosts whose programs' launches are in `software`."""
+"""A bare operation's launch on a usual host, and on those whose programs' launches are in `software`."""
 
 
 def host_waits(
@@ -118,17 +118,42 @@ def host_waits(
     Ranks that share every product meet at each collective, where now one's host is late and now another's device: there
     neither hides behind the other in full.
     """
-    launch_s = software.launch_s
+    bare_s = _USUAL_LAUNCH_S
     if device.measured is not None and device.measured.profile.launch_s is not None:
         if device.measured.on_cpu:
             return 0.0, 0.0  # there is no other device to wait: starting an operation is part of it
-        launch_s *= device.measured.profile.launch_s / _USUAL_LAUNCH_S
-    launches = kernels_of(job, software) * launch_s
+        bare_s = device.measured.profile.launch_s
+    if software.own:
+        forward, backward = (count * bare_s for count in own_launches(job, software, mode))
+    else:
+        forward = kernels_of(job, software) * software.launch_s * bare_s / _USUAL_LAUNCH_S
+        backward = (3 if mode == "full" else 2) * forward
     waits = []
-    for device_s, host_s in ((forward_s, launches), (backward_s, (3 if mode == "full" else 2) * launches)):
+    for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
         both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
         waits.append(both - device_s)
     return waits[0], waits[1]
+
+
+def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]:
+    """What the host does for a block of ours, forward and backward, in times of a bare launch.
+
+    Fitted to blocks of GPT-2, Llama and Qwen3 with so few tokens that an H200 waits for its host (benchmarks/LOG.md):
+    an eager operation is nearly three launches with its autograd; a compiled block's guards and wrappers cost more than
+    its few kernels; torch's hooks for recomputation cost as much as many operations.
+    """
+    model = job.model
+    operations = 12 + 2 * (model.activation == "swiglu") + 20 * (model.positions == "rope") + 4 * model.qk_norm
+    operations += 2 * (job.layout.tp > 1)
+    if software.fusion == "fused":
+        forward = 33 + 0.75 * operations
+        casts = (50, 22) if job.precision.compute == "fp8" else (0, 0)
+        return forward + casts[0], 1.6 * forward + casts[1] + (8 if mode == "full" else 0)
+    forward = 2.8 * operations
+    backward = 1.4 * forward + 70
+    if mode == "full":
+        return forward + 50, backward + forward + 45
+    return (forward + 150, backward + 100) if mode == "selective" else (forward, backward)
 
 
 def kernels_of(job: Job, software: Software) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from meshwright.cost import flops_per_token
 from meshwright.errors import UserError
-from meshwright.hardware import known_peak
+from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every
 from meshwright.layout import recompute_modes, split_layers, table_of
@@ -28,7 +28,7 @@ class Prediction:
     model_flops_per_s_per_gpu: float
     """Model FLOPs, attention counted over every pair, a second and GPU."""
     mfu: float | None
-    """The same over the GPU's dense peak of the compute format; None where the peak is not known."""
+    """The same over the GPU's dense peak (of bf16 for fp8, as in a run's metrics); None where it is not known."""
     capacity_bytes: float
     """Memory of one GPU."""
     guessed: tuple[str, ...]
@@ -64,7 +64,7 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     memory = memory_of(job, software, every_rank=every_rank)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
-    peak = known_peak(machine.gpu, job.precision.compute)
+    peak = mfu_peak_flops(machine.gpu, job.precision.compute) if is_known(machine.gpu) else None
     mfu = flops / peak if peak else None
     return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, _guesses(job, machine, software))
 

@@ -201,10 +201,12 @@ def _gather_s(
     scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
     scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
-    gathers_backward = (gather if job.layout.zero_stage == 3 else 0.0) + scatter
-    forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, software.parameter_overlap)
-    backward = _hidden(gathers_backward, work.backward + tensor_backward, layers, software.gradient_overlap)
-    return forward, backward
+    again = gather if job.layout.zero_stage == 3 else 0.0
+    ahead = job.layout.prefetch > 0  # else every block waits for its own parameters
+    forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, ahead and software.parameter_overlap)
+    beside = scatter + (again if ahead else 0.0)
+    backward = _hidden(beside, work.backward + tensor_backward, layers, software.gradient_overlap)
+    return forward, backward + (0.0 if ahead else again)
 
 
 def _reduces_every_micro_batch(job: Job) -> bool:

@@ -5,7 +5,7 @@ from meshwright.layout import updates_in_one_pass
 from meshwright.plan.kernels import Device, memory_s
 from meshwright.plan.parameters import tensors_of
 
-_TENSOR_S = 20e-6
+_TENSOR_S = 26e-6
 """Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
 _ONE_PASS = 0.9
 """Of what copies reach, what an update does that goes through five arrays at once."""

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.data.cache import cache_root
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu, find_gpu, peak_flops
+from meshwright.hardware import Gpu, find_gpu, mfu_peak_flops
 from meshwright.job import Job
 
 NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
@@ -83,14 +83,9 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def device_peak_flops(job: Job, device: torch.device) -> float | None:
-    """The dense peak of the job's arithmetic on this device; None where it is not known, so that no MFU is printed.
-
-    fp8's is bf16's: head and attention stay bf16, and with one yardstick the gain shows in the MFU.
-    """
+    """The dense peak of the job's arithmetic on this device; None where it is not known, so that no MFU is printed."""
     gpu = gpu_of(device)
-    if gpu is None:
-        return None
-    return peak_flops(gpu, "bf16" if job.precision.compute == "fp8" else job.precision.compute)
+    return None if gpu is None else mfu_peak_flops(gpu, job.precision.compute)
 
 
 def device_name(device: torch.device) -> str:

@@ -6,11 +6,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-SPACES, ADDRESSES = ("meshwright-test-0", "meshwright-test-1"), ("10.99.9.1", "10.99.9.2")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from wire import Wire
+
 RANK = """
 import json
 from pathlib import Path
@@ -46,41 +50,20 @@ print(json.dumps(seen))
 
 
 @pytest.fixture
-def namespaces() -> Iterator[None]:
+def wire() -> Iterator[Wire]:
     """Two network namespaces joined by a wire; only root may make them."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and ip")
-
-    def ip(words: str, check: bool = True) -> int:
-        return subprocess.run(["ip", *words.split()], check=check, stderr=subprocess.DEVNULL).returncode
-
-    if ip(f"netns add {SPACES[0]}", check=False):
-        pytest.skip("network namespaces are not allowed here")
-    try:
-        ip(f"netns add {SPACES[1]}")
-        ip(f"link add wire netns {SPACES[0]} type veth peer name wire netns {SPACES[1]}")
-        for space, address in zip(SPACES, ADDRESSES, strict=True):
-            ip(f"-n {space} addr add {address}/24 dev wire")
-            ip(f"-n {space} link set wire mtu 9000 up")
-            ip(f"-n {space} link set lo up")
-        yield
-    finally:
-        for space in SPACES:
-            ip(f"netns del {space}", check=False)
+    with ExitStack() as stack:
+        try:
+            laid = stack.enter_context(Wire(mtu=9000))
+        except subprocess.CalledProcessError:
+            pytest.skip("network namespaces are not allowed here")
+        yield laid
 
 
-@pytest.mark.usefixtures("namespaces")
-def test_counted_bytes_are_those_of_the_interface() -> None:
-    ranks = []
-    for rank, space in enumerate(SPACES):
-        environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511",
-            "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]),
-        }  # fmt: skip
-        command = ["ip", "netns", "exec", space, sys.executable, "-W", "ignore", "-c", RANK]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+def test_counted_bytes_are_those_of_the_interface(wire: Wire) -> None:
+    outputs = wire.run_pair(["-c", RANK], timeout_s=120)
     for output in outputs:
         seen = json.loads(output.strip().splitlines()[-1])
         assert set(seen) == {"none", "int8", "topk", "powersgd"}

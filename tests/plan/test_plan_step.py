@@ -14,6 +14,7 @@ from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce
 from meshwright.plan.compute import products_of
 from meshwright.plan.play import play, shortened
 
+CLUSTER = parse_cluster("8xh100")
 BATCH = {"sequence_length": 4096, "global_batch": 64, "micro_batch": 1}
 
 
@@ -90,6 +91,23 @@ def test_zero_3_against_2_turns_with_the_network() -> None:
 
     assert slower(400.0) < 1.1
     assert slower(10.0) > 1.3
+
+
+def test_what_is_not_gathered_ahead_is_waited_for() -> None:
+    def step_s(prefetch: int) -> float:
+        layout = {"dp_shard": 8, "zero": 3, "prefetch": prefetch}
+        return predict(llama(batch=BATCH, layout=layout), CLUSTER).phases["parameter and gradient transfers"]
+
+    assert step_s(0) > 2 * step_s(1)
+
+
+def test_an_mfu_in_fp8_is_of_bf16_s_peak() -> None:
+    plans = [
+        predict(llama(batch=BATCH, layout={"dp_shard": 8, "zero": 2}, precision={"compute": compute}), CLUSTER)
+        for compute in ("bf16", "fp8")
+    ]
+    for one in plans:
+        assert one.mfu == pytest.approx(one.model_flops_per_s_per_gpu / 989.4e12)
 
 
 def test_more_micro_batches_shrink_the_bubble() -> None:
