@@ -173,6 +173,11 @@ def _summary(prediction: "Prediction") -> list[str]:
         f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU{mfu}",
         f"{room} on pipeline rank {prediction.fullest.rank} of {prediction.capacity_bytes / GIB:.0f} GiB",
     ]
+    if prediction.host_over_bytes:
+        kept, there = max(rank.host for rank in prediction.memory), prediction.host_capacity_bytes or 0.0
+        lines.append(
+            f"does not fit its host: {kept / GIB:.1f} GiB are kept there for each GPU, which has {there / GIB:.1f} GiB"
+        )
     return lines + [f"guessed: {guess}" for guess in prediction.guessed]
 
 

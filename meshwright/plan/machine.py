@@ -45,11 +45,20 @@ class Machine:
     guessed: tuple[str, ...]
     measured: Measured | None = None
     """What a calibration profile says of the GPU."""
+    node_memory_bytes: float | None = None
+    """Memory of one node's host; None where it is not known."""
 
     @property
     def gpus(self) -> int:
         """GPUs in all."""
         return self.nodes * self.wires.gpus_per_node
+
+    @property
+    def host_bytes(self) -> float | None:
+        """Host memory for each GPU: its share of the node's, or what a superchip has of its own; None if not known."""
+        if self.node_memory_bytes is not None:
+            return self.node_memory_bytes / self.wires.gpus_per_node
+        return None if self.gpu.host_memory_gib is None else self.gpu.host_memory_gib * 2**30
 
     @property
     def memory_bytes(self) -> float:
@@ -113,7 +122,8 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     if measured is not None:
         wires, known = measured.wires(wires, given=set(links))
         said = {link: why for link, why in said.items() if link not in known}
-    return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured)
+    node_bytes = None if cluster.host_memory_gib is None else cluster.host_memory_gib * 2**30
+    return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured, node_bytes)
 
 
 def _gpu(key: str) -> Gpu:

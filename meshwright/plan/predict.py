@@ -32,6 +32,8 @@ class Prediction:
     capacity_bytes: float
     """Memory of one GPU."""
     guessed: tuple[str, ...]
+    host_capacity_bytes: float | None = None
+    """Host memory for one GPU; None where it is not known."""
 
     @property
     def step_s(self) -> float:
@@ -45,8 +47,14 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory does."""
-        return self.fullest.device <= self.capacity_bytes
+        """Whether every rank's memory does, and what it keeps on its host."""
+        return self.fullest.device <= self.capacity_bytes and self.host_over_bytes <= 0.0
+
+    @property
+    def host_over_bytes(self) -> float:
+        """What a rank keeps on its host beyond the memory there is for one GPU."""
+        kept = max(rank.host for rank in self.memory)
+        return 0.0 if self.host_capacity_bytes is None else max(0.0, kept - self.host_capacity_bytes)
 
 
 def predict(job: Job, cluster: Cluster, software: Software | None = None, *, every_rank: bool = True) -> Prediction:
@@ -66,7 +74,8 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
     peak = mfu_peak_flops(machine.gpu, job.precision.compute) if is_known(machine.gpu) else None
     mfu = flops / peak if peak else None
-    return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, _guesses(job, machine, software))
+    guesses = _guesses(job, machine, software)
+    return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, guesses, machine.host_bytes)
 
 
 def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple[RankMemory, ...]:

@@ -94,35 +94,40 @@ def search(
     fitting: list[Candidate] = []
     over: list[tuple[float, int]] = []
     steps: list[float] = []
-    exact = whole = True
+    looked, exact, whole = 0, True, True
     for index in map(int, order):
         if len(steps) >= top and layouts.time_s[index] >= steps[top - 1]:
             break
-        if len(fitting) + len(over) == _PREDICTED:
+        if looked == _PREDICTED:
             exact = False
             break
         if steps and enough():
             exact = whole = False
             break
         job = job_of(index)
-        held = _held(job)  # memory first: a pipeline takes much longer to play out
+        looked += 1
+        held, on_host = _held(job)  # memory first: a pipeline takes much longer to play out
         if held > room:
             over.append((held, index))
+            continue
+        if machine.host_bytes is not None and on_host > machine.host_bytes:
             continue
         fitting.append(candidate(job))
         insort(steps, fitting[-1].prediction.step_s)
     fitting.sort(key=lambda one: one.prediction.step_s)
     best = list(islice((one for one in fitting if _runs(one.job, machine.gpus)), top))
     fastest = best[0].prediction.step_s if best else float("inf")
-    over += [(_held(job_of(index)), index) for index in _nearest(layouts, room, fastest)] if whole else []
+    nearest = _nearest(layouts, room, fastest) if whole else []
+    over += [(_held(job_of(index))[0], index) for index in nearest]
     may_be_faster = (job_of(index) for _, index in sorted(over) if whole and layouts.time_s[index] < fastest)
     misses = islice((one for one in map(candidate, may_be_faster) if one.prediction.step_s < fastest), _MISSES)
-    return Search(tuple(best), tuple(misses), len(layouts), len(fitting) + len(over), bound_s, exact, whole)
+    return Search(tuple(best), tuple(misses), len(layouts), looked + len(nearest), bound_s, exact, whole)
 
 
-def _held(job: Job) -> float:
-    """Bytes of the fullest rank."""
-    return max(rank.device for rank in memory_of(job, own_software(job), every_rank=False))
+def _held(job: Job) -> tuple[float, float]:
+    """Most bytes of a rank on its device, and on its host."""
+    ranks = memory_of(job, own_software(job), every_rank=False)
+    return max(rank.device for rank in ranks), max(rank.host for rank in ranks)
 
 
 def _allowed(allow: Collection[str]) -> frozenset[str]:

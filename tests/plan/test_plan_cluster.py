@@ -12,7 +12,7 @@ from meshwright.hardware import completed, find_site
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.launch import RunFolder
-from meshwright.plan import machine_of, machines_of, parse_cluster, spelled
+from meshwright.plan import machine_of, machines_of, parse_cluster, predict, search, spelled
 from meshwright.plan.against import cluster_here
 
 SEARCH = ["--seq", "2048", "--batch-tokens", "131072", "--top", "1"]
@@ -164,3 +164,16 @@ def test_a_run_is_compared_with_the_machine_it_was_on() -> None:
     assert elsewhere is not None and (elsewhere.nodes, elsewhere.gpus_per_node, elsewhere.links) == (1, 8, None)
     lost = load_job("demo", ["cluster.name=gone.toml"]).job
     assert cluster_here(lost, "NVIDIA H200", 8) == Cluster(gpu="h200", nodes=1, gpus_per_node=8)
+
+
+def test_what_is_offloaded_must_fit_the_host() -> None:
+    job = load_job("10b-2xrtx3090").job
+    roomy, tight = (
+        predict(job, machines_of(job).model_copy(update={"host_memory_gib": gib})) for gib in (256.0, 128.0)
+    )
+    assert roomy.fits and roomy.host_over_bytes == 0.0
+    assert not tight.fits and 10 * 2**30 < tight.host_over_bytes < 12 * 2**30
+    model, two = job.model, parse_cluster("2xrtx-3090")
+    for gib, found in ((256.0, True), (64.0, False)):
+        cluster = two.model_copy(update={"host_memory_gib": gib})
+        assert bool(search(model, cluster, 2048, 8, top=1, allow=("offload",)).best) == found
