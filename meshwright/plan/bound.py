@@ -126,7 +126,8 @@ def _jobs(model: Model, gpus: int, sequence: int, batch: int, compute: str) -> I
     precision = bare.precision.model_copy(update={"compute": compute})
     for tp, cp in product(powers(gpus), powers(_MOST_CONTEXT)):
         divides = not any(size % tp for size in (model.heads, model.kv_heads, model.ffn_width, model.width))
-        if not divides or tp * cp > gpus or sequence % (2 * cp * tp) or (cp > 1 and sequence // cp < _LEAST_PIECE):
+        uneven = tp * cp > 1 and sequence % (2 * cp * tp)
+        if not divides or tp * cp > gpus or uneven or (cp > 1 and sequence // cp < _LEAST_PIECE):
             continue
         layout = bare.layout.model_copy(update={"tp": tp, "cp": cp})
         for micro in powers(min(_MOST_MICRO_BATCH, batch)):

@@ -35,10 +35,12 @@ def batch_sequences(parameters: float, sequence: int, gpus: int, batch_tokens: i
         practice = f"a batch of about {usual / 1e6:g}M tokens, as {where}"
         batch_tokens = sequence * 2 ** round(log2(usual / sequence))
     wanted = max(1, round(batch_tokens / sequence))
-    share = 1
+    odd = gpus // (gpus & -gpus)
+    share = odd if practice and odd <= wanted else 1  # a batch that nobody asked for is one that three nodes share
     while share * 2 <= min(wanted, gpus) and gpus % (share * 2) == 0:
         share *= 2
-    return max(1, round(wanted / share)) * share, practice
+    each = max(1, round(wanted / share))
+    return (2 ** round(log2(each)) if practice else each) * share, practice
 
 
 def limit(prediction: Prediction) -> str:

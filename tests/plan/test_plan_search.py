@@ -11,7 +11,7 @@ from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.job import Model, load_job, model_preset
 from meshwright.layout import require_layout
-from meshwright.plan import parse_cluster, predict, search
+from meshwright.plan import batch_sequences, parse_cluster, predict, search
 
 
 def shape(name: str) -> Model:
@@ -73,6 +73,20 @@ def test_the_written_job_loads_and_checks(tmp_path: Path) -> None:
     assert predict(job, parse_cluster("2xh100")).step_s == pytest.approx(found["layouts"][0]["step_s"])
     shown = CliRunner().invoke(app, [*arguments, "--top", "2"]).stdout
     assert "layouts bounded" in shown and "limited by" in shown
+
+
+def test_an_odd_sequence_is_planned_without_cutting_it() -> None:
+    found = search(shape("gpt2"), parse_cluster("8xh100"), 1023, 512)
+    assert found.best and {one.job.layout.tp * one.job.layout.cp for one in found.best} == {1}
+
+
+@pytest.mark.parametrize("cluster", ["3x8xh100", "6xh100", "5x4xh100", "96x8xh100"])
+def test_the_usual_batch_is_one_that_the_machines_share(cluster: str) -> None:
+    """Nobody asked for it, so it must not be what stands in the way; where they are a power of two, nor is it moved."""
+    model, machines = shape("llama-3.2-1b"), parse_cluster(cluster)
+    batch, practice = batch_sequences(1.2e9, 4096, machines.nodes * machines.gpus_per_node, None)
+    assert practice and 128 <= batch <= 512 and search(model, machines, 4096, batch, top=1).best
+    assert batch_sequences(1.2e9, 4096, 16, None)[0] == 256
 
 
 def test_refusals_say_what_to_do() -> None:
