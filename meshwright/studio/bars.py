@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from meshwright.studio.chart import nice_ticks
+from meshwright.studio.chart import heading, nice_ticks
 from meshwright.studio.numbers import short
 
 if TYPE_CHECKING:
     from meshwright.plan import Prediction, RankMemory
 
 GIB = 2**30
-TINTS = 12
-"""Classes tint-0 … of the style sheet; a thirteenth term would share the first one's."""
+TINTS = 13
+"""Classes tint-0 … of the style sheet: one for every phase a step can have."""
 WIDTH, _LEFT, _RIGHT, _TOP = 1080, 64, 60, 26
 _MOST_RANKS = 32
 _SMALLEST_SHARE = 0.002
@@ -24,6 +24,7 @@ class Bars:
     """What is drawn, how high it is, and the tint of each name in it."""
 
     title: str
+    unit: str
     body: str
     height: float
     tints: Mapping[str, int]
@@ -64,7 +65,7 @@ def draw_memory(prediction: "Prediction") -> Bars:
     words = f"the card: {prediction.capacity_bytes / GIB:.0f} GiB"
     drawn.append(f'<text class="tick" text-anchor="middle" x="{limit:.1f}" y="12">{words}</text>')
     drawn.append(_axis(1.04 * most / GIB, base, "GiB on the device, by pipeline rank"))
-    return Bars("Memory of each stage", "".join(drawn), height, tints)
+    return Bars("Memory of each stage", "GiB", "".join(drawn), height, tints)
 
 
 def step_bar(prediction: "Prediction") -> str:
@@ -95,7 +96,7 @@ def draw_step(prediction: "Prediction") -> Bars:
         drawn.append(f'<rect class="tint-{tints[name]}" {box}><title>{escape(name)}: {told}</title></rect>')
         x += seconds * scale
     drawn.append(_axis(prediction.step_s * 1e3, 46, "ms of a step, along its busiest pipeline rank"))
-    return Bars("Time of a step", "".join(drawn), 80, tints)
+    return Bars("Time of a step", "ms", "".join(drawn), 80, tints)
 
 
 def _phases(prediction: "Prediction") -> dict[str, float]:
@@ -140,8 +141,8 @@ def _legend(tints: Mapping[str, int]) -> str:
 
 def _figure(bars: Bars, kind: str, legend: str, below: str) -> str:
     return (
-        f'<figure class="picture {kind}"><figcaption><h3>{bars.title}</h3></figcaption>{legend}'
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{bars.title}, scrollable">'
+        f'<figure class="picture {kind}"><figcaption>{heading(bars.title, bars.unit)}</figcaption>{legend}'
+        f'<div class="scroll bars" tabindex="0" role="group" aria-label="{bars.title}, scrollable">'
         f'<svg viewBox="0 0 {WIDTH} {bars.height:.0f}" role="img" aria-label="{bars.title}">'
         f"{bars.body}</svg></div>{below}</figure>"
     )

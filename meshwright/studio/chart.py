@@ -58,7 +58,7 @@ def line_chart(
     """
     width, height = (1080, 330) if wide else (530, 250)
     drawn = [Series(one.label, one.style, thin(one.points)) for one in series if finite(one.points)]
-    head = f"<figcaption><h3>{escape(title)}</h3>{legend(drawn)}</figcaption>"
+    head = f"<figcaption>{heading(title, unit)}{legend(drawn, dashed='restart' if marks and wide else '')}</figcaption>"
     size = "wide" if wide else "half"
     if not drawn:
         return f'<figure class="chart {size}">{head}<p class="empty">No finite value was recorded.</p></figure>'
@@ -136,7 +136,7 @@ def axes(x: Scale, y: Scale, unit: str, width: int, height: int, axis: str = "st
         f'<text class="unit" text-anchor="middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
         f"{escape(unit)}</text>"
         f'<text class="unit" text-anchor="middle" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 6}">'
-        f"{escape(axis)}</text>"
+        f"{escape(axis)}s</text>"
     )
     return "".join(parts)
 
@@ -167,12 +167,19 @@ def _bad_mark(at: float, height: int) -> str:
     return f'<path class="bad" d="M{at - 3:.1f} {base - 7}l6 6m0-6l-6 6"/>'
 
 
-def legend(series: Sequence[Series]) -> str:
-    """The curves' names beside their colours; one curve needs none."""
-    if len(series) < 2:
+def heading(title: str, unit: str) -> str:
+    """A chart's title, with the unit for where a narrow page has no room for it beside the axis."""
+    small = "" if unit == title.lower() else f" <small>{escape(unit)}</small>"
+    return f"<h3>{escape(title)}{small}</h3>"
+
+
+def legend(series: Sequence[Series], dashed: str = "") -> str:
+    """The curves' names beside their colours, of which one needs none, and what dashed lines stand for."""
+    keys = [f'<span><i class="key {one.style}"></i>{escape(one.label)}</span>' for one in series if len(series) > 1]
+    keys += [f'<span><i class="key marked"></i>{escape(dashed)}</span>'] if dashed else []
+    if not keys:
         return ""
-    keys = "".join(f'<span><i class="key {one.style}"></i>{escape(one.label)}</span>' for one in series)
-    return f'<span class="legend">{keys}</span>'
+    return f'<span class="legend">{"".join(keys)}</span>'
 
 
 def _hover_data(series: Sequence[Series], x: Scale, y: Scale, axis: str) -> str:

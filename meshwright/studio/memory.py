@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from meshwright.studio.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, Series, axes, legend, nice_ticks, vertical
+from meshwright.studio.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, Series, axes, heading, legend, nice_ticks, vertical
 from meshwright.studio.numbers import size, size_unit
 
 KINDS = ("other", "parameters", "optimizer", "gradients", "activations")
@@ -45,8 +45,8 @@ def memory_chart(rows: Sequence[dict[str, Any]]) -> str:
     body = axes(x, y, unit_name, _WIDTH, _HEIGHT) + areas + boundaries + cursor
     names = legend([Series(layer.kind, f"kind-{layer.kind}", ()) for layer in layers])
     return (
-        f'<h2>Memory in the first steps</h2><figure class="chart wide"><figcaption><h3>By kind</h3>{names}'
-        f'</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'<h2>Memory in the first steps</h2><figure class="chart wide"><figcaption>{heading("By kind", unit_name)}'
+        f'{names}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
         f'aria-label="Memory by kind over the first steps">{body}</svg>'
         f'<p class="readout" aria-live="off">&nbsp;</p>{_hover_data(samples, layers, x_values, x, y)}'
         f'<p class="note foot">{escape(_note(samples))}</p></figure>'

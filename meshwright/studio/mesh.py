@@ -4,6 +4,7 @@ from html import escape
 from math import prod
 
 _MOST_NODES = 16
+_TINTS = 12
 _CELL, _GAP, _PANEL = 16, 2, 14
 _WORDS = {
     "pp": "pipeline stages (pp)",
@@ -22,6 +23,8 @@ def mesh(axes: dict[str, int], gpus_per_node: int) -> str:
     used = [name for name, size in axes.items() if size > 1]
     panels = "".join(_panel(name, axes, gpus_per_node, shown) for name in used)
     note = "Every row is a node, every square a GPU; GPUs of one colour have the same place along the axis."
+    if max(axes.values()) > _TINTS:
+        note += f" Colours come again after {_TINTS} places."
     if nodes > shown:
         note += f" The first {shown} of {nodes} nodes."
     if not used:
@@ -43,7 +46,7 @@ def _panel(name: str, axes: dict[str, int], gpus_per_node: int, nodes: int) -> s
         x, y = rank % gpus_per_node * (_CELL + _GAP), rank // gpus_per_node * (_CELL + _PANEL // 3)
         title = f"<title>node {rank // gpus_per_node}, rank {rank}: {name} {at}</title>"
         box = f'x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="2"'
-        cells.append(f'<rect class="tint-{at % 12}" {box}>{title}</rect>')
+        cells.append(f'<rect class="tint-{at % _TINTS}" {box}>{title}</rect>')
     width, height = columns * (_CELL + _GAP), nodes * (_CELL + _PANEL // 3)
     words = f"{_WORDS[name]}: {size}"
     return (

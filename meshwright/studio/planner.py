@@ -101,7 +101,8 @@ def _allowed(state: dict[str, Any]) -> list[str]:
 def _nothing(question: Asked, found: "Search") -> str:
     if found.best:
         return ""
-    return f"No layout fits on {question.gpus} GPUs of this kind; take more or larger ones, or a smaller model."
+    gpus = "one GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
+    return f"No layout fits on {gpus} of this kind; take more or larger ones, or a smaller model."
 
 
 def _row(one: "Candidate") -> dict[str, Any]:

@@ -1,4 +1,5 @@
 // The pages and the address: what comes after # is the whole state, so that a copied address shows the same.
+import { remember } from "./dom.js";
 import * as learn from "./learn.js";
 import * as plan from "./plan.js";
 import * as runs from "./runs.js";
@@ -19,6 +20,7 @@ function show() {
   }
   if (shown !== name && shown) pages[shown].leave();
   shown = name;
+  remember(name, location.hash || "#plan");
   pages[name].enter(query);
 }
 

@@ -43,7 +43,8 @@ function extent(series) {
 // Draws into `figure`, which is kept from one poll to the next so that nothing jumps.
 export function draw(figure, { title, unit, axis, series, marks = [], fromZero = false }) {
   const wide = figure.classList.contains("wide"), width = Math.max(300, figure.clientWidth || 600), height = wide ? 330 : 240;
-  const heading = h("figcaption", {}, h("h3", {}, title));
+  const dashed = wide ? [...new Set(marks.map(mark => mark.kind.replaceAll("_", " ")))] : [];
+  const heading = h("figcaption", {}, h("h3", {}, title), dashed.length ? h("span", { class: "legend" }, h("span", {}, h("i", { class: "key marked" }), dashed.join(", "))) : null);
   series = series.filter(one => one.low.some(value => value !== null));
   if (!series.length) { figure.replaceChildren(heading, h("p", { class: "empty" }, "Nothing recorded yet.")); return; }
   let { low, high, left, right } = extent(series);
@@ -94,7 +95,7 @@ function curve(one, atX, atY) {
   for (let n = 0; n < one.x.length; n += 1) {
     if (one.low[n] === null || one.x[n] === null) { open = false; continue; }
     const x = atX(one.x[n]).toFixed(1);
-    path += `${open ? "L" : "M"}${x} ${atY(one.low[n]).toFixed(1)}`;
+    path += `${open ? "L" : "M"}${x} ${atY(one.low[n]).toFixed(1)}${open ? "" : "h0"}`;  // h0: alone, a point is a dot
     if (one.high && one.high[n] !== one.low[n]) path += `L${x} ${atY(one.high[n]).toFixed(1)}`;
     open = true; points += 1;
   }

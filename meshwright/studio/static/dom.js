@@ -30,4 +30,10 @@ export function setAddress(page, query) {
   const text = query.toString();
   const wanted = `#${page}${text ? "?" + text : ""}`;
   if (location.hash !== wanted) history.replaceState(null, "", wanted);
+  remember(page, wanted);
+}
+
+// The link to a page leads to how it was left.
+export function remember(page, address) {
+  document.querySelector(`[data-page=${page}]`).setAttribute("href", address);
 }

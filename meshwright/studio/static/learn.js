@@ -5,7 +5,7 @@ let titles = null;
 
 export async function enter(query) {
   titles ??= (await ask("/api/guide")).titles;
-  const names = Object.keys(titles), name = query.get("page") in titles ? query.get("page") : names[0];
+  const names = Object.keys(titles), name = query.get("page") in titles ? query.get("page") : "playbook/README";
   let folder = "";
   $("guide").replaceChildren(...names.flatMap(each => {
     const link = h("a", { href: `#learn?page=${encodeURIComponent(each)}`, "aria-current": each === name && "page" }, titles[each]);
@@ -15,6 +15,7 @@ export async function enter(query) {
   }));
   $("page").innerHTML = (await ask(`/api/page?page=${encodeURIComponent(name)}`)).html;  // escaped by the server
   if (query.get("at")) $("page").querySelector(`[id="${CSS.escape(query.get("at"))}"]`)?.scrollIntoView();
+  else if (query.has("page") && $("page").offsetTop > innerHeight / 2) $("page").scrollIntoView();  // below the list
   else scrollTo(0, 0);
 }
 

@@ -12,11 +12,11 @@ let choices = null, shape = {}, base = {}, pick = null, own = false, busy = fals
 export async function enter(query) {
   if (!choices) await begin();
   fields.model.value = query.get("model") ?? (query.has("shape") ? "" : "llama-3.2-1b");
-  shape = JSON.parse(query.get("shape") || "{}");
+  shape = parsed(query.get("shape"), {});
   fields.gpu.value = query.get("gpu") || "h100";
   for (const [name, usual] of [["nodes", 1], ["gpus", 8], ["seq", ""], ["batch", ""], ["node_link", ""], ["network_link", ""]])
     fields[name].value = query.get(name) ?? usual;
-  const allowed = JSON.parse(query.get("allow") || "[]");
+  const allowed = parsed(query.get("allow"), []);
   for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
   pick = query.get("pick");
   own = Boolean(pick);
@@ -25,6 +25,14 @@ export async function enter(query) {
 }
 
 export function leave() { clearTimeout(timer); turn += 1; }
+
+// Of an address that was cut or typed, what cannot be read counts as not given.
+function parsed(text, otherwise) {
+  try {
+    const found = JSON.parse(text);
+    return found && Array.isArray(found) === Array.isArray(otherwise) && typeof found === "object" ? found : otherwise;
+  } catch { return otherwise; }
+}
 
 async function begin() {
   choices = await ask("/api/choices");
@@ -36,8 +44,13 @@ async function begin() {
   form.addEventListener("input", changed);
   form.addEventListener("submit", event => event.preventDefault());
   $("copy").addEventListener("click", async () => {
-    await navigator.clipboard.writeText($("job").textContent);
-    say("job.toml is copied");
+    try {
+      await navigator.clipboard.writeText($("job").textContent);
+      told("copied", false, "copied");
+    } catch {  // a page that was not opened on this machine may not write there
+      getSelection().selectAllChildren($("job"));
+      told("your browser lets this page copy nothing; the text is marked, press Ctrl-C", true, "copied");
+    }
   });
 }
 
@@ -149,11 +162,11 @@ function showShape(found) {
 function showRows(found) {
   const rows = found.rows.map(row => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
     h("td", {}, h("button", { type: "button", class: "pick", "aria-pressed": String(row.pick === pick) }, row.layout)),
-    h("td", { class: "number" }, number(row.tokens_per_s_per_gpu)),
-    h("td", { class: "number" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
-    h("td", { class: "number" }, `${number(row.step_s)} s`),
-    h("td", { class: "number" }, row.gib.toFixed(1)),
-    h("td", {}, row.limited_by)));
+    h("td", { class: "number", "data-name": "tokens/s a GPU" }, number(row.tokens_per_s_per_gpu)),
+    h("td", { class: "number", "data-name": "MFU" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
+    h("td", { class: "number", "data-name": "step" }, `${number(row.step_s)} s`),
+    h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1)),
+    h("td", { "data-name": "limited by" }, row.limited_by)));
   document.querySelector("#layouts tbody").replaceChildren(...rows);
   $("rejected").hidden = !found.misses.length;
   document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
@@ -179,6 +192,7 @@ async function choose(asked, mine) {
   if (mine !== turn || wanted !== pick) return;
   if (one.error) { say(one.error, true); return; }
   $("chosen").dataset.shown = JSON.stringify([asked, pick]);
+  told("", false, "copied");
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));

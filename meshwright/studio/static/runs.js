@@ -11,7 +11,8 @@ const CHARTS = [
 ];
 const AXES = { step: "steps", tokens: "tokens", time: "seconds in steps" };
 const EVERY_MS = 1500, FEW = 5;
-let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false;
+let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false, detailed = "";
+const tints = new Map();  // a run keeps its colour when newer ones appear above it
 
 export async function enter(query) {
   if (!begun) begin();
@@ -21,6 +22,7 @@ export async function enter(query) {
   curves = {};
   const wanted = query.get("show");
   clearTimeout(polling);
+  if (!wanted) { shown = null; $("run").hidden = true; }
   await poll();
   if (wanted && wanted !== shown) open(wanted);
 }
@@ -61,10 +63,12 @@ async function poll() {
       $("runs-status").classList.remove("error");
       const incomplete = await fetchCurves();
       const running = list.filter(run => run.state === "running").length;
-      $("runs-status").textContent = `${list.length} runs, ${running} running${incomplete ? "; reading" : ""}`;
+      $("runs-status").textContent = `${list.length} run${list.length === 1 ? "" : "s"}, ${running} running${incomplete ? "; reading" : ""}`;
       showList();
       showCurves();
       await tail();
+      const now = list.find(run => run.name === shown);
+      if (now && detailed !== growth(now)) await details(shown);
       if (incomplete) wait = 30;
     }
   } catch {
@@ -85,7 +89,7 @@ async function fetchCurves() {
 }
 
 const visible = () => list.filter(run => run.name.toLowerCase().includes($("find").value.toLowerCase()));
-const tint = name => list.findIndex(run => run.name === name) % 12;
+const tint = name => tints.has(name) ? tints.get(name) : tints.set(name, tints.size % 12).get(name);
 
 function showList() {
   const focus = document.activeElement?.dataset?.key;
@@ -94,7 +98,7 @@ function showList() {
       drawn = event.target.checked ? [...drawn, run.name] : drawn.filter(name => name !== run.name);
       changed();
     } })),
-    h("td", {}, h("i", { class: `swatch tint-${tint(run.name)}` }), h("button", { type: "button", class: "open", "data-key": `open ${run.name}`, onclick: () => open(run.name) }, run.name)),
+    h("td", {}, h("span", { class: "named" }, h("i", { class: `swatch tint-${tint(run.name)}` }), h("button", { type: "button", class: "open", "data-key": `open ${run.name}`, onclick: () => open(run.name) }, run.name))),
     h("td", {}, h("span", { class: `state ${run.state}` }, run.state)),
     h("td", { class: "number" }, number(run.step)),
     h("td", { class: "number" }, run.loss === null ? "–" : run.loss.toFixed(3)))));
@@ -118,29 +122,48 @@ function showCurves() {
 }
 
 async function open(name) {
-  shown = name; log = null;
+  shown = name; log = null; detailed = "";
   if (!drawn.includes(name)) drawn = [...drawn, name];
+  $("log-text").textContent = "";
+  await details(name);
   changed();
+}
+
+const growth = run => [run.name, run.state, run.version].join();
+
+// What is told of one run, again whenever it has grown; a picture that did not change is left under the pointer.
+async function details(name) {
+  const now = list.find(run => run.name === name), before = detailed.split(",").slice(0, -1).join();
   const run = await ask(`/api/run?run=${encodeURIComponent(name)}`);
   if (run.error || shown !== name) { $("run").hidden = Boolean(run.error); return; }
+  detailed = now ? growth(now) : "";
   $("run").hidden = false;
   $("run-title").textContent = name;
-  $("memory").innerHTML = run.memory;  // drawn and escaped by the server
-  bindFigures($("memory"));
+  if ($("memory").dataset.shown !== run.memory) {
+    $("memory").innerHTML = $("memory").dataset.shown = run.memory;  // drawn and escaped by the server
+    bindFigures($("memory"));
+  }
   $("run-job").textContent = run.job;
   $("samples").hidden = !run.samples.length;
   document.querySelector("#samples div").replaceChildren(...run.samples.flatMap(sample => [h("h3", {}, sample.name), h("pre", { tabindex: 0 }, sample.text)]));
   document.querySelector("#events tbody").replaceChildren(...run.events.toReversed().map(eventRow));
   $("logs").hidden = !run.logs.length;
-  $("log").replaceChildren(...run.logs.map(each => h("option", {}, each)));
-  $("log-text").textContent = "";
+  const rank = $("log").value;
+  $("log").replaceChildren(...run.logs.map(each => h("option", { selected: each === rank }, each)));
+  if ($("log").value !== rank) log = null;
   tail();
-  showPredicted(name);
+  if (before !== [name, now?.state].join()) showPredicted(name);
 }
 
 function eventRow({ kind, time, elapsed_s, ...more }) {
-  const pairs = Object.entries(more).map(([key, value]) => h("span", {}, h("i", {}, key), typeof value === "object" ? JSON.stringify(value) : String(value)));
+  const pairs = Object.entries(more).map(([key, value]) => h("span", {}, h("i", {}, key), worded(value)));
   return h("tr", {}, h("td", { class: "number", title: time ?? null }, elapsed_s === undefined ? "" : `${number(elapsed_s, 4)} s`), h("th", { scope: "row" }, kind), h("td", { class: "pairs" }, ...pairs));
+}
+
+function worded(value) {
+  if (value === null) return "—";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 async function showPredicted(name) {
@@ -152,11 +175,11 @@ async function showPredicted(name) {
 }
 
 async function tail() {
-  const name = $("log").value;
+  const name = $("log").value, run = shown, from = log;
   if (!shown || !name || $("logs").hidden) return;
   const query = new URLSearchParams({ run: shown, log: name, ...(log === null ? {} : { offset: log }) });
   const more = await ask(`/api/log?${query}`);
-  if (more.error || name !== $("log").value) return;
+  if (more.error || name !== $("log").value || run !== shown || from !== log) return;  // asked twice, or no longer
   const box = $("log-text"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 5;
   if (log === null) box.textContent = "";
   log = more.offset;
