@@ -63,7 +63,7 @@ def draw_memory(prediction: "Prediction") -> Bars:
     base = _TOP + row * len(ranks)
     drawn.append(f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{_TOP - 8}" y2="{base}"/>')
     words = f"the card: {prediction.capacity_bytes / GIB:.0f} GiB"
-    drawn.append(f'<text class="tick" text-anchor="middle" x="{limit:.1f}" y="12">{words}</text>')
+    drawn.append(f'<text class="tick" text-anchor="end" x="{limit + 55:.1f}" y="12">{words}</text>')
     drawn.append(_axis(1.04 * most / GIB, base, "GiB on the device, by pipeline rank"))
     return Bars("Memory of each stage", "GiB", "".join(drawn), height, tints)
 
@@ -124,7 +124,7 @@ def _tints(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[st
 def _axis(most: float, base: float, words: str) -> str:
     scale = (WIDTH - _LEFT - _RIGHT) / most
     ticks = [
-        f'<text class="tick" text-anchor="middle" x="{_LEFT + tick * scale:.1f}" y="{base + 15:.0f}">'
+        f'<text class="tick below" text-anchor="middle" x="{_LEFT + tick * scale:.1f}" y="{base + 15:.0f}">'
         f"{short(tick)}</text>"
         for tick in nice_ticks(0.0, most, 6)
     ]

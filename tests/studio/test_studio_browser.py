@@ -112,6 +112,7 @@ def test_a_run_appears_and_its_curve_grows(tab: Any, studio: Studio) -> None:
     assert page.inner_text("#list tbody tr:has-text('it-appears') td:nth-child(4)") == "39"
     run.event("stop", reason="failed", error="x")
     page.wait_for_selector("#list tbody tr:has-text('it-appears') .state.failed")
+    page.wait_for_selector("#events tbody tr:has-text('stop')")
     for axis in ("tokens", "time"):
         page.check(f"[name=x][value={axis}]")
         page.wait_for_function(f"() => location.hash.includes('x={axis}')")
@@ -229,6 +230,44 @@ def test_by_keyboard(tab: Any) -> None:
     page.wait_for_function(
         "() => document.querySelector('#layouts tr:nth-child(2)').getAttribute('aria-selected') === 'true'"
     )
+
+
+def test_pages_are_found_again_as_they_were_left(tab: Any) -> None:
+    page = tab("#plan?model=gpt2&gpu=a100-40gb&nodes=1&gpus=2&seq=1024&batch=65536")
+    planned(page)
+    page.click("nav >> text=Learn")
+    page.wait_for_selector("#page h2:has-text('The playbook')")
+    page.click("nav >> text=Plan")
+    planned(page)
+    assert page.input_value("[name=model]") == "gpt2" and page.input_value("[name=seq]") == "1024"
+    page.fill("[name=seq]", "0")
+    page.wait_for_selector("#plan-status.error:has-text('seq = 0')")
+    assert page.eval_on_selector("#answer", "e => e.classList.contains('late')")
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("#plan?model=no-such-model", "no-such-model"),
+        ("#plan?gpu=no-such-gpu", "no-such-gpu"),
+        ("#plan?shape=%7Bcut", ""),
+    ],
+)
+def test_an_address_that_cannot_be_meant(tab: Any, place: str, words: str) -> None:
+    """A name nobody knows is refused by name and not replaced by another; what is cut counts as not given."""
+    page = tab(place)
+    page.wait_for_selector(f"#plan-status.error:has-text('{words}')" if words else "#layouts tbody tr")
+
+
+def test_on_a_phone_every_number_of_a_layout_is_seen(tab: Any) -> None:
+    page = tab("#plan?model=llama-2-13b&gpu=rtx-3090&nodes=4&gpus=8&seq=1024&batch=65536", width=390)
+    planned(page)
+    hidden = (
+        "() => [...document.querySelectorAll('#layouts td')].filter(e => e.getBoundingClientRect().right > 390).length"
+    )
+    assert page.evaluate(hidden) == 0
+    small = "() => [...document.querySelectorAll('#pictures .bars svg, #runs .state')].map(e => e.clientWidth)"
+    assert max(page.evaluate(small)) <= 390
 
 
 def test_a_config_is_uploaded(tab: Any, tmp_path: Path) -> None:

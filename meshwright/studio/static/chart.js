@@ -84,7 +84,7 @@ export function draw(figure, { title, unit, axis, series, marks = [], fromZero =
     const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * width;
     const wanted = left + (x - LEFT) / (width - RIGHT - LEFT) * (right - left);
     hair.setAttribute("x1", x); hair.setAttribute("x2", x); hair.setAttribute("visibility", "visible");
-    out.textContent = `${axis} ${number(wanted)}  ` + series.slice(0, 6).map(one => `${one.label} ${number(one.low[nearest(one.x, wanted)], 4)}`).join("  ");
+    out.textContent = `${axis} ${number(axis === "steps" ? Math.round(wanted) : wanted)}  ` + series.slice(0, 6).map(one => `${one.label} ${number(one.low[nearest(one.x, wanted)], 4)}`).join("  ");
   });
   svg.addEventListener("pointerleave", () => { hair.setAttribute("visibility", "hidden"); out.textContent = "\u00a0"; });
   figure.replaceChildren(heading, svg, out);

@@ -11,9 +11,9 @@ let choices = null, shape = {}, base = {}, pick = null, own = false, busy = fals
 
 export async function enter(query) {
   if (!choices) await begin();
-  fields.model.value = query.get("model") ?? (query.has("shape") ? "" : "llama-3.2-1b");
   shape = parsed(query.get("shape"), {});
-  fields.gpu.value = query.get("gpu") || "h100";
+  take(fields.model, query.get("model") ?? (Object.keys(shape).length ? "" : "llama-3.2-1b"));
+  take(fields.gpu, query.get("gpu") || "h100");
   for (const [name, usual] of [["nodes", 1], ["gpus", 8], ["seq", ""], ["batch", ""], ["node_link", ""], ["network_link", ""]])
     fields[name].value = query.get(name) ?? usual;
   const allowed = parsed(query.get("allow"), []);
@@ -25,6 +25,12 @@ export async function enter(query) {
 }
 
 export function leave() { clearTimeout(timer); turn += 1; }
+
+// A name that this studio does not know is kept, so that the planner refuses it by name instead of another being planned.
+function take(select, name) {
+  if (![...select.options].some(option => option.value === name)) select.append(h("option", {}, name));
+  select.value = name;
+}
 
 // Of an address that was cut or typed, what cannot be read counts as not given.
 function parsed(text, otherwise) {
@@ -138,8 +144,8 @@ async function search(asked, mine, full) {
   const begun = performance.now();
   const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: "the studio does not answer; is it still running?" }));
   if (mine !== turn) return;
+  if (found.error) { say(found.error, true); return; }  // what stands below stays dim: it answers an earlier question
   $("answer").classList.remove("late");
-  if (found.error) { say(found.error, true); return; }
   base = found.shape;
   showShape(found);
   // A layout that somebody chose stays chosen, also where a shared address names one that is not among the best.
@@ -211,5 +217,4 @@ function told(words, error = false, place = "upload") {
 
 function say(words, error = false) {
   told(words, error, "plan-status");
-  if (error) $("answer").classList.remove("late");
 }
