@@ -69,7 +69,9 @@ class Asked:
         try:
             return Job.model_validate(parts)
         except ValidationError as error:
-            raise UserError(f"pick is not a layout that a job may have ({_first(error)}); choose another row") from None
+            raise UserError(
+                f"pick is not a layout that a job may have ({first_fault(error)}); choose another row"
+            ) from None
 
 
 def pick_of(job: "Job") -> str:
@@ -106,7 +108,7 @@ def _model(state: dict[str, Any]) -> "Model":
     try:
         return Model.model_validate(start | given)
     except ValidationError as error:
-        raise UserError(_first(error)) from None
+        raise UserError(first_fault(error)) from None
 
 
 def _cluster(state: dict[str, Any]) -> "Cluster":
@@ -136,7 +138,7 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
     return value
 
 
-def _first(error: Any) -> str:
+def first_fault(error: Any) -> str:
     """The first thing a section's check says, as one sentence."""
     told = error.errors()[0]
     place = ".".join(str(part) for part in told["loc"])

@@ -8,7 +8,8 @@ from typing import Any
 from meshwright.studio.curves import Point, curve, finite, smooth
 from meshwright.studio.numbers import count, duration, size
 
-_WORDS = {"done": "finished", "running": "running", "stopped": "stopped", "failed": "failed"}
+_WORDS = {"done": "finished"}
+"""States that a report calls otherwise."""
 
 
 def headline(
@@ -30,8 +31,9 @@ def headline(
         _time_tile(metrics, events),
         *_memory_tile(events),
     ]
+    shown = _WORDS.get(state, state)
     return (
-        f'<header><div class="name"><h1>{escape(name)}</h1><span class="state {state}">{_WORDS[state]}</span></div>'
+        f'<header><div class="name"><h1>{escape(name)}</h1><span class="state {state}">{shown}</span></div>'
         f'<p class="facts">{facts}</p></header><div class="tiles">{"".join(tiles)}</div>{_convention(start)}'
     )
 

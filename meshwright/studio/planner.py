@@ -10,7 +10,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.studio.asked import SHAPE, Asked, asked, pick_of
+from meshwright.studio.asked import SHAPE, Asked, asked, first_fault, pick_of
 from meshwright.studio.expectations import expectations
 from meshwright.studio.numbers import count
 from meshwright.studio.plan_report import layout_pictures
@@ -166,9 +166,8 @@ def _config(state: dict[str, Any]) -> dict[str, Any]:
     try:
         model = Model.model_validate(model_from_hf_config(config))
     except (ValidationError, TypeError, ValueError) as error:
-        raise UserError(
-            f"config does not describe a model ({str(error).splitlines()[0]}); give a config.json"
-        ) from None
+        why = first_fault(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
+        raise UserError(f"config does not describe a model ({why}); give a config.json") from None
     return {"shape": {name: getattr(model, name) for name in SHAPE}}
 
 

@@ -13,6 +13,7 @@ from meshwright.studio.files import write_whole
 from meshwright.studio.headline import headline
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
+from meshwright.studio.runs import heard
 from meshwright.studio.tables import code_tables, environment_table, events_table, job_tables
 from meshwright.version import VERSION
 
@@ -27,7 +28,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     name = folder.path.absolute().name
     body = "\n".join(
         [
-            headline(name, folder.state(), folder.job(), metrics, events, folder.environment()),
+            headline(name, _state(folder, metrics), folder.job(), metrics, events, folder.environment()),
             _charts(metrics),
             memory_chart(folder.memory_curve()),
             expectations(folder.job(), metrics, events),
@@ -42,6 +43,11 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     )
     target = out or folder.path / "report.html"
     return write_whole(target, page(f"{name} · Meshwright", body))
+
+
+def _state(folder: RunFolder, metrics: list[dict[str, Any]]) -> str:
+    step_s = next((row["step_s"] for row in reversed(metrics) if "step_s" in row), None)
+    return heard(folder.state(), (folder.path / "metrics.jsonl").stat().st_mtime, step_s)
 
 
 def _charts(metrics: list[dict[str, Any]]) -> str:

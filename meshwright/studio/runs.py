@@ -73,13 +73,9 @@ class Runs:
         size, written = self._size(name)
         last = self._last_row(name, size)
         state: str = state_of(event for event in events if "kind" in event)
-        if state == "running" and time.time() - written > max(
-            _SILENT_S, _SILENT_STEPS * (_number(last.get("step_s")) or 0)
-        ):
-            state = "silent"  # a killed process writes no farewell
         return {
             "name": name,
-            "state": state,
+            "state": heard(state, written, last.get("step_s")),
             "version": size,
             "step": _number(last.get("step")),
             "loss": _number(last.get("loss")),
@@ -212,6 +208,12 @@ class Runs:
 
     def _require(self, name: str) -> None:
         os.close(open_inside(self.root, name, "job.resolved.json"))
+
+
+def heard(state: str, written: float, step_s: Any) -> str:
+    """The state; `silent` where a run says running, but has written nothing for long: a killed one says no farewell."""
+    long = max(_SILENT_S, _SILENT_STEPS * (_number(step_s) or 0))
+    return "silent" if state == "running" and time.time() - written > long else state
 
 
 def _number(value: Any) -> float | None:

@@ -16,6 +16,16 @@ from meshwright.studio.markdown import to_html
 from meshwright.studio.planner import Planner
 
 STATE = {"model": "llama-2-7b", "nodes": 2, "gpus": 8, "gpu": "rtx-4090", "seq": 1024, "batch": 65536}
+LLAMA = {
+    **{
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+    },
+    **{"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 128, "hidden_act": "silu"},
+}
 
 
 def test_layouts_and_their_pictures() -> None:
@@ -65,6 +75,7 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
         ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": 2}}'}, "layout takes 2 ranks"),
         ({"part": "config", "config": {"model_type": "bert"}}, "bert"),
         ({"part": "config", "config": [1]}, "config is not a JSON object"),
+        ({"part": "config", "config": {**LLAMA, "hidden_size": -8}}, "width"),
         ({"part": "nothing"}, "part = nothing is not known"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from html.parser import HTMLParser
@@ -94,6 +95,8 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     new_run(tmp_path / "run")
     html, parsed = read(tmp_path / "run")
     assert "No step has been recorded yet" in parsed.text and "running" in parsed.text and "<svg" not in html
+    os.utime(tmp_path / "run" / "metrics.jsonl", (0, 0))  # and nothing since: it was killed
+    assert "silent" in read(tmp_path / "run")[1].text
 
 
 def test_one_step_is_a_dot_and_unknown_hardware_has_no_mfu(tmp_path: Path) -> None:
