@@ -17,14 +17,15 @@ from meshwright.studio.planner import Planner
 
 STATE = {"model": "llama-2-7b", "nodes": 2, "gpus": 8, "gpu": "rtx-4090", "seq": 1024, "batch": 65536}
 LLAMA = {
-    **{
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "rms_norm_eps": 1e-5,
-    },
-    **{"intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 128, "hidden_act": "silu"},
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
 }
 
 
