@@ -143,12 +143,8 @@ def _refused(target: str, what: str) -> Iterator[None]:
 
 
 def _open(target: str) -> tuple[Any, str]:
-    try:
-        from fsspec.core import url_to_fs
+    from fsspec.core import url_to_fs
 
+    with _refused(target, "opened"):  # some stores connect here
         system, root = url_to_fs(target)
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"checkpoint.backup_to = {target} cannot be opened ({error}); mend it or leave it out"
-        ) from None
     return system, str(root)
