@@ -197,12 +197,17 @@ def prune(
 ) -> None:
     """Remove checkpoints that need not be kept; the newest one whose every byte is as it was written always stays."""
     from meshwright.checkpoint import remove, surplus
+    from meshwright.errors import UserError
     from meshwright.launch import RunFolder
 
     RunFolder.open(run)
     paths = surplus(run, keep_last, keep_every, damaged=damaged, verify=True)
     if not dry_run:
-        remove(paths)
+        try:
+            remove(paths)
+        except OSError as error:
+            told = f"{error.filename} cannot be removed ({error.strerror})"
+            raise UserError(f"{told}; see that you may write to {run / 'checkpoints'}") from None
     if as_json:
         _print_json({"run": str(run), "dry_run": dry_run, "removed": [path.name for path in paths]})
         return

@@ -148,3 +148,12 @@ def test_a_store_that_fails_when_it_is_opened_is_refused_in_one_sentence(tmp_pat
 def test_a_place_without_a_name_is_refused() -> None:
     with pytest.raises(UserError, match=r"checkpoint\.backup_to = .* is not allowed"):
         load_job("demo", ["checkpoint.backup_to="])
+
+
+def test_a_run_folder_that_takes_nothing_back_is_told_in_a_sentence(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", f"file://{tmp_path}/store"
+    saved_steps(run, store, [1])
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("a file")
+    with pytest.raises(UserError, match=r"step-00000001 cannot be written \(a file is in its way\)"):
+        restore(run, store)

@@ -1,5 +1,6 @@
 """`meshwright checkpoint`: what a run has saved, as a table and as JSON with stable keys."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -86,3 +87,12 @@ def test_a_path_with_brackets_and_a_loss_that_is_no_number_are_told_as_they_are(
     (path / "manifest.json").unlink()
     run.rename(run.with_name("[red]"))
     assert "[red]/checkpoints" in cli("checkpoint", "list", "[red]").out.replace("\n", "")
+
+
+def test_what_may_not_be_removed_is_told_in_a_sentence(cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def forbidden(path: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rename", forbidden)
+    told = cli("checkpoint", "prune", "run")
+    assert told.code == 2 and "step-00000002 cannot be removed (Permission denied); see that you may" in told.err
