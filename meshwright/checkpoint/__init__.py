@@ -2,7 +2,15 @@
 
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
 from meshwright.checkpoint.beside import whole_folder
-from meshwright.checkpoint.catalogue import backup_target, checkpoint_path, checkpoints, newest, remove, surplus
+from meshwright.checkpoint.catalogue import (
+    backup_target,
+    checkpoint_path,
+    checkpoints,
+    newest,
+    newest_weights,
+    remove,
+    surplus,
+)
 from meshwright.checkpoint.hf_files import keep_companions
 from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
@@ -36,6 +44,7 @@ __all__ = [
     "keep_companions",
     "load_weights",
     "newest",
+    "newest_weights",
     "remove",
     "require_backup",
     "require_shapes",

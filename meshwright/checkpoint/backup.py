@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.beside import refusal
 from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, spare_steps
 from meshwright.checkpoint.lease import RESTORING
 from meshwright.checkpoint.reading import Checkpoint, Damaged, parse_manifest
@@ -96,8 +97,8 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
     beside = final.parent / f"{RESTORING}{one.step}"
     draft = beside / final.name
     shutil.rmtree(beside, ignore_errors=True)
-    draft.mkdir(parents=True)
     try:
+        draft.mkdir(parents=True)
         if not one.complete:
             raise Damaged(f"{draft} has no {MANIFEST}: it was not copied to its end")
         with _refused(target, "read"):
@@ -113,6 +114,8 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
         bring_into_sight(draft, final)
     except Damaged as damage:
         raise Damaged(str(damage).replace(str(draft), one.place)) from None
+    except OSError as error:
+        raise refusal(final, error) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return Checkpoint.open(final)
@@ -143,12 +146,8 @@ def _refused(target: str, what: str) -> Iterator[None]:
 
 
 def _open(target: str) -> tuple[Any, str]:
-    try:
-        from fsspec.core import url_to_fs
+    from fsspec.core import url_to_fs
 
+    with _refused(target, "opened"):  # some stores connect here
         system, root = url_to_fs(target)
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"checkpoint.backup_to = {target} cannot be opened ({error}); mend it or leave it out"
-        ) from None
     return system, str(root)

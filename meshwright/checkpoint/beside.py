@@ -24,7 +24,7 @@ def whole_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
         free = shutil.disk_usage(draft).free
         if free < needed_bytes:
             raise UserError(
-                f"{path} needs {needed_bytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free; free space or "
+                f"{path} needs {needed_bytes / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB free; free space or "
                 "choose another disk"
             )
         yield draft

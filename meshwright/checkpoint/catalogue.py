@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def checkpoints(run: Path) -> Iterator[Checkpoint | Damaged]:
             yield Checkpoint.open(path)
         except Damaged as damage:
             damage.path = path
-            yield damage
+            if os.path.lexists(path):  # else a training removed it as one that need not be kept
+                yield damage
 
 
 def newest(run: Path) -> Checkpoint:
@@ -35,11 +37,31 @@ def newest(run: Path) -> Checkpoint:
         if isinstance(found, Checkpoint):
             return found
         damages.append(str(found))
+    raise _none(run, damages)
+
+
+def newest_weights(run: Path) -> Checkpoint:
+    """The newest complete checkpoint whose weights are as they were written; those passed over are named."""
+    damages = []
+    for found in checkpoints(run):
+        try:
+            if isinstance(found, Damaged):
+                raise found
+            found.verify(group="model")
+        except Damaged as damage:
+            damages.append(str(damage))
+            continue
+        sys.stderr.write("".join(f"passed over: {told}\n" for told in damages))
+        return found
+    raise _none(run, damages)
+
+
+def _none(run: Path, damages: Sequence[str]) -> UserError:
     told = f" ({damages[0]})" if damages else ""
     remedy = "let its training save one first"
     if (target := backup_target(run)) is not None:
         remedy = f"meshwright checkpoint restore {run} brings one back from {target}"
-    raise UserError(f"{run} holds no complete checkpoint under checkpoints/{told}; {remedy}")
+    return UserError(f"{run} holds no complete checkpoint under checkpoints/{told}; {remedy}")
 
 
 def backup_target(run: Path) -> str | None:
@@ -52,13 +74,25 @@ def backup_target(run: Path) -> str | None:
         return None
 
 
-def surplus(run: Path, keep_last: int, keep_every: int | None, *, damaged: bool = False) -> list[Path]:
+def surplus(
+    run: Path, keep_last: int, keep_every: int | None, *, damaged: bool = False, verify: bool = False
+) -> list[Path]:
     """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; torn or foreign ones
-    only where asked for."""
-    found = list(checkpoints(run))
-    complete = {one.facts.step: one.path for one in found if isinstance(one, Checkpoint)}
+    only where asked for. To verify reads those that stay, and one whose bytes changed takes no other's place."""
+    complete: dict[int, Path] = {}
+    broken: list[Path] = []
+    for one in checkpoints(run):
+        try:
+            if isinstance(one, Damaged):
+                raise one
+            step = one.facts.step
+            if verify and step not in spare_steps([*complete, step], keep_last, keep_every):
+                one.verify()
+            complete[step] = one.path
+        except Damaged:
+            broken.append(one.path)
     paths = [complete[step] for step in spare_steps(list(complete), keep_last, keep_every)]
-    return paths + [one.path for one in found if isinstance(one, Damaged) and damaged]
+    return paths + (broken if damaged else [])
 
 
 def spare_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:

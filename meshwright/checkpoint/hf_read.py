@@ -114,7 +114,7 @@ def _index(folder: Path) -> dict[str, str]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no index of tensors ({type(error).__name__}: {error}); download it again") from None
     for file in sorted(set(files.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):

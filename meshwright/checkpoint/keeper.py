@@ -209,7 +209,7 @@ class Keeper:
     def _prune(self, save: _Save) -> None:
         try:
             remove(surplus(self._lease.run, self._settings.keep_last, self._settings.keep_every))
-        except OSError as error:
+        except (OSError, UserError) as error:
             text = f"step {save.step}: checkpoint saved, but an old one could not be removed ({_sentence(error)})"
             self._told.put(lambda: self._message(text))
 

@@ -49,7 +49,7 @@ class Lease:
                 with suppress(FileNotFoundError):  # another claim took it away
                     take_away(root / f".attempt-{number:06d}")
         for left in (*root.glob(".removed-*"), *root.glob(f"{RESTORING}*")):
-            shutil.rmtree(left, ignore_errors=True)
+            discard(left)
         sync(root.parent)
         return cls(run, attempt)
 
@@ -71,7 +71,15 @@ def take_away(path: Path) -> None:
     """Remove a folder so that it is gone at once, whatever happens to its contents."""
     aside = path.with_name(f".removed-{path.name}-{os.getpid()}")
     path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    discard(aside)
+
+
+def discard(path: Path) -> None:
+    """Remove whatever bears a name; a link goes, and not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _leases(root: Path) -> list[int]:

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -42,11 +43,13 @@ class Checkpoint:
     def open(cls, path: Path) -> Self:
         """Check a folder's manifest, names and sizes, and its index; the tensors' bytes are left to `verify`."""
         path = Path(path)
-        manifest = parse_manifest(path)
-        _require_files(path, manifest)
-        if hash_file(path / INDEX) != manifest.files[INDEX].sha256:
-            raise Damaged(f"{path / INDEX} was altered since it was written")
-        index = _parsed(path / INDEX, Index)
+        with _disk_errors(path):
+            manifest = parse_manifest(path)
+            _require_files(path, manifest)
+            if hash_file(path / INDEX) != manifest.files[INDEX].sha256:
+                raise Damaged(f"{path / INDEX} was altered since it was written")
+            index = _parsed(path / INDEX, Index)
+        _require_tensors(path, manifest, index)
         if (index.facts.step, index.attempt) != (manifest.step, manifest.attempt):
             raise Damaged(f"{path} has the index of another checkpoint")
         return cls(path, manifest, index)
@@ -82,10 +85,10 @@ class Checkpoint:
         """A tensor's shape as a whole."""
         return self.index.tensors[name].shape
 
-    def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Hash every file, or one of several equal shares of them, and refuse what was altered."""
-        names = sorted(self.manifest.files)[share::shares]
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    def verify(self, share: int = 0, shares: int = 1, group: str = "") -> None:
+        """Hash every file, or one group's, or one of several equal shares of them, and refuse what was altered."""
+        names = sorted(name for name in self.manifest.files if name.startswith(group))[share::shares]
+        with _disk_errors(self.path), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             hashes = pool.map(lambda name: hash_file(self.path / name), names)
             altered = [
                 name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256
@@ -126,7 +129,7 @@ class Checkpoint:
             # Whole rows are asked for by their first dim alone: the library then copies them as one stretch.
             rows = box[:1] if box[1:] == tuple(slice(0, size) for size in piece.shape[1:]) else box
             found: Tensor = file.get_slice(key)[rows] if box else file.get_tensor(key)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise Damaged(f"{path} cannot be read ({error})") from None
         return found
 
@@ -181,6 +184,35 @@ def _require_files(path: Path, manifest: Manifest) -> None:
     for needed in (INDEX, JOB):
         if needed not in manifest.files:
             raise Damaged(f"{path} has no {needed}")
+
+
+def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
+    """Refuse an index whose boxes are not those of its tensors; whoever writes one can also seal it."""
+    for name, tensor in index.tensors.items():
+        fits = all(
+            piece.file in manifest.files
+            and len(piece.offsets) == len(piece.shape) == len(tensor.shape)
+            and all(
+                at + size <= whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)
+            )
+            for piece in tensor.pieces
+        )
+        entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
+        if not fits or entries != math.prod(tensor.shape) or tensor.dtype not in _DTYPES:
+            raise Damaged(f"{path / INDEX} is not what this program wrote (tensors.{name} is no tensor of its files)")
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """What a disk cannot give back is damage; what may not be read is the user's to mend, and no reason to go back."""
+    try:
+        yield
+    except PermissionError as error:
+        raise UserError(
+            f"{error.filename or path} may not be read ({error.strerror}); give yourself leave to read the run folder"
+        ) from None
+    except OSError as error:
+        raise Damaged(f"{error.filename or path} cannot be read ({error.strerror})") from None
 
 
 def _parsed(path: Path, record: type[R]) -> R:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from meshwright.checkpoint.catalogue import newest
+from meshwright.checkpoint.catalogue import newest_weights
 from meshwright.checkpoint.reading import Checkpoint
 from meshwright.errors import UserError
 
@@ -24,7 +24,7 @@ class StoredWeights:
     """The weights of a run's newest complete checkpoint, any window of any parameter at a time."""
 
     def __init__(self, run: Path) -> None:
-        self._checkpoint = newest(run)
+        self._checkpoint = newest_weights(run)
         self.step = self._checkpoint.facts.step
         names = self._checkpoint.names("model/")
         self.sizes = {name.removeprefix("model/"): self._checkpoint.shape(name) for name in names}

@@ -171,7 +171,7 @@ def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
     with one, other:
         tensors = [{"name": name, "difference": told} for name, told in differences(one, other)]
     facts, others = one.facts.model_dump(), other.facts.model_dump()
-    changed = {name: [facts[name], others[name]] for name in facts if facts[name] != others[name]}
+    changed = {name: [facts[name], others[name]] for name in facts if repr(facts[name]) != repr(others[name])}
     if as_json:
         compared = len({*one.names(), *other.names()})
         _print_json({"equal": not tensors and not changed, "compared": compared, "facts": changed, "tensors": tensors})
@@ -195,14 +195,19 @@ def prune(
     dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would be removed."),
     as_json: bool = JSON,
 ) -> None:
-    """Remove checkpoints that need not be kept; the newest complete one always stays."""
+    """Remove checkpoints that need not be kept; the newest one whose every byte is as it was written always stays."""
     from meshwright.checkpoint import remove, surplus
+    from meshwright.errors import UserError
     from meshwright.launch import RunFolder
 
     RunFolder.open(run)
-    paths = surplus(run, keep_last, keep_every, damaged=damaged)
+    paths = surplus(run, keep_last, keep_every, damaged=damaged, verify=True)
     if not dry_run:
-        remove(paths)
+        try:
+            remove(paths)
+        except OSError as error:
+            told = f"{error.filename} cannot be removed ({error.strerror})"
+            raise UserError(f"{told}; see that you may write to {run / 'checkpoints'}") from None
     if as_json:
         _print_json({"run": str(run), "dry_run": dry_run, "removed": [path.name for path in paths]})
         return
@@ -216,9 +221,11 @@ def _opened(path: Path) -> "Checkpoint":
     from meshwright.checkpoint import Checkpoint, newest
     from meshwright.errors import UserError
 
+    if not path.name:  # the folder one stands in
+        path = path.absolute()
     if path.name.startswith("step-") and path.is_dir():
         return Checkpoint.open(path)
-    if not (path / "checkpoints").is_dir():
+    if not ((path / "checkpoints").is_dir() or (path / "job.resolved.json").is_file()):
         raise UserError(f"{path} is neither a run folder nor a checkpoint; give one of them")
     return newest(path)
 
@@ -229,12 +236,14 @@ def _size(size_bytes: int) -> str:
 
 def _print_json(value: Any) -> None:
     from meshwright.cli.output import print_json
+    from meshwright.launch.folder import jsonable
 
-    print_json(value)
+    print_json(jsonable(value))
 
 
 def _print_table(names: tuple[str, ...], rows: list[list[str]]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from meshwright.cli.output import stdout_console
 
@@ -242,5 +251,5 @@ def _print_table(names: tuple[str, ...], rows: list[list[str]]) -> None:
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # as it is: a path may hold brackets
     stdout_console().print(table)

@@ -157,8 +157,18 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
         f"{outcome.reason} at step {outcome.step}"
         + (f" · validation loss {first}" if first else "")
         + (f" · {outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s else "")
-        + f"\nreport   {report}\ncontinue meshwright generate {finished.folder} --prompt 'class '",
+        + f"\nreport   {report}"
+        + (f"\ncontinue {command}" if (command := _next(finished)) else ""),
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _next(finished: "Finished") -> str | None:
+    """The command that goes on with what is there; a run of tokens without text has nothing to write."""
+    if finished.outcome.reason == "interrupted":
+        return f"meshwright train {finished.folder} --resume"
+    if (finished.folder / "tokenizer.json").is_file():
+        return f"meshwright generate {finished.folder} --prompt 'class '"
+    return None

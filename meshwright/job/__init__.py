@@ -6,7 +6,7 @@ from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.hf_config import model_from_hf_config, model_of_folder, model_to_hf_config, read_hf_config
 from meshwright.job.init_from import start_folder
 from meshwright.job.job import Job
-from meshwright.job.load import LoadedJob, job_fields, job_schema, load_job
+from meshwright.job.load import LoadedJob, job_fields, job_of_table, job_schema, load_job
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.presets import model_preset, model_presets, recipes
 from meshwright.job.text import job_text
@@ -20,6 +20,7 @@ __all__ = [
     "job_fields",
     "job_from_deepspeed",
     "job_from_hf_trainer",
+    "job_of_table",
     "job_schema",
     "job_text",
     "load_job",

@@ -21,6 +21,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder} is not a folder; download the model and give the folder that holds its config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UserError(f"{path} is nested deeper than any config is; download it again") from None
     except FileNotFoundError:
         raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model") from None
     except OSError as error:
@@ -50,6 +52,18 @@ def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     What the model is there and Meshwright cannot compute is refused by the field's name.
     """
     require_known_fields(config)
+    try:
+        return _fields(config)
+    except (
+        ArithmeticError,
+        AttributeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a text for a number, a number for a list
+        raise UserError(f"config.json makes no model ({error}); take it from the model's page") from None
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     family = config.get("model_type")
     if family == "gpt2":
         return _from_gpt2(config)

@@ -35,7 +35,7 @@ def require_agreement(name: str, shape: dict[str, Any], tables: Iterable[tuple[s
     for where, table in tables:
         section = table.get("model")
         for field, value in section.items() if isinstance(section, dict) else ():
-            if field == "file":
+            if field == "file" and value is not None:  # a resolved job names every field
                 raise UserError(
                     f"{where}: model.file beside model.init_from: a folder's weights have no place in a model of your "
                     "own; leave one of them out"

@@ -120,6 +120,8 @@ def _run_table(path: Path, text: str) -> Table:
         table: Table = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON: {error}; the file was altered") from None
+    if not (isinstance(table, dict) and all(isinstance(section, dict) for section in table.values())):
+        raise UserError(f"{path}: no table of a job's sections; the file was altered")
     table["run"] = {**table.get("run", {}), "folder": str(path.parent)}
     # Everything is written there; of the machines it must stay clear what the job itself says.
     defaults = Cluster().model_dump()

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.section import Section
 
@@ -48,7 +48,7 @@ class Checkpoint(Section):
     """Newest checkpoints kept."""
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this many steps are kept for good."""
-    backup_to: str | None = None
+    backup_to: str | None = Field(default=None, min_length=1)
     """A second place every checkpoint is copied to: a folder or any address fsspec knows, as `s3://bucket/runs`."""
 
     @model_validator(mode="after")

@@ -94,6 +94,11 @@ def _fetched(run: Path, backup_to: str) -> tuple[Path | None, list[str]]:
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
     """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
     before, now, default = checkpoint.job(), job.model_dump(mode="json"), Job().model_dump(mode="json")
+    if not checkpoint.facts.data:
+        raise UserError(
+            f"{checkpoint.path} was imported, and there is no training of it to go on with; start one with "
+            f'model.init_from = "{before["model"]["init_from"]}" in a run.folder of its own'
+        )
     for section, name in _FIXED:
         # What an older checkpoint does not know of was as it is by default.
         was, given = before[section].get(name, default[section][name]), now[section][name]

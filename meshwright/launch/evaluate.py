@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, newest, require_shapes
+from meshwright.checkpoint import Checkpoint, newest_weights, require_shapes
 from meshwright.data import evaluation_windows, validation_batches
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
-from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.launch.folder import RunFolder
 from meshwright.parallel import Weights, World, build
@@ -21,7 +20,7 @@ _ALL = 1 << 40
 
 def evaluate_run(run: Path, sets: Mapping[str, str], device: str, batches: int | None) -> tuple[dict[str, Score], int]:
     """The scores of some sets by name, or of the run's own held-out text when none is given, and the weights' step."""
-    saved = Job.model_validate(RunFolder.open(run).job())
+    saved = RunFolder.open(run).resolved_job()
     limit = _ALL if batches is None else batches
     job = saved.model_copy(
         update={
@@ -32,7 +31,7 @@ def evaluate_run(run: Path, sets: Mapping[str, str], device: str, batches: int |
         }
     )
     world = World(choose_device(job))
-    checkpoint = newest(run)
+    checkpoint = newest_weights(run)
     if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run} has no tokenizer.json (its tokens are synthetic or came without one); use another run")
     tokenizer = load_tokenizer(run / "tokenizer.json", str(run / "tokenizer.json"))

@@ -17,6 +17,7 @@ from meshwright.launch.provenance import describe_code, describe_environment, de
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Lease
+    from meshwright.job import Job
 
 State = Literal["running", "done", "stopped", "failed"]
 
@@ -181,6 +182,12 @@ class RunFolder:
         """The resolved job: section → field → value."""
         return _object(self.path / "job.resolved.json")
 
+    def resolved_job(self) -> "Job":
+        """The resolved job, checked: what was altered since is refused by name."""
+        from meshwright.job import job_of_table
+
+        return job_of_table(self.job(), str(self.path / "job.resolved.json"))
+
     def raw_job(self) -> str:
         """The job file as the user wrote it."""
         return (self.path / "job.toml").read_text(encoding="utf-8")
@@ -205,7 +212,7 @@ class RunFolder:
     def _append(self, name: str, row: dict[str, Any]) -> None:
         if self.lease is not None:
             self.lease.require()
-        line = json.dumps(_jsonable(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        line = json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         with _disk_errors(self.path):
             if name not in self._lines:
                 self._lines[name] = _open_lines(self.path / name)
@@ -271,25 +278,29 @@ def _fields(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    with path.open(encoding="utf-8") as file:
-        loaded: dict[str, Any] = json.load(file)
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}); it was altered, put it back") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} holds no table of fields; it was altered, put it back")
     return loaded
 
 
 def _pretty(value: dict[str, Any]) -> str:
-    return json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """Plain JSON values: floats that are not finite as words, scalars of torch and numpy as numbers, paths as text."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import load_weights, newest
+from meshwright.checkpoint import load_weights, newest_weights
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
-from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
 from meshwright.model import Decoder
 from meshwright.train import choose_device, generate
@@ -17,12 +16,12 @@ def generate_from_run(
     run: Path, prompt: str, tokens: int, temperature: float, top_p: float, seed: int, device: str
 ) -> tuple[str, int]:
     """The prompt and its continuation by a run's newest weights, with the step they were saved at."""
-    saved = Job.model_validate(RunFolder.open(run).job())
+    saved = RunFolder.open(run).resolved_job()
     job = saved.model_copy(update={"run": saved.run.model_copy(update={"device": device})})
     if job.model.file is not None:
         raise UserError(f"{run} trained model.file = {job.model.file}, which cannot write text; use a preset")
     target = choose_device(job)
-    checkpoint = newest(run)
+    checkpoint = newest_weights(run)
     if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run} has no tokenizer.json (its tokens are synthetic or came without one); use another run")
     tokenizer = load_tokenizer(run / "tokenizer.json")

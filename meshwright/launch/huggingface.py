@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import Export, Exported, HfWeights, import_weights, keep_companions, whole_folder
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, model_of_folder, start_folder
 from meshwright.job.training import Batch
@@ -30,6 +31,8 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
     """Make a run folder at step 0 out of a Hugging Face folder, whole or not at all."""
     shape = model_of_folder(folder)
     tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        load_tokenizer(tokenizer, str(tokenizer))
     sequence = min(Batch().sequence_length, shape.max_sequence_length)
     sections: dict[str, dict[str, Any]] = {
         "model": shape.model_dump() | {"init_from": str(folder.absolute())},
@@ -54,7 +57,7 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
 
 def export_run(run: Path, out: Path, dtype: str, report: Report = lambda done, total: None) -> Exported:
     """Write a run's newest weights as a Hugging Face folder, whole or not at all."""
-    job = Job.model_validate(RunFolder.open(run).job())
+    job = RunFolder.open(run).resolved_job()
     if job.model.file is not None:
         raise UserError(f"{run} trained model.file = {job.model.file}, which no Hugging Face family is; use a preset")
     export = Export(run, job.model, dtype)

@@ -52,7 +52,7 @@ class Replay:
 def replay(run: Path, step: int, device: str, console: Console) -> Replay:
     """Make a step of a run again, from the last checkpoint before it or from the first weights; nothing is written."""
     folder = RunFolder.open(run)
-    job = _alone(Job.model_validate(folder.job()), device)
+    job = _alone(folder.resolved_job(), device)
     if not 1 <= step <= job.run.steps:
         raise UserError(f"--step {step} is no step of {run}, which has 1 to {job.run.steps}")
     if job.data.stream:

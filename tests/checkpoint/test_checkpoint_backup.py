@@ -10,6 +10,7 @@ from checkpoint_states import Told, make_keeper, save_model, state_of, tiny
 
 from meshwright.checkpoint import Checkpoint, Damaged, Lease, backups, checkpoints, newest, require_backup, restore
 from meshwright.errors import UserError
+from meshwright.job import load_job
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -136,3 +137,23 @@ def test_what_a_killed_restore_left_is_cleared_away(tmp_path: Path) -> None:
     Lease.claim(tmp_path)
     assert not (tmp_path / "checkpoints/.restoring-4").exists()
     Checkpoint.open(tmp_path / "checkpoints/step-00000001").verify()
+
+
+@pytest.mark.parametrize("target", ["foo://x", "zip://nothing", "ftp://localhost:1/x"])
+def test_a_store_that_fails_when_it_is_opened_is_refused_in_one_sentence(tmp_path: Path, target: str) -> None:
+    with pytest.raises(UserError, match=rf"checkpoint\.backup_to = {target} cannot be opened \(.*\); mend it"):
+        require_backup(target, tmp_path / "run", resume=False)
+
+
+def test_a_place_without_a_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"checkpoint\.backup_to = .* is not allowed"):
+        load_job("demo", ["checkpoint.backup_to="])
+
+
+def test_a_run_folder_that_takes_nothing_back_is_told_in_a_sentence(tmp_path: Path) -> None:
+    run, store = tmp_path / "run", f"file://{tmp_path}/store"
+    saved_steps(run, store, [1])
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("a file")
+    with pytest.raises(UserError, match=r"step-00000001 cannot be written \(a file is in its way\)"):
+        restore(run, store)

@@ -1,6 +1,8 @@
 """What is torn, altered or foreign is named and passed over; nothing in it is ever run."""
 
+import errno
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -11,10 +13,20 @@ import torch
 from checkpoint_states import save_model, tiny
 from safetensors.torch import save_file
 
-from meshwright.checkpoint import Checkpoint, Damaged, checkpoints, newest
+from meshwright.checkpoint import (
+    Checkpoint,
+    Damaged,
+    StoredWeights,
+    checkpoints,
+    newest,
+    newest_weights,
+    remove,
+    surplus,
+)
 from meshwright.checkpoint.records import Manifest
 from meshwright.checkpoint.shares import seal_of
 from meshwright.checkpoint.tensorfile import hash_file
+from meshwright.errors import UserError
 
 WEIGHTS = "model.safetensors"
 
@@ -163,3 +175,88 @@ def test_verify_can_be_shared_out(tmp_path: Path) -> None:
             refused.append(share)
     assert len(refused) == 1, "one of the shares has the file"
     assert torch.is_tensor(Checkpoint.open(path).whole("model/final_norm.weight"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "Q7"), ("offsets", [0, 0]), ("offsets", [1]), ("shape", [63]), ("file", "rng.safetensors")],
+)
+def test_an_index_whose_boxes_are_not_its_tensors_is_refused_when_opened(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    index = json.loads((path / "index.json").read_text())
+    tensor = index["tensors"]["model/final_norm.weight"]
+    (tensor if field == "dtype" else tensor["pieces"][0])[field] = value
+    (path / "index.json").write_text(json.dumps(index))
+    forge(path, "index.json")
+    with pytest.raises(
+        Damaged, match=r"index\.json is not what this program wrote \(tensors\.model/final_norm\.weight"
+    ):
+        Checkpoint.open(path)
+
+
+def test_altered_weights_are_passed_over_by_whoever_uses_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path, 1, tiny(1))
+    path = save_model(tmp_path, 2, tiny(2))
+    assert StoredWeights(tmp_path).step == 2 and capsys.readouterr().err == ""
+    flip_weights(path)
+    assert StoredWeights(tmp_path).step == newest_weights(tmp_path).facts.step == 1
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"passed over: {path / WEIGHTS} was altered")
+    flip_weights(path.with_name("step-00000001"))
+    with pytest.raises(UserError, match=r"no complete checkpoint under checkpoints/ \(.*step-00000002.* was altered"):
+        newest_weights(tmp_path)
+
+
+def test_pruning_keeps_sound_ones_and_not_those_whose_bytes_changed(tmp_path: Path) -> None:
+    paths = [save_model(tmp_path, step, tiny(step)) for step in (1, 2, 3)]
+    flip_weights(paths[2])
+    assert surplus(tmp_path, 1, None, verify=True) == [paths[0]]
+    assert surplus(tmp_path, 1, None, verify=True, damaged=True) == [paths[0], paths[2]]
+    assert surplus(tmp_path, 1, 1, verify=True, damaged=True) == [paths[2]], "kept for good, and read as well"
+
+
+def test_what_the_disk_cannot_give_back_is_damage_and_what_may_not_be_read_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    checkpoint = Checkpoint.open(path)
+
+    def failing(error: int) -> None:
+        def read(path: Path) -> str:
+            raise OSError(error, os.strerror(error), str(path))
+
+        monkeypatch.setattr("meshwright.checkpoint.reading.hash_file", read)
+
+    failing(errno.EIO)
+    with pytest.raises(Damaged, match=r"safetensors cannot be read \(Input/output error\)"):
+        checkpoint.verify(group="model")
+    assert [type(found) for found in checkpoints(tmp_path)] == [Damaged]
+    failing(errno.EACCES)
+    with pytest.raises(UserError, match=r"index\.json may not be read \(Permission denied\); give") as caught:
+        list(checkpoints(tmp_path))  # else a resume would begin from the start
+    assert not isinstance(caught.value, Damaged)
+
+
+def test_one_that_goes_while_it_is_read_is_not_told_as_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path, 1, tiny(1))
+
+    def gone(path: Path) -> str:
+        shutil.rmtree(path.parent)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr("meshwright.checkpoint.reading.hash_file", gone)
+    assert list(checkpoints(tmp_path)) == []
+
+
+def test_a_file_or_link_in_the_place_of_a_checkpoint_is_removed_as_such(tmp_path: Path) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    path.with_name("step-00000002").write_text("no folder")
+    last = save_model(tmp_path, 3, tiny(3))
+    remove(surplus(tmp_path, 1, None, damaged=True))
+    assert list(last.parent.glob("*step*")) == [last] and (elsewhere / WEIGHTS).is_file()

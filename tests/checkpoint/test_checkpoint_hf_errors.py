@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.errors import UserError
+from meshwright.launch.folder import RunFolder
 from meshwright.launch.huggingface import export_run, import_folder
 
 pytest.importorskip("transformers")
@@ -180,3 +181,39 @@ def test_a_full_disk_leaves_no_half_folder(folder: Path, tmp_path: Path, monkeyp
     with pytest.raises(UserError, match="no space is left"):
         export_run(tmp_path / "run", tmp_path / "deep/out", "fp32")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_parameters", "x"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("num_attention_heads", 0),
+        ("layer_types", 5),
+    ],
+)
+def test_a_field_of_another_kind_is_refused(folder: Path, field: str, value: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {field: value}))
+    refused(folder, r"config\.json makes no model \(.*\); take it from the model's page")
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_json_without_end_is_refused(folder: Path, name: str) -> None:
+    (folder / name).write_text("[" * 100_000)
+    refused(folder, f"{name} is (nested deeper|no index).*; download it again")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])
+def test_a_tokenizer_that_does_not_work_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    refused(folder, r"hf/tokenizer\.json is not a working tokenizer\.json")
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b'{"model": 5}', b'{"model": {"foo": 1}}'])
+def test_a_run_whose_job_was_altered_is_refused(cli, original: Path, tmp_path: Path, content: bytes) -> None:  # type: ignore[no-untyped-def]
+    RunFolder.create(tmp_path / "run", "", {}, [])
+    (tmp_path / "run/job.resolved.json").write_bytes(content)
+    for command in (["checkpoint", "export", "run", "out"], ["generate", "run"], ["train", "run", "--resume"]):
+        told = cli(*command)
+        assert told.code == 2 and "run/job.resolved.json" in told.err and len(told.err.splitlines()) == 1, told.err

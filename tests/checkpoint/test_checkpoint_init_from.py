@@ -7,10 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.checkpoint import newest
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
+from meshwright.launch.begin import require_same_run
+from meshwright.launch.folder import RunFolder
+from meshwright.launch.huggingface import import_folder
 from meshwright.model import Decoder, load_hf_state
 from meshwright.parallel import build, join_world
+from meshwright.train import open_corpus
 from meshwright.verify import run_ranks, shrink
 
 pytest.importorskip("transformers")
@@ -122,3 +127,17 @@ def _written(tmp_path: Path, folder: Path, line: str) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(f'[model]\ninit_from = "{folder}"\n{line}\n[batch]\nsequence_length = 48\n')
     return path
+
+
+def test_a_run_folder_says_the_same_job_and_an_import_has_no_training_to_go_on_with(
+    folders: Path, tmp_path: Path
+) -> None:
+    job, run = job_from(folders / "qwen3", tmp_path, "batch.sequence_length=32"), tmp_path / "run"
+    RunFolder.create(run, "", job.model_dump(mode="json"), [])
+    again = load_job(str(run)).job
+    assert again.model == job.model and again.data == job.data
+
+    import_folder(folders / "qwen3", tmp_path / "imported")
+    corpus = open_corpus(load_job(str(tmp_path / "imported"), ['data.sources=["builtin:synthetic"]']).job)
+    with pytest.raises(UserError, match=r'was imported.*model\.init_from = ".*qwen3" in a run\.folder of its own'):
+        require_same_run(job, corpus, newest(tmp_path / "imported"))

@@ -1,9 +1,15 @@
 """`meshwright checkpoint`: what a run has saved, as a table and as JSON with stable keys."""
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+
+from meshwright.checkpoint.records import Manifest
+from meshwright.checkpoint.shares import seal_of
+from meshwright.checkpoint.tensorfile import hash_file
 
 
 @pytest.fixture
@@ -53,3 +59,40 @@ def test_what_is_no_run_is_refused(cli, tiny_job: Path) -> None:  # type: ignore
     for command in (["list", "corpus"], ["show", "corpus"], ["verify", "nowhere"], ["diff", "corpus", "corpus"]):
         result = cli("checkpoint", *command)
         assert result.code == 2 and len(result.err.splitlines()) == 1 and "Traceback" not in result.err
+
+
+def test_a_run_without_checkpoints_is_still_a_run(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
+    shutil.rmtree(run / "checkpoints")
+    for command in (["show", "run"], ["diff", "run", "run"], ["export", "run", "out"]):
+        assert "run holds no complete checkpoint under checkpoints/; let its" in cli("checkpoint", *command).err
+
+
+def test_a_path_with_brackets_and_a_loss_that_is_no_number_are_told_as_they_are(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
+    path = run / "checkpoints/step-00000006"
+    index = json.loads((path / "index.json").read_text())
+    index["facts"]["loss"] = float("nan")
+    (path / "index.json").write_text(json.dumps(index))
+    manifest = json.loads((path / "manifest.json").read_text())
+    size, sha256 = (path / "index.json").stat().st_size, hash_file(path / "index.json")
+    manifest["files"]["index.json"] = {"bytes": size, "sha256": sha256}
+    manifest["seal"] = seal_of(Manifest.model_validate_json(json.dumps(manifest)))
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert cli("checkpoint", "diff", "run", "run").code == 0, "what is no number is equal to itself"
+
+    def no_json(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    shown = json.loads(cli("checkpoint", "show", "run", "--json").out, parse_constant=no_json)
+    assert shown["facts"]["loss"] == "nan"
+    (path / "manifest.json").unlink()
+    run.rename(run.with_name("[red]"))
+    assert "[red]/checkpoints" in cli("checkpoint", "list", "[red]").out.replace("\n", "")
+
+
+def test_what_may_not_be_removed_is_told_in_a_sentence(cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    def forbidden(path: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "rename", forbidden)
+    told = cli("checkpoint", "prune", "run")
+    assert told.code == 2 and "step-00000002 cannot be removed (Permission denied); see that you may" in told.err

@@ -28,6 +28,7 @@ def test_a_run_leaves_a_folder_that_is_complete_in_itself(cli, tiny_job: Path) -
     ):  # fmt: skip
         assert (run / name).is_file(), name
     assert "step 10/10" in result.out and "validation loss" in result.out and "report" in result.out
+    assert result.out.endswith("continue meshwright generate run --prompt 'class '\n")
 
     text = cli("generate", "run", "--prompt", "def add", "--tokens", "8", "--json")
     assert text.code == 0 and json.loads(text.out)["text"].startswith("def add")
@@ -83,16 +84,17 @@ def test_ctrl_c_stops_after_the_step_with_everything_written(tiny_job: Path, tmp
     command = [sys.executable, "-m", "meshwright", "train", "job.toml", "--set", "run.steps=100000"]
     command += ["--set", "data.workers=1", "--set", "data.cache=cache", "--set", "evaluation.every_steps=100000"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ}
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     deadline = time.monotonic() + 60
     while not (metrics.is_file() and metrics.read_text().count('"loss"') > 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
-    _, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    assert out.endswith("continue meshwright train run --resume\n")
     events = rows(tmp_path / "run/events.jsonl")
     assert events[-1]["reason"] == "interrupted" and events[-1]["signal"] == "SIGINT"
     last = [row["step"] for row in rows(metrics) if "loss" in row][-1]
