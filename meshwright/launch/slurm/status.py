@@ -94,7 +94,7 @@ def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | Non
     if reason == "failed" or (final or "").startswith("failed"):
         return "failed", error or _words(final) or "see its log"
     if reason == "interrupted":
-        return _stopped(folder, submission)
+        return _stopped(folder, submission, error)
     if submission is None:
         return "running", "or its process was killed outright"
     if job is None:
@@ -112,13 +112,12 @@ def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[W
     )
 
 
-def _stopped(folder: RunFolder, submission: Submission | None) -> tuple[Word, str]:
+def _stopped(folder: RunFolder, submission: Submission | None, error: str) -> tuple[Word, str]:
     if submission is None:
-        return "stopped", f"{_place(folder)}; `meshwright train {folder.path} --resume` goes on"
-    return (
-        "timeout",
-        f"its last job saved and ended; `meshwright submit {folder.path} --site …` goes on; {_place(folder)}",
-    )
+        why = f"{error}; {_place(folder)}" if error else _place(folder)
+        return "stopped", f"{why}; `meshwright train {folder.path} --resume` goes on"
+    why = error or "its last job saved and ended"
+    return "timeout", f"{why}; `meshwright submit {folder.path} --site …` goes on; {_place(folder)}"
 
 
 def _place(folder: RunFolder) -> str:
