@@ -1,5 +1,6 @@
 """`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm site."""
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,8 @@ def submit(
         scripts = {name: str(plan.run / name) for name in plan.scripts()}
         print_json({"run": str(plan.run), "jobs": [*submission.ladder, *submission.jobs], "scripts": scripts})
         return
-    jobs = ", ".join([*submission.ladder, *submission.jobs])
-    print(f"submitted {jobs} for {plan.run}\nsee      meshwright status {plan.run}\nscript   {plan.run}/slurm/run.sh")
+    jobs, run = ", ".join([*submission.ladder, *submission.jobs]), shlex.quote(str(plan.run))
+    print(f"submitted {jobs} for {run}\nsee      meshwright status {run}\nscript   {run}/slurm/run.sh")
 
 
 def status(
@@ -129,12 +130,19 @@ def logs(
         texts = {str(path): path.read_text(encoding="utf-8", errors="replace") for path in log_files(run, rank)}
         print_json({"run": str(run), "files": texts})
         return
-    log_files(run, rank)  # refused before anything is printed
 
     def alive() -> bool:
         return follow and status_of(run).state in ("pending", "running", "requeued")
 
-    for text in read(lambda: log_files(run, rank), alive):
+    def found() -> list[Path]:
+        try:
+            return log_files(run, rank)
+        except UserError:
+            if rank is None and alive() and (run / "slurm").is_dir():
+                return []  # a job that waits has yet to write
+            raise
+
+    for text in read(found, alive):
         print(text, end="", flush=True)
 
 

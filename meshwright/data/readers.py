@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -84,6 +85,8 @@ class Readers:
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """The error itself, or one that names the worker whose death it tells of."""
+        if isinstance(error, WorkerDied):
+            return error  # told already
         failed = self._roll.name_failed(str(error)) if self._workers else None
         return error if failed is None else _failed(failed)
 
@@ -102,17 +105,25 @@ def _as_it_is(item: Any) -> Any:
 def _leave_signals_to_the_parent(worker: int) -> None:
     """Ctrl-C and a scheduler's warning reach a whole process group; a worker that died of them would fail the step.
 
-    SIGTERM itself is not ignored, since the parent ends a stuck worker with it when it exits. A worker ends with its
-    parent, however that ended.
+    A scheduler's SIGTERM reaches every process; only the parent's own, with which it ends a stuck worker, is heeded.
+    A worker ends with its parent, however that ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
         parent = multiprocessing.parent_process()
         if parent is not None and os.getppid() != parent.pid:  # it was gone before we could ask
             os._exit(1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_heed, args=(os.getppid(),), name="signals", daemon=True).start()
     os.setpgid(0, 0)
     for name in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, signal.SIG_IGN)
+
+
+def _heed(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _failed(what: str) -> WorkerDied:

@@ -190,7 +190,7 @@ def _end(folder: RunFolder, error: BaseException, on_end: OnEnd, *, new: bool) -
         return
     _tidy(folder.path / "logs")
     if folder.state() == "running":
-        record_failure(folder, cause_of(error), on_end)
+        record_failure(folder, error, cause_of(error), on_end)
 
 
 def _tidy(logs: Path) -> None:

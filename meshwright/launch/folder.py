@@ -166,12 +166,12 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """Everything that happened so far."""
-        return list(_rows(self.path / "events.jsonl"))
+        return _rows(self.path / "events.jsonl")
 
     def memory_curve(self) -> list[dict[str, Any]]:
         """What was held in the first steps; empty where nobody watched."""
         path = self.path / "memory.jsonl"
-        return list(_rows(path)) if path.is_file() else []
+        return _rows(path) if path.is_file() else []
 
     def samples(self) -> dict[int, str]:
         """The texts the model wrote, by step."""
@@ -235,10 +235,11 @@ def _open_lines(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file; a last one that is still being written is left out."""
-    with path.open(encoding="utf-8") as lines:
-        yield from rows_of(lines)
+    with _damage_told(path), path.open(encoding="utf-8") as lines:
+        rows = list(rows_of(lines))
+    return rows
 
 
 def rows_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
@@ -278,13 +279,21 @@ def _fields(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
+    with _damage_told(path):
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); it was altered, put it back") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} holds no table of fields; it was altered, put it back")
+        if not isinstance(loaded, dict):
+            raise ValueError("it holds no table of fields")
     return loaded
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    """Turn a file that is not there or not JSON into one sentence."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
+        raise UserError(f"{path} {problem}, without which this is no run folder; restore it from a copy") from error
 
 
 def _pretty(value: dict[str, Any]) -> str:

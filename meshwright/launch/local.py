@@ -104,7 +104,7 @@ def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: 
         with stop_on_signal() as stop:
             outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
     except BaseException as error:
-        record_failure(folder, f"{type(error).__name__}: {error}", on_end)
+        record_failure(folder, error, f"{type(error).__name__}: {error}", on_end)
         raise
     on_end(path)
     return Finished(path, outcome, stop.signal)
@@ -288,11 +288,14 @@ def _without_first_weights(job: Job) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"init_from": None})})
 
 
-def record_failure(folder: RunFolder, error: str, on_end: OnEnd) -> None:
-    """End a failed run's record."""
+def record_failure(folder: RunFolder, error: BaseException, told: str, on_end: OnEnd) -> None:
+    """End the record of a failed run, or of one that a second signal ended at once."""
+    end = {"reason": "failed", "error": told}
+    if isinstance(error, KeyboardInterrupt):
+        end = {"reason": "interrupted", "error": "a second signal ended it at once, unsaved"}
     # Where the failure is a full disk these writes fail too; the first error is the one the user must see.
     with contextlib.suppress(UserError):
-        folder.event("stop", reason="failed", error=error)
+        folder.event("stop", **end)
         folder.end_attempt()
         on_end(folder.path)
 

@@ -30,7 +30,7 @@ def launch_node(
     except ChildFailedError as error:
         cause = ended_by(error, logs)
         if folder.state() == "running":
-            record_failure(folder, str(cause), on_end)
+            record_failure(folder, cause, str(cause), on_end)
         raise cause from None
     finally:
         for rank in range(node.rank * nproc, (node.rank + 1) * nproc):

@@ -78,7 +78,7 @@ def run_rank(
                 outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
         except BaseException as error:
             if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
-                record_failure(folder, f"{type(error).__name__}: {error}", on_end)
+                record_failure(folder, error, f"{type(error).__name__}: {error}", on_end)
             raise
         if folder is not None:
             on_end(folder.path)

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -220,3 +222,19 @@ def test_a_dead_worker_is_named(flow, hindered) -> None:
     with pytest.raises(WorkerDied, match=r"data worker 1 of 2 \(process \d+, reading the step of sample 24\) failed"):
         next(one), next(one)
     assert multiprocessing.active_children() == []
+
+
+def test_a_worker_heeds_no_sigterm_but_its_parents(flow) -> None:
+    """A scheduler that ends a job signals every process of it, and the run must still finish its step and save."""
+    one = loader(flow, workers=1, prefetch=1)
+    next(one)
+    [worker] = multiprocessing.active_children()
+    stranger = f"import os; os.kill({worker.pid}, {int(signal.SIGTERM)})"
+    subprocess.run([sys.executable, "-S", "-c", stranger], check=True)
+    for _ in range(3):
+        next(one)
+    assert worker.is_alive()
+    worker.terminate()
+    worker.join(5)
+    assert worker.exitcode == 0
+    one.close()

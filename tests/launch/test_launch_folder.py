@@ -14,6 +14,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.launch import RunFolder
+from meshwright.launch.local import record_failure
 
 JOB = {"model": {"width": 64}, "run": {"steps": 3, "folder": None}}
 
@@ -179,3 +180,22 @@ def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, monkeypatch: pytest.Monk
     again = RunFolder.open(tmp_path / "run")
     again.metric({"step": 2})
     assert again.metrics() == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("name", ["job.resolved.json", "environment.json", "events.jsonl", "metrics.jsonl"])
+def test_a_damaged_folder_is_named_in_one_sentence(cli, tmp_path: Path, name: str) -> None:
+    RunFolder.create(tmp_path / "run", "", {"run": {"steps": 3}}, [])
+    (tmp_path / "run" / name).write_text('{"torn":\n')
+    told = cli("status", "run")
+    assert told.code == 2 and f"run/{name} is damaged" in told.err and len(told.err.splitlines()) == 1
+    if name.endswith("jsonl"):
+        (tmp_path / "run" / name).unlink()
+        assert f"run/{name} is missing" in cli("status", "run").err
+
+
+def test_a_run_that_a_second_signal_ended_was_stopped_and_did_not_fail(cli, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "", {"run": {"steps": 3}}, [])
+    folder.event("start", attempt=0)
+    record_failure(folder, KeyboardInterrupt(), "KeyboardInterrupt: ", print)
+    told = json.loads(cli("status", "run", "--json").out)
+    assert told["state"] == "stopped" and "a second signal ended it at once, unsaved" in told["why"]

@@ -1,6 +1,7 @@
 """Batch scripts, states in a word, trials and logs, without a Slurm."""
 
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from meshwright.launch import RunFolder
 from meshwright.launch.slurm import Shape, Submission, batch_script, log_files, request_of, status_of, statuses
 from meshwright.launch.slurm import status as status_module
 from meshwright.launch.slurm.commands import SlurmJob
-from meshwright.launch.slurm.ladder import shrunk, verdict
+from meshwright.launch.slurm.ladder import make_rungs, shrunk, verdict
 from meshwright.launch.slurm.script import seconds_of
 from meshwright.launch.slurm.submit import shape_of
 
@@ -175,6 +176,17 @@ def test_a_run_in_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "timeout": ([start], SlurmJob("1", "TIMEOUT"), "timeout"),
         "out of jobs": ([start, (stop, {"reason": "interrupted"})], SlurmJob("1", "FAILED"), "timeout"),
         "scancel": ([start], SlurmJob("1", "CANCELLED"), "cancelled"),
+        "scancel, saved": ([start, (stop, {"reason": "interrupted"})], SlurmJob("1", "CANCELLED"), "cancelled"),
+        "full disk": (
+            [start, (stop, {"reason": "failed", "error": "no space is left; make room"})],
+            SlurmJob("1", "FAILED"),
+            "failed",
+        ),
+        "killed later": (
+            [start, (stop, {"reason": "failed", "error": "CUDA out of memory"}), start],
+            SlurmJob("1", "NODE_FAIL"),
+            "failed",
+        ),
         "forgotten": ([start], None, "failed"),
     }
     for name, (events, job, word) in cases.items():
@@ -191,6 +203,105 @@ def test_a_run_in_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(statuses(tmp_path / "runs")) == len(cases)
     with pytest.raises(UserError, match="is not a run folder"):
         status_of(tmp_path)
+
+
+def test_a_run_whose_trial_came_to_nothing_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm cancels the run itself then, which is not what happened."""
+    run = tmp_path / "run"
+    run_folder(run)
+    run_folder(run / "ladder/1", ("start", {}), ("stop", {"reason": "failed", "error": "ValueError: x"}))
+    (run / "slurm").mkdir()
+    known = {"1": SlurmJob("1", "FAILED"), "2": SlurmJob("2", "CANCELLED")}
+    monkeypatch.setattr(status_module, "job_state", known.get)
+    Submission("here", ("2",), 1, 2, 1, "10", ladder=("1",)).write(run)
+    assert (status_of(run).state, status_of(run).why) == ("failed", "the trial on 1 ended with failed: ValueError: x")
+    known["1"] = SlurmJob("1", "CANCELLED")
+    assert status_of(run).state == "cancelled", "by a person"
+    known["1"] = SlurmJob("1", "FAILED")
+    Submission("here", ("2",), 1, 2, 1, "10").write(run)
+    assert status_of(run).state == "cancelled", "a ladder of an earlier submission says nothing of this one"
+
+
+def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
+    """Let these shell scripts be all there is of Slurm."""
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_a_slurm_that_does_not_answer_has_forgotten_nothing(
+    cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run would be called failed, not be cancelled, and be submitted a second time."""
+    run_folder(tmp_path / "run", ("start", {}))
+    run_folder(tmp_path / "ended", ("start", {}), ("stop", {"reason": "finished"}))
+    for name in ("run", "ended"):
+        (tmp_path / name / "slurm").mkdir()
+        Submission("here", ("1",), 1, 1, 1, "10").write(tmp_path / name)
+    unreachable = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    programs(tmp_path / "down", monkeypatch, scontrol=f"echo '{unreachable}' >&2; exit 1")
+    submitting = ("submit", "run", "--site", "vega", "--time", "10", "--dry-run")
+    for words in (("status", "run"), ("status", "--all", "."), ("cancel", "run"), submitting):
+        told = cli(*words)
+        assert told.code == 2 and "Unable to contact slurm controller" in told.err and not told.out, words
+    programs(tmp_path / "none", monkeypatch)
+    told = cli("status", "run")
+    assert told.code == 2 and "run this on a login node of the site\n" in told.err
+    assert json.loads(cli("status", "ended", "--json").out)["state"] == "done", "known without Slurm"
+    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    programs(tmp_path / "forgetful", monkeypatch, scontrol=forgotten)
+    assert json.loads(cli("status", "run", "--json").out)["state"] == "failed", "and there is no accounting"
+
+
+def test_odd_names_reach_slurm_and_the_shell_as_they_are(tmp_path: Path) -> None:
+    run = tmp_path / "it's 5% ü"
+    script = batch_script(run, "x", SITE, Shape(1, 2), request(per_rank=True), "requeue")
+    [line] = [line for line in script.splitlines() if "--output=" in line and line.startswith("#SBATCH")]
+    output = f"--output={tmp_path}/it's 5%% ü/slurm/job-%j.out"
+    assert shlex.split(line, comments=False)[1:] == [output], "Slurm takes %% for a percent sign"
+    assert '--output="${run//%/%%}/logs/rank-%t.out"' in script
+    with pytest.raises(UserError, match="Slurm reads a backslash its own way"):
+        batch_script(tmp_path / "a\\b", "x", SITE, Shape(1, 1), request(), "requeue")
+    loaded = load_job("demo", ["layout.dp_replicate=2", "batch.global_batch=16"])
+    [rung] = make_rungs(loaded, run, SITE, Shape(1, 2), None, print)
+    assert str(run / "ladder/1") in shlex.split(rung.judge)
+
+
+def test_ranks_that_were_asked_to_end_and_saved_go_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a preemption Slurm may tell the ranks and not the script; a crash is told from that by its code."""
+    path = os.environ["PATH"]
+    script = batch_script(tmp_path / "run", "x", SITE, Shape(1, 1), request(), "requeue")
+    (tmp_path / "run/slurm").mkdir(parents=True)
+    for code, requeued in ((85, True), (1, False)):
+        step = f'case "$*" in *train*) exit {code};; esac'
+        programs(tmp_path / f"{code}", monkeypatch, srun=step, scontrol=f'echo "$*" >{tmp_path}/asked; exit 1')
+        ended = subprocess.run(
+            ["/bin/bash", "-c", script], env={"PATH": f"{tmp_path}/{code}:{path}", "SLURM_JOB_ID": "7"}
+        )
+        assert ended.returncode == code and (tmp_path / "run/slurm/over").exists() is not requeued
+        assert (tmp_path / "asked").exists() is requeued
+        (tmp_path / "asked").unlink(missing_ok=True)
+
+
+def test_logs_of_a_job_that_waits(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followed, they are waited for: here the job is gone when it is asked after again."""
+    run_folder(tmp_path / "run")
+    (tmp_path / "run/slurm").mkdir()
+    Submission("here", ("1",), 1, 1, 1, "10").write(tmp_path / "run")
+    waiting = iter([SlurmJob("1", "PENDING", "Priority")] * 2)
+
+    def asked(job: str) -> SlurmJob:
+        if (found := next(waiting, None)) is not None:
+            return found
+        (tmp_path / "run/slurm/job-1.out").write_text("step 1\n")
+        return SlurmJob("1", "COMPLETED")
+
+    monkeypatch.setattr(status_module, "job_state", asked)
+    told = cli("logs", "run")
+    assert told.code == 2 and "has no log yet" in told.err
+    assert cli("logs", "run", "--follow").out == "step 1\n"
 
 
 def test_logs_of_a_rank(tmp_path: Path) -> None:

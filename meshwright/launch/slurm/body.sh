@@ -58,7 +58,8 @@ if [ -s "$over" ]; then exit 0; fi                         # cancelled
 if [ "$asked" = TERM ]; then exit $code; fi                # Slurm knows what is next
 if [ "$mode" = once ]; then finish "failed" $code; fi
 if [ "$asked" = USR1 ]; then continue_later; fi
-if [ $code = 2 ]; then finish "failed: refused" 2; fi      # a mistake stays one
+if [ $code = 85 ]; then continue_later; fi                 # the ranks alone were asked, as before a preemption
+if [ $code = 2 ]; then finish "failed: refused, and its log says why" 2; fi # a mistake stays one
 # A lost node shows first as ranks that lost their peers: do all nodes still answer?
 if ! timeout 60 srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 true; then
   echo "a node does not answer"

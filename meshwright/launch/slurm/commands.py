@@ -35,6 +35,10 @@ class SlurmJob:
         return self.state in ("PENDING", "REQUEUED", "CONFIGURING")
 
 
+class NoAnswer(UserError):
+    """Slurm could not be asked; what it knows of a job is unknown, which is not the same as nothing."""
+
+
 def sbatch(script: Path, options: Sequence[str], arguments: Sequence[str] = ()) -> str:
     """Submit a script; returns the job's id."""
     out = _call(["sbatch", "--parsable", *options, str(script), *arguments])
@@ -54,42 +58,54 @@ def scancel(job: str, *options: str) -> None:
 def job_state(job: str) -> SlurmJob | None:
     """What the controller still knows of a job, else the accounting; None where both have forgotten it."""
     shown = _run(["scontrol", "show", "job", "-o", job])
+    if shown.returncode and "Invalid job id" not in shown.stderr:
+        raise NoAnswer(
+            f"Slurm does not say how job {job} is ({_told(shown)}); ask again once it answers: scontrol ping"
+        )
     if shown.returncode == 0 and shown.stdout.strip():
         fields = dict(_FIELD.findall(shown.stdout.splitlines()[0]))
         return SlurmJob(
             job,
             fields.get("JobState", ""),
-            fields.get("Reason", ""),
+            "" if fields.get("Reason") == "None" else fields.get("Reason", ""),
             fields.get("NodeList", "").replace("(null)", ""),
             int(fields.get("Restarts", "0") or 0),
             fields.get("ExitCode", ""),
         )
-    told = _run(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
-    lines = told.stdout.strip().splitlines() if told.returncode == 0 else []
+    lines = _accounted(job)
     if not lines:
         return None
     state, code, nodes = [*lines[-1].split("|"), "", ""][:3]
     return SlurmJob(job, state.partition(" ")[0], nodes=nodes, exit_code=code)
 
 
+def _accounted(job: str) -> list[str]:
+    """What the accounting says; nothing on a site that keeps none."""
+    try:
+        told = _run(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
+    except NoAnswer:
+        return []
+    return told.stdout.strip().splitlines() if told.returncode == 0 else []
+
+
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except FileNotFoundError:
-        raise UserError(
-            f"{command[0]} is not on this machine; run this on a login node of the site, or add --dry-run"
-        ) from None
+        remedy = ", or add --dry-run" if command[0] == "sbatch" else ""
+        raise NoAnswer(f"{command[0]} is not on this machine; run this on a login node of the site{remedy}") from None
     except subprocess.TimeoutExpired:
-        raise UserError(
-            f"{command[0]} did not answer within {_TIMEOUT_S} s; see whether Slurm is well: sinfo"
-        ) from None
+        raise NoAnswer(f"{command[0]} did not answer within {_TIMEOUT_S} s; see whether Slurm is well: sinfo") from None
 
 
 def _call(command: list[str]) -> str:
     done = _run(command)
     if done.returncode:
-        told = " ".join(
-            line.removeprefix(f"{command[0]}: ").strip() for line in done.stderr.splitlines() if line.strip()
-        )
-        raise UserError(f"{command[0]} refused: {told or f'exit code {done.returncode}'}; change what it names")
+        raise UserError(f"{command[0]} refused: {_told(done)}; change what it names")
     return done.stdout
+
+
+def _told(done: "subprocess.CompletedProcess[str]") -> str:
+    """What a command complained of, in one line."""
+    lines = [line.removeprefix(f"{done.args[0]}: ").strip() for line in done.stderr.splitlines()]
+    return " ".join(line for line in lines if line) or f"exit code {done.returncode}"

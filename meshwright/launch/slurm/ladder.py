@@ -6,7 +6,7 @@ a trial's job, this judges it.
 
 import json
 import math
-import shutil
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,6 @@ class Rung:
         """Make the trial's run folder."""
         from meshwright.launch.local import create_folder
 
-        shutil.rmtree(self.run, ignore_errors=True)  # of a ladder that was climbed before
         create_folder(self.loaded, self.run)
         (self.run / FOLDER).mkdir()
 
@@ -84,7 +83,7 @@ def make_rungs(
         words += ["--ranks", str(size), "--all", str(shape.ranks), "--steps", str(loaded.job.run.steps)]
         words += ["--before", str(rungs[-1].run.absolute())] if rungs else []
         words += ["--budget", str(budget)] if budget is not None else []
-        rungs.append(Rung(small, run / f"ladder/{size}", Shape(nodes, size // nodes), " ".join(words)))
+        rungs.append(Rung(small, run / f"ladder/{size}", Shape(nodes, size // nodes), shlex.join(words)))
     spent = sum(rung.shape.ranks * _TRIAL_HOURS for rung in rungs)
     if budget is not None and spent >= budget:
         raise UserError(

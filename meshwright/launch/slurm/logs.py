@@ -6,6 +6,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.launch.folder import RunFolder
+from meshwright.launch.slurm.record import Submission
 
 _CHUNK = 1 << 16
 
@@ -15,6 +16,10 @@ def log_files(run: Path, rank: int | None = None) -> list[Path]:
     RunFolder.open(run)
     if rank is None:
         jobs = sorted((run / "slurm").glob("job-*.out"), key=lambda path: path.stat().st_mtime)
+        if not jobs and Submission.read(run) is not None:
+            raise UserError(
+                f"{run} has no log yet: none of its jobs has written any; --follow waits, meshwright status says why"
+            )
         return jobs or log_files(run, 0)
     files = [path for end in ("out", "err") if (path := run / f"logs/rank-{rank}.{end}").is_file()]
     if not files:
@@ -30,7 +35,7 @@ def follow(files: Callable[[], list[Path]], alive: Callable[[], bool], every_s: 
     while True:
         last = not alive()  # asked first: what was written before its end is read below
         for path in files():
-            with path.open(errors="replace") as file:
+            with path.open(encoding="utf-8", errors="replace") as file:
                 file.seek(read.get(path, 0))
                 while text := file.read(_CHUNK):
                     yield text

@@ -123,6 +123,8 @@ def batch_script(
     What `overrides` say is not in the run's folder yet: its ranks hear of it when they resume.
     """
     run = run.absolute()
+    if "\\" in str(run):
+        raise UserError(f"run.folder = {str(run)!r}: Slurm reads a backslash its own way; choose another")
     directives = [f"#SBATCH {shlex.quote(word)}" for word in _directives(run, name, site, shape, request, mode)]
     lines = [
         "#!/bin/bash",
@@ -157,7 +159,7 @@ def _directives(run: Path, name: str, site: Site, shape: Shape, request: Request
             words.append(f"--{option}={value}")
     words += [f"--time={request.time}", f"--signal=B:USR1@{request.signal_s}"]
     words.append("--requeue" if mode == "requeue" else "--no-requeue")
-    words += ["--open-mode=append", f"--output={run}/{FOLDER}/job-%j.out"]
+    words += ["--open-mode=append", f"--output={str(run).replace('%', '%%')}/{FOLDER}/job-%j.out"]
     return words + list(site.directives) + list(request.options)
 
 
@@ -188,7 +190,9 @@ def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str])
     train = f'{python} train "$run" --resume{changes}'
     lines: list[str] = []
     if shape.ranks > 1 and request.per_rank:
-        srun.append('--open-mode=append --output="$run/logs/rank-%t.out" --error="$run/logs/rank-%t.err"')
+        srun.append(
+            '--open-mode=append --output="${run//%/%%}/logs/rank-%t.out" --error="${run//%/%%}/logs/rank-%t.err"'
+        )
     elif shape.ranks > 1:
         lines = [
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',

@@ -1,17 +1,18 @@
 """A run's state in one word, and why: what Slurm says of its jobs, else what its folder says."""
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.slurm.commands import SlurmJob, job_state
+from meshwright.launch.slurm.commands import NoAnswer, SlurmJob, job_state
 from meshwright.launch.slurm.record import Submission, over
 
 Word = Literal["pending", "running", "requeued", "done", "stopped", "cancelled", "failed", "oom", "timeout"]
-_MEMORY = ("out of memory", "outofmemory", "oom")
+_MEMORY = re.compile(r"(?<!may have run )out of memory|outofmemory|\boom\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,12 @@ def status_of(path: Path) -> Status:
     """The state of the run in a folder."""
     folder = RunFolder.open(path)
     submission = Submission.read(path)
-    job = _job_of(submission) if submission is not None else None
+    try:
+        job = _job_of(submission) if submission is not None else None
+    except NoAnswer:
+        if over(path) is None and folder.state() != "done":
+            raise
+        job = None  # how it ended is known without Slurm
     word, why = _state(folder, submission, job)
     rows = folder.metrics()
     step = max((row["step"] for row in rows), default=0)
@@ -71,27 +77,29 @@ def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | Non
         return _active(folder, submission, job)
     stop = next((event for event in reversed(folder.events()) if event["kind"] == "stop"), None)
     reason = None if stop is None or folder.state() == "running" else stop.get("reason")
-    error = str((stop or {}).get("error") or "")
+    error = str(stop.get("error") or "") if stop is not None and reason is not None else ""
     final = over(folder.path)
     if reason == "finished" or final == "done":
         return "done", "all steps are made"
     if final == "cancelled":
         return "cancelled", _place(folder)
-    if (job is not None and job.state == "OUT_OF_MEMORY") or any(word in error.lower() for word in _MEMORY):
+    if submission is not None and (no := _trials_no(folder.path, submission)):
+        return "failed", no
+    if job is not None and job.state == "CANCELLED" and final is None:
+        return "cancelled", f"Slurm says {job.state}; {_place(folder)}"
+    if (job is not None and job.state == "OUT_OF_MEMORY") or _MEMORY.search(error):
         return "oom", error or "the machine's memory ran out"
     if job is not None and job.state == "TIMEOUT":
         return "timeout", f"Slurm ended it at its time limit; {_place(folder)}"
     if reason == "failed" or (final or "").startswith("failed"):
         return "failed", error or _words(final) or "see its log"
     if reason == "interrupted":
-        return _stopped(folder, submission)
+        return _stopped(folder, submission, error)
     if submission is None:
         return "running", "or its process was killed outright"
     if job is None:
         return "failed", "Slurm has forgotten its jobs, and none of them ended in good order"
-    if no := _trials_no(folder.path):
-        return "failed", no
-    return ("cancelled" if job.state == "CANCELLED" else "failed"), f"Slurm says {job.state}; {_place(folder)}"
+    return "failed", f"Slurm says {job.state}; {_place(folder)}"
 
 
 def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[Word, str]:
@@ -99,18 +107,17 @@ def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[W
     if not job.waits:
         return "running", f"{trial}{_place(folder)}"
     again = job.restarts or any(event["kind"] == "start" for event in folder.events())
-    return ("requeued" if again else "pending"), f"{trial}{job.reason or job.state}" + (
+    return ("requeued" if again else "pending"), f"{trial}{job.reason or 'Slurm gave no reason yet'}" + (
         f"; {_place(folder)}" if again else ""
     )
 
 
-def _stopped(folder: RunFolder, submission: Submission | None) -> tuple[Word, str]:
+def _stopped(folder: RunFolder, submission: Submission | None, error: str) -> tuple[Word, str]:
     if submission is None:
-        return "stopped", f"{_place(folder)}; `meshwright train {folder.path} --resume` goes on"
-    return (
-        "timeout",
-        f"its last job saved and ended; `meshwright submit {folder.path} --site …` goes on; {_place(folder)}",
-    )
+        why = f"{error}; {_place(folder)}" if error else _place(folder)
+        return "stopped", f"{why}; `meshwright train {folder.path} --resume` goes on"
+    why = error or "its last job saved and ended"
+    return "timeout", f"{why}; `meshwright submit {folder.path} --site …` goes on; {_place(folder)}"
 
 
 def _place(folder: RunFolder) -> str:
@@ -119,12 +126,20 @@ def _place(folder: RunFolder) -> str:
     return f"step {rows[-1]['step']} of {steps}, loss {rows[-1]['loss']:.4f}" if rows else f"before step 1 of {steps}"
 
 
-def _trials_no(run: Path) -> str | None:
-    """What a trial said that let the run not start."""
-    for path in sorted(run.glob("ladder/*/slurm/verdict.json")):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if not told["go"]:
-            return f"the trial on {path.parts[-3]} says no-go: {told['why']}"
+def _trials_no(run: Path, submission: Submission) -> str | None:
+    """What a trial said, or came to, that let the run not start."""
+    trials = sorted(run.glob("ladder/*"), key=lambda path: int(path.name))
+    for trial, job in zip(trials, submission.ladder, strict=False):
+        path = trial / "slurm/verdict.json"
+        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if told is not None and not told["go"]:
+            return f"the trial on {trial.name} says no-go: {told['why']}"
+        if told is not None or (final := over(trial)) == "cancelled":
+            continue
+        known = job_state(job)
+        if final or (known is not None and not known.active and known.state not in ("COMPLETED", "CANCELLED")):
+            word, why = _state(RunFolder.open(trial), replace(submission, ladder=()), known)
+            return f"the trial on {trial.name} ended with {word}: {why}"
     return None
 
 

@@ -110,6 +110,8 @@ def submit(plan: Plan) -> Submission:
         (run / FOLDER).mkdir(exist_ok=True)
         for left in (OVER, f"{FOLDER}/idle", f"{FOLDER}/crashes"):
             (run / left).unlink(missing_ok=True)
+        if plan.rungs:
+            shutil.rmtree(run / "ladder", ignore_errors=True)  # climbed before
         for rung in plan.rungs:
             rung.make()
         for name, script in plan.scripts().items():
