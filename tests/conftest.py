@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# Before anything loads torch: a rank forked from a process whose OpenMP has threads waits for them for ever.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @dataclass
 class CommandResult:
