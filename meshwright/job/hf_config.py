@@ -54,12 +54,8 @@ def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     require_known_fields(config)
     try:
         return _fields(config)
-    except (
-        ArithmeticError,
-        AttributeError,
-        TypeError,
-        ValueError,
-    ) as error:  # a text for a number, a number for a list
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        # a text for a number, a number for a list
         raise UserError(f"config.json makes no model ({error}); take it from the model's page") from None
 
 

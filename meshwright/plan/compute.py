@@ -157,7 +157,7 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
 
 
 def kernels_of(job: Job, software: Software) -> int:
-    """Kernels a block's forward launches."""
+    """Kernels a block's forward launches in other programs than ours."""
     kernels = {"fused": 14, "eager": 22}[software.fusion]
     kernels += 12 if software.attention == "fused-softmax" else 0
     kernels += 2 if job.layout.tp > 1 else 0

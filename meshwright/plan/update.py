@@ -37,13 +37,14 @@ def state_bytes(job: Job, projections: float, others: float) -> float:
 def update_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *, own: bool) -> float:
     """The update of a rank's share; `own` is our trainer, which on one GPU may do it in one pass."""
     one_pass = own and updates_in_one_pass(job)
-    fused = _adamw_s(device, parameters, gradient_bytes if one_pass else 4, job.optimizer.clip > 0, one_pass, job)
+    fused = _adamw_s(job, device, parameters, gradient_bytes if one_pass else 4, one_pass=one_pass)
     slower = _TIMES_ADAMW.get((job.optimizer.name, job.precision.optimizer_states), 1.0) - 1.0
     return fused + slower * memory_s(device, _ADAMW_BYTES * parameters, 1)
 
 
-def _adamw_s(device: Device, parameters: float, gradient_bytes: int, clip: bool, one_pass: bool, job: Job) -> float:
+def _adamw_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *, one_pass: bool) -> float:
     """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
+    clip = job.optimizer.clip > 0
     moved = parameters * (12 + gradient_bytes + 12 + 2)
     if one_pass:
         on_device = memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
