@@ -81,12 +81,12 @@ def from_hf_trainer(
 
 
 def _converted(converted: Converted, heading: str, out: Path | None, as_json: bool) -> None:
-    from meshwright.cli.output import print_json
+    from meshwright.cli.output import print_json, write_file
     from meshwright.job import job_text
 
     text = job_text(converted.job, "\n".join([heading, *(f"note: {note}" for note in converted.notes)]))
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        write_file(out, text, "--out")
     if as_json:
         written = None if out is None else str(out)
         print_json({"fields": converted.fields, "notes": converted.notes, "job": text, "written": written})

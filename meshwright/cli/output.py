@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -32,6 +33,18 @@ def rank_failures_told() -> Iterator[None]:
             print(failure.rank_traceback, file=sys.stderr)
         print(f"meshwright: {failure}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """Write what an option names a file for; one that cannot be is refused in a sentence."""
+    from meshwright.errors import UserError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"{option} = {path} cannot be written ({error.strerror}); name a file in a folder that is there"
+        ) from error
 
 
 def print_json(value: Any) -> None:

@@ -16,8 +16,8 @@ CLUSTER = typer.Option(
 )
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
 MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
-SEQ = typer.Option(None, "--seq", help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
-BATCH = typer.Option(None, "--batch-tokens", help="Tokens a step; else as models of this size are trained.")
+SEQ = typer.Option(None, "--seq", min=1, help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
+BATCH = typer.Option(None, "--batch-tokens", min=1, help="Tokens a step; else as models of this size are trained.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
 ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try some of fp8, offload and zero-bubble.")
@@ -182,7 +182,7 @@ def _summary(prediction: "Prediction") -> list[str]:
 
 
 def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
-    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.cli.output import print_json, stderr_console, stdout_console, write_file
     from meshwright.errors import UserError
     from meshwright.plan import accuracy_page, accuracy_rows, validate
 
@@ -193,7 +193,7 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     with console.status("predicting every row") if console.is_terminal else _nothing():
         summary = validate(paths).summary()
     if markdown is not None:
-        markdown.write_text(accuracy_page(summary, [path.name for path in paths]), encoding="utf-8")
+        write_file(markdown, accuracy_page(summary, [path.name for path in paths]), "--markdown")
     if as_json:
         print_json(summary)
         return

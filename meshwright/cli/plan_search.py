@@ -34,7 +34,7 @@ def show_search(
     as_json: bool,
 ) -> None:
     """Search, print and, if asked, write the best."""
-    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.cli.output import print_json, stdout_console, write_file
     from meshwright.cost import parameter_count
     from meshwright.errors import UserError
     from meshwright.plan import batch_sequences, job_text, search, spelled, what_would_fit, why_not
@@ -54,7 +54,7 @@ def show_search(
     if write is not None:
         heading = f"planned for {spelled(machines)}: {_line(found.best[0])}"
         best = found.best[0].job.model_copy(update={"cluster": machines})
-        write.write_text(job_text(best, heading), encoding="utf-8")
+        write_file(write, job_text(best, heading), "--write")
     if as_json:
         print_json(_as_json(found, sequence, batch, practice, machines, training))
         return

@@ -40,7 +40,7 @@ def show(
     as_json: bool = JSON,
 ) -> None:
     """Draw a pipeline schedule, or all of them, and say what it costs; times are in any unit."""
-    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.cli.output import print_json, stdout_console, write_file
     from meshwright.errors import UserError
     from meshwright.pipeline import SCHEDULES, build_table, gantt_svg, share_times, simulate
 
@@ -75,21 +75,11 @@ def show(
         raise UserError(next(iter(refused.values())))
 
     if svg:
-        _write(svg, gantt_svg(runs))
+        write_file(svg, gantt_svg(runs), "--svg")
     if as_json:
         print_json({"schedules": [_row(*run) for run in runs], "refused": refused})
     else:
         _print(stdout_console(), runs, refused)
-
-
-def _write(path: Path, picture: str) -> None:
-    from meshwright.errors import UserError
-
-    try:
-        path.write_text(picture, encoding="utf-8")
-    except OSError as error:
-        message = f"--svg = {path} cannot be written ({error.strerror}); name a file in a folder that is there"
-        raise UserError(message) from error
 
 
 def _row(table: "Table", simulation: "Simulation") -> dict[str, Any]:

@@ -30,7 +30,7 @@ def tune(
     """Find the micro-batch, recomputation and loader that are fastest here, by prediction and then by short runs."""
     from dataclasses import asdict
 
-    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.cli.output import print_json, stderr_console, stdout_console, write_file
     from meshwright.job import load_job
     from meshwright.measure import tune as measured
     from meshwright.plan import job_text
@@ -50,7 +50,7 @@ def tune(
     found = measured(job, overrides, device_name(device), nproc or 1, file, best=best, arguments=arguments, told=told)
     if write is not None:
         chosen = load_job(job, [*overrides, *found.best]).job
-        write.write_text(job_text(chosen, f"tuned from {job}: {found.verdict}"), encoding="utf-8")
+        write_file(write, job_text(chosen, f"tuned from {job}: {found.verdict}"), "--write")
     if as_json:
         tried = [asdict(one) for one in found.tried]
         print_json({"best": list(found.best), "verdict": found.verdict, "tried": tried, "file": str(file)})
