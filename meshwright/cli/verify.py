@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
-DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
+DTYPE = typer.Option(
+    None, "--dtype", help="float64 (default) and float32 (default with --run) are judged; bf16 is only shown."
+)
+RUN = typer.Option(False, "--run", help="Verify `train` itself: data, evaluations, checkpoints, resumes elsewhere.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
 ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
@@ -26,13 +29,14 @@ LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a han
 def verify(
     job: str | None = JOB,
     overrides: list[str] = SET,
-    steps: int = typer.Option(3, "--steps", min=1, help="Training steps to compare."),
-    dtype: str = DTYPE,
+    steps: int | None = typer.Option(None, "--steps", min=1, help="Training steps to compare; 3, or 8 with --run."),
+    dtype: str | None = DTYPE,
     matrix: str | None = MATRIX,
     only: str | None = ONLY,
     model: str | None = MODEL,
     layer: str | None = LAYER,
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
+    run: bool = RUN,
     strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
@@ -48,8 +52,12 @@ def verify(
     if only is not None and matrix is None:
         raise UserError(f'--only "{only}" chooses among the layouts of a matrix; give --matrix quick or full with it')
 
+    if run and job is None:
+        raise UserError(f"--run verifies a job, not {given[0]}; give a JOB with it")
+
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
+    dtype = dtype or ("float32" if run else "float64")
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
@@ -60,9 +68,14 @@ def verify(
         equal = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, as_json)
     elif model is not None:
         equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
+    elif run:
+        from meshwright.cli.verify_run import verify_run
+
+        assert job is not None
+        equal = verify_run(job, overrides, steps or 8, dtype, device, strict, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps, dtype, device, strict, as_json)
+        equal = _job(job, overrides, steps or 3, dtype, device, strict, as_json)
     if equal is False:
         raise typer.Exit(1)
 
@@ -111,26 +124,28 @@ def _job(
                 "seconds": verdict.seconds,
                 "notes": [change.text for change in changes],
                 "could_hide_errors": hiding,
-                "first_wrong": None if first is None else _row(first),
-                "rows": [_row(row) for row in verdict.rows],
+                "first_wrong": None if first is None else as_row(first),
+                "rows": [as_row(row) for row in verdict.rows],
             }
         )
     else:
         console = stdout_console()
         for change in changes:
-            _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
-        _print_verdict(console, verdict, ranks)
+            say(console, f"{'not checked' if change.hides else 'note'}  {change}")
+        print_verdict(console, verdict, f"{ranks} ranks compute what one process computes")
         if strict and hiding:
-            _say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
+            say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
     return False if strict and hiding else verdict.ok
 
 
-def _row(row: Comparison) -> dict[str, Any]:
+def as_row(row: Comparison) -> dict[str, Any]:
+    """A comparison as it is printed with --json."""
     error = row.error if math.isfinite(row.error) else None
     return {"kind": row.kind, "name": row.name, "error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
 
 
-def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
+def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
+    """The worst of every kind as a table, and in a sentence whether it is equal or where it is not first."""
     from rich.table import Table
 
     from meshwright.verify import worst
@@ -145,15 +160,15 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
         table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
     console.print(table)
-    _say(console, _sentence(verdict, ranks))
+    say(console, _sentence(verdict, equal))
 
 
-def _sentence(verdict: Verdict, ranks: int) -> str:
+def _sentence(verdict: Verdict, equal: str) -> str:
     first = verdict.first_wrong
     if verdict.ok is None:
         return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
     if first is None:
-        return f"equal: {ranks} ranks compute what one process computes ({verdict.seconds:.1f} s)"
+        return f"equal: {equal} ({verdict.seconds:.1f} s)"
     return f"not equal: first diverging is the {_where(first)}"
 
 
@@ -165,13 +180,20 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.launch.worker import run_here
     from meshwright.verify import run_matrix
 
     results, started = list[Any](), time.monotonic()
     console = stdout_console()
+    if device != "cpu" or dtype == "bf16":
+        without = [line for line in lines if not line.through_train]
+        if len(without) < len(lines):
+            told = f"left out: {len(lines) - len(without)} lines that go through `train`, judged on the CPU and not in bf16"
+            say(stderr_console(), told)
+        lines = without
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, began=show):
+        for result in run_matrix(lines, dtype, device, began=show, train=run_here):
             results.append(_line(result))
             if not as_json:
                 _print_line(console, result)
@@ -181,7 +203,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
         print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
     else:
         wrong = sum(result["equal"] is False for result in results)
-        _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
+        say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
     return equal
 
 
@@ -195,8 +217,8 @@ def _line(result: LineResult) -> dict[str, Any]:
         "name": result.line.name,
         "ranks": ranks_of(result.line.job.layout),
         "equal": False if verdict is None else verdict.ok,
-        "worst": None if verdict is None else _row(worst(verdict.rows)),
-        "first_wrong": None if first is None else _row(first),
+        "worst": None if verdict is None else as_row(worst(verdict.rows)),
+        "first_wrong": None if first is None else as_row(first),
         "error": result.error,
         "seconds": None if verdict is None else verdict.seconds,
     }
@@ -206,13 +228,13 @@ def _print_line(console: Console, result: LineResult) -> None:
     from meshwright.verify import worst
 
     if result.verdict is None:
-        _say(console, f"failed     {result.line.name}\n{result.error}")
+        say(console, f"failed     {result.line.name}\n{result.error}")
         return
     first, top = result.verdict.first_wrong, worst(result.verdict.rows)
     mark = "equal    " if first is None else "NOT EQUAL"
-    _say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
+    say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
-        _say(console, f"           first diverging: {_where(first)}")
+        say(console, f"           first diverging: {_where(first)}")
 
 
 def _layer(where: str, as_json: bool) -> bool:
@@ -226,8 +248,8 @@ def _layer(where: str, as_json: bool) -> bool:
         return equal
     console = stdout_console()
     for grade in grades:
-        _say(console, f"{grade.ranks} ranks, {'with' if grade.bias else 'without'} bias: {_graded(grade)}")
-    _say(console, "equal to nn.Linear" if equal else "not equal to nn.Linear")
+        say(console, f"{grade.ranks} ranks, {'with' if grade.bias else 'without'} bias: {_graded(grade)}")
+    say(console, "equal to nn.Linear" if equal else "not equal to nn.Linear")
     return equal
 
 
@@ -257,5 +279,6 @@ def _graded(grade: LayerGrade) -> str:
     return f"equal, each rank holds at most {max(grade.held):.0%} ({counted})"
 
 
-def _say(console: Console, text: str) -> None:
+def say(console: Console, text: str) -> None:
+    """A line of text as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -85,7 +85,7 @@ def run_local(
     """Train a job in this process alone; what can be refused is refused before anything is written.
 
     With `resume` a run folder that is there is continued. However the run ends, `on_end` is called with its folder (to
-    write the report, which lives in a higher room). `dtype` overrides the formats of masters, gradients and computation.
+    write the report, which lives in a higher room). `dtype` overrides the formats of masters and computation.
     """
     job = loaded.job
     if (needed := ranks_of(job.layout)) > 1:

@@ -13,8 +13,10 @@ from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.verify.check import Check, Verdict, reference
 from meshwright.verify.ranks import RankError
+from meshwright.verify.run_check import Train, check_run
+from meshwright.verify.run_plan import as_run
 
-FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml")
+FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml", "matrix_run.toml")
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
@@ -29,6 +31,10 @@ class Line:
     quick: bool
     own_model: bool
     """Whether `verify --model` puts a user's model into this layout."""
+    through_train: bool = False
+    """Whether `train` itself is run, with text on the disk, evaluations and checkpoints."""
+    prepared: bool = False
+    """Whether that text is prepared first."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +73,24 @@ def run_matrix(
     dtype: str = "float64",
     device: str = "cpu",
     began: Callable[[Line], None] = lambda line: None,
+    train: Train | None = None,
 ) -> Iterator[LineResult]:
-    """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
+    """Check every line and yield results as they come; lines run together where there are cores for their ranks.
+
+    Lines that go through `train` need the function that trains a rank, and run by themselves.
+    """
     waiting, running = list(lines), list[tuple[Line, Check]]()
     cores = os.cpu_count() or 1
     with ExitStack() as ending:
         while waiting or running:
             busy = sum(ranks_of(line.job.layout) for line, _ in running)
-            if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
+            if waiting and waiting[0].through_train:
+                if not running:
+                    line = waiting.pop(0)
+                    began(line)
+                    yield _run_result(line, dtype, train)
+                    continue
+            elif waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
                 reference(
@@ -90,6 +106,15 @@ def run_matrix(
                     yield result
 
 
+def _run_result(line: Line, dtype: str, train: Train | None) -> LineResult:
+    assert train is not None
+    job, _ = as_run(line.job, prepared=line.prepared)
+    try:
+        return LineResult(line, check_run(job, train, dtype, line.prepared), None)
+    except RankError as error:
+        return LineResult(line, None, str(error))
+
+
 def _result_if_ready(line: Line, check: Check) -> LineResult | None:
     try:
         if not check.finished(POLL_S):
@@ -102,11 +127,12 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
 def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:
     row = dict(row)
     name, quick, own_model = row.pop("name"), row.pop("quick", False), row.pop("own_model", False)
+    run = {"through_train": row.pop("through_train", False), "prepared": row.pop("prepared", False)}
     job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
     job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
     if row:
         raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
-    return Line(name, Job.model_validate(job), quick, own_model)
+    return Line(name, Job.model_validate(job), quick, own_model, **run)
 
 
 def _with_model_file(job: Job, path: str) -> Job:

@@ -11,11 +11,12 @@ import torch
 
 from meshwright.checkpoint import checkpoints
 from meshwright.job import Job, LoadedJob, job_text
+from meshwright.job.devices import Layout
 from meshwright.layout import ranks_of, require_layout
-from meshwright.verify.check import Verdict
-from meshwright.verify.compare import Kind
+from meshwright.verify.check import COMPILED_TIMEOUT_S, Verdict, reference, require_compiler
+from meshwright.verify.compare import zero_gradients
 from meshwright.verify.ranks import run_ranks
-from meshwright.verify.run_compare import Record, compare_records, read_record
+from meshwright.verify.run_compare import Record, compare_records, read_record, run_bounds
 from meshwright.verify.run_plan import alone, legs_of
 from meshwright.verify.run_text import write_text
 
@@ -23,26 +24,26 @@ Train = Callable[[LoadedJob, bool, torch.dtype | None], Any]
 """Trains a job as the rank that this process is, from the start or from the newest checkpoint, in a format."""
 
 TIMEOUT_S = 300.0
-RUN_BOUNDS: dict[str, dict[Kind, float]] = {
-    "float64": {"loss": 1e-9, "norm": 1e-9, "evaluation": 1e-9, "weight": 1e-9, "state": 1e-9},
-    "float32": {"loss": 1e-5, "norm": 1e-5, "evaluation": 1e-5, "weight": 1e-4, "state": 1e-3},
-}
 
 
-def check_run(job: Job, train: Train, dtype: str = "float32") -> Verdict:
-    """Run a job that `as_run` made: once in one process, and through its legs; compare what they wrote and saved."""
+def check_run(job: Job, train: Train, dtype: str = "float32", prepared: bool = False) -> Verdict:
+    """Run a job that `as_run` made, once in one process and through its legs, and compare what they wrote and saved.
+
+    Its text is made for it, and `prepared` where the job says so.
+    """
     require_layout(job, ranks_of(job.layout))
+    require_compiler(job, "cpu")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshwright-run-") as made:
         folder = Path(made)
-        [data] = run_ranks(write_text, 1, job, folder, timeout_s=TIMEOUT_S)
-        job = job.model_copy(update={"data": data})
+        [job] = run_ranks(write_text, 1, job, folder, prepared, timeout_s=TIMEOUT_S)
         proof = _Proof(folder, train, torch.float64 if dtype == "float64" else None)
-        reference = proof.run(alone(job), "alone", 0, 0)
+        expected = proof.run(alone(job), "alone", 0, 0)
+        bounds, zeros = run_bounds(job, dtype), _zero_gradients(job)
         rows = []
         for attempt, leg in enumerate(legs_of(job)):
             seen = proof.run(leg.job, "run", attempt, leg.start)
-            rows += compare_records(leg, seen, reference, RUN_BOUNDS[dtype])
+            rows += compare_records(leg, seen, expected, bounds, zeros)
     return Verdict(job, dtype, rows, time.monotonic() - started)
 
 
@@ -60,8 +61,30 @@ class _Proof:
         if start:
             _forget(run, start)
         loaded = LoadedJob(job, name, job_text(job, "a proof of the run itself"), {})
-        run_ranks(self._train, ranks_of(job.layout), loaded, start > 0, self._dtype, timeout_s=TIMEOUT_S)
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
+        run_ranks(self._train, ranks_of(job.layout), loaded, start > 0, self._dtype, timeout_s=timeout_s)
         return read_record(run, attempt, job.run.steps)
+
+
+def _zero_gradients(job: Job) -> set[str]:
+    """Parameters whose gradient is zero by mathematics, from one step on tokens in memory."""
+    data = {
+        "sources": ("builtin:synthetic",),
+        "weights": None,
+        "stages": (),
+        "stream": False,
+        "join": None,
+        "workers": 0,
+    }
+    once = job.model_copy(
+        update={
+            "data": job.data.model_copy(update=data),
+            "evaluation": job.evaluation.model_copy(update={"every_steps": 0}),
+            "run": job.run.model_copy(update={"steps": 1}),
+            "layout": Layout(),
+        }
+    )
+    return zero_gradients(reference(once, "float64"))
 
 
 def _forget(run: Path, start: int) -> None:

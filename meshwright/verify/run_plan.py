@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import lcm
 from typing import Any
 
@@ -14,11 +15,14 @@ from meshwright.job.devices import Layout, Memory
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.train import cuts_blocks
 from meshwright.verify.compressed import LOSSLESS, is_lossy
-from meshwright.verify.run_text import data_for, form_of
-from meshwright.verify.shrink import shrink
+from meshwright.verify.run_text import data_for, form_of, is_prepared_data
+from meshwright.verify.shrink import Change, shrink
 
 STEPS = 8
 FEWEST_STEPS = 4
+MOST_SETS = 2
+UNWATCHED = {"max_restarts": 0, "may_shrink": False, "watchdog_s": 0.0, "on_bad_step": "keep"}
+"""What keeps a run alive would only hide that it failed."""
 FEWEST_SEQUENCES = 8
 """Of a step: enough for other layouts to share, and for text whose end falls amid a step."""
 
@@ -36,18 +40,20 @@ class Leg:
         return layout_name(self.job.layout)
 
 
-def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[str]]:
-    """The job at CPU size as `train` would run it, with its own kind of data, and notes on what is not as it says."""
-    small, notes = shrink(job, steps)
-    made, more = as_run(small.model_copy(update={"data": job.data}), steps)
-    return made, [note for note in notes if not note.startswith("text:")] + more
+def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
+    """The job at CPU size as `train` would run it, with its own kind of data, and each thing that is not as it says."""
+    small, changes = shrink(job, steps)
+    own = {"data": job.data, "evaluation": job.evaluation}
+    made, more = as_run(small.model_copy(update=own), steps, is_prepared_data(job.data))
+    # What `shrink` puts in memory in place of the job's text, a run reads from the disk.
+    return made, [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))] + more
 
 
-def as_run(job: Job, steps: int = STEPS) -> tuple[Job, list[str]]:
-    """A small job with what a run needs beside its layout: text, evaluations, checkpoints; and notes on all of it."""
+def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, list[Change]]:
+    """A small job with what a run needs beside its layout (text, evaluations, checkpoints), and what that changes."""
     if steps < FEWEST_STEPS:
         raise UserError(
-            f"--steps {steps} leaves no room for resumes in another layout, in one process and in the first layout again; "
+            f"--steps {steps} leaves no room to resume in another layout, in one process and in the first one again; "
             f"give at least {FEWEST_STEPS}"
         )
     if is_asynchronous(job):
@@ -57,15 +63,18 @@ def as_run(job: Job, steps: int = STEPS) -> tuple[Job, list[str]]:
         )
     data, notes = data_for(job.data)
     if is_lossy(job.layout):
-        notes.append(f'layout.compress "{job.layout.compress}" → "topk" with compress_ratio 1.0, which loses nothing')
+        was = f'layout.compress "{job.layout.compress}"'
+        notes.append(Change(f'{was} → "topk" with compress_ratio 1.0, which loses nothing', hides=True))
+    sets = dict(islice(job.evaluation.sets.items(), MOST_SETS))
     changes: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": _vocabulary(job)},
         "batch": _batch(job),
         "layout": LOSSLESS if is_lossy(job.layout) else {},
         "precision": {"compute": "fp32", "gradients": "fp32"},
-        "evaluation": {"every_steps": max(1, steps // 2), "batches": 1, "sample_tokens": 0, "sets": {}},
+        "evaluation": {"batches": 1, "sample_tokens": 0, "sets": sets}
+        | ({"every_steps": steps // 2} if job.evaluation.every_steps else {}),
         "checkpoint": {"every_steps": steps // 4, "keep_last": steps + 1},
-        "run": {"steps": steps, "device": "cpu", "max_restarts": 0, "watchdog_s": 0.0, "folder": None},
+        "run": {"steps": steps, "device": "cpu", "folder": None} | UNWATCHED,
     }
     sections = job.model_dump() | {"data": data.model_dump()}
     for section in ("checkpoint", "log"):
@@ -73,10 +82,9 @@ def as_run(job: Job, steps: int = STEPS) -> tuple[Job, list[str]]:
     for section, fields in changes.items():
         sections[section] = sections.get(section, {}) | fields
     made = Job.model_validate(sections)
-    notes += [
-        f"text: {form_of(data)} made for this, tokens are bytes, vocabulary {made.model.vocab_size}",
-        f"batch: {made.batch.global_batch} sequences a step in micro-batches of {made.batch.micro_batch}",
-    ]
+    kind = f"text: {form_of(data, prepared)} made for this, which end amid the run; tokens are bytes"
+    sizes = f"{made.batch.global_batch} sequences a step, micro-batches of {made.batch.micro_batch}"
+    notes.append(Change(f"{kind}, vocabulary {made.model.vocab_size}, {sizes}"))
     return made, notes
 
 
@@ -140,12 +148,13 @@ def _fits(job: Job, layout: Layout) -> bool:
 
 
 def _in_layout(job: Job, layout: Layout) -> Job:
-    """Micro-batches may be smaller there, and memory savers are the job's own layout's."""
+    """Micro-batches may be smaller there; memory savers and compiled blocks stay with the job's own layout."""
     ranks = layout.dp_replicate * layout.dp_shard
     own = job.batch.global_batch // ranks
     micro_batch = next(size for size in range(min(own, job.batch.micro_batch), 0, -1) if own % size == 0)
     changes = {"layout": layout.model_dump(), "memory": Memory().model_dump()}
     changes["batch"] = job.batch.model_dump() | {"micro_batch": micro_batch}
+    changes["run"] = job.run.model_dump() | {"compile": False}
     return Job.model_validate(job.model_dump() | changes)
 
 

@@ -12,6 +12,7 @@ from meshwright.data.sources import SYNTHETIC
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from meshwright.job import Job
 from meshwright.job.data import Data, Stage
+from meshwright.verify.shrink import Change
 
 EPOCHS = 1.7
 """How often a run goes through its text: an epoch ends within it, and amid a step."""
@@ -21,26 +22,47 @@ STREAMED_FILES = 4
 """Each becomes a unit, and so a virtual shard."""
 UNIT_BYTES = 50_000
 """More than half of the least that a stream takes for a unit, so that no two files share one."""
-WORDS = "a stone falls into the deep well and nobody hears it fall but one old dog that sleeps beside the door".split()
+WORDS = (
+    "a",
+    "stone",
+    "falls",
+    "into",
+    "the",
+    "deep",
+    "well",
+    "and",
+    "nobody",
+    "hears",
+    "it",
+    "but",
+    "one",
+    "old",
+    "dog",
+)
 
 
-def data_for(data: Data) -> tuple[Data, list[str]]:
-    """The data section of a run that reads such text, still without sources, and notes on what is not as it says."""
-    notes, changes = [], dict[str, Any](validation_fraction=HELD_OUT, cache=None, chat_template=None)
+def data_for(data: Data) -> tuple[Data, list[Change]]:
+    """The data section of a run that reads such text, still with the job's sources, and what else is changed."""
+    notes, changes = list[Change](), dict[str, Any](cache=None, chat_template=None)
+    changes["validation_fraction"] = HELD_OUT if data.validation_fraction else 0.0
     changes["workers"] = max(1, min(data.workers, 2))
     changes["prefetch"] = min(data.prefetch, 2)
     sources = data.sources[:MOST_SOURCES]
     if len(sources) < len(data.sources):
-        notes.append(f"data.sources: {len(data.sources)} → {len(sources)}")
+        notes.append(Change(f"data.sources: {len(data.sources)} → {len(sources)}"))
         changes |= {"sources": sources}
         if data.weights is not None:
             changes["weights"] = _weights(data.weights)
             changes["stages"] = tuple(Stage(tokens=s.tokens, weights=_weights(s.weights)) for s in data.stages)
     if changes["workers"] != data.workers:
-        notes.append(f"data.workers {data.workers} → {changes['workers']}")
+        notes.append(Change(f"data.workers {data.workers} → {changes['workers']}"))
     if data.stream:
         changes |= {"virtual_shards": min(data.virtual_shards, STREAMED_FILES), "shuffle_buffer": 4}
-        notes.append(f"data.virtual_shards → {changes['virtual_shards']}, data.shuffle_buffer → 4")
+        notes.append(Change(f"data.virtual_shards → {changes['virtual_shards']}, data.shuffle_buffer → 4"))
+    if data.stages:
+        notes.append(Change("data.stages: evenly over the run"))
+    if data.chat_template is not None:
+        notes.append(Change("data.chat_template → prompts with their completions", hides=True))
     return Data.model_validate(data.model_dump() | changes), notes
 
 
@@ -49,24 +71,27 @@ def _weights(weights: tuple[float, ...]) -> tuple[float, ...]:
     return kept if any(kept) else (1.0,) * len(kept)
 
 
-def form_of(data: Data) -> str:
+def is_prepared_data(data: Data) -> bool:
+    """Whether a job reads folders that `data prepare` made."""
+    return any(is_prepared(name) for name in data.sources)
+
+
+def form_of(data: Data, prepared: bool) -> str:
     """What kind of text a job reads, in words."""
     if data.stream:
         return "JSONL files, streamed"
-    if any(is_prepared(name) for name in data.sources):
-        return "prepared folders" if len(data.sources) > 1 else "a prepared folder"
+    if prepared:
+        return "prepared folders"
     if SYNTHETIC in data.sources:
         return "text files (the job's tokens are synthetic)"
     return "JSONL files" if _in_lines(data) else "text files"
 
 
-def write_text(job: Job, folder: Path) -> Data:
-    """Write the text that a job's data section names in kind, and return the section that names it in truth."""
+def write_text(job: Job, folder: Path, prepared: bool) -> Job:
+    """Write text of the kind that a job reads, for it and its evaluation sets, and return the job that reads it."""
     data, samples = job.data, job.run.steps * job.batch.global_batch
-    prepared = any(is_prepared(name) for name in data.sources)
-    shares = _shares(data)
     sources = []
-    for number, share in enumerate(shares):
+    for number, share in enumerate(_shares(data)):
         windows = max(3.0, share * samples / EPOCHS) / (1 - HELD_OUT)
         documents = list(_documents(windows, job.batch.sequence_length, alone=data.packing == "none", seed=number))
         sources.append(_write(folder / f"source-{number}", documents, data, first=number == 0))
@@ -80,7 +105,16 @@ def write_text(job: Job, folder: Path) -> Data:
     if prepared:
         changes["sources"] = tuple(_prepare(Path(source), data, Path(changes["tokenizer"])) for source in sources)
         changes |= {"tokenizer": None, "join": None}
-    return data.model_copy(update=changes)
+    sets = {name: _write_set(folder / f"set-{number}", job) for number, name in enumerate(job.evaluation.sets)}
+    evaluation = job.evaluation.model_copy(update={"sets": sets})
+    return job.model_copy(update={"data": data.model_copy(update=changes), "evaluation": evaluation})
+
+
+def _write_set(path: Path, job: Job) -> str:
+    path.mkdir()
+    documents = _documents(job.batch.global_batch, job.batch.sequence_length, alone=False, seed=len(path.name))
+    (path / "text.txt").write_text("\n".join(documents), encoding="utf-8")
+    return str(path)
 
 
 def _shares(data: Data) -> Sequence[float]:
