@@ -188,8 +188,8 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
     if device != "cpu" or dtype == "bf16":
         without = [line for line in lines if not line.through_train]
         if len(without) < len(lines):
-            told = f"left out: {len(lines) - len(without)} lines that go through `train`, judged on the CPU and not in bf16"
-            say(stderr_console(), told)
+            told = "lines that go through `train`, judged on the CPU alone and not in bf16"
+            say(stderr_console(), f"left out: {len(lines) - len(without)} {told}")
         lines = without
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
