@@ -14,8 +14,8 @@ from meshwright.job import Job
 from meshwright.job.data import Data, Stage
 from meshwright.verify.shrink import Change
 
-EPOCHS = 1.7
-"""How often a run goes through its text: an epoch ends within it, and amid a step."""
+EPOCHS = 1.9
+"""How often a run goes through its text, about: an epoch ends within it."""
 HELD_OUT = 0.25
 MOST_SOURCES = 3
 STREAMED_FILES = 4
@@ -119,7 +119,9 @@ def _write_set(path: Path, job: Job) -> str:
 
 def _shares(data: Data) -> Sequence[float]:
     """The share of the run that each source gives, about."""
-    if data.weights is None or data.join is not None:
+    if data.join is not None:  # each holds a part of every document
+        return [1.0] * len(data.sources)
+    if data.weights is None:
         return [1 / len(data.sources)] * len(data.sources)
     every = [data.weights, *(stage.weights for stage in data.stages)]
     means = [sum(weights[source] / sum(weights) for weights in every) / len(every) for source in range(len(every[0]))]
