@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwright.cli.job import JSON, SET
+from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def verify(
     only: str | None = ONLY,
     model: str | None = MODEL,
     layer: str | None = LAYER,
+    collectives: bool | None = COLLECTIVES,
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     as_json: bool = JSON,
 ) -> None:
@@ -52,17 +55,20 @@ def verify(
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
-    equal: bool | None
+    if layer is not None and collectives is not None:
+        raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
+    ok: bool | None
+    record = matrix is not None or model is not None if collectives is None else collectives
     if layer is not None:
-        equal = _layer(layer, as_json)
+        ok = _layer(layer, as_json)
     elif matrix is not None:
-        equal = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, as_json)
+        ok = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, record, as_json)
     elif model is not None:
-        equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
+        ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps, dtype, device, as_json)
-    if equal is False:
+        ok = _job(job, overrides, steps, dtype, device, record, as_json)
+    if ok is False:
         raise typer.Exit(1)
 
 
@@ -82,23 +88,29 @@ def _require_device(device: str) -> None:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
 
 
-def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool | None:
+def _job(
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, as_json: bool
+) -> bool | None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import check, shrink
+    from meshwright.verify import RankError, check, shrink
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
     small, notes = shrink(loaded.job, steps)
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
-        verdict = check(small, dtype, device)
+        try:
+            verdict = check(small, dtype, device, record)
+        except RankError as error:
+            print(f"meshwright: {error}", file=sys.stderr)
+            return False
     if as_json:
         first = verdict.first_wrong
         print_json(
             {
-                "equal": verdict.ok,
+                "equal": verdict.equal,
                 "job": loaded.name,
                 "layout": small.layout.model_dump(mode="json", exclude_defaults=True),
                 "ranks": ranks,
@@ -107,6 +119,7 @@ def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str,
                 "seconds": verdict.seconds,
                 "notes": notes,
                 "first_wrong": None if first is None else _row(first),
+                "collectives": contract_keys(verdict.collectives),
                 "rows": [_row(row) for row in verdict.rows],
             }
         )
@@ -115,6 +128,8 @@ def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str,
         for note in notes:
             _say(console, f"note  {note}")
         _print_verdict(console, verdict, ranks)
+        for line in contract_lines(verdict.collectives) if record else []:
+            _say(console, line)
     return verdict.ok
 
 
@@ -143,7 +158,7 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
 
 def _sentence(verdict: Verdict, ranks: int) -> str:
     first = verdict.first_wrong
-    if verdict.ok is None:
+    if verdict.equal is None:
         return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
     if first is None:
         return f"equal: {ranks} ranks compute what one process computes ({verdict.seconds:.1f} s)"
@@ -154,18 +169,19 @@ def _where(row: Comparison) -> str:
     return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
 
 
-def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_json: bool) -> bool:
+def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.verify import run_matrix
 
-    results, started = list[Any](), time.monotonic()
+    results, ok, started = list[Any](), True, time.monotonic()
     console = stdout_console()
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, began=show):
+        for result in run_matrix(lines, dtype, device, record, began=show):
             results.append(_line(result))
+            ok = ok and result.ok
             if not as_json:
                 _print_line(console, result)
     seconds = time.monotonic() - started
@@ -175,7 +191,9 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
     else:
         wrong = sum(result["equal"] is False for result in results)
         _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
-    return equal
+        if record:
+            _say(console, summary_line([result["collectives"] for result in results]))
+    return ok
 
 
 def _line(result: LineResult) -> dict[str, Any]:
@@ -187,7 +205,8 @@ def _line(result: LineResult) -> dict[str, Any]:
     return {
         "name": result.line.name,
         "ranks": ranks_of(result.line.job.layout),
-        "equal": False if verdict is None else verdict.ok,
+        "equal": False if verdict is None else verdict.equal,
+        "collectives": None if verdict is None else contract_keys(verdict.collectives),
         "worst": None if verdict is None else _row(worst(verdict.rows)),
         "first_wrong": None if first is None else _row(first),
         "error": result.error,
@@ -206,6 +225,9 @@ def _print_line(console: Console, result: LineResult) -> None:
     _say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
         _say(console, f"           first diverging: {_where(first)}")
+    if result.verdict.collectives is not None and not result.verdict.collectives.ok:
+        for line in contract_lines(result.verdict.collectives):
+            _say(console, f"           {line}")
 
 
 def _layer(where: str, as_json: bool) -> bool:
