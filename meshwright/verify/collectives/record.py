@@ -66,7 +66,7 @@ class Operation:
     @property
     def is_message(self) -> bool:
         """Whether it is between two ranks."""
-        return self.kind in ("send", "recv")
+        return self.kind in ("send", "recv", "recv_anysource")
 
     @property
     def tensors(self) -> tuple[Spec, ...]:
@@ -78,7 +78,8 @@ class Operation:
         """The operation in words: kind, tensors, on which group, where."""
         words = [self.kind, *([self.reduce] if self.reduce else []), _written(self.inputs or self.outputs)]
         if self.is_message:
-            words.append(f"{'to' if self.kind == 'send' else 'from'} rank {self.peer}")
+            other = "any rank" if self.peer is None else f"rank {self.peer}"
+            words.append(f"{'to' if self.kind == 'send' else 'from'} {other}")
         elif self.peer is not None:
             words.append(f"with root {self.peer}")
         return f"{' '.join(word for word in words if word)} on group {named(self.ranks)} at {self.site}"

@@ -4,6 +4,8 @@ The model, stricter than a GPU wherever the two differ:
 
 - A rank's program issues its operations in the order of its record, over all groups, and stands still where it waits.
   On a GPU the waiting is done by the stream; side streams, as fully_shard uses them, wait for less than this.
+- It stands still in every collective, asynchronous or not, until all members have come: NCCL does not promise that
+  kernels of two communicators run at the same time. Messages that it has not waited for go on beside it.
 - A communicator runs a rank's operations in the order they were issued there, one after the other. Collectives and
   batches of messages run on the group's own communicator, a message outside a batch on one of its two ranks, as
   in groups that were made without a device.
@@ -71,13 +73,6 @@ class Replay:
         sentences = {rank: self._standstill(program) for rank, program in self._programs.items()}
         return {rank: sentence for rank, sentence in sentences.items() if sentence is not None}
 
-    def unfinished(self, rank: int) -> list[Operation]:
-        """What the rank has issued and has not ended, in the order of issue."""
-        launches = self._programs[rank].launches
-        return [
-            op for op in self._programs[rank].record.operations if op.number in launches and launches[op.number].left
-        ]
-
     def _advance(self, program: _Program) -> bool:
         """Run one rank's program until it stands still; False if it did not move."""
         events, start = program.record.events, program.next
@@ -88,8 +83,11 @@ class Replay:
             if isinstance(event, Wait):
                 if event.number in program.launches and program.launches[event.number].left:
                     break
-            elif isinstance(event, Operation) and not self._issue(program, event):
-                break
+            elif isinstance(event, Operation):
+                if event.number not in program.launches and not self._issue(program, event):
+                    break
+                if not event.is_message and program.launches[event.number].left:
+                    break
             program.next += 1
         if program.next == len(events) and program.batch is not None:
             self._close_batch(program)
@@ -137,17 +135,17 @@ class Replay:
     def _standstill(self, program: _Program) -> str | None:
         events, rank = program.record.events, program.record.rank
         if program.next == len(events):
-            left = self.unfinished(rank)
+            left = [op for op in program.record.operations if op.number in program.launches[op.number].left]
             return f"rank {rank} has ended and its {left[0].what} has not" if left else None
         event = events[program.next]
-        if isinstance(event, Operation):
+        if isinstance(event, Operation) and event.number not in program.launches:
             ranks = communicator_of(event)[1]
             missing = sorted(set(ranks) - self._present[communicator_of(event)])
             return (
                 f"rank {rank} begins with {event.what}, for which NCCL connects ranks {named(ranks)}, and rank "
                 f"{', '.join(map(str, missing))} does not come"
             )
-        assert isinstance(event, Wait)
+        assert isinstance(event, Operation | Wait)
         launch = program.launches[event.number]
         waited = next(op for op in launch.operations if op.number == event.number)
         sentence = f"rank {rank} waits at {waited.what}"
