@@ -130,25 +130,21 @@ class RecordingGroup(staged.PythonGroup):
         """As torch asks for it."""
         return NAME
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """Torch keeps objects on the first of these that is a CPU."""
-        return self._inner._device_types or [torch.device("cpu"), torch.device("cuda")]
-
     def _get_backend(self, device: torch.device) -> Any:
         return self._inner._get_backend(device)
 
     def _issued(self, form: _Form, arguments: tuple[Any, ...], options: Any) -> int:
         site = call_site()
-        inputs = [] if form.inputs is None else _specs(arguments[form.inputs])
-        outputs = [] if form.outputs is None else _specs(arguments[form.outputs])
         fields: dict[str, Any] = {"group": self._name, "kind": form.kind, "site": site.place}
-        fields |= {side: specs for side, specs in (("inputs", inputs), ("outputs", outputs)) if specs}
+        if form.inputs is not None:
+            fields["inputs"] = _specs(arguments[form.inputs])
+        if form.outputs is not None:
+            fields["outputs"] = _specs(arguments[form.outputs])
         if form.peer is not None:
             fields |= {"peer": self._ranks[arguments[form.peer]], "tag": arguments[2] if len(arguments) > 2 else 0}
         if form.splits is not None:
             received, sent = arguments[form.splits : form.splits + 2]
-            fields["splits"] = [list(sent), list(received)]
+            fields["splits"] = (tuple(sent), tuple(received))
         if (root := getattr(options, "rootRank", None)) is not None:
             fields["peer"] = self._ranks[root]
         if (reduce := getattr(options, "reduceOp", None)) is not None:
@@ -159,11 +155,9 @@ class RecordingGroup(staged.PythonGroup):
             fields["objects"] = True
         if (thread := get_native_id()) != os.getpid():
             fields["thread"] = thread
-        if site.batch is not None:
-            fields["batch"] = _batches.number(site.batch)
         if (stream := _stream(arguments)) is not None:
             fields["stream"] = stream
-        return self._writer.issued(fields)
+        return self._writer.issued(tuple(fields.items()), None if site.batch is None else _batches.number(site.batch))
 
 
 def _recorded(name: str, form: _Form) -> Callable[..., Any]:
@@ -239,11 +233,11 @@ class _Batches:
 _batches = _Batches()
 
 
-def _specs(given: Any) -> list[tuple[str, list[int], bool, str]]:
-    return [
-        (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.is_contiguous(), tensor.device.type)
+def _specs(given: Any) -> tuple[tuple[str, tuple[int, ...], bool, str], ...]:
+    return tuple(
+        (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.is_contiguous(), tensor.device.type)
         for tensor in _tensors(given)
-    ]
+    )
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:

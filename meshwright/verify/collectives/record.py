@@ -1,13 +1,14 @@
 """What a rank's record holds: groups made, operations issued and waits, in order, one line of JSON each.
 
-Lines are written as things happen, so that a rank that hangs or dies has left what it did before.
+Lines are written as things happen, so that a rank that hangs or dies has left what it did before. A rank issues the
+same few calls over and over: each is written out once, and by its number from then on.
 """
 
 import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,26 +138,31 @@ class Writer:
         self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._lock = threading.Lock()  # autograd's threads issue operations too
         self._issued = 0
+        self._calls: dict[tuple[tuple[str, Any], ...], int] = {}
 
     def created(self, name: str, ranks: Sequence[int], site: str) -> None:
         """A group is about to be made."""
         with self._lock:
-            self._write(["group", name, list(ranks), site])
+            self._write(json.dumps(["group", name, list(ranks), site]))
 
-    def issued(self, fields: dict[str, Any]) -> int:
+    def issued(self, call: tuple[tuple[str, Any], ...], batch: int | None) -> int:
         """An operation is about to be issued: those of its fields that have no default. Returns its number."""
         with self._lock:
+            known = self._calls.get(call)
+            if known is None:
+                known = self._calls[call] = len(self._calls)
+                self._write(json.dumps(["call", dict(call)]))
             number, self._issued = self._issued, self._issued + 1
-            self._write(["op", number, fields])
+            self._write(f'["op",{number},{known}]' if batch is None else f'["op",{number},{known},{batch}]')
         return number
 
     def waited(self, number: int) -> None:
         """The rank begins to wait for an operation."""
         with self._lock:
-            self._write(["wait", number])
+            self._write(f'["wait",{number}]')
 
-    def _write(self, line: list[Any]) -> None:
-        os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    def _write(self, line: str) -> None:
+        os.write(self._file, line.encode() + b"\n")
 
 
 def read(folder: Path, size: int) -> list[Record]:
@@ -169,23 +175,28 @@ def _events(folder: Path, rank: int) -> list[Event]:
     if not path.exists():  # it died before it could begin
         return []
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line's end was cut off by the rank's end
-    members: dict[str, tuple[int, ...]] = {}
-    return [_event(rank, json.loads(line), members) for line in lines]
+    events, calls, members = list[Event](), list[Operation](), dict[str, tuple[int, ...]]()
+    for kind, *rest in map(json.loads, lines):
+        if kind == "wait":
+            events.append(Wait(rank, rest[0]))
+        elif kind == "op":
+            number, call, *batch = rest
+            events.append(replace(calls[call], number=number, batch=batch[0] if batch else None))
+        elif kind == "call":
+            calls.append(_call(rank, rest[0], members))
+        else:
+            name, ranks, site = rest
+            members[name] = tuple(ranks)
+            events.append(Creation(rank, name, members[name], site))
+    return events
 
 
-def _event(rank: int, line: list[Any], members: dict[str, tuple[int, ...]]) -> Event:
-    kind, *rest = line
-    if kind == "wait":
-        return Wait(rank, rest[0])
-    if kind == "group":
-        name, ranks, site = rest
-        members[name] = tuple(ranks)
-        return Creation(rank, name, members[name], site)
-    number, fields = rest
-    fields["inputs"], fields["outputs"] = (_specs(fields.get(side, ())) for side in ("inputs", "outputs"))
+def _call(rank: int, fields: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Operation:
+    """An operation whose number is still to come."""
+    fields |= {side: _specs(fields[side]) for side in ("inputs", "outputs") if side in fields}
     if "splits" in fields:
         fields["splits"] = tuple(map(tuple, fields["splits"]))
-    return Operation(rank, number, ranks=members[fields["group"]], **fields)
+    return Operation(rank, -1, ranks=members[fields["group"]], **fields)
 
 
 def _specs(given: Sequence[list[Any]]) -> tuple[Spec, ...]:

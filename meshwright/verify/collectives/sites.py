@@ -2,9 +2,9 @@
 
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ _C10D = dist.distributed_c10d.__file__
 _PLUMBING = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_ops.py", "_contextlib.py")
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """The call that led to an operation."""
 
     place: str
