@@ -36,6 +36,7 @@ def verify(
     layer: str | None = LAYER,
     collectives: bool | None = COLLECTIVES,
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
+    strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
@@ -67,7 +68,7 @@ def verify(
         ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
     else:
         assert job is not None
-        ok = _job(job, overrides, steps, dtype, device, record, as_json)
+        ok = _job(job, overrides, steps, dtype, device, record, strict, as_json)
     if ok is False:
         raise typer.Exit(1)
 
@@ -89,7 +90,7 @@ def _require_device(device: str) -> None:
 
 
 def _job(
-    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, as_json: bool
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool
 ) -> bool | None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
@@ -98,7 +99,8 @@ def _job(
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
-    small, notes = shrink(loaded.job, steps)
+    small, changes = shrink(loaded.job, steps, device)
+    hiding = [change.text for change in changes if change.hides]
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
         try:
@@ -117,7 +119,8 @@ def _job(
                 "dtype": dtype,
                 "steps": steps,
                 "seconds": verdict.seconds,
-                "notes": notes,
+                "notes": [change.text for change in changes],
+                "could_hide_errors": hiding,
                 "first_wrong": None if first is None else _row(first),
                 "collectives": contract_keys(verdict.collectives),
                 "rows": [_row(row) for row in verdict.rows],
@@ -125,12 +128,14 @@ def _job(
         )
     else:
         console = stdout_console()
-        for note in notes:
-            _say(console, f"note  {note}")
+        for change in changes:
+            _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         _print_verdict(console, verdict, ranks)
         for line in contract_lines(verdict.collectives) if record else []:
             _say(console, line)
-    return verdict.ok
+        if strict and hiding:
+            _say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
+    return False if strict and hiding else verdict.ok
 
 
 def _row(row: Comparison) -> dict[str, Any]:
@@ -152,6 +157,9 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
         mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
         table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
+            names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
+            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
     console.print(table)
     _say(console, _sentence(verdict, ranks))
 

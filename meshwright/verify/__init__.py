@@ -7,10 +7,11 @@ from meshwright.verify.layer import LayerGrade, grade_layer
 from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_lines, run_matrix
 from meshwright.verify.observe import Observation, Shard, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
-from meshwright.verify.shrink import shrink
+from meshwright.verify.shrink import Change, shrink
 
 __all__ = [
     "FORMATS",
+    "Change",
     "Check",
     "Comparison",
     "Contract",

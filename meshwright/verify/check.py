@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
@@ -14,6 +15,7 @@ from meshwright.verify import staged
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
+from meshwright.verify.exercised import judge_exercise
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
@@ -21,6 +23,8 @@ from meshwright.verify.stale import observe_stale
 
 FORMATS = tuple(BOUNDS)
 TIMEOUT_S = 180.0
+COMPILED_TIMEOUT_S = 900.0
+"""All ranks compile the same code at once, which takes minutes where cores are few."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +71,17 @@ class Check:
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
         require_layout(self.job, ranks_of(self.job.layout))
+        _require_compiler(self.job, self.device)
         self._started = time.monotonic()
         job, master = _in_format(self.job, self.dtype)
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
         if self.collectives and "nccl" not in backend:  # NCCL is the judge itself
             self._records = CheckRecords(ranks)
         record = None if self._records is None else self._records.folder
         self._group = RankGroup(
-            observe, ranks, job, master, self.device, timeout_s=TIMEOUT_S, backend=backend, record=record
+            observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
         )
         return self
 
@@ -93,9 +99,11 @@ class Check:
         ranks: Sequence[Observation] = self._group.results()
         contract = None if self._records is None else prove(self._records.read())
         self.close()
-        zeros = zero_gradients(reference(self.job, "float64")) if self.dtype == "float32" else ()
-        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, zeros)
-        return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started, contract)
+        zeros = zero_gradients(reference(self.job, "float64"))
+        known_zeros = zeros if self.dtype == "float32" else ()
+        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, known_zeros)
+        judged = judge_exercise(rows, self.job, zeros)
+        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract)
 
     def close(self) -> None:
         """End the ranks."""
@@ -117,7 +125,7 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu", collectives: bo
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
-    """The same training in one process, the whole batch at once; computed once for all layouts of a job.
+    """The same training in one process, the whole batch at once, eager; computed once for all layouts of a job.
 
     An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
     have references of their own, as stale and as lossy.
@@ -129,6 +137,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "run": job.run.model_copy(update={"compile": False}),
         }
     )
     return _reference(alone.model_dump_json(), dtype, device)
@@ -141,6 +150,22 @@ def _reference(job_json: str, dtype: str, device: str) -> Observation:
     run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe
     seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
     return seen
+
+
+def _require_compiler(job: Job, device: str) -> None:
+    """Refuse compiled blocks where nothing here can compile them."""
+    if not job.run.compile or device != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "run.compile = true: blocks are compiled for the CPU to be verified, and there is no C++ compiler here; "
+            "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
+        ) from None
 
 
 def _backend(device: str, ranks: int) -> str:

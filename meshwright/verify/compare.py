@@ -40,10 +40,10 @@ class Comparison:
 
     @property
     def ok(self) -> bool | None:
-        """Equal or not; None where the format has no bound for this kind."""
-        if self.bound is None:
-            return None
-        return not self.note and self.error <= self.bound  # False for a NaN
+        """Equal or not; None where there is no bound for it."""
+        if self.note:
+            return False
+        return None if self.bound is None else self.error <= self.bound  # False for a NaN
 
 
 def compare(
@@ -89,8 +89,8 @@ def _turn(row: Comparison) -> int:
 
 
 def worst(rows: Sequence[Comparison]) -> Comparison:
-    """The row with the largest error for its bound; wrong ones come first, NaN before all."""
-    return max(rows, key=lambda row: (row.ok is False, math.isnan(row.error), row.error))
+    """The row with the largest error; wrong ones come first, NaN before all, and what is not judged last."""
+    return max(rows, key=lambda row: (row.ok is False, row.ok is not None, math.isnan(row.error), row.error))
 
 
 def measure(value: Tensor, expected: Tensor, scale: float) -> float:
