@@ -42,6 +42,10 @@ class PythonGroup(dist.ProcessGroup):
         """The same, under torch's other name for it."""
         return self.group_name
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Torch 2.15 asks this whether messages can be coalesced; a group written in Python is its own backend."""
+        return self
+
 
 class StagedGroup(PythonGroup):
     """Gloo on host copies; collectives are finished when they return, messages between two ranks when waited for.
