@@ -66,6 +66,7 @@ def run_matrix(
     lines: Sequence[Line],
     dtype: str = "float64",
     device: str = "cpu",
+    collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
 ) -> Iterator[LineResult]:
     """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
@@ -80,7 +81,7 @@ def run_matrix(
                 reference(
                     line.job, dtype, device
                 )  # before the ranks start, so that its time is not part of their limit
-                check = Check(line.job, dtype, device).start()
+                check = Check(line.job, dtype, device, collectives).start()
                 ending.callback(check.close)
                 running.append((line, check))
                 continue
