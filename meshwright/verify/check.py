@@ -94,7 +94,7 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
-    """The same training in one process, the whole batch at once; computed once for all layouts of a job.
+    """The same training in one process, eager and the whole batch at once; computed once for all layouts of a job.
 
     An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
     have references of their own, as stale and as lossy.
@@ -106,6 +106,8 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "data": job.data.model_copy(update={"workers": 0}),
+            "run": job.run.model_copy(update={"compile": False}),
         }
     )
     return _reference(alone.model_dump_json(), dtype, device)
@@ -129,6 +131,7 @@ def _backend(device: str, ranks: int) -> str:
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
     """The job computing in a format, and the format of masters where it is not the usual one."""
-    compute = "bf16" if dtype == "bf16" else "fp32"
-    precision = job.precision.model_copy(update={"compute": compute})
+    narrow = dtype == "bf16"
+    formats = {"compute": "bf16" if narrow else "fp32", "gradients": job.precision.gradients if narrow else "fp32"}
+    precision = job.precision.model_copy(update=formats)
     return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

@@ -33,6 +33,10 @@ class RankError(Exception):
     """A rank failed; the message names it and carries its traceback."""
 
 
+class RankTimeout(RankError):
+    """Ranks were still at work when their time was up; the message names them."""
+
+
 class RankGroup:
     """Some ranks running one function each, in processes of their own and in one gloo process group."""
 
@@ -76,7 +80,7 @@ class RankGroup:
         if time.monotonic() > self._deadline:
             silent = [str(rank) for rank in range(len(self._pipes)) if rank not in self._reports]
             self.close()
-            raise RankError(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
+            raise RankTimeout(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
         return False
 
     def results(self) -> list[Any]:
