@@ -81,7 +81,7 @@ def refusal_of(table: Table, name: str) -> str | None:
 def draw(seed: int, number: int) -> Draw:
     """Draw a job: a function of the two numbers alone."""
     rng = Random(f"{seed}/{number}")
-    layout = _degrees(rng, rng.choices(tuple(RANKS), RANKS.values())[0])
+    layout = _degrees(rng, rng.choices(tuple(RANKS), tuple(RANKS.values()))[0])
     table: Table = {"layout": layout}
     accumulation = _pipeline(rng, layout) if layout["pp"] > 1 else rng.choice((1, 1, 2, 3))
     _settings(rng, layout)
@@ -274,7 +274,7 @@ def _memory(rng: Random, table: Table) -> Table:
 
 
 def _budget(table: Table, share: float) -> Any:
-    """Room for some of the blocks' activations, as wide as in a check: a share of the way from all recomputed to none."""
+    """Room for some of the blocks' activations in the check's format: from all of them recomputed to none."""
     try:
         job = job_of_table(table | {"precision": {}}, "")
         require_layout(job, ranks_of(job.layout))

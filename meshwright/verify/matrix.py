@@ -108,8 +108,9 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
 
 
 def _failed(line: Line, error: RankError | UserError) -> LineResult:
-    kinds: tuple[tuple[type[Exception], Failure], ...] = ((UserError, "refused"), (RankTimeout, "hung"))
-    failure = next((kind for error_type, kind in kinds if isinstance(error, error_type)), "crashed")
+    failure: Failure = "crashed"
+    if isinstance(error, UserError | RankTimeout):
+        failure = "refused" if isinstance(error, UserError) else "hung"
     return LineResult(line, None, str(error), failure)
 
 

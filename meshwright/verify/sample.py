@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from meshwright.job import job_fields
 from meshwright.verify.check import Verdict
@@ -11,6 +11,7 @@ from meshwright.verify.generate import Draw, refusal_of
 from meshwright.verify.matrix import Line, LineResult, run_matrix
 
 Outcome = Literal["equal", "refused", "refused in ranks", "not equal", "crashed", "hung", "refused badly"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 WRONG: tuple[Outcome, ...] = ("not equal", "crashed", "hung", "refused badly")
 _FIELD = re.compile(r"\b[a-z]+\.[a-z_]+\b")
 _SETTING = re.compile(r"\b([a-z]+)\.([a-z_]+) = (\"[^\"]*\"|true|false|[\d.]+\b)")
