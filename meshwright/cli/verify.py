@@ -38,6 +38,7 @@ def verify(
     random: int | None = RANDOM,
     seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
+    strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
@@ -70,7 +71,7 @@ def verify(
         equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps, dtype, device, as_json)
+        equal = _job(job, overrides, steps, dtype, device, strict, as_json)
     if equal is False:
         raise typer.Exit(1)
 
@@ -91,7 +92,9 @@ def _require_device(device: str) -> None:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
 
 
-def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool | None:
+def _job(
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, strict: bool, as_json: bool
+) -> bool | None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
@@ -99,7 +102,8 @@ def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str,
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
-    small, notes = shrink(loaded.job, steps)
+    small, changes = shrink(loaded.job, steps, device)
+    hiding = [change.text for change in changes if change.hides]
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
         verdict = check(small, dtype, device)
@@ -114,17 +118,20 @@ def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str,
                 "dtype": dtype,
                 "steps": steps,
                 "seconds": verdict.seconds,
-                "notes": notes,
+                "notes": [change.text for change in changes],
+                "could_hide_errors": hiding,
                 "first_wrong": None if first is None else _row(first),
                 "rows": [_row(row) for row in verdict.rows],
             }
         )
     else:
         console = stdout_console()
-        for note in notes:
-            _say(console, f"note  {note}")
+        for change in changes:
+            _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         _print_verdict(console, verdict, ranks)
-    return verdict.ok
+        if strict and hiding:
+            _say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
+    return False if strict and hiding else verdict.ok
 
 
 def _row(row: Comparison) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_li
 from meshwright.verify.observe import Observation, Shard, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.sample import OUTCOMES, Answer, run_draws, subject_of
-from meshwright.verify.shrink import shrink
+from meshwright.verify.shrink import Change, shrink
 
 __all__ = [
     "FORMATS",
     "OUTCOMES",
     "Answer",
+    "Change",
     "Check",
     "Comparison",
     "Draw",

@@ -7,18 +7,22 @@ from functools import lru_cache
 
 import torch
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.verify import staged
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
+from meshwright.verify.exercised import judge_exercise
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankGroup, run_ranks
 from meshwright.verify.stale import observe_stale
 
 FORMATS = tuple(BOUNDS)
 TIMEOUT_S = 180.0
+COMPILED_TIMEOUT_S = 900.0
+"""All ranks compile the same code at once, which takes minutes where cores are few."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,13 @@ class Check:
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
         require_layout(self.job, ranks_of(self.job.layout))
+        _require_compiler(self.job, self.device)
         self._started = time.monotonic()
         job, master = _in_format(self.job, self.dtype)
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
-        self._group = RankGroup(observe, ranks, job, master, self.device, timeout_s=TIMEOUT_S, backend=backend)
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
+        self._group = RankGroup(observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend)
         return self
 
     def finished(self, timeout_s: float) -> bool:
@@ -72,9 +78,10 @@ class Check:
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
         self.close()
-        zeros = zero_gradients(reference(self.job, "float64")) if self.dtype == "float32" else ()
-        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, zeros)
-        return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started)
+        zeros = zero_gradients(reference(self.job, "float64"))
+        known_zeros = zeros if self.dtype == "float32" else ()
+        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, known_zeros)
+        return Verdict(self.job, self.dtype, judge_exercise(rows, self.job, zeros), time.monotonic() - self._started)
 
     def close(self) -> None:
         """End the ranks."""
@@ -120,6 +127,22 @@ def _reference(job_json: str, dtype: str, device: str) -> Observation:
     run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe
     seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
     return seen
+
+
+def _require_compiler(job: Job, device: str) -> None:
+    """Refuse compiled blocks where nothing here can compile them."""
+    if not job.run.compile or device != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "run.compile = true: blocks are compiled for the CPU to be verified, and there is no C++ compiler here; "
+            "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
+        ) from None
 
 
 def _backend(device: str, ranks: int) -> str:

@@ -40,10 +40,10 @@ class Comparison:
 
     @property
     def ok(self) -> bool | None:
-        """Equal or not; None where the format has no bound for this kind."""
-        if self.bound is None:
-            return None
-        return not self.note and self.error <= self.bound  # False for a NaN
+        """Equal or not; None where there is no bound for it."""
+        if self.note:
+            return False
+        return None if self.bound is None else self.error <= self.bound  # False for a NaN
 
 
 def compare(

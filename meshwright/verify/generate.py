@@ -239,8 +239,8 @@ def _training(rng: Random, layout: Table, sequence: int) -> Table:
             "decay_steps": rng.choice((0, 1)),
             "min_lr_ratio": rng.choice((0.1, 0.0)),
         },
-        "data": {
-            "sources": ["builtin:synthetic"],
+        "data": _sources(rng)
+        | {
             "packing": rng.choice(("concatenate", "concatenate", "concatenate", "best-fit", "none")),
             "mask_documents": rng.random() < 0.6,
             "workers": rng.choice((1, 2)) if ranks <= 4 and rng.random() < 0.2 else 0,
@@ -256,6 +256,14 @@ def _training(rng: Random, layout: Table, sequence: int) -> Table:
             "on_bad_step": rng.choice(("stop", "skip", "keep")),
         },
     }
+
+
+def _sources(rng: Random) -> Table:
+    """One text or a blend of two, and whether all of it is to be learned."""
+    format_ = rng.choice(("text", "text", "text", "conversations"))
+    if rng.random() < 0.8:
+        return {"sources": ["builtin:synthetic"], "format": format_}
+    return {"sources": ["builtin:synthetic"] * 2, "weights": rng.choice(([1.0, 3.0], [0.0, 1.0])), "format": format_}
 
 
 def _memory(rng: Random, table: Table) -> Table:

@@ -15,7 +15,7 @@ from meshwright.layout import ranks_of
 from meshwright.verify.check import Check, Verdict, reference
 from meshwright.verify.ranks import RankError, RankTimeout
 
-FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml")
+FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml")
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
