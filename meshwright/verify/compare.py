@@ -94,10 +94,11 @@ def worst(rows: Sequence[Comparison]) -> Comparison:
 
 
 def measure(value: Tensor, expected: Tensor, scale: float) -> float:
-    """max|a − b| / scale; NaN where either side has one."""
+    """max|a − b| / scale; NaN where either side has one, infinite where all that is expected is zero."""
     if value.numel() == 0:
         return 0.0
-    return float((value.double() - expected.double()).abs().max()) / scale
+    difference = float((value.double() - expected.double()).abs().max())
+    return difference / scale if scale else math.inf if difference else 0.0
 
 
 def _series(
