@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
-ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
+ONLY = typer.Option(
+    None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
+)
+RANDOM = typer.Option(None, "--random", metavar="N", min=1, help="Verify N drawn jobs instead of one: any product.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
 LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
 
@@ -35,12 +38,14 @@ def verify(
     model: str | None = MODEL,
     layer: str | None = LAYER,
     collectives: bool | None = COLLECTIVES,
+    random: int | None = RANDOM,
+    seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
-    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer}
+    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer, "--random": random}
     given = [name for name, value in modes.items() if value is not None]
     if len(given) != 1:
         raise UserError(
@@ -48,8 +53,8 @@ def verify(
         )
     if matrix is not None and matrix not in ("quick", "full"):
         raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
-    if only is not None and matrix is None:
-        raise UserError(f'--only "{only}" chooses among the layouts of a matrix; give --matrix quick or full with it')
+    if only is not None and matrix is None and random is None:
+        raise UserError(f'--only "{only}" chooses among several layouts; give --matrix or --random with it')
 
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
@@ -59,11 +64,15 @@ def verify(
     if layer is not None and collectives is not None:
         raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
     ok: bool | None
-    record = matrix is not None or model is not None if collectives is None else collectives
+    record = job is None if collectives is None else collectives
     if layer is not None:
         ok = _layer(layer, as_json)
     elif matrix is not None:
         ok = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, record, as_json)
+    elif random is not None:
+        from meshwright.cli.verify_random import verify_random
+
+        ok = verify_random(random, seed, only, dtype, device, record, as_json)
     elif model is not None:
         ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
     else:

@@ -137,6 +137,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "data": job.data.model_copy(update={"workers": 0}),
             "run": job.run.model_copy(update={"compile": False}),
         }
     )
@@ -177,6 +178,7 @@ def _backend(device: str, ranks: int) -> str:
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
     """The job computing in a format, and the format of masters where it is not the usual one."""
-    compute = "bf16" if dtype == "bf16" else "fp32"
-    precision = job.precision.model_copy(update={"compute": compute})
+    narrow = dtype == "bf16"
+    formats = {"compute": "bf16" if narrow else "fp32", "gradients": job.precision.gradients if narrow else "fp32"}
+    precision = job.precision.model_copy(update=formats)
     return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

@@ -34,8 +34,8 @@ class RankError(Exception):
     """A rank failed; the message names it and carries its traceback."""
 
 
-class NoAnswer(RankError):
-    """Ranks were still at work when their time was over."""
+class RankTimeout(RankError):
+    """Ranks were still at work when their time was up; the message names them."""
 
 
 class RankGroup:
@@ -87,7 +87,7 @@ class RankGroup:
         if time.monotonic() > self._deadline:
             silent = [str(rank) for rank in range(len(self._pipes)) if rank not in self._reports]
             self.close()
-            raise NoAnswer(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
+            raise RankTimeout(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
         return False
 
     def results(self) -> list[Any]:

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from meshwright.verify.collectives import Record, prove_so_far, read, where_ranks_stand
-from meshwright.verify.ranks import NoAnswer, RankError
+from meshwright.verify.ranks import RankError, RankTimeout
 
 SHOWN = 5
 """Violations in an error's text."""
@@ -26,7 +26,7 @@ class CheckRecords:
         """The error with what the records tell of it: what is wrong so far, and who waits where in a hang."""
         records = self.read()
         lines = [f"collectives: {sentence}" for sentence in prove_so_far(records)[:SHOWN]]
-        if isinstance(error, NoAnswer):
+        if isinstance(error, RankTimeout):
             lines += where_ranks_stand(records)
         return type(error)("\n".join([str(error), *lines]))
 
