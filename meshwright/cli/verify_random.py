@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from meshwright.verify import Answer, Draw
 
 
-def verify_random(count: int, seed: int, only: str | None, dtype: str, device: str, as_json: bool) -> bool:
+def verify_random(
+    count: int, seed: int, only: str | None, dtype: str, device: str, collectives: bool, as_json: bool
+) -> bool:
     """Draw and answer jobs 1 to count of a seed, or one of them; whether nothing was wrong."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.verify import draw, run_draws
@@ -23,7 +25,7 @@ def verify_random(count: int, seed: int, only: str | None, dtype: str, device: s
     answers, console, started = list[Any](), stdout_console(), time.monotonic()
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(answers)}/{len(draws)}  {line.name}")  # noqa: E731
-        for answer in run_draws(draws, dtype, device, began=show):
+        for answer in run_draws(draws, dtype, device, collectives, began=show):
             answers.append(answer)
             if not as_json:
                 _print_answer(console, answer)

@@ -1,6 +1,7 @@
 """Layout parity: a small job in its layout on CPU processes, beside the same training in one process."""
 
 from meshwright.verify.check import FORMATS, Check, Verdict, check
+from meshwright.verify.collectives import Contract
 from meshwright.verify.compare import Comparison, compare, worst
 from meshwright.verify.generate import Draw, draw
 from meshwright.verify.layer import LayerGrade, grade_layer
@@ -17,6 +18,7 @@ __all__ = [
     "Change",
     "Check",
     "Comparison",
+    "Contract",
     "Draw",
     "LayerGrade",
     "Line",

@@ -71,6 +71,7 @@ def run_matrix(
     lines: Sequence[Line],
     dtype: str = "float64",
     device: str = "cpu",
+    collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
 ) -> Iterator[LineResult]:
     """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
@@ -82,7 +83,7 @@ def run_matrix(
             if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
-                check = Check(line.job, dtype, device)
+                check = Check(line.job, dtype, device, collectives)
                 try:
                     reference(line.job, dtype, device)  # not while ranks wait, whose time is limited
                     check.start()

@@ -10,9 +10,11 @@ from meshwright.verify.check import Verdict
 from meshwright.verify.generate import Draw, refusal_of
 from meshwright.verify.matrix import Line, LineResult, run_matrix
 
-Outcome = Literal["equal", "refused", "refused in ranks", "not equal", "crashed", "hung", "refused badly"]
+Outcome = Literal[
+    "equal", "refused", "refused in ranks", "not equal", "breaks the contract", "crashed", "hung", "refused badly"
+]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-WRONG: tuple[Outcome, ...] = ("not equal", "crashed", "hung", "refused badly")
+WRONG: tuple[Outcome, ...] = ("not equal", "breaks the contract", "crashed", "hung", "refused badly")
 _FIELD = re.compile(r"\b[a-z]+\.[a-z_]+\b")
 _SETTING = re.compile(r"\b([a-z]+)\.([a-z_]+) = (\"[^\"]*\"|true|false|[\d.]+\b)")
 _FIELDS = frozenset(name for name, _ in job_fields())
@@ -38,6 +40,7 @@ def run_draws(
     draws: Sequence[Draw],
     dtype: str = "float64",
     device: str = "cpu",
+    collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
 ) -> Iterator[Answer]:
     """Answer every draw, those that are refused first; the others as they come."""
@@ -50,7 +53,7 @@ def run_draws(
         else:
             yield Answer(draw, "refused", draw.refusal)
     matrix = [Line(name, draw.job, quick=False, own_model=False) for name, draw in lines.items()]
-    for result in run_matrix(matrix, dtype, device, began):
+    for result in run_matrix(matrix, dtype, device, collectives, began):
         yield _answer(lines[result.line.name], result)
 
 
@@ -93,7 +96,11 @@ def _value(text: str) -> Any:
 
 
 def _answer(draw: Draw, result: LineResult) -> Answer:
-    if result.verdict is not None:
-        return Answer(draw, "equal" if result.verdict.ok is not False else "not equal", None, result.verdict)
+    if (verdict := result.verdict) is not None:
+        broken = None if verdict.collectives is None or verdict.collectives.ok else verdict.collectives.violations[0]
+        outcome: Outcome = (
+            "not equal" if verdict.equal is False else "equal" if broken is None else "breaks the contract"
+        )
+        return Answer(draw, outcome, broken, verdict)
     outcomes: dict[Any, Outcome] = {"refused": "refused in ranks", "hung": "hung"}
     return Answer(draw, outcomes.get(result.failure, "crashed"), result.error)

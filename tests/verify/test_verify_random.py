@@ -203,7 +203,7 @@ def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
         "equal", "seed", "dtype", "seconds", "counts", "refused", "layouts",
     }  # fmt: skip
     assert set(found["counts"]) == {
-        "equal", "refused", "refused in ranks", "not equal", "crashed", "hung", "refused badly",
+        "equal", "refused", "refused in ranks", "not equal", "breaks the contract", "crashed", "hung", "refused badly",
     }  # fmt: skip
     [layout] = found["layouts"]
     assert set(layout) == {"number", "name", "outcome", "why", "worst", "seconds", "job"}
