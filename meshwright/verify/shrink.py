@@ -9,7 +9,6 @@ from meshwright.job import Job
 from meshwright.job.devices import Budget, Layout
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
-from meshwright.train import cuts_blocks
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.stale import STALE_REFERENCE
@@ -70,10 +69,6 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
         notes.append(f'precision.compute "{job.precision.compute}" → the format of the check')
     if job.precision.gradients != "fp32":
         notes.append(f'precision.gradients "{job.precision.gradients}" → the format of the check')
-    tp_columns = (model["heads"] * model["head_dim"], model["ffn_width"])
-    if job.precision.optimizer_states == "int8" and any(cuts_blocks(columns, layout.tp) for columns in tp_columns):
-        small["precision"]["optimizer_states"] = "fp32"
-        notes.append('precision.optimizer_states "int8" → "fp32": layout.tp cuts blocks that share a scale here')
     if job.run.compile:
         notes.append("run.compile is switched off")
     if isinstance(job.memory.recompute, Budget):
