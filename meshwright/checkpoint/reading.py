@@ -101,7 +101,7 @@ class Checkpoint:
         return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """A box of a tensor: a slice with both ends for every dim."""
+        """A box of a tensor, a slice with both ends for every dim, in contiguous memory of its own."""
         record, wanted = self.index.tensors[name], [(span.start, span.stop) for span in box]
         result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype], device="meta")
         for piece in record.pieces:
@@ -131,7 +131,8 @@ class Checkpoint:
             found: Tensor = file.get_slice(key)[rows] if box else file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path} cannot be read ({error})") from None
-        return found
+        # Some columns come as a view of whole rows; fused updates on the CPU read a tensor as one stretch of memory.
+        return found.contiguous()
 
     def _opened(self, name: str) -> Any:
         file: Any = safe_open(self.path / name, framework="pt")

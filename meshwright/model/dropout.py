@@ -40,15 +40,32 @@ def keep_mask(draws: Draws, rate: float, site: int, sequence: int, width: int) -
     """The boolean (B, S, D) mask of what stays, by hash of (seed, step, layer, site, sample, place, channel)."""
     device = draws.sample_ids_B.device
     places = torch.arange(sequence, device=device) if draws.places is None else draws.places
-    key: Any = 0
     # Layer and step may be numbers or tensors: the same integers come out of either.
-    for word in (draws.seed & _LOW, (draws.seed >> 32) & _LOW, draws.layer, site, draws.step):
-        key = _mix(word ^ key)
-    sample = draws.sample_ids_B.unsqueeze(-1)
-    row_BS = _mix(_mix(_mix(sample & _LOW ^ key) ^ (sample >> 32 & _LOW)) ^ places)
-    channel = torch.arange(width, device=device)
-    hash_BSD: Tensor = _mix(row_BS.unsqueeze(-1) ^ channel)
+    layer, step = torch.as_tensor(draws.layer), torch.as_tensor(draws.step)
+    row_BS = _hash_rows(draws.seed & _LOW, draws.seed >> 32 & _LOW, layer, site, step, draws.sample_ids_B, places)
+    hash_BSD: Tensor = _mix(row_BS.unsqueeze(-1) ^ torch.arange(width, device=device))
     return hash_BSD >= round(rate * 2**32)
+
+
+# An operation of its own, which the compiler calls and does not look into: of a chain of mixes, each of which uses its
+# input twice, it makes an expression that doubles with every one of them, and takes minutes.
+@torch.library.custom_op("meshwright::hash_rows", mutates_args=())
+def _hash_rows(
+    seed_low: int, seed_high: int, layer: Tensor, site: int, step: Tensor, sample_ids_B: Tensor, places: Tensor
+) -> Tensor:
+    key: Any = 0
+    for word in (seed_low, seed_high, layer, site, step):
+        key = _mix(word ^ key)
+    sample = sample_ids_B.unsqueeze(-1)
+    row_BS: Tensor = _mix(_mix(_mix(sample & _LOW ^ key) ^ (sample >> 32 & _LOW)) ^ places)
+    return row_BS
+
+
+@_hash_rows.register_fake
+def _(
+    seed_low: int, seed_high: int, layer: Tensor, site: int, step: Tensor, sample_ids_B: Tensor, places: Tensor
+) -> Tensor:
+    return sample_ids_B.new_empty(sample_ids_B.shape[0], places.shape[-1])
 
 
 def _mix(word: Any) -> Any:

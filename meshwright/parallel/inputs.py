@@ -22,6 +22,16 @@ class Inputs:
             sequence = job.batch.sequence_length
             self._places = zigzag_places(sequence, world.axis_rank("cp"), world.axis_size("cp"), world.device)
         self._drawn_places = self._of_residual_stream(world)
+        self._positions = self._that_models_cannot_count(world)
+
+    def _that_models_cannot_count(self, world: World) -> Tensor | None:
+        """Positions (1, S) where a model that counts what it is given would be wrong."""
+        if self._places is not None:
+            return self._places.unsqueeze(0)
+        if world.axis_size("pp") == 1:
+            return None
+        # A later stage is given hidden states, of which sequence parallelism leaves it a slice.
+        return torch.arange(self._job.batch.sequence_length, device=self._device).unsqueeze(0)
 
     def _of_residual_stream(self, world: World) -> Tensor | None:
         """Which tokens of a sequence the residual stream on this rank holds: sequence parallelism leaves it a slice."""
@@ -46,12 +56,15 @@ class Inputs:
 
     def _arguments(self, micro: Batch, valid_count: float, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
         micro = micro.to(self._device)
-        # Attention over a split sequence asks for the documents of all of it; see `make_context_attend`.
-        arguments = {"valid_count": valid_count, "documents": micro.documents(), "draws": draws}
-        if self._places is None:
-            return micro.tokens_BS, arguments | {"labels": micro.labels_BS, "positions": micro.positions_BS}
-        positions = self._places.unsqueeze(0) if micro.positions_BS is None else micro.positions_BS[:, self._places]
-        return micro.tokens_BS[:, self._places], arguments | {
-            "labels": micro.labels_BS[:, self._places],
-            "positions": positions,
+        tokens, labels, positions = micro.tokens_BS, micro.labels_BS, micro.positions_BS
+        if self._places is not None:
+            tokens, labels = tokens[:, self._places], labels[:, self._places]
+            positions = None if positions is None else positions[:, self._places]
+        return tokens, {
+            "labels": labels,
+            "valid_count": valid_count,
+            "positions": self._positions if positions is None else positions,
+            # Attention over a split sequence asks for the documents of all of it; see `make_context_attend`.
+            "documents": micro.documents(),
+            "draws": draws,
         }

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -62,7 +63,7 @@ def _only(model: nn.Module, modules: list[tuple[str, str]], role: str, whole: bo
 
 def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> ParallelStyle:
     if role == "vocabulary":
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        return Looked(input_layouts=Replicate(), output_layouts=between)
     if role == "positions":
         return Whole(between, arrives=Replicate())
     if role == "norm":
@@ -101,6 +102,33 @@ class Gathered(ParallelStyle):
 
         module.register_forward_pre_hook(enter)
         return module
+
+
+class Looked(RowwiseParallel):
+    """A table cut by rows whose result has arrived when it is handed on.
+
+    Torch hands on a tensor that is still on its way. A compiled block waits for it in a way that autograd does not see,
+    and the table is left without a gradient.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _module, _inputs, output: _Arrived.apply(output))  # type: ignore[no-untyped-call]
+        return module
+
+
+class _Arrived(torch.autograd.Function):
+    """The same values, waited for; no copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if isinstance(x, AsyncCollectiveTensor):
+            return cast(Tensor, x.trigger_wait())  # type: ignore[no-untyped-call]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 class Whole(ParallelStyle):

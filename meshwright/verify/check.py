@@ -94,7 +94,7 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
-    """The same training in one process, the whole batch at once; computed once for all layouts of a job.
+    """The same training in one process, the whole batch at once, eager; computed once for all layouts of a job.
 
     An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
     have references of their own, as stale and as lossy.
@@ -106,6 +106,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "run": job.run.model_copy(update={"compile": False}),
         }
     )
     return _reference(alone.model_dump_json(), dtype, device)
