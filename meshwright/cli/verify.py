@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
-DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
+DTYPE = typer.Option("float64", "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
 ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
@@ -52,7 +52,7 @@ def verify(
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
-    equal: bool | None
+    equal: bool
     if layer is not None:
         equal = _layer(layer, as_json)
     elif matrix is not None:
@@ -62,7 +62,7 @@ def verify(
     else:
         assert job is not None
         equal = _job(job, overrides, steps, dtype, device, as_json)
-    if equal is False:
+    if not equal:
         raise typer.Exit(1)
 
 
@@ -82,18 +82,19 @@ def _require_device(device: str) -> None:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
 
 
-def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool | None:
+def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import check, shrink
+    from meshwright.verify import check_job, shrink
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
     small, notes = shrink(loaded.job, steps)
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
-        verdict = check(small, dtype, device)
+        verdict = check_job(loaded.job, small, dtype, device)
+    notes += verdict.notes
     if as_json:
         first = verdict.first_wrong
         print_json(
@@ -120,7 +121,8 @@ def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str,
 
 def _row(row: Comparison) -> dict[str, Any]:
     error = row.error if math.isfinite(row.error) else None
-    return {"kind": row.kind, "name": row.name, "error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
 
 
 def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
@@ -131,27 +133,29 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("compared", "number", "worst error", "bound", "where", ""):
         table.add_column(column, overflow="fold")
-    for kind in dict.fromkeys(row.kind for row in verdict.rows):
-        rows = [row for row in verdict.rows if row.kind == kind]
+    for form, kind in dict.fromkeys((row.format, row.kind) for row in verdict.rows):
+        rows = [row for row in verdict.rows if (row.format, row.kind) == (form, kind)]
         top = worst(rows)
         mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
-        table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
     console.print(table)
     _say(console, _sentence(verdict, ranks))
 
 
 def _sentence(verdict: Verdict, ranks: int) -> str:
     first = verdict.first_wrong
-    if verdict.ok is None:
-        return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
     if first is None:
-        return f"equal: {ranks} ranks compute what one process computes ({verdict.seconds:.1f} s)"
+        forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
+        within = f", in {forms} as exactly as the format can" if forms else ""
+        return f"equal: {ranks} ranks compute what one process computes{within} ({verdict.seconds:.1f} s)"
     return f"not equal: first diverging is the {_where(first)}"
 
 
 def _where(row: Comparison) -> str:
-    return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
+    return f"{row.kind} of {row.name}{f' in {row.format}' if row.format else ''}, off by {row.error:.1e}" + (
+        f" ({row.note})" if row.note else ""
+    )
 
 
 def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_json: bool) -> bool:
@@ -169,11 +173,11 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
             if not as_json:
                 _print_line(console, result)
     seconds = time.monotonic() - started
-    equal = all(result["equal"] is not False for result in results)
+    equal = all(result["equal"] for result in results)
     if as_json:
         print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
     else:
-        wrong = sum(result["equal"] is False for result in results)
+        wrong = sum(not result["equal"] for result in results)
         _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
     return equal
 

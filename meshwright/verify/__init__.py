@@ -1,6 +1,6 @@
 """Layout parity: a small job in its layout on CPU processes, beside the same training in one process."""
 
-from meshwright.verify.check import FORMATS, Check, Verdict, check
+from meshwright.verify.check import FORMATS, Check, Verdict, check, check_job
 from meshwright.verify.compare import Comparison, compare, worst
 from meshwright.verify.layer import LayerGrade, grade_layer
 from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_lines, run_matrix
@@ -21,6 +21,7 @@ __all__ = [
     "Shard",
     "Verdict",
     "check",
+    "check_job",
     "compare",
     "grade_layer",
     "load_matrix",

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -10,14 +10,14 @@ import torch
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
-from meshwright.verify import staged
+from meshwright.verify import formats, staged
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankGroup, run_ranks
 from meshwright.verify.stale import observe_stale
 
-FORMATS = tuple(BOUNDS)
+FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
 
 
@@ -29,12 +29,13 @@ class Verdict:
     dtype: str
     rows: list[Comparison]
     seconds: float
+    notes: list[str] = field(default_factory=list)
+    """What is not as the job says, one sentence each."""
 
     @property
-    def ok(self) -> bool | None:
-        """Equal or not; None where the number format has no bounds."""
-        judged = [row.ok for row in self.rows if row.ok is not None]
-        return all(judged) if judged else None
+    def ok(self) -> bool:
+        """Equal or not."""
+        return all(row.ok is not False for row in self.rows)
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -49,8 +50,18 @@ class Check:
     job: Job
     dtype: str
     device: str = "cpu"
+    notes: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype in formats.UNITS:
+            self.job, self.notes = formats.in_format(self.job, self.dtype)
+
+    def refer(self) -> None:
+        """Make the runs in one process that this one is compared with."""
+        for dtype in (self.dtype, *(["float64"] if self.dtype in (*formats.UNITS, "float32") else [])):
+            reference(self.job, dtype, self.device)
 
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
@@ -72,9 +83,13 @@ class Check:
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
         self.close()
-        zeros = zero_gradients(reference(self.job, "float64")) if self.dtype == "float32" else ()
-        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, zeros)
-        return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started)
+        alone = reference(self.job, self.dtype, self.device)
+        if self.dtype in formats.UNITS:
+            rows = formats.judge(ranks, alone, reference(self.job, "float64", self.device), self.job)
+        else:
+            zeros = zero_gradients(reference(self.job, "float64")) if self.dtype == "float32" else ()
+            rows = compare(ranks, alone, self.dtype, zeros)
+        return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started, self.notes)
 
     def close(self) -> None:
         """End the ranks."""
@@ -93,12 +108,30 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
         running.close()
 
 
+def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
+    """The verdict on a job made small; beside float64 the format is judged in which the job itself computes."""
+    if dtype in formats.UNITS:
+        return check(formats.with_precision(small, job, dtype), dtype, device)
+    verdict, own = check(small, dtype, device), formats.own_format(job)
+    if dtype != "float64" or own is None:
+        return verdict
+    second = check(formats.with_precision(small, job, own), own, device)
+    notes = [
+        f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own',
+        *second.notes,
+    ]
+    return replace(
+        verdict, rows=verdict.rows + second.rows, seconds=verdict.seconds + second.seconds, notes=verdict.notes + notes
+    )
+
+
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """The same training in one process, the whole batch at once, eager; computed once for all layouts of a job.
 
     An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
     have references of their own, as stale and as lossy.
     """
+    job, _ = _in_format(job, dtype)
     if is_asynchronous(job) or is_lossy(job.layout):
         return _reference(job.model_dump_json(), dtype, device)
     alone = job.model_copy(
@@ -130,6 +163,7 @@ def _backend(device: str, ranks: int) -> str:
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
     """The job computing in a format, and the format of masters where it is not the usual one."""
-    compute = "bf16" if dtype == "bf16" else "fp32"
-    precision = job.precision.model_copy(update={"compute": compute})
+    if dtype in formats.UNITS:
+        return job, None
+    precision = job.precision.model_copy(update={"compute": "fp32", "gradients": "fp32"})
     return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

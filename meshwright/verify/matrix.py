@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.job import Job
 from meshwright.layout import ranks_of
-from meshwright.verify.check import Check, Verdict, reference
+from meshwright.verify.check import Check, Verdict
 from meshwright.verify.ranks import RankError
 
 FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml")
@@ -29,6 +29,8 @@ class Line:
     quick: bool
     own_model: bool
     """Whether `verify --model` puts a user's model into this layout."""
+    dtype: str | None = None
+    """The format it is judged in, whatever the others are."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class LineResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the line was run and found equal (or printed only, in a format without bounds)."""
-        return self.verdict is not None and self.verdict.ok is not False
+        """Whether the line was run and found equal."""
+        return self.verdict is not None and self.verdict.ok
 
 
 def load_matrix(which: str = "full") -> list[Line]:
@@ -77,10 +79,9 @@ def run_matrix(
             if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
-                reference(
-                    line.job, dtype, device
-                )  # before the ranks start, so that its time is not part of their limit
-                check = Check(line.job, dtype, device).start()
+                check = Check(line.job, line.dtype or dtype, device)
+                check.refer()  # before the ranks start, so that its time is not part of their limit
+                check.start()
                 ending.callback(check.close)
                 running.append((line, check))
                 continue
@@ -102,11 +103,12 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
 def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:
     row = dict(row)
     name, quick, own_model = row.pop("name"), row.pop("quick", False), row.pop("own_model", False)
+    dtype = row.pop("dtype", None)
     job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
     job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
     if row:
         raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
-    return Line(name, Job.model_validate(job), quick, own_model)
+    return Line(name, Job.model_validate(job), quick, own_model, dtype)
 
 
 def _with_model_file(job: Job, path: str) -> Job:

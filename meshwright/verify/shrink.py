@@ -65,10 +65,6 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
     )
     notes.append("text: synthetic documents of unequal length, masked from each other")
     notes.append("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
-    if job.precision.compute in ("fp16", "fp8"):
-        notes.append(f'precision.compute "{job.precision.compute}" → the format of the check')
-    if job.precision.gradients != "fp32":
-        notes.append(f'precision.gradients "{job.precision.gradients}" → the format of the check')
     if job.run.compile:
         notes.append("run.compile is switched off")
     if isinstance(job.memory.recompute, Budget):
