@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwright.cli.job import JSON, SET
+from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option("float64", "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
-ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
+ONLY = typer.Option(
+    None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
+)
+RANDOM = typer.Option(None, "--random", metavar="N", min=1, help="Verify N drawn jobs instead of one: any product.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
 LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
 
@@ -32,11 +37,15 @@ def verify(
     only: str | None = ONLY,
     model: str | None = MODEL,
     layer: str | None = LAYER,
+    collectives: bool | None = COLLECTIVES,
+    random: int | None = RANDOM,
+    seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
+    strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
-    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer}
+    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer, "--random": random}
     given = [name for name, value in modes.items() if value is not None]
     if len(given) != 1:
         raise UserError(
@@ -44,25 +53,32 @@ def verify(
         )
     if matrix is not None and matrix not in ("quick", "full"):
         raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
-    if only is not None and matrix is None:
-        raise UserError(f'--only "{only}" chooses among the layouts of a matrix; give --matrix quick or full with it')
+    if only is not None and matrix is None and random is None:
+        raise UserError(f'--only "{only}" chooses among several layouts; give --matrix or --random with it')
 
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
-    equal: bool
+    if layer is not None and collectives is not None:
+        raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
+    ok: bool
+    record = job is None if collectives is None else collectives
     if layer is not None:
-        equal = _layer(layer, as_json)
+        ok = _layer(layer, as_json)
     elif matrix is not None:
-        equal = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, as_json)
+        ok = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, record, as_json)
+    elif random is not None:
+        from meshwright.cli.verify_random import verify_random
+
+        ok = verify_random(random, seed, only, dtype, device, record, as_json)
     elif model is not None:
-        equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
+        ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps, dtype, device, as_json)
-    if not equal:
+        ok = _job(job, overrides, steps, dtype, device, record, strict, as_json)
+    if not ok:
         raise typer.Exit(1)
 
 
@@ -82,41 +98,55 @@ def _require_device(device: str) -> None:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
 
 
-def _job(source: str, overrides: list[str], steps: int, dtype: str, device: str, as_json: bool) -> bool:
+def _job(
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool
+) -> bool:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import check_job, shrink
+    from meshwright.verify import RankError, check_job, shrink
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
-    small, notes = shrink(loaded.job, steps)
+    small, changes = shrink(loaded.job, steps, device)
+    hiding = [change.text for change in changes if change.hides]
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
-        verdict = check_job(loaded.job, small, dtype, device)
-    notes += verdict.notes
+        try:
+            verdict = check_job(loaded.job, small, dtype, device, record)
+        except RankError as error:
+            print(f"meshwright: {error}", file=sys.stderr)
+            return False
     if as_json:
         first = verdict.first_wrong
         print_json(
             {
-                "equal": verdict.ok,
+                "equal": verdict.equal,
                 "job": loaded.name,
                 "layout": small.layout.model_dump(mode="json", exclude_defaults=True),
                 "ranks": ranks,
                 "dtype": dtype,
                 "steps": steps,
                 "seconds": verdict.seconds,
-                "notes": notes,
+                "notes": [change.text for change in changes] + verdict.notes,
+                "could_hide_errors": hiding,
                 "first_wrong": None if first is None else _row(first),
+                "collectives": contract_keys(verdict.collectives),
                 "rows": [_row(row) for row in verdict.rows],
             }
         )
     else:
         console = stdout_console()
-        for note in notes:
+        for change in changes:
+            _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
+        for note in verdict.notes:
             _say(console, f"note  {note}")
         _print_verdict(console, verdict, ranks)
-    return verdict.ok
+        for line in contract_lines(verdict.collectives) if record else []:
+            _say(console, line)
+        if strict and hiding:
+            _say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
+    return False if strict and hiding else verdict.ok
 
 
 def _row(row: Comparison) -> dict[str, Any]:
@@ -139,6 +169,9 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
         mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
         table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
+            names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
+            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
     console.print(table)
     _say(console, _sentence(verdict, ranks))
 
@@ -158,18 +191,19 @@ def _where(row: Comparison) -> str:
     )
 
 
-def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_json: bool) -> bool:
+def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.verify import run_matrix
 
-    results, started = list[Any](), time.monotonic()
+    results, ok, started = list[Any](), True, time.monotonic()
     console = stdout_console()
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, began=show):
+        for result in run_matrix(lines, dtype, device, record, began=show):
             results.append(_line(result))
+            ok = ok and result.ok
             if not as_json:
                 _print_line(console, result)
     seconds = time.monotonic() - started
@@ -179,7 +213,9 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
     else:
         wrong = sum(not result["equal"] for result in results)
         _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
-    return equal
+        if record:
+            _say(console, summary_line([result["collectives"] for result in results]))
+    return ok
 
 
 def _line(result: LineResult) -> dict[str, Any]:
@@ -191,7 +227,8 @@ def _line(result: LineResult) -> dict[str, Any]:
     return {
         "name": result.line.name,
         "ranks": ranks_of(result.line.job.layout),
-        "equal": False if verdict is None else verdict.ok,
+        "equal": False if verdict is None else verdict.equal,
+        "collectives": None if verdict is None else contract_keys(verdict.collectives),
         "worst": None if verdict is None else _row(worst(verdict.rows)),
         "first_wrong": None if first is None else _row(first),
         "error": result.error,
@@ -210,6 +247,9 @@ def _print_line(console: Console, result: LineResult) -> None:
     _say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
         _say(console, f"           first diverging: {_where(first)}")
+    if result.verdict.collectives is not None and not result.verdict.collectives.ok:
+        for line in contract_lines(result.verdict.collectives):
+            _say(console, f"           {line}")
 
 
 def _layer(where: str, as_json: bool) -> bool:

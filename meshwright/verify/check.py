@@ -7,18 +7,24 @@ from functools import lru_cache
 
 import torch
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.verify import formats, staged
+from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
+from meshwright.verify.exercised import judge_exercise
 from meshwright.verify.observe import Observation, observe
-from meshwright.verify.ranks import RankGroup, run_ranks
+from meshwright.verify.ranks import RankError, RankGroup, run_ranks
+from meshwright.verify.recorded import CheckRecords
 from meshwright.verify.stale import observe_stale
 
 FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
+COMPILED_TIMEOUT_S = 900.0
+"""All ranks compile the same code at once, which takes minutes where cores are few."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,19 @@ class Verdict:
     dtype: str
     rows: list[Comparison]
     seconds: float
+    collectives: Contract | None = None
+    """None where they were not recorded."""
     notes: list[str] = field(default_factory=list)
     """What is not as the job says, one sentence each."""
 
     @property
     def ok(self) -> bool:
-        """Equal or not."""
+        """Equal and without a violation of the collective contract."""
+        return self.equal and (self.collectives is None or self.collectives.ok)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the numbers are."""
         return all(row.ok is not False for row in self.rows)
 
     @property
@@ -50,9 +63,12 @@ class Check:
     job: Job
     dtype: str
     device: str = "cpu"
+    collectives: bool = False
+    """Whether to record them and to prove the collective contract."""
     notes: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
+    _records: CheckRecords | None = None
 
     def __post_init__(self) -> None:
         if self.dtype in formats.UNITS:
@@ -60,46 +76,60 @@ class Check:
 
     def refer(self) -> None:
         """Make the runs in one process that this one is compared with."""
-        for dtype in (self.dtype, *(["float64"] if self.dtype in (*formats.UNITS, "float32") else [])):
+        for dtype in {self.dtype, "float64"}:
             reference(self.job, dtype, self.device)
 
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
         require_layout(self.job, ranks_of(self.job.layout))
+        _require_compiler(self.job, self.device)
         self._started = time.monotonic()
         job, master = _in_format(self.job, self.dtype)
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
-        self._group = RankGroup(observe, ranks, job, master, self.device, timeout_s=TIMEOUT_S, backend=backend)
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
+        if self.collectives and "nccl" not in backend:  # NCCL is the judge itself
+            self._records = CheckRecords(ranks)
+        record = None if self._records is None else self._records.folder
+        self._group = RankGroup(
+            observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
+        )
         return self
 
     def finished(self, timeout_s: float) -> bool:
         """Whether all ranks have answered, waiting at most this long; a failed rank's error is raised."""
         assert self._group is not None
-        return self._group.poll(timeout_s)
+        try:
+            return self._group.poll(timeout_s)
+        except RankError as error:
+            raise error if self._records is None else self._records.explain(error) from None
 
     def verdict(self) -> Verdict:
         """Compare what the ranks saw with the single process's run."""
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
+        contract = None if self._records is None else prove(self._records.read())
         self.close()
-        alone = reference(self.job, self.dtype, self.device)
+        exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
+        zeros = zero_gradients(exact)
         if self.dtype in formats.UNITS:
-            rows = formats.judge(ranks, alone, reference(self.job, "float64", self.device), self.job)
+            rows = formats.judge(ranks, alone, exact, self.job)
         else:
-            zeros = zero_gradients(reference(self.job, "float64")) if self.dtype == "float32" else ()
-            rows = compare(ranks, alone, self.dtype, zeros)
-        return Verdict(self.job, self.dtype, rows, time.monotonic() - self._started, self.notes)
+            rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
+        judged = judge_exercise(rows, self.job, zeros)
+        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract, self.notes)
 
     def close(self) -> None:
         """End the ranks."""
         if self._group is not None:
             self._group.close()
+        if self._records is not None:
+            self._records.close()
 
 
-def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
+def check(job: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
     """Run a (small) job in its layout and in one process, and compare all that DESIGN's parity names."""
-    running = Check(job, dtype, device).start()
+    running = Check(job, dtype, device, collectives).start()
     try:
         while not running.finished(1.0):
             pass
@@ -108,21 +138,19 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
         running.close()
 
 
-def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
+def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
     """The verdict on a job made small; beside float64 the format is judged in which the job itself computes."""
     if dtype in formats.UNITS:
-        return check(formats.with_precision(small, job, dtype), dtype, device)
-    verdict, own = check(small, dtype, device), formats.own_format(job)
-    if dtype != "float64" or own is None:
+        return check(formats.with_precision(small, job, dtype), dtype, device, collectives)
+    verdict, own = check(small, dtype, device, collectives), formats.own_format(job)
+    if own is None:
         return verdict
+    if dtype != "float64":
+        return replace(verdict, notes=[f'precision.compute = "{own}" is not judged with --dtype {dtype}'])
     second = check(formats.with_precision(small, job, own), own, device)
-    notes = [
-        f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own',
-        *second.notes,
-    ]
-    return replace(
-        verdict, rows=verdict.rows + second.rows, seconds=verdict.seconds + second.seconds, notes=verdict.notes + notes
-    )
+    told = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
+    seconds = verdict.seconds + second.seconds
+    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[told, *second.notes])
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
@@ -139,6 +167,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "data": job.data.model_copy(update={"workers": 0}),
             "run": job.run.model_copy(update={"compile": False}),
         }
     )
@@ -152,6 +181,22 @@ def _reference(job_json: str, dtype: str, device: str) -> Observation:
     run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe
     seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
     return seen
+
+
+def _require_compiler(job: Job, device: str) -> None:
+    """Refuse compiled blocks where nothing here can compile them."""
+    if not job.run.compile or device != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "run.compile = true: blocks are compiled for the CPU to be verified, and there is no C++ compiler here; "
+            "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
+        ) from None
 
 
 def _backend(device: str, ranks: int) -> str:

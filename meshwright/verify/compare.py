@@ -44,10 +44,10 @@ class Comparison:
 
     @property
     def ok(self) -> bool | None:
-        """Equal or not; None where the format has no bound for this kind."""
-        if self.bound is None:
-            return None
-        return not self.note and self.error <= self.bound  # False for a NaN
+        """Equal or not; None where there is no bound for it."""
+        if self.note:
+            return False
+        return None if self.bound is None else self.error <= self.bound  # False for a NaN
 
 
 def compare(
@@ -105,8 +105,12 @@ def _place(row: Comparison) -> int:
 
 
 def worst(rows: Sequence[Comparison]) -> Comparison:
-    """The row with the largest error for its bound; wrong ones come first, NaN before all."""
-    return max(rows, key=lambda row: (row.ok is False, math.isnan(row.error), row.error / (row.bound or 1.0)))
+    """The row with the largest error for its bound; wrong ones come first, NaN before all, what is not judged last."""
+    return max(rows, key=_severity)
+
+
+def _severity(row: Comparison) -> tuple[bool, bool, bool, float]:
+    return row.ok is False, row.ok is not None, math.isnan(row.error), row.error / (row.bound or 1.0)
 
 
 def measure(value: Tensor, expected: Tensor, scale: float) -> float:

@@ -7,28 +7,33 @@ from meshwright.data import Corpus
 from meshwright.job import Job
 
 TOKENS = 4096
+LEAST_SOURCE = 512
+"""Tokens of each source where there are many."""
 LONGEST = 40
+SEED = 11
+"""With which no two ranks of the matrix's layouts count as many valid tokens in a step."""
 HELD_OUT = 3
 """Held-out sequences: an odd number, so that the last batch of an evaluation is short."""
 
 
 class UnequalDocuments:
-    """A short token store in memory; document lengths run from 2 to LONGEST, short and long ones in clusters.
+    """A short token store in memory; document lengths run from 3 to LONGEST, short and long ones in clusters.
 
     A document's last token has no label and its first sees nothing but itself, so lengths from 3 on are what exercises
-    attention; every sequence has some.
+    attention. Where only some tokens are to be learned (`learn_some`), no two documents have the same share of them.
     """
 
-    def __init__(self, vocab_size: int, count: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, count: int, seed: int, learn_some: bool = False) -> None:
         generator = np.random.default_rng(seed)
         self._tokens = generator.integers(0, vocab_size, count)
         starts = [0]
         while starts[-1] < count:
             # Neighbours are alike, so that one sequence has a boundary every few tokens and the next has none.
             longest = int(generator.choice((4, 10, LONGEST)))
-            lengths = generator.integers(longest // 2, longest + 1, size=LONGEST // longest)
+            lengths = generator.integers(longest // 2 + 1, longest + 1, size=LONGEST // longest)
             starts += (starts[-1] + lengths.cumsum()).tolist()
         self._starts = np.array([start for start in starts if start < count], dtype=np.int64)
+        self._learned = generator.random(count) < 0.6 if learn_some else None
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -42,12 +47,20 @@ class UnequalDocuments:
         first, last = np.searchsorted(self._starts, (start, stop))
         return self._starts[first:last]
 
-    def targets(self, start: int, stop: int) -> None:
-        """All of them."""
+    def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which tokens are to be learned; None for all of them."""
+        return None if self._learned is None else self._learned[start:stop]
+
+    def parts(self, count: int) -> tuple[int, ...]:
+        """Where so many sources of about equal size begin, each with a document, and where the last ends."""
+        inner = self._starts[np.arange(1, count) * len(self._starts) // count]
+        return (0, *inner.tolist(), len(self))
 
 
 def unequal_corpus(job: Job) -> Corpus:
-    """A corpus of such documents at the job's sizes, training and held-out text apart."""
+    """A corpus of such documents at the job's sizes, training and held-out text apart, with as many sources."""
     vocabulary, held_out = job.model.vocab_size, HELD_OUT * job.batch.sequence_length + 1
-    train, validation = (UnequalDocuments(vocabulary, count, seed) for seed, count in enumerate((TOKENS, held_out)))
-    return Corpus(None, train, validation, None)
+    sources, learn_some = len(job.data.sources), job.data.format == "conversations"
+    sizes = (max(TOKENS, sources * LEAST_SOURCE), held_out)
+    train, validation = (UnequalDocuments(vocabulary, size, seed, learn_some) for seed, size in enumerate(sizes, SEED))
+    return Corpus(None, train, validation, None, train.parts(sources) if sources > 1 else ())

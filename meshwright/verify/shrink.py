@@ -1,5 +1,7 @@
 """A job made small enough for CPU processes, with everything kept that decides how a layout cuts it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from math import prod
 from typing import Any
@@ -13,18 +15,34 @@ from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_loss
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.stale import STALE_REFERENCE
 
-MOST_RANKS = 8
+MOST_RANKS = 16
+MOST_WORKERS = 2
+MOST_DEGREE = 4
+"""A ring, an interleaved schedule or a tree of more ranks than this does nothing that it does not do with so many."""
 AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
 """In the order in which degrees are given up when there are too many ranks."""
 
 
-def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
-    """The job at CPU size, and one note for each thing that is not as the job says.
+@dataclass(frozen=True)
+class Change:
+    """One thing that a check does otherwise than the job says."""
+
+    text: str
+    hides: bool = False
+    """Whether an error of the job could stay unseen for it; `verify --strict` fails then."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Change]]:
+    """The job at CPU size, and each thing that is not as the job says.
 
     Kept: whether tp divides the key-value heads, the vocabulary and the sequence, whether pp divides the layers and
-    2·cp the sequence, ties, odd counts, grouped heads, and whether gradients are accumulated.
+    2·cp the sequence, ties, odd counts, grouped heads, whether gradients are accumulated, how documents are packed,
+    masked, blended and read by workers, evaluation, the optimizer and its formats, compiled blocks.
     """
-    layout, notes = _layout(job.layout)
+    layout, changes = _layout(job.layout)
     sequence = _sequence(job, layout)
     model = _model(job, layout, sequence)
     accumulation = _accumulation(job, layout)
@@ -38,40 +56,81 @@ def shrink(job: Job, steps: int = 3) -> tuple[Job, list[str]]:
         "micro_batch": micro_batch,
         "global_batch": micro_batch * data_parallel * accumulation,
     }
-    small["data"] |= {"sources": ("builtin:synthetic",), "tokenizer": None, "mask_documents": True, "workers": 0}
-    small["data"] |= {"validation_fraction": 0.01, "stream": False, "weights": None, "stages": ()}
+    before, after = job.model, model
+    changes.append(
+        Change(
+            f"model shrunk: width {before.width} → {after['width']}, layers {before.layers} → {after['layers']}, "
+            f"heads {before.heads}/{before.kv_heads} → {after['heads']}/{after['kv_heads']}, vocabulary "
+            f"{before.vocab_size} → {after['vocab_size']}, sequence {job.batch.sequence_length} → {sequence}, "
+            f"accumulation {job.accumulation} → {accumulation}"
+        )
+    )
+    if job.model.init_from is not None:
+        changes.append(Change(f"model.init_from {job.model.init_from} → weights drawn at random"))
+    data, data_changes = _data(job, step_tokens=small["batch"]["global_batch"] * sequence)
+    small["data"] |= data
+    changes += data_changes
     evaluate_every = steps
     if is_asynchronous(job):
         # A stage's first update shows in its forward up to pp steps later; then the pipeline empties and fills again.
         evaluate_every = layout.pp + 1
         steps = max(steps, evaluate_every + layout.pp)
-        notes.append(f"{STALE_REFERENCE}, over {steps} steps")
+        changes.append(Change(f"{STALE_REFERENCE}, over {steps} steps"))
     # All held-out sequences; packed otherwise they may be as many as tokens.
     held_out = HELD_OUT if job.data.packing == "concatenate" else HELD_OUT * sequence
-    small["evaluation"] |= {"every_steps": evaluate_every, "batches": held_out, "sample_tokens": 0, "sets": {}}
-    small["schedule"] |= {"warmup_steps": min(job.warmup_steps, 1), "decay_steps": min(job.decay_steps, 1)}
+    evaluates = job.evaluation.every_steps > 0 and job.data.validation_fraction > 0
+    small["evaluation"] |= {"every_steps": evaluate_every if evaluates else 0, "batches": held_out, "sample_tokens": 0}
+    if job.evaluation.sets:
+        small["evaluation"]["sets"] = {}
+        changes.append(Change(f"evaluation.sets {', '.join(job.evaluation.sets)} are left out", hides=True))
+    warmup = min(job.warmup_steps, 1)
+    small["schedule"] |= {"warmup_steps": warmup, "decay_steps": min(job.decay_steps, 1, steps - warmup)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
+    changes.append(
+        Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
+    )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
-    small["run"] |= {"steps": steps, "device": "cpu", "compile": False, "on_bad_step": "keep", "folder": None}
+    small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
+    if job.run.compile and device == "cpu":
+        changes.append(Change("run.compile: blocks are compiled for the CPU"))
+    if job.memory.offload and device == "cpu":
+        shown = ", ".join(job.memory.offload)
+        changes.append(Change(f"memory.offload {shown}: nothing leaves the device, which is the host here", hides=True))
     for section in ("checkpoint", "cluster", "log"):
         del small[section]
-
-    before, after = job.model, model
-    notes.append(
-        f"model shrunk: width {before.width} → {after['width']}, layers {before.layers} → {after['layers']}, "
-        f"heads {before.heads}/{before.kv_heads} → {after['heads']}/{after['kv_heads']}, "
-        f"vocabulary {before.vocab_size} → {after['vocab_size']}, sequence {job.batch.sequence_length} → {sequence}, "
-        f"accumulation {job.accumulation} → {accumulation}"
-    )
-    notes.append("text: synthetic documents of unequal length, masked from each other")
-    notes.append("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
-    if job.run.compile:
-        notes.append("run.compile is switched off")
     if isinstance(job.memory.recompute, Budget):
         small["memory"]["recompute"] = "none"
         small["memory"]["recompute"] = _budget(job, job.memory.recompute, Job.model_validate(small))
-        notes.append("memory.recompute: the same share between all blocks recomputed and none")
-    return Job.model_validate(small), notes
+        changes.append(Change("memory.recompute: the same share between all blocks recomputed and none"))
+    return Job.model_validate(small), changes
+
+
+def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
+    """Text in memory in place of the job's, read, packed, masked and blended as the job does it."""
+    data = job.data
+    kind = "synthetic documents of unequal length" + (", some of their tokens not to be learned" * _learns_some(job))
+    changes = [Change(f"text: {kind}")]
+    workers = min(data.workers, MOST_WORKERS)
+    if workers != data.workers:
+        changes.append(Change(f"data.workers {data.workers} → {workers}"))
+    if data.stream:
+        changes.append(Change("data.stream → text in memory", hides=True))
+    stages = [stage.model_dump() | {"tokens": (number + 1) * step_tokens} for number, stage in enumerate(data.stages)]
+    if stages:
+        changes.append(Change("data.stages: each begins a step after the one before"))
+    return {
+        "sources": ("builtin:synthetic",) * len(data.sources),
+        "tokenizer": None,
+        "stream": False,
+        "join": None,
+        "stages": stages,
+        "workers": workers,
+        "validation_fraction": min(data.validation_fraction, 0.01),
+    }, changes
+
+
+def _learns_some(job: Job) -> bool:
+    return job.data.format == "conversations"
 
 
 def _budget(job: Job, budget: Budget, small: Job) -> Budget:
@@ -82,40 +141,52 @@ def _budget(job: Job, budget: Budget, small: Job) -> Budget:
     return Budget(budget_gib=(small_least + max(0.0, share) * (small_most - small_least) + 1) / 2**30)
 
 
-def _layout(layout: Layout) -> tuple[Layout, list[str]]:
-    degrees = {axis: _few(getattr(layout, axis)) for axis in AXES}
+def _layout(layout: Layout) -> tuple[Layout, list[Change]]:
+    degrees = {axis: _degree(getattr(layout, axis)) for axis in AXES}
     for fewer in (2, 1):
         for axis in AXES:
             if prod(degrees.values()) > MOST_RANKS and degrees[axis] > fewer:
                 degrees[axis] = fewer
-    notes = [
-        f"layout.{axis} {getattr(layout, axis)} → {degree}"
+    changes = [
+        Change(f"layout.{axis} {getattr(layout, axis)} → {degree}", hides=degree == 1)
         for axis, degree in degrees.items()
         if degree != getattr(layout, axis)
     ]
     held = layout.virtual_stages
-    pipeline = {"virtual_stages": None if held is None or degrees["pp"] == 1 else _few(held), "split": None}
-    if layout.split is not None:
-        notes.append("layout.split → balanced")
+    virtual = None if held is None or degrees["pp"] == 1 else _degree(held)
+    if virtual != held:
+        changes.append(Change(f"layout.virtual_stages {held} → {virtual}", hides=virtual is None))
+    split = None
+    if layout.split is not None and (degrees["pp"], virtual) == (layout.pp, held):
+        split = _ranked(layout.split)
+        changes.append(Change(f"layout.split {list(layout.split)} → {list(split)}"))
+    elif layout.split is not None:
+        changes.append(Change(f"layout.split {list(layout.split)} → balanced, for fewer stages", hides=True))
     if layout.compress_after > 1:
-        notes.append(f"layout.compress_after {layout.compress_after} → 1")
+        changes.append(Change(f"layout.compress_after {layout.compress_after} → 1"))
     first = {"compress_after": min(layout.compress_after, 1)}
-    small = layout.model_copy(update=degrees | pipeline | first)
+    small = layout.model_copy(update=degrees | {"virtual_stages": virtual, "split": split} | first)
     if is_lossy(layout):
-        compression, note = _compression(small)
+        compression, change = _compression(small)
         small = small.model_copy(update=compression)
-        notes.append(note)
-    return small, notes
+        changes.append(change)
+    return small, changes
 
 
-def _compression(layout: Layout) -> tuple[dict[str, Any], str]:
-    """How a lossy compression is checked, and a note that says so."""
+def _ranked(split: Sequence[int]) -> tuple[int, ...]:
+    """Small numbers in the same order of size, equal where they were; 0 stays 0."""
+    sizes = sorted({0, *split})
+    return tuple(sizes.index(layers) for layers in split)
+
+
+def _compression(layout: Layout) -> tuple[dict[str, Any], Change]:
+    """How a lossy compression is checked, and what that changes."""
     was = f'layout.compress "{layout.compress}"'
     if layout.dp_replicate == 1:
-        return {"compress": "none"}, f'{was} → "none", as no replicas are left'
+        return {"compress": "none"}, Change(f'{was} → "none", as no replicas are left', hides=True)
     if only_replicates(layout):
-        return {}, COMPRESSED_REFERENCE
-    return LOSSLESS, f'{was} → "topk" with compress_ratio 1.0, which loses nothing'
+        return {}, Change(COMPRESSED_REFERENCE)
+    return LOSSLESS, Change(f'{was} → "topk" with compress_ratio 1.0, which loses nothing', hides=True)
 
 
 def _accumulation(job: Job, layout: Layout) -> int:
@@ -144,13 +215,18 @@ def _few(count: int) -> int:
     return 1 if count == 1 else 2 if count % 2 == 0 else 3
 
 
+def _degree(degree: int) -> int:
+    """Up to MOST_DEGREE it stays; more becomes that where it is even and 3 where it is odd."""
+    return degree if degree <= MOST_DEGREE else MOST_DEGREE if degree % 2 == 0 else 3
+
+
 def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     shape, was = job.model, job.layout
     heads, kv_heads = _heads(job, layout)
     head_dim = 8 if heads <= 6 else 4
     as_wide_as_heads = shape.heads * shape.head_dim == shape.width
     stages_before, stages = _stages(was, job.accumulation), _stages(layout, _accumulation(job, layout))
-    least = 1 if shape.layers == 1 else max(2, stages)
+    least, tp_divides = 1 if shape.layers == 1 else max(2, stages), (was.tp, layout.tp)
     window = shape.sliding_window
     return shape.model_dump() | {
         "preset": None,
@@ -158,10 +234,10 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "width": heads * head_dim if as_wide_as_heads else (heads + layout.tp) * head_dim,
+        "width": heads * head_dim if as_wide_as_heads else _alike((heads + 1) * head_dim, shape.width, tp_divides),
         "ffn_width": 20 * layout.tp,
-        "layers": _alike(least, shape.layers, (2, 2), (stages_before, stages)),
-        "vocab_size": _alike(50, shape.vocab_size, (2, 2), (was.tp, layout.tp)),
+        "layers": sum(layout.split or ()) or _alike(least, shape.layers, (2, 2), (stages_before, stages)),
+        "vocab_size": _alike(50, shape.vocab_size, (2, 2), tp_divides),
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,
     }
@@ -171,15 +247,21 @@ def _heads(job: Job, layout: Layout) -> tuple[int, int]:
     """Query and key-value heads: the same answer to whether tp divides the latter, and the same kind of grouping."""
     shape, tp = job.model, layout.tp
     spreads = layout.cp_method == "ulysses"  # then cp must divide the heads of a tensor-parallel rank, and did
-    before, parts = (each.tp * (each.cp if spreads else 1) for each in (job.layout, layout))
+    cp_before, cp = (job.layout.cp, layout.cp) if spreads else (1, 1)
+    if shape.kv_heads % job.layout.tp:
+        kv_heads = _uneven(shape.kv_heads, job.layout.tp, tp)
+    else:
+        held = shape.kv_heads // job.layout.tp
+        kv_heads = tp * (_uneven(held, cp_before, cp) if held % cp_before else cp * min(2, held // cp_before))
     grouping = _few(shape.heads // shape.kv_heads)
-    if shape.kv_heads % job.layout.tp == 0:
-        kv_heads = parts * min(2, shape.kv_heads // before)
-        return kv_heads * grouping, kv_heads
-    kv_heads = 1 if job.layout.tp % shape.kv_heads == 0 else tp + 1
-    while kv_heads * grouping % parts:
+    while kv_heads * grouping % (tp * cp):
         grouping += 1
     return kv_heads * grouping, kv_heads
+
+
+def _uneven(heads: int, parts_before: int, parts: int) -> int:
+    """Heads that do not divide by the parts: fewer of which the parts are a multiple, or more of which they are not."""
+    return 1 if parts_before % heads == 0 else parts + 1
 
 
 def _sequence(job: Job, layout: Layout) -> int:

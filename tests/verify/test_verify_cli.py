@@ -22,9 +22,9 @@ def job_file(tmp_path: Path) -> None:
 
 
 def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:  # type: ignore[no-untyped-def]
-    result = cli("verify", DEMO, "--set", "layout.dp_replicate=4", "--steps", "2")
+    result = cli("verify", DEMO, "--set", "layout.dp_replicate=6", "--steps", "2", "--set", "batch.global_batch=24")
     assert result.code == 0, result.err
-    assert "layout.dp_replicate 4 → 2" in result.out
+    assert "layout.dp_replicate 6 → 4" in result.out
     assert "equal: 2 ranks compute what one process computes" in result.out
     for kind in ("loss", "norm", "gradient", "update"):
         assert kind in result.out
@@ -35,7 +35,8 @@ def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True
     assert set(answer) == {
-        "equal", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes", "first_wrong", "rows",
+        "equal", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes", "could_hide_errors",
+        "first_wrong", "collectives", "rows",
     }  # fmt: skip
     assert answer["layout"] == {"dp_shard": 2, "zero": 3} and answer["first_wrong"] is None
     assert all(set(row) == ROW_KEYS for row in answer["rows"])
@@ -77,7 +78,9 @@ def test_a_model_of_one_s_own(cli) -> None:  # type: ignore[no-untyped-def]
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True, result.out
     assert len(answer["layouts"]) >= 5 and {layout["ranks"] for layout in answer["layouts"]} == {2, 4}
-    assert set(answer["layouts"][0]) == {"name", "ranks", "equal", "worst", "first_wrong", "error", "seconds"}
+    assert set(answer["layouts"][0]) == {
+        "name", "ranks", "equal", "worst", "first_wrong", "error", "seconds", "collectives",
+    }  # fmt: skip
 
 
 def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 
 from meshwright.job import Job, model_preset
-from meshwright.layout import ranks_of, require_layout, table_of
-from meshwright.verify import shrink
+from meshwright.layout import kv_copies, ranks_of, require_layout, table_of
+from meshwright.verify import Change, shrink
 
 
 def big(preset: str, *, batch: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **layout: Any) -> Job:
     sizes = {"global_batch": 1680, "micro_batch": 4, "sequence_length": 1024} | (batch or {})
     return Job.model_validate({"model": model_preset(preset) | (model or {}), "batch": sizes, "layout": layout})
+
+
+def texts(changes: list[Change]) -> list[str]:
+    return [change.text for change in changes]
 
 
 CASES = [
@@ -27,6 +31,9 @@ CASES = [
     big("llama-3-70b", tp=8, cp=4, pp=4, dp_shard=2, batch={"sequence_length": 8192}, model={"layers": 81}),
     big("llama-3-8b", cp=8, cp_method="ulysses", zero=3),
     big("llama-3-8b", tp=4, cp=2, cp_method="ulysses", pp=2, schedule="zb-v"),
+    big("llama-3-8b", cp=16, cp_method="ulysses", batch={"sequence_length": 4096}),
+    big("llama-3-8b", tp=2, cp=8, cp_method="ulysses", model={"heads": 48, "kv_heads": 12, "head_dim": 128}),
+    big("qwen3-0.6b", tp=8, model={"width": 1020}),
     big("qwen3-0.6b", pp=7, schedule="zb-interleaved", virtual_stages=4, batch={"micro_batch": 3}),
     big("gpt2", pp=4, schedule="dualpipe-v", dp_replicate=2, model={"layers": 13}),
     big("gpt2", pp=3, split=[2, 4, 6]),
@@ -38,12 +45,15 @@ def test_what_matters_is_kept(job: Job) -> None:
     require_layout(job, ranks_of(job.layout))
     small, _ = shrink(job)
     require_layout(small, ranks_of(small.layout))
-    assert 1 < ranks_of(small.layout) <= 8
+    assert 1 < ranks_of(small.layout) <= 16
     before, after, tp, small_tp = job.model, small.model, job.layout.tp, small.layout.tp
     stages = 1 if small.layout.pp == 1 else table_of(small).stages
-    assert after.width <= 64 and after.layers <= stages + 3 and after.vocab_size <= 60
+    assert after.width <= 80 and after.layers <= stages + 3 and after.vocab_size <= 60
     assert small.batch.sequence_length <= 24
     assert (after.kv_heads % small_tp == 0) == (before.kv_heads % tp == 0)
+    assert (after.width % small_tp == 0) == (before.width % tp == 0)
+    if small.layout.cp_method == "ulysses" and small.layout.cp > 1:
+        assert (kv_copies(small) == 1) == (kv_copies(job) == 1)
     assert (after.vocab_size % small_tp == 0) == (before.vocab_size % tp == 0)
     assert (small.batch.sequence_length % small_tp == 0) == (job.batch.sequence_length % tp == 0)
     assert (after.heads == after.kv_heads) == (before.heads == before.kv_heads)
@@ -58,14 +68,65 @@ def test_what_matters_is_kept(job: Job) -> None:
 
 
 def test_a_reduced_degree_is_noted_and_a_small_one_left_alone() -> None:
-    _, notes = shrink(big("llama-3-8b", tp=8, dp_replicate=2))
-    assert "layout.tp 8 → 2" in notes
-    assert not any(note.startswith("layout.dp_replicate") for note in notes)
+    small, changes = shrink(big("llama-3-8b", tp=8, dp_replicate=2, cp=3, batch={"sequence_length": 768}))
+    assert {"layout.tp 8 → 4", "layout.cp 3 → 2"} < set(texts(changes))  # 4 × 2 × 3 would be more than 16 ranks
+    assert small.layout.dp_replicate == 2
+    assert not any(text.startswith("layout.dp_replicate") for text in texts(changes))
 
 
-def test_odd_degrees_become_three_and_the_ranks_stay_few() -> None:
+def test_degrees_of_up_to_four_stay_and_odd_ones_become_three() -> None:
     small, _ = shrink(big("gpt2", tp=3, sp=False, dp_shard=7, zero=3, batch={"global_batch": 28}))
-    assert (small.layout.tp, small.layout.dp_shard) == (3, 2)  # 3 × 3 would be more than 8 ranks
+    assert (small.layout.tp, small.layout.dp_shard) == (3, 3)
+    small, _ = shrink(big("llama-3-8b", cp=4, pp=4, schedule="interleaved", virtual_stages=4))
+    assert (small.layout.cp, small.layout.pp, small.layout.virtual_stages) == (4, 4, 4)
+
+
+def test_the_job_s_own_way_to_read_pack_mask_compile_and_keep_states_is_kept() -> None:
+    sources = {"sources": ["a.txt", "b.txt"], "weights": [1.0, 3.0], "stages": [{"tokens": 10**6, "weights": [1, 1]}]}
+    kinds = {"packing": "best-fit", "mask_documents": True, "workers": 1, "format": "conversations"}
+    job = big("gpt2", tp=2, model={"dropout": 0.1}).model_dump()
+    job["data"] |= sources | kinds
+    job["run"] |= {"compile": True}
+    job["precision"] |= {"optimizer_states": "bf16"}
+    job["evaluation"] |= {"every_steps": 0}
+    small, changes = shrink(Job.model_validate(job))
+    assert {field: getattr(small.data, field) for field in kinds} == kinds
+    assert small.data.weights == (1.0, 3.0) and [stage.weights for stage in small.data.stages] == [(1, 1)]
+    assert small.data.stages[0].tokens == small.tokens_per_step
+    assert small.run.compile and small.precision.optimizer_states == "bf16" and small.evaluation.every_steps == 0
+    assert not any(change.hides for change in changes), changes
+    assert not shrink(big("gpt2", tp=2))[0].data.mask_documents
+
+
+def test_what_could_hide_an_error_is_named() -> None:
+    job = big("gpt2", dp_replicate=2, tp=2, compress="powersgd", compress_rank=1).model_dump()
+    job["data"] |= {"sources": ["a.txt"], "stream": True}
+    job["memory"] |= {"offload": ["activations"]}
+    job["evaluation"] |= {"sets": {"wiki": "wiki"}}
+    _, changes = shrink(Job.model_validate(job))
+    hiding = [change.text for change in changes if change.hides]
+    assert [text.split()[0] for text in hiding] == [
+        "layout.compress",
+        "data.stream",
+        "evaluation.sets",
+        "memory.offload",
+    ]
+    _, on_gpu = shrink(Job.model_validate(job), device="cuda")
+    assert not any(text.startswith("memory.offload") for text in texts(on_gpu))
+
+
+def test_a_split_keeps_its_order_of_sizes() -> None:
+    small, _ = shrink(big("gpt2", pp=3, split=[2, 8, 2]))
+    assert small.layout.split == (1, 2, 1) and small.model.layers == 4
+    small, changes = shrink(big("gpt2", pp=6, split=[2, 1, 3, 2, 2, 2]))
+    assert small.layout.split is None and any("balanced" in change.text and change.hides for change in changes)
+
+
+def test_one_step_of_a_schedule_that_decays() -> None:
+    job = big("gpt2", tp=2).model_dump()
+    job["schedule"] |= {"name": "wsd", "decay_steps": 100}
+    small, _ = shrink(Job.model_validate(job), steps=1)
+    assert small.run.steps == 1
 
 
 def test_a_learned_table_longer_than_the_sequence_stays_longer() -> None:

@@ -1,0 +1,52 @@
+"""A proof that compares nothing but rounding is refused, and what is zero by mathematics raises no alarm."""
+
+from typing import Any
+
+import pytest
+
+from meshwright.job import Job
+from meshwright.verify import check, load_matrix
+from meshwright.verify import documents as texts
+from meshwright.verify.check import reference
+from meshwright.verify.compare import zero_gradients
+
+LINES = {line.name: line.job for line in load_matrix()}
+
+
+def job_of(line: str, **changes: dict[str, Any]) -> Job:
+    job = LINES[line].model_dump()
+    for section, fields in changes.items():
+        job[section] = {**job[section], **fields}
+    return Job.model_validate(job)
+
+
+def test_the_sign_of_rounding_is_no_mistake() -> None:
+    """GPT-2's key bias has no gradient, and Lion steps by the sign of what rounding leaves there."""
+    job = job_of("gpt2 · tp 2", optimizer={"name": "lion"})
+    assert {name.rpartition(".")[0][-1] for name in zero_gradients(reference(job, "float64"))} == {"k"}
+    verdict = check(job)
+    assert verdict.ok, verdict.first_wrong
+    unjudged = {row.name for row in verdict.rows if row.ok is None}
+    assert unjudged and all(name.endswith("attention.k.bias") for name in unjudged)
+
+
+def test_a_check_that_leaves_attention_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pairs(texts.UnequalDocuments):
+        """Documents of two tokens: one label each, of a token that sees itself alone."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._starts = texts.np.arange(0, len(self), 2)
+
+    monkeypatch.setattr(texts, "UnequalDocuments", Pairs)
+    job = job_of("llama · tp 2", data={"packing": "none"}, run={"seed": 99})
+    verdict = check(job)
+    assert verdict.ok is False and verdict.first_wrong is not None
+    assert verdict.first_wrong.name.endswith(("attention.q.weight", "attention.k.weight"))
+    assert "nothing but rounding" in verdict.first_wrong.note
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 40))
+def test_documents_alone_in_their_sequences_exercise_attention_at_every_seed(seed: int) -> None:
+    job = job_of("llama · tp 2", data={"packing": "none"}, batch={"global_batch": 2}, run={"seed": seed, "steps": 1})
+    assert not zero_gradients(reference(job, "float64"))
