@@ -64,6 +64,8 @@ MOST_NARROW = 0.9
 SERIES: dict[Kind, str] = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}
 TENSORS: dict[Kind, str] = {"gradient": "gradients", "update": "updates"}
 ALL = "all parameters"
+HEAD_MULTIPLE = 8
+"""Of a head's width, for the attention kernels of GPUs."""
 SMOOTH = {"lr": 1e-2, "eps": 1.0}
 
 
@@ -93,11 +95,11 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
     if name == "fp16":
         notes.append("fp16: the loss scale begins at 2^10, since gradients are large in small models")
     job = job.model_copy(update=changed)
-    if name == "fp8" and (wide := _widened(job)) != job:
+    if (wide := _widened(job)) != job:
         job = wide
         notes.append(
-            f"fp8: sides made multiples of {FP8_MULTIPLE}: width {job.model.width}, head_dim {job.model.head_dim}, "
-            f"feed-forward {job.model.ffn_width}, sequence {job.batch.sequence_length}"
+            f"{name}: sides made multiples of what its kernels take: width {job.model.width}, head_dim "
+            f"{job.model.head_dim}, feed-forward {job.model.ffn_width}, sequence {job.batch.sequence_length}"
         )
     return job, notes
 
@@ -200,23 +202,20 @@ def _follows_gradients(job: Job) -> bool:
 
 
 def _widened(job: Job) -> Job:
-    """A job whose matrices fp8 can multiply."""
+    """A job whose heads attention kernels of 16 bits take, and for fp8 whose matrices the hardware multiplies."""
     model, layout, batch = job.model, job.layout, job.batch
-    head_dim, side = _up(model.head_dim, FP8_MULTIPLE), FP8_MULTIPLE * layout.tp
+    fp8 = job.precision.compute == "fp8"
+    head_dim, side = _up(model.head_dim, FP8_MULTIPLE if fp8 else HEAD_MULTIPLE), FP8_MULTIPLE * layout.tp if fp8 else 1
     as_wide_as_heads = model.heads * model.head_dim == model.width
-    sequence = _up(batch.sequence_length, side * 2 * layout.cp)
+    sequence = _up(batch.sequence_length, 2 * layout.cp * side)
     shape = {
         "head_dim": head_dim,
         "width": model.heads * head_dim if as_wide_as_heads else _up(model.width, side),
         "ffn_width": _up(model.ffn_width, side),
         "max_sequence_length": max(model.max_sequence_length, sequence),
     }
-    return job.model_copy(
-        update={
-            "model": model.model_copy(update=shape),
-            "batch": batch.model_copy(update={"sequence_length": sequence}),
-        }
-    )
+    longer = {"model": model.model_copy(update=shape), "batch": batch.model_copy(update={"sequence_length": sequence})}
+    return job.model_copy(update=longer if fp8 else {"model": longer["model"]})
 
 
 def _up(size: int, multiple: int) -> int:
