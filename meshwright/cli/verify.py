@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwright.cli.job import JSON, SET
+from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option(
-    None, "--dtype", help="float64 (default) and float32 (default with --run) are judged; bf16 is only shown."
+    None, "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8; float32 with --run."
 )
 RUN = typer.Option(False, "--run", help="Verify `train` itself: data, evaluations, checkpoints, resumes elsewhere.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
-ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
+ONLY = typer.Option(
+    None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
+)
+RANDOM = typer.Option(None, "--random", metavar="N", min=1, help="Verify N drawn jobs instead of one: any product.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
 LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
 
@@ -35,13 +40,16 @@ def verify(
     only: str | None = ONLY,
     model: str | None = MODEL,
     layer: str | None = LAYER,
+    collectives: bool | None = COLLECTIVES,
+    random: int | None = RANDOM,
+    seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     run: bool = RUN,
     strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
-    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer}
+    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer, "--random": random}
     given = [name for name, value in modes.items() if value is not None]
     if len(given) != 1:
         raise UserError(
@@ -49,8 +57,8 @@ def verify(
         )
     if matrix is not None and matrix not in ("quick", "full"):
         raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
-    if only is not None and matrix is None:
-        raise UserError(f'--only "{only}" chooses among the layouts of a matrix; give --matrix quick or full with it')
+    if only is not None and matrix is None and random is None:
+        raise UserError(f'--only "{only}" chooses among several layouts; give --matrix or --random with it')
 
     if run and job is None:
         raise UserError(f"--run verifies a job, not {given[0]}; give a JOB with it")
@@ -61,22 +69,29 @@ def verify(
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
-    equal: bool | None
+    if layer is not None and collectives is not None:
+        raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
+    ok: bool
+    record = job is None if collectives is None else collectives
     if layer is not None:
-        equal = _layer(layer, as_json)
+        ok = _layer(layer, as_json)
     elif matrix is not None:
-        equal = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, as_json)
+        ok = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, record, as_json)
+    elif random is not None:
+        from meshwright.cli.verify_random import verify_random
+
+        ok = verify_random(random, seed, only, dtype, device, record, as_json)
     elif model is not None:
-        equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
+        ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
     elif run:
         from meshwright.cli.verify_run import verify_run
 
         assert job is not None
-        equal = verify_run(job, overrides, steps or 8, dtype, device, strict, as_json)
+        ok = verify_run(job, overrides, steps or 8, dtype, device, strict, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps or 3, dtype, device, strict, as_json)
-    if equal is False:
+        ok = _job(job, overrides, steps or 3, dtype, device, record, strict, as_json)
+    if not ok:
         raise typer.Exit(1)
 
 
@@ -97,12 +112,12 @@ def _require_device(device: str) -> None:
 
 
 def _job(
-    source: str, overrides: list[str], steps: int, dtype: str, device: str, strict: bool, as_json: bool
-) -> bool | None:
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool
+) -> bool:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import check, shrink
+    from meshwright.verify import RankError, check_job, shrink
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
@@ -110,21 +125,26 @@ def _job(
     hiding = [change.text for change in changes if change.hides]
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
-        verdict = check(small, dtype, device)
+        try:
+            verdict = check_job(loaded.job, small, dtype, device, record)
+        except RankError as error:
+            print(f"meshwright: {error}", file=sys.stderr)
+            return False
     if as_json:
         first = verdict.first_wrong
         print_json(
             {
-                "equal": verdict.ok,
+                "equal": verdict.equal,
                 "job": loaded.name,
                 "layout": small.layout.model_dump(mode="json", exclude_defaults=True),
                 "ranks": ranks,
                 "dtype": dtype,
                 "steps": steps,
                 "seconds": verdict.seconds,
-                "notes": [change.text for change in changes],
+                "notes": [change.text for change in changes] + verdict.notes,
                 "could_hide_errors": hiding,
                 "first_wrong": None if first is None else as_row(first),
+                "collectives": contract_keys(verdict.collectives),
                 "rows": [as_row(row) for row in verdict.rows],
             }
         )
@@ -132,7 +152,11 @@ def _job(
         console = stdout_console()
         for change in changes:
             say(console, f"{'not checked' if change.hides else 'note'}  {change}")
+        for note in verdict.notes:
+            say(console, f"note  {note}")
         print_verdict(console, verdict, f"{ranks} ranks compute what one process computes")
+        for line in contract_lines(verdict.collectives) if record else []:
+            say(console, line)
         if strict and hiding:
             say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
     return False if strict and hiding else verdict.ok
@@ -141,7 +165,8 @@ def _job(
 def as_row(row: Comparison) -> dict[str, Any]:
     """A comparison as it is printed with --json."""
     error = row.error if math.isfinite(row.error) else None
-    return {"kind": row.kind, "name": row.name, "error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
 
 
 def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
@@ -153,58 +178,67 @@ def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("compared", "number", "worst error", "bound", "where", ""):
         table.add_column(column, overflow="fold")
-    for kind in dict.fromkeys(row.kind for row in verdict.rows):
-        rows = [row for row in verdict.rows if row.kind == kind]
+    for form, kind in dict.fromkeys((row.format, row.kind) for row in verdict.rows):
+        rows = [row for row in verdict.rows if (row.format, row.kind) == (form, kind)]
         top = worst(rows)
         mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
-        table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
+            names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
+            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
     console.print(table)
     say(console, _sentence(verdict, equal))
 
 
 def _sentence(verdict: Verdict, equal: str) -> str:
     first = verdict.first_wrong
-    if verdict.ok is None:
-        return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
     if first is None:
-        return f"equal: {equal} ({verdict.seconds:.1f} s)"
+        forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
+        within = f", in {forms} as exactly as the format can" if forms else ""
+        return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
     return f"not equal: first diverging is the {_where(first)}"
 
 
 def _where(row: Comparison) -> str:
-    return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
+    return f"{row.kind} of {row.name}{f' in {row.format}' if row.format else ''}, off by {row.error:.1e}" + (
+        f" ({row.note})" if row.note else ""
+    )
 
 
-def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_json: bool) -> bool:
+def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.worker import run_here
     from meshwright.verify import run_matrix
+    from meshwright.verify.run_compare import ROUNDING
 
-    results, started = list[Any](), time.monotonic()
+    results, ok, started = list[Any](), True, time.monotonic()
     console = stdout_console()
-    if device != "cpu" or dtype == "bf16":
+    if device != "cpu" or dtype not in ROUNDING:
         without = [line for line in lines if not line.through_train]
         if len(without) < len(lines):
-            told = "lines that go through `train`, judged on the CPU alone and not in bf16"
+            told = f"lines that go through `train`, judged on the CPU in {' or '.join(ROUNDING)}"
             say(stderr_console(), f"left out: {len(lines) - len(without)} {told}")
         lines = without
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, began=show, train=run_here):
+        for result in run_matrix(lines, dtype, device, record, began=show, train=run_here):
             results.append(_line(result))
+            ok = ok and result.ok
             if not as_json:
                 _print_line(console, result)
     seconds = time.monotonic() - started
-    equal = all(result["equal"] is not False for result in results)
+    equal = all(result["equal"] for result in results)
     if as_json:
         print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
     else:
-        wrong = sum(result["equal"] is False for result in results)
+        wrong = sum(not result["equal"] for result in results)
         say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
-    return equal
+        if record:
+            say(console, summary_line([result["collectives"] for result in results]))
+    return ok
 
 
 def _line(result: LineResult) -> dict[str, Any]:
@@ -216,7 +250,8 @@ def _line(result: LineResult) -> dict[str, Any]:
     return {
         "name": result.line.name,
         "ranks": ranks_of(result.line.job.layout),
-        "equal": False if verdict is None else verdict.ok,
+        "equal": False if verdict is None else verdict.equal,
+        "collectives": None if verdict is None else contract_keys(verdict.collectives),
         "worst": None if verdict is None else as_row(worst(verdict.rows)),
         "first_wrong": None if first is None else as_row(first),
         "error": result.error,
@@ -235,6 +270,9 @@ def _print_line(console: Console, result: LineResult) -> None:
     say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
         say(console, f"           first diverging: {_where(first)}")
+    if result.verdict.collectives is not None and not result.verdict.collectives.ok:
+        for line in contract_lines(result.verdict.collectives):
+            say(console, f"           {line}")
 
 
 def _layer(where: str, as_json: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
@@ -12,13 +13,14 @@ if TYPE_CHECKING:
 
 def verify_run(
     source: str, overrides: list[str], steps: int, dtype: str, device: str, strict: bool, as_json: bool
-) -> bool | None:
+) -> bool:
     """Run a job small through `train` and print what came of comparing it; whether it is equal."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.cli.verify import as_row, print_verdict, say
     from meshwright.job import load_job
     from meshwright.launch.worker import run_here
     from meshwright.layout import ranks_of, require_layout
+    from meshwright.verify import RankError
     from meshwright.verify.run_check import check_run
     from meshwright.verify.run_compare import ROUNDING
     from meshwright.verify.run_plan import legs_of, small_run
@@ -34,12 +36,16 @@ def verify_run(
     legs = legs_of(small)
     hiding = [change.text for change in changes if change.hides]
     with stderr_console().status(f"{_path(legs)}, {steps} steps in {dtype}, beside one process"):
-        verdict = check_run(small, run_here, dtype, is_prepared_data(loaded.job.data))
+        try:
+            verdict = check_run(small, run_here, dtype, is_prepared_data(loaded.job.data))
+        except RankError as error:
+            print(f"meshwright: {error}", file=sys.stderr)
+            return False
     first = verdict.first_wrong
     if as_json:
         print_json(
             {
-                "equal": verdict.ok,
+                "equal": verdict.equal,
                 "job": loaded.name,
                 "legs": [{"layout": leg.name, "ranks": ranks_of(leg.job.layout), "start": leg.start} for leg in legs],
                 "dtype": dtype,

@@ -1,11 +1,12 @@
 """The layout's arithmetic, checked before any process starts: which degrees fit the ranks and the model."""
 
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
+from meshwright.job.model import Model
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages
@@ -91,7 +92,7 @@ def _require_tensor(job: Job) -> None:
     tp, model = job.layout.tp, job.model
     if tp == 1:
         return
-    for field, value in (("heads", model.heads), ("ffn_width", model.ffn_width), ("width", model.width)):
+    for field, value in (("heads", model.heads), ("ffn_width", model.ffn_width)):
         if value % tp:
             raise UserError(f"layout.tp = {tp} does not divide model.{field} = {value}; {_degrees(value)}")
     if model.kv_heads % tp and not job.layout.kv_replicate:
@@ -108,6 +109,11 @@ def _require_tensor(job: Job) -> None:
         )
 
 
+def most_tensor_parallel(model: Model) -> int:
+    """The largest layout.tp that divides what it must divide of a model; every other one divides it."""
+    return gcd(model.heads, model.ffn_width, model.width)
+
+
 def _require_context(job: Job) -> None:
     cp, tp, model = job.layout.cp, job.layout.tp, job.model
     if cp == 1:
@@ -120,15 +126,12 @@ def _require_context(job: Job) -> None:
         )
     if job.layout.cp_method != "ulysses":
         return
-    # Where tp copies key-value heads, a rank holds one for each of its queries.
-    kv_heads = model.kv_heads if model.kv_heads % tp == 0 else model.heads
-    for field, value in (("heads", model.heads), ("kv_heads", kv_heads)):
-        if value // tp % cp:
-            of = f" / layout.tp = {value // tp}" if tp > 1 else f" = {value}"
-            raise UserError(
-                f'layout.cp_method = "ulysses" spreads heads over layout.cp = {cp} ranks, which does not divide '
-                f'model.{field}{of}; lower layout.cp or set layout.cp_method = "ring"'
-            )
+    if model.heads // tp % cp:
+        of = f" / layout.tp = {model.heads // tp}" if tp > 1 else f" = {model.heads}"
+        raise UserError(
+            f'layout.cp_method = "ulysses" spreads heads over layout.cp = {cp} ranks, which does not divide '
+            f'model.heads{of}; lower layout.cp or set layout.cp_method = "ring"'
+        )
 
 
 def _require_pipeline(job: Job) -> None:
@@ -136,9 +139,10 @@ def _require_pipeline(job: Job) -> None:
     if layout.pp == 1:
         for field, given in (("virtual_stages", layout.virtual_stages not in (None, 1)), ("split", layout.split)):
             if given:
+                value = getattr(layout, field)
                 raise UserError(
-                    f"layout.{field} = {getattr(layout, field)} cuts a pipeline, but layout.pp = 1; raise layout.pp or "
-                    "leave it out"
+                    f"layout.{field} = {list(value) if field == 'split' else value} cuts a pipeline, but layout.pp = "
+                    "1; raise layout.pp or leave it out"
                 )
         return
     require_schedule(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -11,15 +11,17 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
-from meshwright.verify import staged
+from meshwright.verify import formats, staged
+from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.exercised import judge_exercise
 from meshwright.verify.observe import Observation, observe
-from meshwright.verify.ranks import RankGroup, run_ranks
+from meshwright.verify.ranks import RankError, RankGroup, run_ranks
+from meshwright.verify.recorded import CheckRecords
 from meshwright.verify.stale import observe_stale
 
-FORMATS = tuple(BOUNDS)
+FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
 COMPILED_TIMEOUT_S = 900.0
 """All ranks compile the same code at once, which takes minutes where cores are few."""
@@ -33,12 +35,20 @@ class Verdict:
     dtype: str
     rows: list[Comparison]
     seconds: float
+    collectives: Contract | None = None
+    """None where they were not recorded."""
+    notes: list[str] = field(default_factory=list)
+    """What is not as the job says, one sentence each."""
 
     @property
-    def ok(self) -> bool | None:
-        """Equal or not; None where the number format has no bounds."""
-        judged = [row.ok for row in self.rows if row.ok is not None]
-        return all(judged) if judged else None
+    def ok(self) -> bool:
+        """Equal and without a violation of the collective contract."""
+        return self.equal and (self.collectives is None or self.collectives.ok)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the numbers are."""
+        return all(row.ok is not False for row in self.rows)
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -53,8 +63,21 @@ class Check:
     job: Job
     dtype: str
     device: str = "cpu"
+    collectives: bool = False
+    """Whether to record them and to prove the collective contract."""
+    notes: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
+    _records: CheckRecords | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype in formats.UNITS:
+            self.job, self.notes = formats.in_format(self.job, self.dtype)
+
+    def refer(self) -> None:
+        """Make the runs in one process that this one is compared with."""
+        for dtype in {self.dtype, "float64"}:
+            reference(self.job, dtype, self.device)
 
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
@@ -65,33 +88,49 @@ class Check:
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
         timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
-        self._group = RankGroup(observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend)
+        if self.collectives and "nccl" not in backend:  # NCCL is the judge itself
+            self._records = CheckRecords(ranks)
+        record = None if self._records is None else self._records.folder
+        self._group = RankGroup(
+            observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
+        )
         return self
 
     def finished(self, timeout_s: float) -> bool:
         """Whether all ranks have answered, waiting at most this long; a failed rank's error is raised."""
         assert self._group is not None
-        return self._group.poll(timeout_s)
+        try:
+            return self._group.poll(timeout_s)
+        except RankError as error:
+            raise error if self._records is None else self._records.explain(error) from None
 
     def verdict(self) -> Verdict:
         """Compare what the ranks saw with the single process's run."""
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
+        contract = None if self._records is None else prove(self._records.read())
         self.close()
-        zeros = zero_gradients(reference(self.job, "float64"))
-        known_zeros = zeros if self.dtype == "float32" else ()
-        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, known_zeros)
-        return Verdict(self.job, self.dtype, judge_exercise(rows, self.job, zeros), time.monotonic() - self._started)
+        exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
+        # Of whole gradients: what compression or a stale stage leaves out of a first step may yet come.
+        zeros = zero_gradients(reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device))
+        if self.dtype in formats.UNITS:
+            rows = formats.judge(ranks, alone, exact, self.job)
+        else:
+            rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
+        judged = judge_exercise(rows, self.job, zeros)
+        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract, self.notes)
 
     def close(self) -> None:
         """End the ranks."""
         if self._group is not None:
             self._group.close()
+        if self._records is not None:
+            self._records.close()
 
 
-def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
+def check(job: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
     """Run a (small) job in its layout and in one process, and compare all that DESIGN's parity names."""
-    running = Check(job, dtype, device).start()
+    running = Check(job, dtype, device, collectives).start()
     try:
         while not running.finished(1.0):
             pass
@@ -100,12 +139,28 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
         running.close()
 
 
+def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
+    """The verdict on a job made small; beside float64 the format is judged in which the job itself computes."""
+    if dtype in formats.UNITS:
+        return check(formats.with_precision(small, job, dtype), dtype, device, collectives)
+    verdict, own = check(small, dtype, device, collectives), formats.own_format(job)
+    if own is None:
+        return verdict
+    if dtype != "float64":
+        return replace(verdict, notes=[f'precision.compute = "{own}" is not judged with --dtype {dtype}'])
+    second = check(formats.with_precision(small, job, own), own, device)
+    told = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
+    seconds = verdict.seconds + second.seconds
+    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[told, *second.notes])
+
+
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """The same training in one process, the whole batch at once, eager; computed once for all layouts of a job.
 
     An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
     have references of their own, as stale and as lossy.
     """
+    job, _ = _in_format(job, dtype)
     if is_asynchronous(job) or is_lossy(job.layout):
         return _reference(job.model_dump_json(), dtype, device)
     alone = job.model_copy(
@@ -113,6 +168,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "data": job.data.model_copy(update={"workers": 0}),
             "run": job.run.model_copy(update={"compile": False}),
         }
     )
@@ -153,6 +209,7 @@ def _backend(device: str, ranks: int) -> str:
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
     """The job computing in a format, and the format of masters where it is not the usual one."""
-    compute = "bf16" if dtype == "bf16" else "fp32"
-    precision = job.precision.model_copy(update={"compute": compute})
+    if dtype in formats.UNITS:
+        return job, None
+    precision = job.precision.model_copy(update={"compute": "fp32", "gradients": "fp32"})
     return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

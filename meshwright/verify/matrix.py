@@ -7,12 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of
-from meshwright.verify.check import Check, Verdict, reference
-from meshwright.verify.ranks import RankError
+from meshwright.verify.check import Check, Verdict
+from meshwright.verify.ranks import RankError, RankTimeout
 from meshwright.verify.run_check import Train, check_run
 from meshwright.verify.run_plan import as_run
 
@@ -20,6 +21,8 @@ FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compi
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
+
+Failure = Literal["refused", "hung", "crashed"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Line:
     quick: bool
     own_model: bool
     """Whether `verify --model` puts a user's model into this layout."""
+    dtype: str | None = None
+    """The format it is judged in, whatever the others are."""
     through_train: bool = False
     """Whether `train` itself is run, with text on the disk, evaluations and checkpoints."""
     prepared: bool = False
@@ -44,11 +49,13 @@ class LineResult:
     line: Line
     verdict: Verdict | None
     error: str | None
+    failure: Failure | None = None
+    """What kind of error it is."""
 
     @property
     def ok(self) -> bool:
-        """Whether the line was run and found equal (or printed only, in a format without bounds)."""
-        return self.verdict is not None and self.verdict.ok is not False
+        """Whether the line was run and found equal."""
+        return self.verdict is not None and self.verdict.ok
 
 
 def load_matrix(which: str = "full") -> list[Line]:
@@ -72,6 +79,7 @@ def run_matrix(
     lines: Sequence[Line],
     dtype: str = "float64",
     device: str = "cpu",
+    collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
     train: Train | None = None,
 ) -> Iterator[LineResult]:
@@ -93,10 +101,13 @@ def run_matrix(
             elif waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
-                reference(
-                    line.job, dtype, device
-                )  # before the ranks start, so that its time is not part of their limit
-                check = Check(line.job, dtype, device).start()
+                check = Check(line.job, line.dtype or dtype, device, collectives)
+                try:
+                    check.refer()  # not while ranks wait, whose time is limited
+                    check.start()
+                except (RankError, UserError) as error:
+                    yield _failed(line, error)
+                    continue
                 ending.callback(check.close)
                 running.append((line, check))
                 continue
@@ -111,8 +122,8 @@ def _run_result(line: Line, dtype: str, train: Train | None) -> LineResult:
     job, _ = as_run(line.job, prepared=line.prepared)
     try:
         return LineResult(line, check_run(job, train, dtype, line.prepared), None)
-    except RankError as error:
-        return LineResult(line, None, str(error))
+    except (RankError, UserError) as error:
+        return _failed(line, error)
 
 
 def _result_if_ready(line: Line, check: Check) -> LineResult | None:
@@ -120,19 +131,27 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
         if not check.finished(POLL_S):
             return None
         return LineResult(line, check.verdict(), None)
-    except RankError as error:
-        return LineResult(line, None, str(error))
+    except (RankError, UserError) as error:
+        return _failed(line, error)
+
+
+def _failed(line: Line, error: RankError | UserError) -> LineResult:
+    failure: Failure = "crashed"
+    if isinstance(error, UserError | RankTimeout):
+        failure = "refused" if isinstance(error, UserError) else "hung"
+    return LineResult(line, None, str(error), failure)
 
 
 def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:
     row = dict(row)
     name, quick, own_model = row.pop("name"), row.pop("quick", False), row.pop("own_model", False)
+    dtype = row.pop("dtype", None)
     run = {"through_train": row.pop("through_train", False), "prepared": row.pop("prepared", False)}
     job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
     job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
     if row:
         raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
-    return Line(name, Job.model_validate(job), quick, own_model, **run)
+    return Line(name, Job.model_validate(job), quick, own_model, dtype, **run)
 
 
 def _with_model_file(job: Job, path: str) -> Job:

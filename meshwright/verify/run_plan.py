@@ -13,7 +13,6 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout, Memory
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
-from meshwright.train import cuts_blocks
 from meshwright.verify.compressed import LOSSLESS, is_lossy
 from meshwright.verify.run_text import data_for, form_of, is_prepared_data
 from meshwright.verify.shrink import Change, shrink
@@ -138,13 +137,10 @@ def _candidates(job: Job) -> Iterator[Layout]:
 
 def _fits(job: Job, layout: Layout) -> bool:
     try:
-        made = _in_layout(job, layout)
-        require_layout(made, ranks_of(layout))
+        require_layout(_in_layout(job, layout), ranks_of(layout))
     except (ValidationError, UserError):
         return False
-    columns = (made.model.heads * made.model.head_dim, made.model.ffn_width)
-    in_blocks = job.precision.optimizer_states == "int8"
-    return not (in_blocks and any(cuts_blocks(count, layout.tp) for count in columns))
+    return True
 
 
 def _in_layout(job: Job, layout: Layout) -> Job:

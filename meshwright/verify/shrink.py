@@ -11,7 +11,6 @@ from meshwright.job import Job
 from meshwright.job.devices import Budget, Layout
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
-from meshwright.train import cuts_blocks
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.stale import STALE_REFERENCE
@@ -91,15 +90,6 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
         Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
     )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
-    if job.precision.compute in ("fp16", "fp8"):
-        changes.append(Change(f'precision.compute "{job.precision.compute}" → the format of the check', hides=True))
-    if job.precision.gradients != "fp32":
-        changes.append(Change(f'precision.gradients "{job.precision.gradients}" → the format of the check', hides=True))
-    tp_columns = (model["heads"] * model["head_dim"], model["ffn_width"])
-    if job.precision.optimizer_states == "int8" and any(cuts_blocks(columns, layout.tp) for columns in tp_columns):
-        small["precision"]["optimizer_states"] = "fp32"
-        why = "layout.tp cuts blocks that share a scale here"
-        changes.append(Change(f'precision.optimizer_states "int8" → "fp32": {why}', hides=True))
     small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
     if job.run.compile and device == "cpu":
         changes.append(Change("run.compile: blocks are compiled for the CPU"))
@@ -236,7 +226,7 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     head_dim = 8 if heads <= 6 else 4
     as_wide_as_heads = shape.heads * shape.head_dim == shape.width
     stages_before, stages = _stages(was, job.accumulation), _stages(layout, _accumulation(job, layout))
-    least = 1 if shape.layers == 1 else max(2, stages)
+    least, tp_divides = 1 if shape.layers == 1 else max(2, stages), (was.tp, layout.tp)
     window = shape.sliding_window
     return shape.model_dump() | {
         "preset": None,
@@ -244,10 +234,10 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "width": heads * head_dim if as_wide_as_heads else (heads + layout.tp) * head_dim,
+        "width": heads * head_dim if as_wide_as_heads else _alike((heads + 1) * head_dim, shape.width, tp_divides),
         "ffn_width": 20 * layout.tp,
         "layers": sum(layout.split or ()) or _alike(least, shape.layers, (2, 2), (stages_before, stages)),
-        "vocab_size": _alike(50, shape.vocab_size, (2, 2), (was.tp, layout.tp)),
+        "vocab_size": _alike(50, shape.vocab_size, (2, 2), tp_divides),
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,
     }
@@ -257,15 +247,21 @@ def _heads(job: Job, layout: Layout) -> tuple[int, int]:
     """Query and key-value heads: the same answer to whether tp divides the latter, and the same kind of grouping."""
     shape, tp = job.model, layout.tp
     spreads = layout.cp_method == "ulysses"  # then cp must divide the heads of a tensor-parallel rank, and did
-    before, parts = (each.tp * (each.cp if spreads else 1) for each in (job.layout, layout))
+    cp_before, cp = (job.layout.cp, layout.cp) if spreads else (1, 1)
+    if shape.kv_heads % job.layout.tp:
+        kv_heads = _uneven(shape.kv_heads, job.layout.tp, tp)
+    else:
+        held = shape.kv_heads // job.layout.tp
+        kv_heads = tp * (_uneven(held, cp_before, cp) if held % cp_before else cp * min(2, held // cp_before))
     grouping = _few(shape.heads // shape.kv_heads)
-    if shape.kv_heads % job.layout.tp == 0:
-        kv_heads = parts * min(2, shape.kv_heads // before)
-        return kv_heads * grouping, kv_heads
-    kv_heads = 1 if job.layout.tp % shape.kv_heads == 0 else tp + 1
-    while kv_heads * grouping % parts:
+    while kv_heads * grouping % (tp * cp):
         grouping += 1
     return kv_heads * grouping, kv_heads
+
+
+def _uneven(heads: int, parts_before: int, parts: int) -> int:
+    """Heads that do not divide by the parts: fewer of which the parts are a multiple, or more of which they are not."""
+    return 1 if parts_before % heads == 0 else parts + 1
 
 
 def _sequence(job: Job, layout: Layout) -> int:

@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoint, Keeper, Lease, checkpoint_path, di
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
-from meshwright.train import cuts_blocks, make_training
+from meshwright.train import make_training
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
@@ -255,9 +255,3 @@ def test_a_journey_through_layouts_is_one_quiet_run(
     for name in [*quiet.names("model/"), *quiet.names("optimizer/")]:
         a, b = ended.whole(name).double(), quiet.whole(name).double()
         assert (a - b).abs().max() <= unit * b.abs().max(), name
-
-
-def test_blocks_of_the_journey_are_never_cut() -> None:
-    """8-bit states cut by tp have scales of their own and fit no other layout: these widths keep blocks whole."""
-    model = make_job({}, 1).model
-    assert not any(cuts_blocks(width, tp) for width in (model.heads * model.head_dim, model.ffn_width) for tp in (2, 4))
