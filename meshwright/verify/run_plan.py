@@ -45,7 +45,11 @@ def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
     own = {"data": job.data, "evaluation": job.evaluation}
     made, more = as_run(small.model_copy(update=own), steps, is_prepared_data(job.data))
     # What `shrink` puts in memory in place of the job's text, a run reads from the disk.
-    return made, [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))] + more
+    kept = [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))]
+    formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
+    narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if own not in ("fp32", "tf32")]
+    told = "the format of the check; without --run it is judged in its own"
+    return made, kept + [Change(f"{own} → {told}", hides=True) for own in narrow] + more
 
 
 def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, list[Change]]:

@@ -25,7 +25,7 @@ def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:  # type: ignore[
     result = cli("verify", DEMO, "--set", "layout.dp_replicate=6", "--steps", "2", "--set", "batch.global_batch=24")
     assert result.code == 0, result.err
     assert "layout.dp_replicate 6 → 4" in result.out
-    assert "equal: 2 ranks compute what one process computes" in result.out
+    assert "equal: 4 ranks compute what one process computes" in result.out
     for kind in ("loss", "norm", "gradient", "update"):
         assert kind in result.out
 
@@ -100,7 +100,7 @@ def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:  # type: ignore[no-u
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "verify takes one of JOB, --matrix, --model, --layer, not none"),
+        ((), "verify takes one of JOB, --matrix, --model, --layer, --random, not none"),
         ((DEMO, "--matrix", "quick"), "not JOB and --matrix"),
         (("--matrix", "small"), "--matrix small is not a matrix; use quick or full"),
         ((DEMO, "--dtype", "fp64"), "--dtype fp64 is not a number format here; use float64, float32, bf16"),

@@ -64,6 +64,10 @@ def test_a_job_keeps_its_kind_of_data() -> None:
         assert made.data.mask_documents and made.data.workers == 2 and made.data.stream == job.data.stream
         assert [change for change in changes if f"text: {told} made for this" in change.text]
         assert not [change for change in changes if change.hides]
+    narrow = small_run(load_job("demo", ["precision.compute=bf16"]).job)[1]
+    assert [change.text for change in narrow if change.hides] == [
+        'precision.compute "bf16" → the format of the check; without --run it is judged in its own'
+    ]
     weighted = load_job("demo", ["data.sources=['a', 'b', 'c', 'd']", "data.weights=[0, 0, 0, 1]"]).job
     assert small_run(weighted)[0].data.weights == (1.0, 1.0, 1.0)
 
