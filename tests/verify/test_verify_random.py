@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.layout import ranks_of
 from meshwright.pipeline import SCHEDULES
-from meshwright.verify import Answer, Draw, RankError, draw, matrix, run_draws, sample
+from meshwright.verify import Answer, Check, Draw, RankError, draw, run_draws, sample
 from meshwright.verify.generate import FAMILIES, RANKS
 from meshwright.verify.sample import fault_of, subject_of
 
@@ -142,10 +142,10 @@ def test_what_goes_wrong_in_ranks_has_its_name(
 def test_a_failure_of_one_draw_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = two_ranks(workers=0)
 
-    def reference(job: Any, *rest: Any) -> Any:
+    def refer(self: Any) -> Any:
         raise RankError("no reference")
 
-    monkeypatch.setattr(matrix, "reference", reference)
+    monkeypatch.setattr(Check, "refer", refer)
     refused = next(drawn for drawn in MANY if drawn.refusal is not None)
     assert [(one.outcome, one.draw) for one in run_draws([drawn, refused])] == [
         ("refused", refused),
