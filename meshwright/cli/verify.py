@@ -144,6 +144,9 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
         mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
         table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
+            names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
+            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
     console.print(table)
     _say(console, _sentence(verdict, ranks))
 

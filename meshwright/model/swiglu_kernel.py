@@ -11,13 +11,13 @@ BLOCK = 2048
 
 
 @triton.jit
-def _swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _swiglu_backward(grad_ptr, gate_up_ptr, out_ptr, width, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    grad = tl.load(grad_ptr + row * width + columns, mask=inside).to(tl.float32)
-    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside).to(tl.float32)
+    grad = tl.load(grad_ptr + row * width + columns, mask=inside).to(WIDE)
+    gate = tl.load(gate_up_ptr + row * 2 * width + columns, mask=inside).to(WIDE)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + columns, mask=inside).to(WIDE)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     grad_gate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
@@ -32,5 +32,6 @@ def launch(grad: Tensor, gate_up: Tensor) -> Tensor:
     width = grad.shape[-1]
     out = torch.empty_like(gate_up)
     grid = (grad.numel() // width, triton.cdiv(width, BLOCK))
-    _swiglu_backward[grid](grad, gate_up, out, width, BLOCK=BLOCK, num_warps=8)
+    wide = tl.float64 if grad.dtype == torch.float64 else tl.float32
+    _swiglu_backward[grid](grad, gate_up, out, width, WIDE=wide, BLOCK=BLOCK, num_warps=8)
     return out

@@ -1,11 +1,13 @@
 """What turns a single-device model into the one a rank runs: the order of transformations, readable as a recipe."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from meshwright.cost import Mode
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import gradient_format, is_asynchronous, recompute_modes, split_layers, table_of
@@ -30,6 +32,10 @@ from meshwright.parallel.stages import keep_stage
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
+
+COMPILER_SAVES_MESHES = "2.12" <= torch.__version__ < "2.15"
+"""Whether a compiled block that recomputes tries to keep the mesh of its tensors as if that were one (seen in 2.13; in
+2.11 and 2.15 it does not)."""
 
 
 def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Engine | PipeDream, Weights]:
@@ -123,9 +129,9 @@ def _piece(
     if world.context_group is not None:
         _attend_together(model, job, world.context_group)
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
-    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
     if job.run.compile:
-        _compile(model)
+        _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
+    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages go their own ways
@@ -142,13 +148,22 @@ def _project_together(model: nn.Module) -> None:
             module.together = True
 
 
-def _compile(model: nn.Module) -> None:
-    """Compile every block on its own: one compilation serves all of them."""
-    from meshwright.parallel.recompute_tags import recompute_inside_functions  # takes the compiler's time to import
+def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool) -> None:
+    """Compile every block on its own: one compilation serves all of them.
+
+    What a block recomputes is part of what is compiled, unless fully recomputed ones are to recompute around it.
+    """
+    # These take the compiler's time to import.
+    from meshwright.parallel.compiled_attention import correct_attention_shapes
+    from meshwright.parallel.recompute_tags import recompute_inside_functions
 
     recompute_inside_functions()
-    for block in cast(nn.ModuleDict, model.layers).values():
-        block.compile()
+    correct_attention_shapes()
+    for name, block in cast(nn.ModuleDict, model.layers).items():
+        if recompute_around and modes[int(name)] == "full":
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()
 
 
 def _materialise(model: nn.Module, job: Job, world: World) -> None:

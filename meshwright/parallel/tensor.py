@@ -127,8 +127,8 @@ class _Arrived(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class Whole(ParallelStyle):

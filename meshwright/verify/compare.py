@@ -89,8 +89,8 @@ def _turn(row: Comparison) -> int:
 
 
 def worst(rows: Sequence[Comparison]) -> Comparison:
-    """The row with the largest error for its bound; wrong ones come first, NaN before all."""
-    return max(rows, key=lambda row: (row.ok is False, math.isnan(row.error), row.error))
+    """The row with the largest error; wrong ones come first, NaN before all, and what is not judged last."""
+    return max(rows, key=lambda row: (row.ok is False, row.ok is not None, math.isnan(row.error), row.error))
 
 
 def measure(value: Tensor, expected: Tensor, scale: float) -> float:
