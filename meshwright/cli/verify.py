@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from meshwright.cli.job import JSON, SET
+from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
-ONLY = typer.Option(None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this.")
+ONLY = typer.Option(
+    None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
+)
+RANDOM = typer.Option(None, "--random", metavar="N", min=1, help="Verify N drawn jobs instead of one: any product.")
 MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
 LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
 
@@ -32,12 +37,15 @@ def verify(
     only: str | None = ONLY,
     model: str | None = MODEL,
     layer: str | None = LAYER,
+    collectives: bool | None = COLLECTIVES,
+    random: int | None = RANDOM,
+    seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
-    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer}
+    modes = {"JOB": job, "--matrix": matrix, "--model": model, "--layer": layer, "--random": random}
     given = [name for name, value in modes.items() if value is not None]
     if len(given) != 1:
         raise UserError(
@@ -45,25 +53,32 @@ def verify(
         )
     if matrix is not None and matrix not in ("quick", "full"):
         raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
-    if only is not None and matrix is None:
-        raise UserError(f'--only "{only}" chooses among the layouts of a matrix; give --matrix quick or full with it')
+    if only is not None and matrix is None and random is None:
+        raise UserError(f'--only "{only}" chooses among several layouts; give --matrix or --random with it')
 
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
-    equal: bool | None
+    if layer is not None and collectives is not None:
+        raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
+    ok: bool | None
+    record = job is None if collectives is None else collectives
     if layer is not None:
-        equal = _layer(layer, as_json)
+        ok = _layer(layer, as_json)
     elif matrix is not None:
-        equal = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, as_json)
+        ok = _lines({"matrix": matrix}, _chosen(load_matrix(matrix), only), dtype, device, record, as_json)
+    elif random is not None:
+        from meshwright.cli.verify_random import verify_random
+
+        ok = verify_random(random, seed, only, dtype, device, record, as_json)
     elif model is not None:
-        equal = _lines({"model": model}, own_model_lines(model), dtype, device, as_json)
+        ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
     else:
         assert job is not None
-        equal = _job(job, overrides, steps, dtype, device, strict, as_json)
-    if equal is False:
+        ok = _job(job, overrides, steps, dtype, device, record, strict, as_json)
+    if ok is False:
         raise typer.Exit(1)
 
 
@@ -84,12 +99,12 @@ def _require_device(device: str) -> None:
 
 
 def _job(
-    source: str, overrides: list[str], steps: int, dtype: str, device: str, strict: bool, as_json: bool
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool
 ) -> bool | None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import check, shrink
+    from meshwright.verify import RankError, check, shrink
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
@@ -97,12 +112,16 @@ def _job(
     hiding = [change.text for change in changes if change.hides]
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
-        verdict = check(small, dtype, device)
+        try:
+            verdict = check(small, dtype, device, record)
+        except RankError as error:
+            print(f"meshwright: {error}", file=sys.stderr)
+            return False
     if as_json:
         first = verdict.first_wrong
         print_json(
             {
-                "equal": verdict.ok,
+                "equal": verdict.equal,
                 "job": loaded.name,
                 "layout": small.layout.model_dump(mode="json", exclude_defaults=True),
                 "ranks": ranks,
@@ -112,6 +131,7 @@ def _job(
                 "notes": [change.text for change in changes],
                 "could_hide_errors": hiding,
                 "first_wrong": None if first is None else _row(first),
+                "collectives": contract_keys(verdict.collectives),
                 "rows": [_row(row) for row in verdict.rows],
             }
         )
@@ -120,6 +140,8 @@ def _job(
         for change in changes:
             _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         _print_verdict(console, verdict, ranks)
+        for line in contract_lines(verdict.collectives) if record else []:
+            _say(console, line)
         if strict and hiding:
             _say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
     return False if strict and hiding else verdict.ok
@@ -153,7 +175,7 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
 
 def _sentence(verdict: Verdict, ranks: int) -> str:
     first = verdict.first_wrong
-    if verdict.ok is None:
+    if verdict.equal is None:
         return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
     if first is None:
         return f"equal: {ranks} ranks compute what one process computes ({verdict.seconds:.1f} s)"
@@ -164,18 +186,19 @@ def _where(row: Comparison) -> str:
     return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
 
 
-def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_json: bool) -> bool:
+def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.verify import run_matrix
 
-    results, started = list[Any](), time.monotonic()
+    results, ok, started = list[Any](), True, time.monotonic()
     console = stdout_console()
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, began=show):
+        for result in run_matrix(lines, dtype, device, record, began=show):
             results.append(_line(result))
+            ok = ok and result.ok
             if not as_json:
                 _print_line(console, result)
     seconds = time.monotonic() - started
@@ -185,7 +208,9 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, as_js
     else:
         wrong = sum(result["equal"] is False for result in results)
         _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
-    return equal
+        if record:
+            _say(console, summary_line([result["collectives"] for result in results]))
+    return ok
 
 
 def _line(result: LineResult) -> dict[str, Any]:
@@ -197,7 +222,8 @@ def _line(result: LineResult) -> dict[str, Any]:
     return {
         "name": result.line.name,
         "ranks": ranks_of(result.line.job.layout),
-        "equal": False if verdict is None else verdict.ok,
+        "equal": False if verdict is None else verdict.equal,
+        "collectives": None if verdict is None else contract_keys(verdict.collectives),
         "worst": None if verdict is None else _row(worst(verdict.rows)),
         "first_wrong": None if first is None else _row(first),
         "error": result.error,
@@ -216,6 +242,9 @@ def _print_line(console: Console, result: LineResult) -> None:
     _say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
         _say(console, f"           first diverging: {_where(first)}")
+    if result.verdict.collectives is not None and not result.verdict.collectives.ok:
+        for line in contract_lines(result.verdict.collectives):
+            _say(console, f"           {line}")
 
 
 def _layer(where: str, as_json: bool) -> bool:

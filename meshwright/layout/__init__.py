@@ -2,9 +2,17 @@
 
 from meshwright.layout.activations import holdings_of_rank, saved_by_name, stages_of_rank
 from meshwright.layout.formats import FP8_MULTIPLE
+from meshwright.layout.heads import kv_copies, kv_heads_of
 from meshwright.layout.one_pass import gradient_format, updates_in_one_pass
 from meshwright.layout.recompute import budget_span, recompute_modes
-from meshwright.layout.rules import axes, is_asynchronous, padded_vocabulary, ranks_of, require_layout, table_of
+from meshwright.layout.rules import (
+    axes,
+    is_asynchronous,
+    padded_vocabulary,
+    ranks_of,
+    require_layout,
+    table_of,
+)
 from meshwright.layout.stages import split_layers
 
 __all__ = [
@@ -14,6 +22,8 @@ __all__ = [
     "gradient_format",
     "holdings_of_rank",
     "is_asynchronous",
+    "kv_copies",
+    "kv_heads_of",
     "padded_vocabulary",
     "ranks_of",
     "recompute_modes",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from meshwright.cost import MODES, Mode, block_cost, decoder_cost, remade_bytes
 from meshwright.job import Job
 from meshwright.layout.budget import BlockBytes, Holding, StageBytes
+from meshwright.layout.heads import kv_copies
 from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Kind, Table
 
@@ -93,6 +94,9 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
         for name in ("attention.k", "attention.v"):
             if (unshared := whole.get(f"layers.0.{name}")) is not None:  # full recomputation keeps neither
                 sizes["layers.0.", name] = sizes["layers.0.", "attention.q"] if mode == "none" else unshared
+    if mode == "none":  # what attention sees; recomputation keeps what was projected
+        for name in ("attention.k", "attention.v"):
+            sizes["layers.0.", name] *= kv_copies(job)
     return sizes
 
 

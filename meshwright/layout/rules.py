@@ -91,7 +91,7 @@ def _require_tensor(job: Job) -> None:
     tp, model = job.layout.tp, job.model
     if tp == 1:
         return
-    for field, value in (("heads", model.heads), ("ffn_width", model.ffn_width), ("width", model.width)):
+    for field, value in (("heads", model.heads), ("ffn_width", model.ffn_width)):
         if value % tp:
             raise UserError(f"layout.tp = {tp} does not divide model.{field} = {value}; {_degrees(value)}")
     if model.kv_heads % tp and not job.layout.kv_replicate:
@@ -120,15 +120,12 @@ def _require_context(job: Job) -> None:
         )
     if job.layout.cp_method != "ulysses":
         return
-    # Where tp copies key-value heads, a rank holds one for each of its queries.
-    kv_heads = model.kv_heads if model.kv_heads % tp == 0 else model.heads
-    for field, value in (("heads", model.heads), ("kv_heads", kv_heads)):
-        if value // tp % cp:
-            of = f" / layout.tp = {value // tp}" if tp > 1 else f" = {value}"
-            raise UserError(
-                f'layout.cp_method = "ulysses" spreads heads over layout.cp = {cp} ranks, which does not divide '
-                f'model.{field}{of}; lower layout.cp or set layout.cp_method = "ring"'
-            )
+    if model.heads // tp % cp:
+        of = f" / layout.tp = {model.heads // tp}" if tp > 1 else f" = {model.heads}"
+        raise UserError(
+            f'layout.cp_method = "ulysses" spreads heads over layout.cp = {cp} ranks, which does not divide '
+            f'model.heads{of}; lower layout.cp or set layout.cp_method = "ring"'
+        )
 
 
 def _require_pipeline(job: Job) -> None:
@@ -136,9 +133,10 @@ def _require_pipeline(job: Job) -> None:
     if layout.pp == 1:
         for field, given in (("virtual_stages", layout.virtual_stages not in (None, 1)), ("split", layout.split)):
             if given:
+                value = getattr(layout, field)
                 raise UserError(
-                    f"layout.{field} = {getattr(layout, field)} cuts a pipeline, but layout.pp = 1; raise layout.pp or "
-                    "leave it out"
+                    f"layout.{field} = {list(value) if field == 'split' else value} cuts a pipeline, but layout.pp = "
+                    "1; raise layout.pp or leave it out"
                 )
         return
     require_schedule(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)

@@ -46,9 +46,14 @@ class Chain:
         sends: list[Any] = []
         last = len(self._stage_ranks) - 1
         for stage, module in self._stages.items():
+            arriving: list[Any] = []
+            if stage > 0 and self._stage_ranks[stage - 1] != self._rank:
+                # All are asked for before the first is sent on: between two ranks NCCL keeps the order of both
+                # directions, and where they alternate each would hold its next send until the other receives.
+                arriving, results = self._expected(batches, self._stage_ranks[stage - 1])
             for number, (_, arguments) in enumerate(given):
-                if stage > 0 and self._stage_ranks[stage - 1] != self._rank:
-                    results[number] = self._received(len(batches[number]), self._stage_ranks[stage - 1])
+                if arriving:
+                    arriving[number].wait()
                 results[number] = module(results[number], **arguments)
                 if stage < last and self._stage_ranks[stage + 1] != self._rank:
                     # The tensor is kept with its handle: it must outlive the transfer.
@@ -60,7 +65,11 @@ class Chain:
             return results
         return [torch.zeros((), device=self._device) for _ in batches]
 
-    def _received(self, sequences: int, source: int) -> Tensor:
-        hidden = torch.empty((sequences, *self.hidden_shape[1:]), dtype=self.compute, device=self._device)
-        dist.recv(hidden, group=self.group, group_src=source)
-        return hidden
+    def _expected(self, batches: Sequence[Batch], source: int) -> tuple[list[Any], list[Tensor]]:
+        """Handles of what comes from a rank, one for each batch, and the tensors that it comes to."""
+        shape, handles, tensors = self.hidden_shape[1:], list[Any](), list[Tensor]()
+        for batch in batches:
+            hidden = torch.empty((len(batch), *shape), dtype=self.compute, device=self._device)
+            handles.append(dist.irecv(hidden, group=self.group, group_src=source))
+            tensors.append(hidden)
+        return handles, tensors

@@ -7,6 +7,7 @@ L, K, E), so that they travel as one message.
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -304,7 +305,7 @@ def _keep(
 
 
 class _UlyssesAttend:
-    """Ordinary attention over the whole sequence with 1 / ranks of the heads; kv heads divide by the ranks too."""
+    """Ordinary attention over the whole sequence with 1 / ranks of the heads; too few kv heads are repeated."""
 
     def __init__(self, group: dist.ProcessGroup, window: int | None) -> None:
         self.group, self.attend = group, CausalAttend(window)
@@ -314,6 +315,9 @@ class _UlyssesAttend:
         self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, positions: Tensor | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor | None]:
         ranks = dist.get_world_size(self.group)
+        copies = lcm(k_BLKE.shape[2], ranks) // k_BLKE.shape[2]
+        if copies > 1:  # each still serves neighbouring queries, since what divides both divides their number too
+            k_BLKE, v_BLKE = (t.repeat_interleave(copies, dim=2) for t in (k_BLKE, v_BLKE))
         by_rank = [torch.stack(t.chunk(ranks, dim=2)) for t in (q_BLHE, k_BLKE, v_BLKE)]
         whole = _natural(_all_to_all(torch.cat(by_rank, 3), self.group))
         q, k, v = torch.split(whole, [t.shape[3] for t in by_rank], dim=2)

@@ -125,7 +125,7 @@ def _jobs(model: Model, gpus: int, sequence: int, batch: int, compute: str) -> I
     bare = Job()
     precision = bare.precision.model_copy(update={"compute": compute})
     for tp, cp in product(powers(gpus), powers(_MOST_CONTEXT)):
-        divides = not any(size % tp for size in (model.heads, model.kv_heads, model.ffn_width, model.width))
+        divides = not any(size % tp for size in (model.heads, model.kv_heads, model.ffn_width))
         uneven = tp * cp > 1 and sequence % (2 * cp * tp)
         if not divides or tp * cp > gpus or uneven or (cp > 1 and sequence // cp < _LEAST_PIECE):
             continue

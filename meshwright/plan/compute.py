@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from meshwright.cost import chunk_rows, in_whole_lines
 from meshwright.job import Job
+from meshwright.layout import kv_copies, kv_heads_of
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
 
@@ -57,12 +58,6 @@ Product = tuple[int, int, int]
 def tokens_of(job: Job) -> int:
     """Tokens of a micro-batch on one rank."""
     return job.batch.micro_batch * job.batch.sequence_length // job.layout.cp
-
-
-def kv_heads_of(job: Job) -> int:
-    """Key-value heads on one rank: as many as queries where tp does not divide them and copies them."""
-    model, tp = job.model, job.layout.tp
-    return model.kv_heads // tp if model.kv_heads % tp == 0 else model.heads // tp
 
 
 def products_of(job: Job, software: Software) -> Iterator[Product]:
@@ -210,7 +205,7 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
         seen = window * (1 - window / (2 * sequence))
         flops = 4.0 * queries * seen * heads * model.head_dim
         if device.measured is not None:
-            rows, groups = job.batch.micro_batch * heads, heads / kv_heads_of(job)
+            rows, groups = job.batch.micro_batch * heads, heads / (kv_heads_of(job) * kv_copies(job))
             found = device.measured.attention_s(flops, model.head_dim, sequence, rows, groups)
             if found is not None:
                 return found

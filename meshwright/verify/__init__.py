@@ -1,18 +1,25 @@
 """Layout parity: a small job in its layout on CPU processes, beside the same training in one process."""
 
 from meshwright.verify.check import FORMATS, Check, Verdict, check
+from meshwright.verify.collectives import Contract
 from meshwright.verify.compare import Comparison, compare, worst
+from meshwright.verify.generate import Draw, draw
 from meshwright.verify.layer import LayerGrade, grade_layer
 from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_lines, run_matrix
 from meshwright.verify.observe import Observation, Shard, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
+from meshwright.verify.sample import OUTCOMES, Answer, run_draws, subject_of
 from meshwright.verify.shrink import Change, shrink
 
 __all__ = [
     "FORMATS",
+    "OUTCOMES",
+    "Answer",
     "Change",
     "Check",
     "Comparison",
+    "Contract",
+    "Draw",
     "LayerGrade",
     "Line",
     "LineResult",
@@ -23,12 +30,15 @@ __all__ = [
     "Verdict",
     "check",
     "compare",
+    "draw",
     "grade_layer",
     "load_matrix",
     "observe",
     "own_model_lines",
+    "run_draws",
     "run_matrix",
     "run_ranks",
     "shrink",
+    "subject_of",
     "worst",
 ]

@@ -12,11 +12,13 @@ from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.verify import staged
+from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.exercised import judge_exercise
 from meshwright.verify.observe import Observation, observe
-from meshwright.verify.ranks import RankGroup, run_ranks
+from meshwright.verify.ranks import RankError, RankGroup, run_ranks
+from meshwright.verify.recorded import CheckRecords
 from meshwright.verify.stale import observe_stale
 
 FORMATS = tuple(BOUNDS)
@@ -33,10 +35,17 @@ class Verdict:
     dtype: str
     rows: list[Comparison]
     seconds: float
+    collectives: Contract | None = None
+    """None where they were not recorded."""
 
     @property
     def ok(self) -> bool | None:
-        """Equal or not; None where the number format has no bounds."""
+        """Equal and without a violation of the collective contract; None where the number format has no bounds."""
+        return False if self.collectives is not None and not self.collectives.ok else self.equal
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether the numbers are; None where their format has no bounds."""
         judged = [row.ok for row in self.rows if row.ok is not None]
         return all(judged) if judged else None
 
@@ -53,8 +62,11 @@ class Check:
     job: Job
     dtype: str
     device: str = "cpu"
+    collectives: bool = False
+    """Whether to record them and to prove the collective contract."""
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
+    _records: CheckRecords | None = None
 
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
@@ -65,33 +77,45 @@ class Check:
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
         timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
-        self._group = RankGroup(observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend)
+        if self.collectives and "nccl" not in backend:  # NCCL is the judge itself
+            self._records = CheckRecords(ranks)
+        record = None if self._records is None else self._records.folder
+        self._group = RankGroup(
+            observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
+        )
         return self
 
     def finished(self, timeout_s: float) -> bool:
         """Whether all ranks have answered, waiting at most this long; a failed rank's error is raised."""
         assert self._group is not None
-        return self._group.poll(timeout_s)
+        try:
+            return self._group.poll(timeout_s)
+        except RankError as error:
+            raise error if self._records is None else self._records.explain(error) from None
 
     def verdict(self) -> Verdict:
         """Compare what the ranks saw with the single process's run."""
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
+        contract = None if self._records is None else prove(self._records.read())
         self.close()
         zeros = zero_gradients(reference(self.job, "float64"))
         known_zeros = zeros if self.dtype == "float32" else ()
         rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, known_zeros)
-        return Verdict(self.job, self.dtype, judge_exercise(rows, self.job, zeros), time.monotonic() - self._started)
+        judged = judge_exercise(rows, self.job, zeros)
+        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract)
 
     def close(self) -> None:
         """End the ranks."""
         if self._group is not None:
             self._group.close()
+        if self._records is not None:
+            self._records.close()
 
 
-def check(job: Job, dtype: str = "float64", device: str = "cpu") -> Verdict:
+def check(job: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
     """Run a (small) job in its layout and in one process, and compare all that DESIGN's parity names."""
-    running = Check(job, dtype, device).start()
+    running = Check(job, dtype, device, collectives).start()
     try:
         while not running.finished(1.0):
             pass
@@ -113,6 +137,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "layout": Layout(),
             "memory": type(job.memory)(),
             "batch": job.batch.model_copy(update={"micro_batch": job.batch.global_batch}),
+            "data": job.data.model_copy(update={"workers": 0}),
             "run": job.run.model_copy(update={"compile": False}),
         }
     )
@@ -153,6 +178,7 @@ def _backend(device: str, ranks: int) -> str:
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
     """The job computing in a format, and the format of masters where it is not the usual one."""
-    compute = "bf16" if dtype == "bf16" else "fp32"
-    precision = job.precision.model_copy(update={"compute": compute})
+    narrow = dtype == "bf16"
+    formats = {"compute": "bf16" if narrow else "fp32", "gradients": job.precision.gradients if narrow else "fp32"}
+    precision = job.precision.model_copy(update=formats)
     return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

@@ -7,17 +7,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.verify.check import Check, Verdict, reference
-from meshwright.verify.ranks import RankError
+from meshwright.verify.ranks import RankError, RankTimeout
 
 FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml")
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
+
+Failure = Literal["refused", "hung", "crashed"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class LineResult:
     line: Line
     verdict: Verdict | None
     error: str | None
+    failure: Failure | None = None
+    """What kind of error it is."""
 
     @property
     def ok(self) -> bool:
@@ -66,6 +71,7 @@ def run_matrix(
     lines: Sequence[Line],
     dtype: str = "float64",
     device: str = "cpu",
+    collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
 ) -> Iterator[LineResult]:
     """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
@@ -77,10 +83,13 @@ def run_matrix(
             if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
-                reference(
-                    line.job, dtype, device
-                )  # before the ranks start, so that its time is not part of their limit
-                check = Check(line.job, dtype, device).start()
+                check = Check(line.job, dtype, device, collectives)
+                try:
+                    reference(line.job, dtype, device)  # not while ranks wait, whose time is limited
+                    check.start()
+                except (RankError, UserError) as error:
+                    yield _failed(line, error)
+                    continue
                 ending.callback(check.close)
                 running.append((line, check))
                 continue
@@ -95,8 +104,15 @@ def _result_if_ready(line: Line, check: Check) -> LineResult | None:
         if not check.finished(POLL_S):
             return None
         return LineResult(line, check.verdict(), None)
-    except RankError as error:
-        return LineResult(line, None, str(error))
+    except (RankError, UserError) as error:
+        return _failed(line, error)
+
+
+def _failed(line: Line, error: RankError | UserError) -> LineResult:
+    failure: Failure = "crashed"
+    if isinstance(error, UserError | RankTimeout):
+        failure = "refused" if isinstance(error, UserError) else "hung"
+    return LineResult(line, None, str(error), failure)
 
 
 def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:

@@ -27,17 +27,28 @@ import torch.distributed as dist
 
 from meshwright.errors import UserError
 from meshwright.verify import staged
+from meshwright.verify.collectives import record_groups
 
 
 class RankError(Exception):
     """A rank failed; the message names it and carries its traceback."""
 
 
+class RankTimeout(RankError):
+    """Ranks were still at work when their time was up; the message names them."""
+
+
 class RankGroup:
     """Some ranks running one function each, in processes of their own and in one gloo process group."""
 
     def __init__(
-        self, function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *args: Any,
+        timeout_s: float = 120.0,
+        backend: str = "gloo",
+        record: Path | None = None,
     ) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in a process of its own")
@@ -55,7 +66,7 @@ class RankGroup:
         for rank in range(size):
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
-            place = _Place(rank, size, rendezvous, timeout_s, backend)
+            place = _Place(rank, size, rendezvous, timeout_s, backend, record)
             # A rank must not hold the parent's ends of the pipes, or it would not notice the parent's death.
             process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
             process.start()
@@ -76,7 +87,7 @@ class RankGroup:
         if time.monotonic() > self._deadline:
             silent = [str(rank) for rank in range(len(self._pipes)) if rank not in self._reports]
             self.close()
-            raise RankError(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
+            raise RankTimeout(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
         return False
 
     def results(self) -> list[Any]:
@@ -113,14 +124,20 @@ class RankGroup:
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = "gloo",
+    record: Path | None = None,
 ) -> list[Any]:
     """Run `function(*args)` on `size` forked ranks and return their results by rank.
 
-    Each sees RANK, WORLD_SIZE and LOCAL_RANK and an initialised default process group. The first error of any rank is
+    Each sees RANK, WORLD_SIZE and LOCAL_RANK and an initialised default process group, which with `record` writes down
+    its collectives in that folder. The first error of any rank is
     raised here, before what it caused in its peers; a user's mistake keeps its type.
     """
-    group = RankGroup(function, size, *args, timeout_s=timeout_s, backend=backend)
+    group = RankGroup(function, size, *args, timeout_s=timeout_s, backend=backend, record=record)
     try:
         while not group.poll(1.0):
             pass
@@ -136,6 +153,8 @@ class _Place:
     rendezvous: str
     timeout_s: float
     backend: str
+    record: Path | None
+    """Where its collectives are recorded."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +185,8 @@ def _rank_main(
     released = threading.Thread(target=_exit_when_released, args=(pipe,), daemon=True)
     try:
         staged.register()
+        if place.record is not None:
+            record_groups(place.record, place.rank)
         dist.init_process_group(place.backend, init_method=place.rendezvous, rank=place.rank, world_size=place.size)
         released.start()
         message = _pickled(_Report(place.rank, time.monotonic(), result=function(*args)))

@@ -236,7 +236,7 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     head_dim = 8 if heads <= 6 else 4
     as_wide_as_heads = shape.heads * shape.head_dim == shape.width
     stages_before, stages = _stages(was, job.accumulation), _stages(layout, _accumulation(job, layout))
-    least = 1 if shape.layers == 1 else max(2, stages)
+    least, tp_divides = 1 if shape.layers == 1 else max(2, stages), (was.tp, layout.tp)
     window = shape.sliding_window
     return shape.model_dump() | {
         "preset": None,
@@ -244,10 +244,10 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "width": heads * head_dim if as_wide_as_heads else (heads + layout.tp) * head_dim,
+        "width": heads * head_dim if as_wide_as_heads else _alike((heads + 1) * head_dim, shape.width, tp_divides),
         "ffn_width": 20 * layout.tp,
         "layers": sum(layout.split or ()) or _alike(least, shape.layers, (2, 2), (stages_before, stages)),
-        "vocab_size": _alike(50, shape.vocab_size, (2, 2), (was.tp, layout.tp)),
+        "vocab_size": _alike(50, shape.vocab_size, (2, 2), tp_divides),
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,
     }
@@ -257,15 +257,21 @@ def _heads(job: Job, layout: Layout) -> tuple[int, int]:
     """Query and key-value heads: the same answer to whether tp divides the latter, and the same kind of grouping."""
     shape, tp = job.model, layout.tp
     spreads = layout.cp_method == "ulysses"  # then cp must divide the heads of a tensor-parallel rank, and did
-    before, parts = (each.tp * (each.cp if spreads else 1) for each in (job.layout, layout))
+    cp_before, cp = (job.layout.cp, layout.cp) if spreads else (1, 1)
+    if shape.kv_heads % job.layout.tp:
+        kv_heads = _uneven(shape.kv_heads, job.layout.tp, tp)
+    else:
+        held = shape.kv_heads // job.layout.tp
+        kv_heads = tp * (_uneven(held, cp_before, cp) if held % cp_before else cp * min(2, held // cp_before))
     grouping = _few(shape.heads // shape.kv_heads)
-    if shape.kv_heads % job.layout.tp == 0:
-        kv_heads = parts * min(2, shape.kv_heads // before)
-        return kv_heads * grouping, kv_heads
-    kv_heads = 1 if job.layout.tp % shape.kv_heads == 0 else tp + 1
-    while kv_heads * grouping % parts:
+    while kv_heads * grouping % (tp * cp):
         grouping += 1
     return kv_heads * grouping, kv_heads
+
+
+def _uneven(heads: int, parts_before: int, parts: int) -> int:
+    """Heads that do not divide by the parts: fewer of which the parts are a multiple, or more of which they are not."""
+    return 1 if parts_before % heads == 0 else parts + 1
 
 
 def _sequence(job: Job, layout: Layout) -> int:

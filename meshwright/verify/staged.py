@@ -29,7 +29,25 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Proces
     return StagedGroup(store, rank, size, timeout)
 
 
-class StagedGroup(dist.ProcessGroup):
+class PythonGroup(dist.ProcessGroup):
+    """A process group written in Python: torch has such a one look up its own name."""
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of this group."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def pg_name(self) -> str:
+        """The same, under torch's other name for it."""
+        return self.group_name
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Torch 2.15 asks this whether messages can be coalesced; a group written in Python is its own backend."""
+        return self
+
+
+class StagedGroup(PythonGroup):
     """Gloo on host copies; collectives are finished when they return, messages between two ranks when waited for.
 
     A pipeline asks for what it will need long before its peer sends it: a receive that waited would wait for ever.
@@ -42,16 +60,6 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """As torch asks for it."""
         return NAME
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name of this group: groups written in Python look it up themselves."""
-        return dist.distributed_c10d._world.pg_names[self]
-
-    @property
-    def pg_name(self) -> str:
-        """The same, under torch's other name for it."""
-        return self.group_name
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._in_place(tensors, lambda host: self._gloo.allreduce(host, opts or dist.AllreduceOptions()))

@@ -4,15 +4,15 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.layout import axes, ranks_of, require_layout
+from meshwright.layout import axes, kv_copies, kv_heads_of, ranks_of, require_layout
 
 MODEL = {"heads": 6, "kv_heads": 2, "width": 48, "head_dim": 8, "ffn_width": 96, "vocab_size": 61}
 
 
-def job(sequence: int = 24, batch: int = 24, **layout: object) -> Job:
+def job(sequence: int = 24, batch: int = 24, model: dict[str, int] | None = None, **layout: object) -> Job:
     return Job.model_validate(
         {
-            "model": MODEL,
+            "model": MODEL | (model or {}),
             "batch": {"sequence_length": sequence, "global_batch": batch, "micro_batch": 1},
             "layout": layout,
         }
@@ -48,3 +48,23 @@ def test_a_sequence_that_sequence_parallelism_cannot_cut() -> None:
         require_layout(job(sequence=25, tp=2), 2)
     require_layout(job(sequence=25, tp=2, sp=False), 2)
     require_layout(job(tp=3, kv_replicate=True), 3)
+
+
+def test_tensor_parallelism_asks_nothing_of_the_width() -> None:
+    require_layout(job(model={"width": 50}, tp=3, kv_replicate=True), 3)
+
+
+def test_ulysses_asks_that_ranks_divide_the_queries_and_copies_keys() -> None:
+    assert kv_copies(job(cp=2, cp_method="ulysses")) == 1
+    six = job(cp=6, cp_method="ulysses")
+    require_layout(six, 6)
+    assert (kv_heads_of(six), kv_copies(six)) == (2, 3)
+    assert kv_copies(job(cp=2, cp_method="ulysses", tp=3, kv_replicate=True)) == 1  # tp gives each query one
+    assert kv_copies(job(cp=6)) == 1
+    with pytest.raises(UserError, match=r'which does not divide model.heads = 6; .*layout.cp_method = "ring"'):
+        require_layout(job(cp=4, cp_method="ulysses"), 4)
+
+
+def test_a_split_without_a_pipeline_is_shown_as_written() -> None:
+    with pytest.raises(UserError, match=r"layout.split = \[2, 2\] cuts a pipeline, but layout.pp = 1"):
+        require_layout(job(split=[2, 2]), 1)

@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"window": 11},
     "groups": {"groups": 3},
     "documents, window and groups": {"documents": True, "window": 11, "groups": 3},
+    "one key-value head": {"kv_heads": 1, "groups": 8},
+    "key-value heads that ranks do not divide": {"kv_heads": 3, "groups": 4},
 }
 LENGTHS = ([1, 30, 2, 13, 2], [5, 7, 6, 30])
 """Documents of each row: chunks are 12 or 6 tokens long, so that some cross several and some begin with one."""
@@ -42,7 +44,7 @@ def difference(method: str, case: dict[str, Any], dtype: torch.dtype = torch.flo
     """Largest differences on this rank, of two calls in one graph, from the whole sequence on one device."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     window, documents = case.get("window"), packed() if case.get("documents") else None
-    q, k, v, grad = inputs(ranks, case.get("groups", 1), dtype)
+    q, k, v, grad = inputs(case.get("kv_heads", ranks), case.get("groups", 1), dtype)
     places = zigzag_places(S, rank, ranks)
 
     def twice(attend: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:

@@ -134,6 +134,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ring": {"cp": 2},
     "allgather": {"cp": 2, "cp_method": "allgather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "ulysses, one key-value head": {"cp": 2, "cp_method": "ulysses", "model": {"kv_heads": 1}},
     "tp and cp": {"tp": 2, "cp": 2},
 }
 

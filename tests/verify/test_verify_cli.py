@@ -36,7 +36,7 @@ def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
     assert result.code == 0 and answer["equal"] is True
     assert set(answer) == {
         "equal", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes", "could_hide_errors",
-            "first_wrong", "rows",
+        "first_wrong", "collectives", "rows",
     }  # fmt: skip
     assert answer["layout"] == {"dp_shard": 2, "zero": 3} and answer["first_wrong"] is None
     assert all(set(row) == ROW_KEYS for row in answer["rows"])
@@ -75,7 +75,9 @@ def test_a_model_of_one_s_own(cli) -> None:  # type: ignore[no-untyped-def]
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True, result.out
     assert len(answer["layouts"]) >= 5 and {layout["ranks"] for layout in answer["layouts"]} == {2, 4}
-    assert set(answer["layouts"][0]) == {"name", "ranks", "equal", "worst", "first_wrong", "error", "seconds"}
+    assert set(answer["layouts"][0]) == {
+        "name", "ranks", "equal", "worst", "first_wrong", "error", "seconds", "collectives",
+    }  # fmt: skip
 
 
 def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from meshwright.job import Job, model_preset
-from meshwright.layout import ranks_of, require_layout, table_of
+from meshwright.layout import kv_copies, ranks_of, require_layout, table_of
 from meshwright.verify import Change, shrink
 
 
@@ -31,6 +31,9 @@ CASES = [
     big("llama-3-70b", tp=8, cp=4, pp=4, dp_shard=2, batch={"sequence_length": 8192}, model={"layers": 81}),
     big("llama-3-8b", cp=8, cp_method="ulysses", zero=3),
     big("llama-3-8b", tp=4, cp=2, cp_method="ulysses", pp=2, schedule="zb-v"),
+    big("llama-3-8b", cp=16, cp_method="ulysses", batch={"sequence_length": 4096}),
+    big("llama-3-8b", tp=2, cp=8, cp_method="ulysses", model={"heads": 48, "kv_heads": 12, "head_dim": 128}),
+    big("qwen3-0.6b", tp=8, model={"width": 1020}),
     big("qwen3-0.6b", pp=7, schedule="zb-interleaved", virtual_stages=4, batch={"micro_batch": 3}),
     big("gpt2", pp=4, schedule="dualpipe-v", dp_replicate=2, model={"layers": 13}),
     big("gpt2", pp=3, split=[2, 4, 6]),
@@ -48,6 +51,9 @@ def test_what_matters_is_kept(job: Job) -> None:
     assert after.width <= 80 and after.layers <= stages + 3 and after.vocab_size <= 60
     assert small.batch.sequence_length <= 24
     assert (after.kv_heads % small_tp == 0) == (before.kv_heads % tp == 0)
+    assert (after.width % small_tp == 0) == (before.width % tp == 0)
+    if small.layout.cp_method == "ulysses" and small.layout.cp > 1:
+        assert (kv_copies(small) == 1) == (kv_copies(job) == 1)
     assert (after.vocab_size % small_tp == 0) == (before.vocab_size % tp == 0)
     assert (small.batch.sequence_length % small_tp == 0) == (job.batch.sequence_length % tp == 0)
     assert (after.heads == after.kv_heads) == (before.heads == before.kv_heads)

@@ -1,0 +1,126 @@
+"""`meshwright verify --random`: drawn jobs, each equal to one process or refused in one sentence."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.verify import Answer, Draw
+
+
+def verify_random(
+    count: int, seed: int, only: str | None, dtype: str, device: str, collectives: bool, as_json: bool
+) -> bool:
+    """Draw and answer jobs 1 to count of a seed, or one of them; whether nothing was wrong."""
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.verify import draw, run_draws
+
+    draws = [draw(seed, number) for number in _numbers(count, only)]
+    answers, console, started = list[Any](), stdout_console(), time.monotonic()
+    with stderr_console().status("") as status:
+        show = lambda line: status.update(f"{len(answers)}/{len(draws)}  {line.name}")  # noqa: E731
+        for answer in run_draws(draws, dtype, device, collectives, began=show):
+            answers.append(answer)
+            if not as_json:
+                _print_answer(console, answer)
+    seconds = time.monotonic() - started
+    if as_json:
+        print_json(_json(seed, dtype, seconds, answers))
+    else:
+        _print_table(console, answers, seconds)
+    return not any(answer.wrong for answer in answers)
+
+
+def _numbers(count: int, only: str | None) -> list[int]:
+    if only is None:
+        return list(range(1, count + 1))
+    if not only.isdigit() or not 1 <= int(only) <= count:
+        raise UserError(f'--only "{only}" is no number of a drawn job; give one from 1 to {count}, as --random says')
+    return [int(only)]
+
+
+def _print_answer(console: Console, answer: Answer) -> None:
+    mark = answer.outcome.upper() if answer.wrong else answer.outcome
+    took = "" if answer.verdict is None else f"{answer.verdict.seconds:.1f} s"
+    _say(console, f"{mark:<16}  {took:>6}  {answer.draw.name}")
+    if answer.outcome != "equal":
+        _say(console, f"    {_why(answer)}")
+    if answer.wrong:
+        _say(console, f"\n{_job_file(answer.draw)}")
+
+
+def _why(answer: Answer) -> str:
+    first = None if answer.verdict is None else answer.verdict.first_wrong
+    if first is None:
+        return answer.sentence or ""
+    note = f" ({first.note})" if first.note else ""
+    return f"first diverging: {first.kind} of {first.name}, off by {first.error:.1e}{note}"
+
+
+def _job_file(draw: Draw) -> str:
+    """The job as it was drawn, and how to have it again."""
+    from meshwright.job import job_text
+
+    again = f"repeat with: meshwright verify --random {draw.number} --seed {draw.seed} --only {draw.number}"
+    try:
+        return job_text(draw.job, again)
+    except UserError:  # the table is no job
+        return f"# {again}\n"
+
+
+def _print_table(console: Console, answers: list[Answer], seconds: float) -> None:
+    from meshwright.verify import subject_of
+
+    counts = Counter(answer.outcome for answer in answers)
+    for outcome in ("refused", "refused in ranks"):
+        reasons = Counter(subject_of(answer.sentence or "") for answer in answers if answer.outcome == outcome)
+        for reason, number in reasons.most_common():
+            _say(console, f"{number:5}  {outcome}: {reason}")
+    for outcome, number in counts.most_common():
+        if not outcome.startswith("refused") or outcome == "refused badly":
+            _say(console, f"{number:5}  {outcome}")
+    wrong = [str(answer.draw.number) for answer in answers if answer.wrong]
+    verdict = f"wrong: {', '.join(wrong)}" if wrong else "nothing wrong"
+    _say(console, f"{len(answers)} drawn, {verdict} ({seconds:.0f} s)")
+
+
+def _json(seed: int, dtype: str, seconds: float, answers: list[Answer]) -> dict[str, Any]:
+    from meshwright.verify import OUTCOMES, subject_of
+
+    counts = Counter(answer.outcome for answer in answers)
+    refused = [subject_of(answer.sentence or "") for answer in answers if answer.outcome.startswith("refused")]
+    return {
+        "equal": not any(answer.wrong for answer in answers),
+        "seed": seed,
+        "dtype": dtype,
+        "seconds": seconds,
+        "counts": {outcome: counts[outcome] for outcome in OUTCOMES},
+        "refused": dict(Counter(refused).most_common()),
+        "layouts": [_answer(answer) for answer in sorted(answers, key=lambda answer: answer.draw.number)],
+    }
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    from meshwright.verify import worst
+
+    verdict = answer.verdict
+    top = None if verdict is None else worst(verdict.rows).error
+    return {
+        "number": answer.draw.number,
+        "name": answer.draw.name,
+        "outcome": answer.outcome,
+        "why": None if answer.outcome == "equal" else _why(answer),
+        "worst": top,
+        "seconds": None if verdict is None else verdict.seconds,
+        "job": answer.draw.table,
+    }
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,20 @@
+"""The collective contract: what every rank issues, and whether all of it fits together as NCCL would need it."""
+
+from meshwright.verify.collectives.contract import Contract, prove, prove_so_far
+from meshwright.verify.collectives.group import record_groups
+from meshwright.verify.collectives.record import Creation, Operation, Record, Spec, Wait, read
+from meshwright.verify.collectives.waiting import where_ranks_stand
+
+__all__ = [
+    "Contract",
+    "Creation",
+    "Operation",
+    "Record",
+    "Spec",
+    "Wait",
+    "prove",
+    "prove_so_far",
+    "read",
+    "record_groups",
+    "where_ranks_stand",
+]
