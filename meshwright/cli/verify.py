@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
-DTYPE = typer.Option("float64", "--dtype", help="float64 and float32 are judged; bf16 is only shown.")
+DTYPE = typer.Option("float64", "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
 ONLY = typer.Option(
     None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
@@ -63,7 +63,7 @@ def verify(
     _require_device(device)
     if layer is not None and collectives is not None:
         raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
-    ok: bool | None
+    ok: bool
     record = job is None if collectives is None else collectives
     if layer is not None:
         ok = _layer(layer, as_json)
@@ -78,7 +78,7 @@ def verify(
     else:
         assert job is not None
         ok = _job(job, overrides, steps, dtype, device, record, strict, as_json)
-    if ok is False:
+    if not ok:
         raise typer.Exit(1)
 
 
@@ -100,11 +100,11 @@ def _require_device(device: str) -> None:
 
 def _job(
     source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool
-) -> bool | None:
+) -> bool:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import RankError, check, shrink
+    from meshwright.verify import RankError, check_job, shrink
 
     loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
@@ -113,7 +113,7 @@ def _job(
     ranks = ranks_of(small.layout)
     with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
         try:
-            verdict = check(small, dtype, device, record)
+            verdict = check_job(loaded.job, small, dtype, device, record)
         except RankError as error:
             print(f"meshwright: {error}", file=sys.stderr)
             return False
@@ -128,7 +128,7 @@ def _job(
                 "dtype": dtype,
                 "steps": steps,
                 "seconds": verdict.seconds,
-                "notes": [change.text for change in changes],
+                "notes": [change.text for change in changes] + verdict.notes,
                 "could_hide_errors": hiding,
                 "first_wrong": None if first is None else _row(first),
                 "collectives": contract_keys(verdict.collectives),
@@ -139,6 +139,8 @@ def _job(
         console = stdout_console()
         for change in changes:
             _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
+        for note in verdict.notes:
+            _say(console, f"note  {note}")
         _print_verdict(console, verdict, ranks)
         for line in contract_lines(verdict.collectives) if record else []:
             _say(console, line)
@@ -149,7 +151,8 @@ def _job(
 
 def _row(row: Comparison) -> dict[str, Any]:
     error = row.error if math.isfinite(row.error) else None
-    return {"kind": row.kind, "name": row.name, "error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
 
 
 def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
@@ -160,12 +163,12 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("compared", "number", "worst error", "bound", "where", ""):
         table.add_column(column, overflow="fold")
-    for kind in dict.fromkeys(row.kind for row in verdict.rows):
-        rows = [row for row in verdict.rows if row.kind == kind]
+    for form, kind in dict.fromkeys((row.format, row.kind) for row in verdict.rows):
+        rows = [row for row in verdict.rows if (row.format, row.kind) == (form, kind)]
         top = worst(rows)
         mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
         bound = "–" if top.bound is None else f"{top.bound:.0e}"
-        table.add_row(kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
         if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
             names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
             table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
@@ -175,15 +178,17 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
 
 def _sentence(verdict: Verdict, ranks: int) -> str:
     first = verdict.first_wrong
-    if verdict.equal is None:
-        return f"{verdict.dtype} has no bounds: nothing was judged ({verdict.seconds:.1f} s)"
     if first is None:
-        return f"equal: {ranks} ranks compute what one process computes ({verdict.seconds:.1f} s)"
+        forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
+        within = f", in {forms} as exactly as the format can" if forms else ""
+        return f"equal: {ranks} ranks compute what one process computes{within} ({verdict.seconds:.1f} s)"
     return f"not equal: first diverging is the {_where(first)}"
 
 
 def _where(row: Comparison) -> str:
-    return f"{row.kind} of {row.name}, off by {row.error:.1e}" + (f" ({row.note})" if row.note else "")
+    return f"{row.kind} of {row.name}{f' in {row.format}' if row.format else ''}, off by {row.error:.1e}" + (
+        f" ({row.note})" if row.note else ""
+    )
 
 
 def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
@@ -202,11 +207,11 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
             if not as_json:
                 _print_line(console, result)
     seconds = time.monotonic() - started
-    equal = all(result["equal"] is not False for result in results)
+    equal = all(result["equal"] for result in results)
     if as_json:
         print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
     else:
-        wrong = sum(result["equal"] is False for result in results)
+        wrong = sum(not result["equal"] for result in results)
         _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
         if record:
             _say(console, summary_line([result["collectives"] for result in results]))

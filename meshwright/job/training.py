@@ -29,7 +29,7 @@ class Precision(Section):
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of the optimizer's moments of matrices; int8 has a scale for every 128 columns of a row."""
+    """Format of the optimizer's moments of matrices; int8 has a scale for every 128 columns of a row or fewer."""
 
     @property
     def number_bytes(self) -> int:

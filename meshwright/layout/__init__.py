@@ -8,6 +8,7 @@ from meshwright.layout.recompute import budget_span, recompute_modes
 from meshwright.layout.rules import (
     axes,
     is_asynchronous,
+    most_tensor_parallel,
     padded_vocabulary,
     ranks_of,
     require_layout,
@@ -24,6 +25,7 @@ __all__ = [
     "is_asynchronous",
     "kv_copies",
     "kv_heads_of",
+    "most_tensor_parallel",
     "padded_vocabulary",
     "ranks_of",
     "recompute_modes",

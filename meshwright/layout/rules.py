@@ -1,11 +1,12 @@
 """The layout's arithmetic, checked before any process starts: which degrees fit the ranks and the model."""
 
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
+from meshwright.job.model import Model
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages
@@ -106,6 +107,11 @@ def _require_tensor(job: Job) -> None:
             f"layout.tp = {tp} does not divide batch.sequence_length{share} = {length}, which layout.sp "
             f"shards; set layout.sp = false or {_degrees(length)}"
         )
+
+
+def most_tensor_parallel(model: Model) -> int:
+    """The largest layout.tp that divides what it must divide of a model; every other one divides it."""
+    return gcd(model.heads, model.ffn_width, model.width)
 
 
 def _require_context(job: Job) -> None:

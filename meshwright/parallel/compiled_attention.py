@@ -6,18 +6,15 @@ compiled backward would be refused its own forward's result. Only proofs compute
 
 import torch
 from torch import Tensor
-
-_library: torch.library.Library | None = None
+from torch._C import DispatchKey
 
 
 def correct_attention_shapes() -> None:
-    """Tell the compiler the true format of what attention returns, once."""
-    global _library
-    if _library is None and torch.__version__ < "2.13":  # a comparison of versions, not of text
-        _library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
-        _library.impl(  # type: ignore[no-untyped-call]
-            "_scaled_dot_product_flash_attention_for_cpu", _results, allow_override=True
-        )
+    """Tell the compiler the true format of what attention returns."""
+    if torch.__version__ < "2.13":  # a comparison of versions, not of text
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        attention.py_kernels[DispatchKey.Meta] = _results
+        attention._dispatch_cache.clear()
 
 
 def _results(

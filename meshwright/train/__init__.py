@@ -15,7 +15,7 @@ from meshwright.train.feed import fingerprint, held_out_batches, open_corpus, re
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
-from meshwright.train.optimizer import build_optimizer, clip_gradients, cuts_blocks, states_of
+from meshwright.train.optimizer import build_optimizer, clip_gradients, states_of
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder, Silent
@@ -42,7 +42,6 @@ __all__ = [
     "choose_attention",
     "choose_device",
     "clip_gradients",
-    "cuts_blocks",
     "device_name",
     "device_peak_flops",
     "emulated_format",

@@ -1,6 +1,6 @@
 """Layout parity: a small job in its layout on CPU processes, beside the same training in one process."""
 
-from meshwright.verify.check import FORMATS, Check, Verdict, check
+from meshwright.verify.check import FORMATS, Check, Verdict, check, check_job
 from meshwright.verify.collectives import Contract
 from meshwright.verify.compare import Comparison, compare, worst
 from meshwright.verify.generate import Draw, draw
@@ -29,6 +29,7 @@ __all__ = [
     "Shard",
     "Verdict",
     "check",
+    "check_job",
     "compare",
     "draw",
     "grade_layer",

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
-from meshwright.verify import staged
+from meshwright.verify import formats, staged
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
@@ -21,7 +21,7 @@ from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
 from meshwright.verify.stale import observe_stale
 
-FORMATS = tuple(BOUNDS)
+FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
 COMPILED_TIMEOUT_S = 900.0
 """All ranks compile the same code at once, which takes minutes where cores are few."""
@@ -37,17 +37,18 @@ class Verdict:
     seconds: float
     collectives: Contract | None = None
     """None where they were not recorded."""
+    notes: list[str] = field(default_factory=list)
+    """What is not as the job says, one sentence each."""
 
     @property
-    def ok(self) -> bool | None:
-        """Equal and without a violation of the collective contract; None where the number format has no bounds."""
-        return False if self.collectives is not None and not self.collectives.ok else self.equal
+    def ok(self) -> bool:
+        """Equal and without a violation of the collective contract."""
+        return self.equal and (self.collectives is None or self.collectives.ok)
 
     @property
-    def equal(self) -> bool | None:
-        """Whether the numbers are; None where their format has no bounds."""
-        judged = [row.ok for row in self.rows if row.ok is not None]
-        return all(judged) if judged else None
+    def equal(self) -> bool:
+        """Whether the numbers are."""
+        return all(row.ok is not False for row in self.rows)
 
     @property
     def first_wrong(self) -> Comparison | None:
@@ -64,9 +65,19 @@ class Check:
     device: str = "cpu"
     collectives: bool = False
     """Whether to record them and to prove the collective contract."""
+    notes: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
     _records: CheckRecords | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype in formats.UNITS:
+            self.job, self.notes = formats.in_format(self.job, self.dtype)
+
+    def refer(self) -> None:
+        """Make the runs in one process that this one is compared with."""
+        for dtype in {self.dtype, "float64"}:
+            reference(self.job, dtype, self.device)
 
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
@@ -99,11 +110,15 @@ class Check:
         ranks: Sequence[Observation] = self._group.results()
         contract = None if self._records is None else prove(self._records.read())
         self.close()
-        zeros = zero_gradients(reference(self.job, "float64"))
-        known_zeros = zeros if self.dtype == "float32" else ()
-        rows = compare(ranks, reference(self.job, self.dtype, self.device), self.dtype, known_zeros)
+        exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
+        # Of whole gradients: what compression or a stale stage leaves out of a first step may yet come.
+        zeros = zero_gradients(reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device))
+        if self.dtype in formats.UNITS:
+            rows = formats.judge(ranks, alone, exact, self.job)
+        else:
+            rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
         judged = judge_exercise(rows, self.job, zeros)
-        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract)
+        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract, self.notes)
 
     def close(self) -> None:
         """End the ranks."""
@@ -124,12 +139,28 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu", collectives: bo
         running.close()
 
 
+def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
+    """The verdict on a job made small; beside float64 the format is judged in which the job itself computes."""
+    if dtype in formats.UNITS:
+        return check(formats.with_precision(small, job, dtype), dtype, device, collectives)
+    verdict, own = check(small, dtype, device, collectives), formats.own_format(job)
+    if own is None:
+        return verdict
+    if dtype != "float64":
+        return replace(verdict, notes=[f'precision.compute = "{own}" is not judged with --dtype {dtype}'])
+    second = check(formats.with_precision(small, job, own), own, device)
+    told = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
+    seconds = verdict.seconds + second.seconds
+    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[told, *second.notes])
+
+
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """The same training in one process, the whole batch at once, eager; computed once for all layouts of a job.
 
     An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
     have references of their own, as stale and as lossy.
     """
+    job, _ = _in_format(job, dtype)
     if is_asynchronous(job) or is_lossy(job.layout):
         return _reference(job.model_dump_json(), dtype, device)
     alone = job.model_copy(
@@ -178,7 +209,7 @@ def _backend(device: str, ranks: int) -> str:
 
 def _in_format(job: Job, dtype: str) -> tuple[Job, torch.dtype | None]:
     """The job computing in a format, and the format of masters where it is not the usual one."""
-    narrow = dtype == "bf16"
-    formats = {"compute": "bf16" if narrow else "fp32", "gradients": job.precision.gradients if narrow else "fp32"}
-    precision = job.precision.model_copy(update=formats)
+    if dtype in formats.UNITS:
+        return job, None
+    precision = job.precision.model_copy(update={"compute": "fp32", "gradients": "fp32"})
     return job.model_copy(update={"precision": precision}), torch.float64 if dtype == "float64" else None

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from meshwright.verify.observe import Observation, Shard
 
-Kind = Literal["loss", "norm", "evaluation", "gradient", "update"]
+Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "sum"]
 
 BOUNDS: dict[str, dict[Kind, float]] = {
     "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update"), 1e-9),
     # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not mistakes.
     "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
-    "bf16": {},
 }
-"""Largest error that counts as equal, by number format; kinds without a bound are shown without a verdict."""
+"""Largest error that counts as equal, by number format; kinds without a bound are shown without a verdict.
+
+Fewer bits are judged by `formats`.
+"""
 
 FLOOR = 1e-6
 """Share of the largest gradient entry below which a tensor counts as zero: some gradients are zero by mathematics."""
@@ -37,6 +39,8 @@ class Comparison:
     bound: float | None
     note: str = ""
     """What is wrong beyond the error, such as entries that no rank holds."""
+    format: str = ""
+    """The job's own number format, where it is that which is judged."""
 
     @property
     def ok(self) -> bool | None:
@@ -60,9 +64,17 @@ def compare(
     largest = _largest(gradients.values())
     floor = FLOOR * largest
     floors = {name: largest if name in zeros else floor for name in gradients}
-    rows = _series("loss", [rank.losses for rank in ranks], reference.losses, floor, bounds)
-    rows += _series("norm", [rank.norms for rank in ranks], reference.norms, floor, bounds)
-    rows += _series("evaluation", [rank.evaluations for rank in ranks], reference.evaluations, floor, bounds)
+    rows = series_rows(
+        "loss", series_errors([rank.losses for rank in ranks], reference.losses, floor), bounds.get("loss")
+    )
+    rows += series_rows(
+        "norm", series_errors([rank.norms for rank in ranks], reference.norms, floor), bounds.get("norm")
+    )
+    rows += series_rows(
+        "evaluation",
+        series_errors([rank.evaluations for rank in ranks], reference.evaluations, floor),
+        bounds.get("evaluation"),
+    )
     rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floors, bounds)
     rows += _tensors("update", [rank.updates for rank in ranks], updates, floors, bounds)
     return rows
@@ -80,7 +92,11 @@ def first_wrong(rows: Sequence[Comparison]) -> Comparison | None:
     return min(wrong, key=_turn, default=None)
 
 
-def _turn(row: Comparison) -> int:
+def _turn(row: Comparison) -> tuple[bool, int]:
+    return bool(row.format), _place(row)
+
+
+def _place(row: Comparison) -> int:
     if row.kind == "gradient":
         return 0
     if row.name.endswith(" 1"):  # the first loss, norm or evaluation
@@ -89,28 +105,35 @@ def _turn(row: Comparison) -> int:
 
 
 def worst(rows: Sequence[Comparison]) -> Comparison:
-    """The row with the largest error; wrong ones come first, NaN before all, and what is not judged last."""
-    return max(rows, key=lambda row: (row.ok is False, row.ok is not None, math.isnan(row.error), row.error))
+    """The row with the largest error for its bound; wrong ones come first, NaN before all, what is not judged last."""
+    return max(rows, key=_severity)
+
+
+def _severity(row: Comparison) -> tuple[bool, bool, bool, float]:
+    return row.ok is False, row.ok is not None, math.isnan(row.error), row.error / (row.bound or 1.0)
 
 
 def measure(value: Tensor, expected: Tensor, scale: float) -> float:
-    """max|a − b| / scale; NaN where either side has one."""
+    """max|a − b| / scale; NaN where either side has one, infinite where all that is expected is zero."""
     if value.numel() == 0:
         return 0.0
-    return float((value.double() - expected.double()).abs().max()) / scale
+    difference = float((value.double() - expected.double()).abs().max())
+    return difference / scale if scale else math.inf if difference else 0.0
 
 
-def _series(
-    kind: Kind, ranks: list[list[float]], expected: list[float], floor: float, bounds: dict[Kind, float]
-) -> list[Comparison]:
-    """One row a step; the worst rank counts, since every rank reports the whole step's number."""
-    rows = []
+def series_errors(ranks: list[list[float]], expected: list[float], floor: float = 0.0) -> list[float]:
+    """The relative error of each step's number; the worst rank counts, since every rank reports the whole step's."""
+    errors = []
     for step, value in enumerate(expected):
         given = [series[step] if step < len(series) else math.nan for series in ranks]
-        error = measure(_float64(given), _float64(value), max(abs(value), floor))
-        name = f"{'evaluation' if kind == 'evaluation' else 'step'} {step + 1}"
-        rows.append(Comparison(kind, name, error, bounds.get(kind)))
-    return rows
+        errors.append(measure(_float64(given), _float64(value), max(abs(value), floor)))
+    return errors
+
+
+def series_rows(kind: Kind, errors: list[float], bound: float | None) -> list[Comparison]:
+    """A row for each step's or evaluation's number."""
+    of = "evaluation" if kind == "evaluation" else "step"
+    return [Comparison(kind, f"{of} {number}", error, bound) for number, error in enumerate(errors, 1)]
 
 
 def _tensors(
@@ -130,18 +153,27 @@ def _tensors(
 
 
 def _tensor(kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: float, bound: float | None) -> Comparison:
-    """Every rank's shard is compared, so replicas that drifted apart are seen; padding is expected to be zero."""
+    found, note = differences(shards, whole)
     scale = max(float(whole.abs().max()), floor)
-    covered = torch.zeros(whole.shape, dtype=torch.bool)
-    errors = [0.0]
+    return Comparison(kind, name, float(found.max()) / scale, bound, note)
+
+
+def differences(shards: list[Shard], whole: Tensor) -> tuple[Tensor, str]:
+    """How far every entry of a tensor is off, on the rank where it is most, and what is wrong beyond that.
+
+    Every rank's shard is compared, so replicas that drifted apart are seen; padding is expected to be zero.
+    """
+    found, covered = torch.zeros(whole.shape, dtype=torch.float64), torch.zeros(whole.shape, dtype=torch.bool)
     for shard in shards:
         if shard.piece.shape != tuple(whole.shape):
-            return Comparison(kind, name, math.inf, bound, f"shape {shard.piece.shape}, not {tuple(whole.shape)}")
+            return torch.full_like(found, math.inf), f"shape {shard.piece.shape}, not {tuple(whole.shape)}"
         shard.piece.put(covered, torch.ones_like(shard.values, dtype=torch.bool))
-        errors.append(measure(shard.values, shard.piece.take(whole), scale))
+        off = (shard.values.double() - shard.piece.take(whole).double()).abs()
+        shard.piece.put(found, torch.maximum(off, shard.piece.take(found)))
+        if bool(off[shard.piece.rows >= whole.shape[0]].any()):
+            return torch.full_like(found, math.inf), "padding is not zero"
     missing = int((~covered).sum())
-    note = f"{missing} of {whole.numel()} entries are held by no rank" if missing else ""
-    return Comparison(kind, name, float(_float64(errors).max()), bound, note)
+    return found, f"{missing} of {whole.numel()} entries are held by no rank" if missing else ""
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:

@@ -34,6 +34,8 @@ class UnequalDocuments:
             starts += (starts[-1] + lengths.cumsum()).tolist()
         self._starts = np.array([start for start in starts if start < count], dtype=np.int64)
         self._learned = generator.random(count) < 0.6 if learn_some else None
+        if self._learned is not None:
+            self._learned[self._starts[1:] - 1] = True  # a document's last token: its prediction sees all others
 
     def __len__(self) -> int:
         return len(self._tokens)

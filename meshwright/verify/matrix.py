@@ -12,7 +12,7 @@ from typing import Any, Literal
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of
-from meshwright.verify.check import Check, Verdict, reference
+from meshwright.verify.check import Check, Verdict
 from meshwright.verify.ranks import RankError, RankTimeout
 
 FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml")
@@ -32,6 +32,8 @@ class Line:
     quick: bool
     own_model: bool
     """Whether `verify --model` puts a user's model into this layout."""
+    dtype: str | None = None
+    """The format it is judged in, whatever the others are."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class LineResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the line was run and found equal (or printed only, in a format without bounds)."""
-        return self.verdict is not None and self.verdict.ok is not False
+        """Whether the line was run and found equal."""
+        return self.verdict is not None and self.verdict.ok
 
 
 def load_matrix(which: str = "full") -> list[Line]:
@@ -83,9 +85,9 @@ def run_matrix(
             if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
-                check = Check(line.job, dtype, device, collectives)
+                check = Check(line.job, line.dtype or dtype, device, collectives)
                 try:
-                    reference(line.job, dtype, device)  # not while ranks wait, whose time is limited
+                    check.refer()  # not while ranks wait, whose time is limited
                     check.start()
                 except (RankError, UserError) as error:
                     yield _failed(line, error)
@@ -118,11 +120,12 @@ def _failed(line: Line, error: RankError | UserError) -> LineResult:
 def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any]) -> Line:
     row = dict(row)
     name, quick, own_model = row.pop("name"), row.pop("quick", False), row.pop("own_model", False)
+    dtype = row.pop("dtype", None)
     job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
     job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
     if row:
         raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
-    return Line(name, Job.model_validate(job), quick, own_model)
+    return Line(name, Job.model_validate(job), quick, own_model, dtype)
 
 
 def _with_model_file(job: Job, path: str) -> Job:

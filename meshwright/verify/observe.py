@@ -1,6 +1,7 @@
 """What a rank sees of a run: the real training loop with a listener on it."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from meshwright.job import Job
 from meshwright.parallel import Piece, Weights, build, join_world
-from meshwright.train import make_training
+from meshwright.train import LossScale, make_training
 from meshwright.verify.documents import unequal_corpus
 
 MATRIX_SCALE = 8.0
 VECTOR_SHIFT = 0.01
+LOSS_SCALE = 2.0**10
+"""Of fp16 at the beginning: gradients of small models are large, and the usual one would make first steps overflow."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Observation:
     norms: list[float] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
     gradients: dict[str, Shard] = field(default_factory=dict)
-    """Of the first step, as they are before clipping."""
+    """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
     """The parameters at the end less those at the start."""
 
@@ -42,6 +45,7 @@ def observe(
     job: Job, master: torch.dtype | None, device: str = "cpu", make: Callable[..., Any] = make_training
 ) -> Observation:
     """Train the job on this rank, in its place in the world and in the loop that `make` makes; return what was seen."""
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower
     world = join_world(job, _own_device(device))
     engine, weights = build(job, world, master)
     _enliven(weights)
@@ -49,7 +53,12 @@ def observe(
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
     before = _values(weights)
-    make(job, unequal_corpus(job), engine, weights, listener, listener, world).run()
+    training = make(job, unequal_corpus(job), engine, weights, listener, listener, world)
+    if training.scaling.dynamic:
+        training.scaling = LossScale(LOSS_SCALE)
+    scale = training.scaling.scale
+    training.run()
+    seen.gradients = {name: Shard(held.piece, held.values / scale) for name, held in seen.gradients.items()}
     pieces = weights.pieces()
     seen.updates = {name: Shard(pieces[name], after - before[name]) for name, after in _values(weights).items()}
     return seen
@@ -95,7 +104,7 @@ def _record_first_gradients(weights: Weights, seen: Observation) -> None:
             pieces = weights.pieces()
             for name, master in weights.masters.items():
                 gradient = torch.zeros_like(master) if master.grad is None else master.grad
-                seen.gradients[name] = Shard(pieces[name], gradient.detach().clone().cpu())
+                seen.gradients[name] = Shard(pieces[name], gradient.detach().to(master.dtype, copy=True).cpu())
 
     weights.collect_gradients = collect_and_record  # type: ignore[method-assign]
 

@@ -11,7 +11,6 @@ from meshwright.job import Job
 from meshwright.job.devices import Budget, Layout
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
-from meshwright.train import cuts_blocks
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.stale import STALE_REFERENCE
@@ -91,15 +90,6 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
         Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
     )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
-    if job.precision.compute in ("fp16", "fp8"):
-        changes.append(Change(f'precision.compute "{job.precision.compute}" → the format of the check', hides=True))
-    if job.precision.gradients != "fp32":
-        changes.append(Change(f'precision.gradients "{job.precision.gradients}" → the format of the check', hides=True))
-    tp_columns = (model["heads"] * model["head_dim"], model["ffn_width"])
-    if job.precision.optimizer_states == "int8" and any(cuts_blocks(columns, layout.tp) for columns in tp_columns):
-        small["precision"]["optimizer_states"] = "fp32"
-        why = "layout.tp cuts blocks that share a scale here"
-        changes.append(Change(f'precision.optimizer_states "int8" → "fp32": {why}', hides=True))
     small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
     if job.run.compile and device == "cpu":
         changes.append(Change("run.compile: blocks are compiled for the CPU"))

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 SITES = ["standard-g", "boost_usr_prod", "acc", "gpu", "common", "qgpu", "normal-a100-40", "booster", "berzelius"]
-COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "ip", "nsenter", "unshare")
+SLURM = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scancel", "scontrol", "sinfo")
+COMMANDS = (*SLURM, "ip", "nsenter", "unshare", "pkill")
 
 CONF = """
 ClusterName=test

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.layout import axes, kv_copies, kv_heads_of, ranks_of, require_layout
+from meshwright.layout import axes, kv_copies, kv_heads_of, most_tensor_parallel, ranks_of, require_layout
 
 MODEL = {"heads": 6, "kv_heads": 2, "width": 48, "head_dim": 8, "ffn_width": 96, "vocab_size": 61}
 
@@ -24,6 +24,17 @@ def test_axes_are_outermost_first_and_dp_may_stand_outside_pp() -> None:
     assert list(axes(job(**layout).layout)) == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
     assert list(axes(job(**layout, order="dp-outside").layout)) == ["dp_replicate", "dp_shard", "pp", "cp", "tp"]
     assert ranks_of(job(**layout).layout) == 48
+
+
+def test_the_largest_tensor_parallelism_is_divided_by_every_other() -> None:
+    assert most_tensor_parallel(job().model) == 6
+    for tp in range(1, 13):
+        fits = job(tp=tp, sp=False, kv_replicate=True)
+        if 6 % tp == 0:
+            require_layout(fits, tp)
+        else:
+            with pytest.raises(UserError, match=f"layout.tp = {tp} does not divide"):
+                require_layout(fits, tp)
 
 
 @pytest.mark.parametrize(

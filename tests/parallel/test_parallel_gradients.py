@@ -13,7 +13,7 @@ from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import WholeWeights, build, join_world, update
 from meshwright.parallel.precision import WIDENED_AT_ONCE, make_step
 from meshwright.train import build_optimizer
-from meshwright.verify import observe, run_ranks, shrink
+from meshwright.verify import observe, run_ranks
 
 # Every dim divides by the ranks, so that torch pads nothing and the count is exact.
 MODEL = {
@@ -107,13 +107,6 @@ def test_layouts_stay_with_one_device_and_with_wide_gradients(layout: dict[str, 
     for rank in run_ranks(observe, ranks_of(job.layout), job, None):
         assert rank.losses == pytest.approx(alone.losses, rel=2e-3)
         assert rank.norms == pytest.approx(alone.norms, rel=1e-2)
-
-
-def test_verify_says_that_it_uses_another_format() -> None:
-    small, notes = shrink(make_job(compute="fp8", dp_shard=2))
-    assert (small.precision.compute, small.precision.gradients) == ("fp32", "fp32")
-    assert 'precision.compute "fp8" → the format of the check' in notes
-    assert 'precision.gradients "bf16" → the format of the check' in notes
 
 
 def test_an_update_by_parts_is_the_update() -> None:

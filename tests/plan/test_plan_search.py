@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import UserError
-from meshwright.job import Model, load_job, model_preset
-from meshwright.layout import require_layout
+from meshwright.job import Job, Model, load_job, model_preset
+from meshwright.layout import require_layout, saved_by_name
 from meshwright.plan import batch_sequences, parse_cluster, predict, search
 
 
@@ -60,6 +60,26 @@ def test_the_bound_is_below_every_prediction() -> None:
         assert layouts.time_s[index] <= 1.0001 * prediction.step_s, job.layout
         assert layouts.memory_bytes[index] <= 1.0001 * prediction.fullest.device, job.layout
     assert seen >= {"1f1b", "interleaved", "zb-h1", "zb-v", "fp8", "optimizer"}
+
+
+def test_a_width_that_ranks_do_not_divide_is_no_hindrance() -> None:
+    """Tensor parallelism is tried as for any other width."""
+    from meshwright.plan import machine_of
+    from meshwright.plan.bound import pieces_of
+
+    odd = shape("qwen3-0.6b").model_copy(update={"width": 1023})
+    pieces = pieces_of(odd, machine_of(nodes(1)), 4096, 8, "bf16", frozenset())
+    assert {piece.tp for piece in pieces} == {1, 2, 4, 8}
+
+
+def test_copied_keys_are_counted() -> None:
+    """Ulysses on more ranks than there are key-value heads: attention keeps a copy for each."""
+    shapes = {"model": model_preset("llama-3-8b"), "batch": {"global_batch": 1, "micro_batch": 1}}
+    layouts = {cp: {"cp": cp, "cp_method": "ulysses"} for cp in (8, 32)}
+    jobs = {cp: Job.model_validate({**shapes, "layout": layout}) for cp, layout in layouts.items()}
+    kept = {cp: saved_by_name(job, "none", first=True, last=True) for cp, job in jobs.items()}
+    keys, queries = ("layers.0.", "attention.k"), ("layers.0.", "attention.q")
+    assert kept[8][keys] * 4 == kept[8][queries] and kept[32][keys] == kept[32][queries]
 
 
 def test_the_written_job_loads_and_checks(tmp_path: Path) -> None:

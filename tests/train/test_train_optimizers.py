@@ -1,5 +1,6 @@
 """Every optimizer does what its paper says, keeps what it says it keeps, and sees whole matrices through shards."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -248,7 +249,30 @@ def test_a_piece_is_rounded_as_the_same_place_of_the_whole(form: str) -> None:
 
 @pytest.mark.parametrize(("columns", "length"), [(2048, 128), (14336, 112), (36, 9), (53, 53), (1601, 128)])
 def test_blocks_are_halves_as_far_as_they_go(columns: int, length: int) -> None:
-    assert states.block_length(columns) == length
+    assert states.Blocks.of(columns, 1) == states.Blocks.within(columns, length)
+
+
+@pytest.mark.parametrize(
+    ("columns", "cuts", "unit", "length"),
+    [(4096, 32, 128, 128), (2048, 32, 64, 64), (3072, 12, 256, 128), (393, 3, 131, 128), (24, 12, 2, 2)],
+)
+def test_no_layout_cuts_within_a_block(columns: int, cuts: int, unit: int, length: int) -> None:
+    blocks = states.Blocks.of(columns, cuts)
+    assert blocks == states.Blocks.within(unit, length)
+    of_column = blocks.spread(torch.arange(blocks.count(columns)).unsqueeze(0))[0]
+    for ranks in (ranks for ranks in range(1, cuts + 1) if cuts % ranks == 0):
+        shares = [share.unique() for share in of_column.chunk(ranks)]
+        assert len(torch.cat(shares)) == blocks.count(columns)  # none is in two shares
+    rows = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
+    for block, largest in enumerate(blocks.maxima(rows).T):
+        assert torch.equal(rows[:, of_column == block].abs().amax(1), largest)
+
+
+def test_a_cut_within_a_block_is_refused() -> None:
+    piece = Piece(torch.arange(4), torch.arange(16), (4, 24), 1)
+    with pytest.raises(UserError, match=r'int8" has columns that share a scale in every 2 .* columns 3 to 20; lower'):
+        states.format_of("int8", replace(piece, columns=torch.arange(3, 20)), torch.device("cpu"), 3)
+    states.format_of("int8", piece, torch.device("cpu"), 3)
 
 
 def test_a_large_table_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,15 +335,14 @@ def test_what_a_rank_does_with_its_own_piece_alone_is_seen(monkeypatch: pytest.M
         assert wrong >= PROJECTIONS, name
 
 
-def test_the_shrunk_job_says_where_int8_cannot_be_compared() -> None:
-    small, notes = shrink(make_job("adamw", "int8", {"tp": 2}))
-    assert small.precision.optimizer_states == "int8" and not [n for n in notes if "int8" in n]
-    assert small.optimizer.name == "adamw" and ranks_of(small.layout) == 2
+def test_the_shrunk_job_keeps_its_8_bit_states_whatever_the_cut() -> None:
     odd = make_job("adamw", "int8").model_dump()
     odd["model"] |= {"heads": 3, "kv_heads": 3, "width": 36, "head_dim": 12, "ffn_width": 48}
     odd["layout"]["tp"], odd["layout"]["sp"] = 3, False
-    small, notes = shrink(Job.model_validate(odd))
-    assert small.precision.optimizer_states == "fp32" and len([n for n in notes if "int8" in n]) == 1
+    for job in (make_job("adamw", "int8", {"tp": 2}), Job.model_validate(odd)):
+        small, notes = shrink(job)
+        assert small.precision.optimizer_states == "int8" and not [n for n in notes if "int8" in n.text]
+        assert small.optimizer.name == "adamw" and ranks_of(small.layout) == job.layout.tp
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "parallel_block.py"
 DEMO = "job.toml"
-ROW_KEYS = {"kind", "name", "error", "bound", "ok", "note"}
+ROW_KEYS = {"format", "kind", "name", "error", "bound", "ok", "note"}
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +54,16 @@ def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypa
     assert result.code == 1 and json.loads(result.out)["first_wrong"]["name"] == "embed.weight"
 
 
-def test_bf16_is_shown_without_a_verdict(cli) -> None:  # type: ignore[no-untyped-def]
-    arguments = (DEMO, "--set", "layout.dp_replicate=2", "--set", "model.layers=1", "--steps", "1", "--json")
-    result = cli("verify", *arguments, "--dtype", "bf16")
+def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:  # type: ignore[no-untyped-def]
+    arguments = (DEMO, "--set", "layout.dp_replicate=2", "--set", "model.layers=1", "--steps", "1")
+    result = cli("verify", *arguments, "--dtype", "bf16", "--json")
     answer = json.loads(result.out)
-    assert result.code == 0 and answer["equal"] is None
-    assert {row["ok"] for row in answer["rows"]} == {None}
-    assert max(row["error"] for row in answer["rows"] if row["kind"] == "loss") < 0.05
+    assert result.code == 0 and answer["equal"] is True
+    assert {(row["format"], row["ok"]) for row in answer["rows"]} == {("bf16", True)}
+    assert {row["kind"] for row in answer["rows"]} == {"loss", "norm", "evaluation", "gradient", "update", "sum"}
+    result = cli("verify", *arguments, "--set", "precision.compute=bf16")
+    assert result.code == 0 and "gradient in bf16" in result.out and "loss in bf16" in result.out
+    assert "equal: 2 ranks compute what one process computes, in bf16 as exactly as the format can" in result.out
 
 
 def test_float32_is_judged_by_its_own_bounds(cli) -> None:  # type: ignore[no-untyped-def]

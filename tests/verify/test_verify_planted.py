@@ -86,6 +86,8 @@ ENDS = {
     "it diverges": (1, NOT_EQUAL, True),
     "a job diverges": (1, "not equal: first diverging is the gradient of embed.weight, off by 1.0e-01\n", True),
     "a rank fails": (1, CRASH.format("RuntimeError"), True),
+    "a job's rank fails": (1, CRASH.format("RuntimeError").replace("failed     llama\n", "meshwright: "), True),
+    "its collectives do not fit": (1, "equal  x\n           collectives: no gradient of embed.weight\n", True),
     "it passes": (0, "1 of 1 layouts equal (2 s)\n", False),
     "it diverges elsewhere": (1, NOT_EQUAL.replace("embed", "head"), False),
     "the planted text is no program": (1, CRASH.format("NameError"), False),

@@ -10,7 +10,6 @@ from meshwright.train.optimizer.build import (
 )
 from meshwright.train.optimizer.onepass import OnePassAdamW
 from meshwright.train.optimizer.saved import restore_states, saved_states
-from meshwright.train.optimizer.states import cuts_blocks
 
 __all__ = [
     "OnePassAdamW",
@@ -18,7 +17,6 @@ __all__ = [
     "build_optimizer",
     "clip_factor",
     "clip_gradients",
-    "cuts_blocks",
     "restore_states",
     "saved_states",
     "set_learning_rate",

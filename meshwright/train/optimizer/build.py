@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.job import Job
+from meshwright.layout import most_tensor_parallel
 from meshwright.model import build_architecture
 from meshwright.parallel import Piece, World, one_pass_here
 from meshwright.parallel.pieces import piece_of
@@ -61,23 +63,24 @@ def build_optimizer(
     whole = {name: piece_of(master, tuple(master.shape)) for name, master in masters.items()}
     places = {master: (pieces or whole)[name] for name, master in masters.items()}
     everything = list(masters.values())
+    group = partial(_groups, job, _cut_by_columns(job, masters))
     if job.optimizer.name == "adafactor":
         holders = Holders(world or _alone(everything))
-        return Adafactor(_groups(everything, job), places, holders, lr=job.optimizer.lr, eps=job.optimizer.eps)
+        return Adafactor(group(everything), places, holders, lr=job.optimizer.lr, eps=job.optimizer.eps)
     if working and one_pass_here(job, everything[0].device):
-        return OnePassAdamW(_groups(everything, job), working, **_adamw_settings(job))
+        return OnePassAdamW(group(everything), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
-        return _elementwise(job.optimizer.name, everything, job, places)
-    names = _projections(job, masters)
+        return _elementwise(job.optimizer.name, group(everything), job, places)
+    names = _with_roles(job, masters, PROJECTIONS)
     projections = [masters[name] for name in names]
     others = [master for name, master in masters.items() if name not in names]
     holders = Holders(world or _alone(everything))
     settings = {"lr": job.optimizer.lr, "momentum": job.optimizer.momentum}
     parts: list[torch.optim.Optimizer] = []
     if projections:
-        parts.append(Muon(_groups(projections, job), places, holders, **settings))
+        parts.append(Muon(group(projections), places, holders, **settings))
     if others:
-        parts.append(_elementwise("adamw", others, job, places))
+        parts.append(_elementwise("adamw", group(others), job, places))
     return Together(parts)
 
 
@@ -114,35 +117,52 @@ def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict
 
 
 def _elementwise(
-    name: str, masters: list[nn.Parameter], job: Job, pieces: Mapping[nn.Parameter, Piece]
+    name: str, groups: list[dict[str, Any]], job: Job, pieces: Mapping[nn.Parameter, Piece]
 ) -> torch.optim.Optimizer:
     settings = job.optimizer
     if name == "adamw" and job.precision.optimizer_states == "fp32":
-        decays = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in _groups(masters, job)]
+        decays = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
         return torch.optim.AdamW(decays, fused=True, **_adamw_settings(job))
     rule = {"adamw": adamw(), "sgd": sgd(settings.momentum), "lion": lion()}[name]
-    return Elementwise(_groups(masters, job), rule, pieces, momentum=settings.momentum, **_adamw_settings(job))
+    return Elementwise(groups, rule, pieces, momentum=settings.momentum, **_adamw_settings(job))
 
 
 def _adamw_settings(job: Job) -> dict[str, Any]:
     return {"lr": job.optimizer.lr, "betas": job.optimizer.betas, "eps": job.optimizer.eps}
 
 
-def _groups(masters: list[nn.Parameter], job: Job) -> list[dict[str, Any]]:
-    """Matrices with decay and in the job's format; vectors, which are few, without decay and exact."""
+def _groups(job: Job, cut: set[nn.Parameter], masters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices with decay and in the job's format; vectors, which are few, without decay and exact.
+
+    `cuts` is into how many parts tensor parallelism may cut the columns of a group's matrices, in this layout or any.
+    """
     matrices, vectors = [p for p in masters if p.dim() >= 2], [p for p in masters if p.dim() < 2]
-    return [
-        {"params": matrices, "weight_decay": job.optimizer.weight_decay, "format": job.precision.optimizer_states},
-        {"params": vectors, "weight_decay": 0.0, "format": "fp32"},
+    decay, form = job.optimizer.weight_decay, job.precision.optimizer_states
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in matrices if p not in cut], "weight_decay": decay, "format": form, "cuts": 1},
+        {"params": vectors, "weight_decay": 0.0, "format": "fp32", "cuts": 1},
     ]
+    if cut:
+        theirs = [p for p in matrices if p in cut]
+        groups.append(
+            {"params": theirs, "weight_decay": decay, "format": form, "cuts": most_tensor_parallel(job.model)}
+        )
+    return groups
 
 
-def _projections(job: Job, masters: Mapping[str, nn.Parameter]) -> list[str]:
-    """The masters that are matrices of projections, by the roles of the model's sharding table."""
+def _cut_by_columns(job: Job, masters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
+    """The matrices whose columns tensor parallelism cuts; only 8-bit states, which share scales, need to know them."""
+    if job.precision.optimizer_states != "int8":
+        return set()
+    return {masters[name] for name in _with_roles(job, masters, ("row",))}
+
+
+def _with_roles(job: Job, masters: Mapping[str, nn.Parameter], roles: tuple[str, ...]) -> list[str]:
+    """The masters that are matrices of modules with such roles in the model's sharding table."""
     with torch.device("meta"):
         sharding = build_architecture(job.model).sharding
     patterns = [
-        re.compile(re.escape(name).replace(r"\*", r"[^.]+")) for name, role in sharding.items() if role in PROJECTIONS
+        re.compile(re.escape(name).replace(r"\*", r"[^.]+")) for name, role in sharding.items() if role in roles
     ]
     return [
         name

@@ -61,11 +61,13 @@ def _lion(gradient: Tensor, moments: Sequence[Tensor], step: int, group: Mapping
 
 
 class Kept:
-    """The moments of one parameter, in a format."""
+    """The moments of one parameter, in the format of its group."""
 
-    def __init__(self, master: nn.Parameter, piece: Piece, moments: tuple[Moment, ...], form: str) -> None:
+    def __init__(
+        self, master: nn.Parameter, piece: Piece, moments: tuple[Moment, ...], group: Mapping[str, Any]
+    ) -> None:
         self._moments, self._master = moments, master
-        self._form = format_of(form, piece, master.device)
+        self._form = format_of(group["format"], piece, master.device, group["cuts"])
 
     def begin(self, state: State) -> int:
         """Count a step, the first of which makes moments of zeros."""
@@ -95,7 +97,7 @@ class Elementwise(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._rule = rule
         self._kept = {
-            master: Kept(master, pieces[master], rule.moments, group["format"])
+            master: Kept(master, pieces[master], rule.moments, group)
             for group in self.param_groups
             for master in group["params"]
         }

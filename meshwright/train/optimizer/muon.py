@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
         self._order = sorted(masters, key=lambda master: -math.prod(pieces[master].shape))
         self._spans = dict(zip(self._order, holders.spans([pieces[master] for master in self._order]), strict=True))
         self._kept = {
-            master: Kept(master, pieces[master], (Moment("momentum"),), group["format"])
+            master: Kept(master, pieces[master], (Moment("momentum"),), group)
             for group in self.param_groups
             for master in group["params"]
         }

@@ -1,47 +1,39 @@
 """An optimizer's states as boxes of whole tensors: what a checkpoint holds of them, and how they come back.
 
 A state is like its parameter (a moment: cut as the parameter is), a row of scales for blocks of columns (8 bits), or
-something every holder has whole (a count of steps, Adafactor's means).
+something every holder has whole (a count of steps, Adafactor's means). The names of scales say which columns share one
+("@131x128": runs of 128 in every 131); those saved with other blocks than today's are rounded anew when they are read.
 """
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint import Checkpoint, Part
-from meshwright.errors import UserError
 from meshwright.parallel import Piece
 from meshwright.train.optimizer.build import Optimizer, parts_of, states_of
-from meshwright.train.optimizer.states import block_length
+from meshwright.train.optimizer.states import Blocks, block_length, encode
 
-SCALES = ".scales"
-
-
-class Place(NamedTuple):
-    """Where a rank's state tensor lies: the name and shape of the whole, and this rank's box of it."""
-
-    name: str
-    shape: tuple[int, ...]
-    box: tuple[slice, ...]
+CODES, SCALES = ".codes", ".scales"
 
 
 def saved_states(
     optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece], owned: Collection[str]
 ) -> list[Part]:
     """The states of the parameters this rank saves; what every holder has whole, the first of them saves."""
-    parts = []
+    parts, cuts = [], _cuts(optimizer)
     for name, states in states_of(optimizer, masters).items():
-        piece = pieces[name]
+        piece, master = pieces[name], masters[name]
         for key, values in states.items() if name in owned else ():
-            cut = key.endswith(SCALES) or (values.shape == masters[name].shape and values.dim() > 0)
-            place = _place(name, key, piece, tuple(piece.shape if cut else values.shape), cut)
-            if cut:
-                rows = place.box[0].stop - place.box[0].start
-                parts.append(Part(place.name, place.shape, _starts(place.box), values[:rows]))
+            full = f"optimizer/{name}/{key}"
+            if key.endswith(SCALES):
+                blocks = Blocks.of(piece.shape[1], cuts[master])
+                parts.append(_part(full + _tag(blocks, piece.shape[1]), *_place(blocks, piece), values))
+            elif values.shape == master.shape and values.dim() > 0:
+                parts.append(_part(full, piece.shape, piece.box(), values))
             elif all(span.start == 0 < span.stop for span in piece.box()):
-                parts.append(Part(place.name, place.shape, (0,) * values.dim(), values))
+                parts.append(Part(full, tuple(values.shape), (0,) * values.dim(), values))
     return [part for part in parts if part.values.numel()]
 
 
@@ -50,54 +42,75 @@ def restore_states(
 ) -> None:
     """Give an optimizer the states a checkpoint holds of this rank's parameters, whatever layout saved them."""
     owners = {master: part for part in parts_of(optimizer) for group in part.param_groups for master in group["params"]}
-    found: dict[str, list[str]] = {}
+    cuts, saved = _cuts(optimizer), dict[str, list[str]]()
     for full in checkpoint.names("optimizer/"):
-        name, _, key = full.removeprefix("optimizer/").rpartition("/")
-        found.setdefault(name, []).append(key)
+        saved.setdefault(full.removeprefix("optimizer/").rpartition("/")[0], []).append(full)
     for name, master in masters.items():
-        state = owners[master].state[master]
-        for saved_key in found.get(name, ()):
-            key = saved_key.partition("@")[0]
-            values = _read(checkpoint, name, saved_key, key, master, pieces[name])
-            # Torch's fused AdamW counts steps on the device, the others count on the host.
-            on_host = values.dim() == 0 and not isinstance(owners[master], torch.optim.AdamW)
-            state[key] = values if on_host else values.to(master.device)
+        reader = _Reader(checkpoint, pieces[name], master.shape[0], cuts[master])
+        for full in saved.get(name, ()):
+            for key, values in reader.states(full).items():
+                # Torch's fused AdamW counts steps on the device, the others count on the host.
+                on_host = values.dim() == 0 and not isinstance(owners[master], torch.optim.AdamW)
+                owners[master].state[master][key] = values if on_host else values.to(master.device)
 
 
-def _read(checkpoint: Checkpoint, name: str, saved_key: str, key: str, master: nn.Parameter, piece: Piece) -> Tensor:
-    full = f"optimizer/{name}/{saved_key}"
-    shape = checkpoint.shape(full)
-    if not key.endswith(SCALES) and shape != piece.shape:
-        return checkpoint.whole(full)
-    place = _place(name, key, piece, piece.shape, True)
-    if place.name != full:
-        saved, own = (part.partition("@")[2] or "1" for part in (full, place.name))
-        raise UserError(
-            f'precision.optimizer_states = "int8": {name} was saved with blocks cut by layout.tp = {saved}, which do '
-            f"not fit those of layout.tp = {own}; resume with the layout.tp it was saved with"
-        )
-    values = checkpoint.read(full, place.box)
-    padding = master.shape[0] - values.shape[0]
-    return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]) if padding else values
+class _Reader:
+    """Reads the states of one parameter, of which this rank holds a piece in so many rows, padding among them."""
+
+    def __init__(self, checkpoint: Checkpoint, piece: Piece, rows: int, cuts: int) -> None:
+        self._checkpoint, self._piece, self._rows, self._cuts = checkpoint, piece, rows, cuts
+
+    def states(self, full: str) -> dict[str, Tensor]:
+        """The states that a saved tensor is, by key; codes come with their scales."""
+        key, _, tag = full.rpartition("/")[2].partition("@")
+        if key.endswith(CODES):
+            return {}
+        if not key.endswith(SCALES):
+            cut = self._checkpoint.shape(full) == self._piece.shape
+            return {key: self._box(full, self._piece.box()) if cut else self._checkpoint.whole(full)}
+        moment, columns = key.removesuffix(SCALES), self._piece.shape[1]
+        blocks, were = Blocks.of(columns, self._cuts), _tagged(tag, columns)
+        codes = self._box(full.partition(SCALES)[0] + CODES, self._piece.box())
+        if were == blocks:
+            scales = self._box(full, _place(blocks, self._piece)[1])
+        else:
+            rows, mine = self._piece.box()
+            spread = were.spread(self._box(full, (rows, slice(0, were.count(columns)))))[:, mine]
+            values, scales = (
+                codes * spread,
+                codes.new_empty(len(codes), blocks.count(codes.shape[1]), dtype=spread.dtype),
+            )
+            encode(values, blocks, 0.5, codes, scales)
+        return {moment + CODES: codes, moment + SCALES: scales}
+
+    def _box(self, full: str, box: tuple[slice, ...]) -> Tensor:
+        values = self._checkpoint.read(full, box)
+        padding = self._rows - values.shape[0]
+        return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]) if padding else values
 
 
-def _place(name: str, key: str, piece: Piece, shape: tuple[int, ...], cut: bool) -> Place:
-    full = f"optimizer/{name}/{key}"
-    if not cut:
-        return Place(full, shape, tuple(slice(0, size) for size in shape))
-    box = piece.box()
-    if not key.endswith(SCALES):
-        return Place(full, shape, box)
-    rows, columns = box
-    block, width = block_length(shape[1]), columns.stop - columns.start
-    if columns.start % block == 0 and (columns.stop % block == 0 or columns.stop == shape[1]):
-        own = slice(columns.start // block, -(-columns.stop // block))
-        return Place(full, (shape[0], -(-shape[1] // block)), (rows, own))
-    # A rank's first block begins where its columns do: such scales fit a layout that cuts the columns alike, no other.
-    cuts, each = shape[1] // width, -(-width // block)
-    own = slice(columns.start // width * each, (columns.start // width + 1) * each)
-    return Place(f"{full}@{cuts}", (shape[0], cuts * each), (rows, own))
+def _cuts(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    groups = [group for part in parts_of(optimizer) for group in part.param_groups]
+    return {master: group.get("cuts", 1) for group in groups for master in group["params"]}
 
 
-def _starts(box: tuple[slice, ...]) -> tuple[int, ...]:
-    return tuple(span.start for span in box)
+def _place(blocks: Blocks, piece: Piece) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    """The shape of a matrix's scales as a whole, and the box of them that a piece has."""
+    rows, columns = piece.box()
+    return (piece.shape[0], blocks.count(piece.shape[1])), (rows, blocks.span(columns))
+
+
+def _part(full: str, shape: tuple[int, ...], box: tuple[slice, ...], values: Tensor) -> Part:
+    return Part(full, shape, tuple(span.start for span in box), values[: box[0].stop - box[0].start])
+
+
+def _tag(blocks: Blocks, columns: int) -> str:
+    return "" if blocks == _tagged("", columns) else f"@{blocks.unit}x{blocks.length}"
+
+
+def _tagged(tag: str, columns: int) -> Blocks:
+    """The blocks that scales were saved with; "@3" are of a time when each of 3 ranks had blocks of its own."""
+    unit, _, length = tag.partition("x")
+    if length:
+        return Blocks(int(unit), int(length))
+    return Blocks.within(columns // int(unit or 1), block_length(columns, columns))

@@ -8,17 +8,19 @@ entry's place in the whole matrix and of the step, so every layout rounds alike.
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from meshwright.errors import UserError
 from meshwright.parallel import Piece
 
 LONGEST_BLOCK = 128
 """Most columns that share a scale in 8 bits."""
 FEWEST_BLOCKS = 8
-"""A row is cut into as many blocks where its length allows, so that tensor parallelism cuts between blocks."""
+"""A row is cut into as many blocks where its length allows."""
 
 # Inverse powers of the real roots of x³ = x + 1 and x² = x + 1, whose multiples fill (0, 1) evenly in the plane and
 # along time.
@@ -37,20 +39,61 @@ class Moment:
     """Added to the rounding thresholds, so that moments rounded together are not rounded alike."""
 
 
-def block_length(columns: int) -> int:
-    """Columns that share a scale in rows of a whole matrix: halves of halves as far as they go, or runs of 128.
+@dataclass(frozen=True)
+class Blocks:
+    """Which columns of a whole matrix share a scale: runs of `length` in every `unit`, the last of it shorter."""
 
-    Halves rather than runs, because the ranks of tensor parallelism, mostly a power of two, then hold whole blocks.
-    """
-    length = columns
+    unit: int
+    length: int
+
+    @classmethod
+    def of(cls, columns: int, cuts: int) -> "Blocks":
+        """The blocks of rows that tensor parallelism may cut into `cuts` parts at most, or into divisors of that.
+
+        They follow from the shape alone, and no part ends within one: every layout has the same blocks.
+        """
+        unit = columns // gcd(columns, cuts)
+        return cls.within(unit, block_length(unit, columns))
+
+    @classmethod
+    def within(cls, unit: int, length: int) -> "Blocks":
+        """Runs of a length in every so many columns; where it divides them, a run is all there is to know."""
+        return cls(length if unit % length == 0 else unit, length)
+
+    def count(self, columns: int) -> int:
+        """Blocks of so many columns, which are whole units."""
+        return columns // self.unit * -(-self.unit // self.length)
+
+    def span(self, columns: slice) -> slice:
+        """The blocks that some columns of the whole are."""
+        if columns.start % self.unit or columns.stop % self.unit:
+            raise UserError(
+                f'precision.optimizer_states = "int8" has columns that share a scale in every {self.unit} of a matrix, '
+                f"but layout.tp gives a rank columns {columns.start} to {columns.stop}; lower layout.tp or set "
+                'precision.optimizer_states = "bf16"'
+            )
+        return slice(self.count(columns.start), self.count(columns.stop))
+
+    def maxima(self, values: Tensor) -> Tensor:
+        """The largest absolute entry of every block of every row."""
+        units = values.reshape(len(values), -1, self.unit)
+        short = -self.unit % self.length
+        padded = torch.nn.functional.pad(units, (0, short)) if short else units
+        return padded.reshape(len(values), -1, self.length).abs().amax(2)
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """Every block's scale for each of its columns."""
+        runs = -(-self.unit // self.length)
+        wide = scales.repeat_interleave(self.length, dim=1).view(len(scales), -1, runs * self.length)
+        return wide[:, :, : self.unit].flatten(1)
+
+
+def block_length(unit: int, columns: int) -> int:
+    """Columns of a unit that share a scale: halves of halves as far as they go, or runs of 128."""
+    length = unit
     while length % 2 == 0 and (length > LONGEST_BLOCK or columns // length < FEWEST_BLOCKS):
         length //= 2
     return min(length, LONGEST_BLOCK)
-
-
-def cuts_blocks(columns: int, ranks: int) -> bool:
-    """Whether ranks that share columns also share blocks of them: each then has a scale of its own for its part."""
-    return ranks > 1 and columns // ranks % block_length(columns) != 0
 
 
 class Format(Protocol):
@@ -123,12 +166,13 @@ class Int8:
     divided by much less than the rounding of what it divides.
     """
 
-    def __init__(self, piece: Piece, device: torch.device) -> None:
-        self._dither, self._block = Dither(piece, device), block_length(piece.shape[1])
+    def __init__(self, piece: Piece, device: torch.device, cuts: int) -> None:
+        self._dither, self._blocks = Dither(piece, device), Blocks.of(piece.shape[1], cuts)
+        self._blocks.span(piece.box()[1])  # refused where the piece ends within a block
 
     def make(self, state: State, moment: Moment, like: Tensor) -> None:
         """Two tensors: NAME.codes and NAME.scales."""
-        blocks = -(-like.shape[1] // self._block)
+        blocks = self._blocks.count(like.shape[1])
         code = torch.int8 if moment.signed else torch.uint8
         state[f"{moment.name}.codes"] = torch.zeros_like(like, dtype=code)
         state[f"{moment.name}.scales"] = torch.zeros(like.shape[0], blocks, dtype=torch.float32, device=like.device)
@@ -136,30 +180,27 @@ class Int8:
     def read(self, state: State, moment: Moment, rows: slice, dtype: torch.dtype) -> Tensor:
         """Codes times scales."""
         codes, scales = state[f"{moment.name}.codes"][rows], state[f"{moment.name}.scales"][rows]
-        return codes.to(dtype).mul_(self._spread(scales, codes.shape[1]))
+        return codes.to(dtype).mul_(self._blocks.spread(scales))
 
     def write(self, state: State, moment: Moment, rows: slice, values: Tensor) -> None:
         """New scales, and codes rounded down after the thresholds were added."""
         codes, scales = state[f"{moment.name}.codes"][rows], state[f"{moment.name}.scales"][rows]
-        least, most = (-127, 127) if moment.signed else (1, 255)
-        scales.copy_(self._maxima(values).div_(most))
-        units = values / self._spread(scales.clamp(min=torch.finfo(torch.float32).tiny), values.shape[1])
-        thresholds = self._dither.at(int(state["step"]), rows, moment.turn)
-        codes.copy_(units.add_(thresholds).floor_().clamp_(least, most))
-
-    def _maxima(self, values: Tensor) -> Tensor:
-        """The largest absolute entry of every block of every row."""
-        short = -values.shape[1] % self._block
-        padded = torch.nn.functional.pad(values, (0, short)) if short else values
-        return padded.view(padded.shape[0], -1, self._block).abs().amax(2)
-
-    def _spread(self, scales: Tensor, columns: int) -> Tensor:
-        """Every block's scale for each of its columns."""
-        return scales.repeat_interleave(self._block, dim=1)[:, :columns]
+        encode(values, self._blocks, self._dither.at(int(state["step"]), rows, moment.turn), codes, scales)
 
 
-def format_of(name: str, piece: Piece, device: torch.device) -> Format:
-    """The format of a name for a parameter; what is no matrix is small and kept exactly."""
+def encode(values: Tensor, blocks: Blocks, thresholds: Tensor | float, codes: Tensor, scales: Tensor) -> None:
+    """Put values into codes (of 8 bits, signed or not) and scales; a threshold of 0.5 rounds to the nearest."""
+    least, most = (-127, 127) if codes.dtype == torch.int8 else (1, 255)
+    scales.copy_(blocks.maxima(values).div_(most))
+    units = values / blocks.spread(scales.clamp(min=torch.finfo(torch.float32).tiny))
+    codes.copy_(units.add_(thresholds).floor_().clamp_(least, most))
+
+
+def format_of(name: str, piece: Piece, device: torch.device, cuts: int = 1) -> Format:
+    """The format of a name for a parameter, whose columns tensor parallelism cuts into `cuts` parts at most.
+
+    What is no matrix is small and kept exactly.
+    """
     if name == "fp32" or len(piece.shape) != 2:
         return Exact()
-    return Bf16(piece, device) if name == "bf16" else Int8(piece, device)
+    return Bf16(piece, device) if name == "bf16" else Int8(piece, device, cuts)

@@ -120,6 +120,11 @@ def _sizes(specs: Sequence[Spec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple((spec.dtype, spec.shape) for spec in specs)
 
 
+def _lengths(specs: Sequence[Spec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Formats and shapes; a number alone is as good as a list of one."""
+    return tuple((spec.dtype, spec.shape or (1,)) for spec in specs)
+
+
 def _share(specs: Sequence[Spec], own: Operation, other: Operation, side: int) -> int:
     """Entries of an all-to-all that go from one rank to another, as one of them has it."""
     place = own.ranks.index(other.rank)
@@ -172,7 +177,7 @@ def _messages(records: Sequence[Record]) -> Iterator[Operation]:
 
 def _mismatch(send: Operation, receive: Operation) -> str | None:
     pair = f"rank {send.rank} issues {send.what} where rank {receive.rank} issues {receive.what}"
-    if _sizes(send.inputs) != _sizes(receive.outputs):
+    if _lengths(send.inputs) != _lengths(receive.outputs):
         return pair
     if send.tag != receive.tag:
         return f"{pair}: tags {send.tag} and {receive.tag}, but NCCL knows no tags and matches by order"

@@ -1,0 +1,230 @@
+"""Whether a layout computes in 16 or 8 bits what these formats can: bounds derived from the format, not chosen.
+
+**One rounding.** A number format with unit roundoff u (bf16 2⁻⁸, fp16 2⁻¹¹, fp8's e4m3 2⁻⁴ and e5m2 2⁻³) changes an
+entry by at most u of itself. Entries err independently, so a tensor as a whole, ‖a−b‖₂/‖b‖₂, errs by less: 0.39 u where
+entries spread evenly over binades. Products are added up in fp32, whose u of 2⁻²⁴ is nothing beside these.
+
+**Many roundings.** Independent errors add up by their squares: after R roundings √R · 0.39 u are expected, and √R · u
+is allowed, as if each of them were as bad as one can be. R is counted on the longest path through the model. A block
+rounds 12 results on its way forward (norm, projection, rotation, attention, projection, sum; norm, gate, activation,
+product, projection, sum) and reads 6 rounded weights; backward rounds as many gradients and reads the same weights: 18
+roundings each way. The ends (embedding, last norm, head, logits; their gradients) are 4 each way. Sums over
+tensor-parallel ranks are made in the compute format: 2 in a block each way, of tp terms. fp8 rounds both operands of a
+block's 4 products too, forward in e4m3, backward the gradient in e5m2 and the other in e4m3.
+
+**What is allowed.**
+
+gradient    2 √R · u for each parameter: they differ by about 2 in how much of the path they see and how many they are
+norm        0.39 √R · u: of the error that is expected of all gradients, a norm sees only the part along them
+loss        √R · u / √T with the roundings of the forward pass, for the mean of T tokens that err each on its own
+update      as gradients, plus what the optimizer's states round. AdamW has eps 1 here, where an update follows its
+            gradient smoothly: with a small eps it is nearly the gradient's sign, which for small entries is any. Lion,
+            Muon and Adafactor cannot be had so; of their updates only the second judgement is asked.
+
+At 1 nothing would be compared any more, so no bound is above 0.9.
+
+**A second judgement** is tighter than what must hold for all models. One process in the same format makes errors of the
+same kind; a layout's may be at most 3 times as large for one tensor (few entries spread widely) and twice for all
+parameters together. Both judgements are made: a mistake that one process makes too is seen by the first.
+
+**Sums in fp32** show in their bits: a sum of two or more 16-bit gradients has entries that 16 bits cannot hold. If
+nearly all fit, the sum was made in 16 bits; its error would be lost in that of the backward pass.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.job import Job
+from meshwright.layout import FP8_MULTIPLE
+from meshwright.parallel import DTYPES
+from meshwright.verify.compare import Comparison, Kind, differences, series_errors, series_rows, zero_gradients
+from meshwright.verify.compressed import is_lossy
+from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.observe import Observation, Shard
+
+UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
+"""Unit roundoff of what is kept in memory, by precision.compute; fp8 is bf16 but for its products."""
+FORWARD_UNIT, GRADIENT_UNIT = 2.0**-4, 2.0**-3
+"""Of fp8's operands: e4m3, and e5m2 for gradients."""
+BLOCK_ROUNDINGS, END_ROUNDINGS, PRODUCTS, TP_SUMS = 18, 4, 4, 2
+"""Of the longest path, in one direction: through a block, at the ends; products of a block; its sums over tp."""
+EXPECTED, TENSOR_FACTOR, LARGEST = 0.39, 2.0, 0.9
+STATE_UNITS = {"fp32": 0.0, "bf16": 2.0**-7, "int8": 3 / 127}
+"""What keeping a moment changes: a dithered rounding by a whole unit, in 8 bits of a block's largest entry."""
+TIMES_ALONE, TIMES_ALONE_TOGETHER = 3.0, 2.0
+"""How much larger than one process's own the error of a tensor, and of all together, may be."""
+MOST_NARROW = 0.9
+"""Share of a sum's entries that may fit 16 bits; of correct sums of two a third do (measured)."""
+SERIES: dict[Kind, str] = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}
+TENSORS: dict[Kind, str] = {"gradient": "gradients", "update": "updates"}
+ALL = "all parameters"
+HEAD_MULTIPLE = 8
+"""Of a head's width, for the attention kernels of GPUs."""
+SMOOTH = {"lr": 1e-2, "eps": 1.0}
+
+
+def own_format(job: Job) -> str | None:
+    """The format in which a job must be judged beside float64; None where it computes in 32 bits."""
+    return job.precision.compute if job.precision.compute in UNITS else None
+
+
+def with_precision(small: Job, job: Job, name: str) -> Job:
+    """A job made small, computing in a format and adding up gradients as the job does."""
+    precision = {"compute": name, "gradients": job.precision.gradients}
+    return small.model_copy(update={"precision": small.precision.model_copy(update=precision)})
+
+
+def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
+    """A small job as it is judged in a format, and a note for each thing that is not as it was."""
+    notes = []
+    changed: dict[str, Any] = {"precision": job.precision.model_copy(update={"compute": name})}
+    if _follows_gradients(job):
+        changed["optimizer"] = job.optimizer.model_copy(update=SMOOTH)
+        notes.append(f"{name}: optimizer with lr 1e-2 and eps 1, so that an update errs as its gradient does")
+    if is_lossy(job.layout):
+        changed["layout"] = job.layout.model_copy(update={"compress": "none"})
+        notes.append(
+            f'{name}: layout.compress "{job.layout.compress}" → "none", as what it leaves out would hide the rest'
+        )
+    if name == "fp16":
+        notes.append("fp16: the loss scale begins at 2^10, since gradients are large in small models")
+    job = job.model_copy(update=changed)
+    if (wide := _widened(job)) != job:
+        job = wide
+        notes.append(
+            f"{name}: sides made multiples of what its kernels take: width {job.model.width}, head_dim "
+            f"{job.model.head_dim}, feed-forward {job.model.ffn_width}, sequence {job.batch.sequence_length}"
+        )
+    return job, notes
+
+
+def judge(ranks: Sequence[Observation], alone: Observation, exact: Observation, job: Job) -> list[Comparison]:
+    """The ranks' run in the job's format beside float64's, by the bounds above and by one process in the format."""
+    forward, backward = _variance(job)
+    path, tokens = math.sqrt(forward + backward), job.batch.global_batch * job.batch.sequence_length
+    states = STATE_UNITS[job.precision.optimizer_states]
+    of_tensors = TENSOR_FACTOR * path
+    bounds: dict[Kind, float | None] = {
+        "loss": math.sqrt(forward / tokens),
+        "norm": EXPECTED * path,
+        "evaluation": math.sqrt(forward / (HELD_OUT * job.batch.sequence_length)),
+        "gradient": of_tensors,
+        "update": math.hypot(of_tensors, states) if _follows_gradients(job) else None,
+    }
+    rows = []
+    for kind, field in SERIES.items():
+        errors = series_errors([getattr(rank, field) for rank in ranks], getattr(exact, field))
+        rows += series_rows(kind, errors, _below_all(bounds[kind]))
+    zeros = zero_gradients(exact)
+    for kind, field in TENSORS.items():
+        seen = [getattr(rank, field) for rank in ranks]
+        rows += _tensors(kind, seen, getattr(alone, field), getattr(exact, field), zeros, bounds[kind])
+    rows += _sums(job, [rank.gradients for rank in ranks])
+    return [replace(row, format=job.precision.compute) for row in rows]
+
+
+def _variance(job: Job) -> tuple[float, float]:
+    """Σ u² over the roundings on the longest path forward, and over those that come backward."""
+    layers, layout, unit = job.model.layers, job.layout, UNITS[job.precision.compute]
+    roundings = layers * BLOCK_ROUNDINGS + END_ROUNDINGS
+    if layout.tp > 1:
+        roundings += layers * TP_SUMS * layout.tp
+    forward = backward = roundings * unit**2
+    if job.precision.compute == "fp8":
+        forward += layers * PRODUCTS * 2 * FORWARD_UNIT**2
+        backward += layers * PRODUCTS * (GRADIENT_UNIT**2 + FORWARD_UNIT**2)
+    if job.precision.gradients == "bf16":
+        backward += _summands(job) * UNITS["bf16"] ** 2
+    return forward, backward
+
+
+def _tensors(
+    kind: Kind,
+    ranks: list[dict[str, Shard]],
+    alone: dict[str, Shard],
+    exact: dict[str, Shard],
+    zeros: Collection[str],
+    bound: float | None,
+) -> list[Comparison]:
+    """A row for each parameter, and one for all together."""
+    wholes = {name: shard.values for name, shard in exact.items()}
+    off = {name: differences([held[name] for held in ranks if name in held], whole) for name, whole in wholes.items()}
+    off_alone = {name: differences([alone[name]], whole)[0] for name, whole in wholes.items()}
+    size, everything = sum(whole.numel() for whole in wholes.values()), _norm(wholes.values())
+    # What is zero by mathematics is measured against a parameter of that size with entries like all others.
+    usual = {name: everything * math.sqrt(whole.numel() / size) for name, whole in wholes.items()}
+    scales = {name: usual[name] if name in zeros else float(whole.norm()) for name, whole in wholes.items()}
+    errors_alone = {name: float(found.norm()) / scales[name] for name, found in off_alone.items()}
+    middle = median(errors_alone.values())
+    together = TIMES_ALONE_TOGETHER * _norm(off_alone.values()) / everything
+    error = _norm(found for found, _ in off.values()) / everything
+    rows = [Comparison(kind, ALL, error, _below_all(bound, together))]
+    for name, (found, note) in off.items():
+        calibrated = TIMES_ALONE * max(errors_alone[name], middle)
+        rows.append(Comparison(kind, name, float(found.norm()) / scales[name], _below_all(bound, calibrated), note))
+    return rows
+
+
+def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:
+    """The share of entries that 16 bits hold, of the gradients of matrices that are sums and should be made in fp32."""
+    if job.precision.gradients != "fp32" or job.layout.compress != "none" or _summands(job) == 1:
+        return []
+    rows = []
+    for name in dict.fromkeys(name for held in ranks for name in held if name.startswith("layers.")):
+        values = torch.cat([held[name].values.flatten() for held in ranks if name in held])
+        if any(held[name].values.dim() > 1 for held in ranks if name in held):
+            rows.append(Comparison("sum", name, _share_of_narrow(values, DTYPES[job.precision.compute]), MOST_NARROW))
+    return rows
+
+
+def _share_of_narrow(values: Tensor, dtype: torch.dtype) -> float:
+    """By the bits of the significand alone: gradients of fp16 are scaled, and its range is another matter."""
+    bits = values[values != 0].float().view(torch.int32)
+    below = 2**16 - 1 if dtype == torch.bfloat16 else 2**13 - 1
+    return float(((bits & below) == 0).double().mean()) if len(bits) else 0.0
+
+
+def _summands(job: Job) -> int:
+    """How many gradients are added up for a step's."""
+    layout = job.layout
+    return job.accumulation * layout.dp_replicate * layout.dp_shard * layout.cp
+
+
+def _follows_gradients(job: Job) -> bool:
+    """Whether a small change of a gradient is a small change of its update."""
+    return job.optimizer.name in ("adamw", "sgd")
+
+
+def _widened(job: Job) -> Job:
+    """A job whose heads attention kernels of 16 bits take, and for fp8 whose matrices the hardware multiplies."""
+    model, layout, batch = job.model, job.layout, job.batch
+    fp8 = job.precision.compute == "fp8"
+    head_dim, side = _up(model.head_dim, FP8_MULTIPLE if fp8 else HEAD_MULTIPLE), FP8_MULTIPLE * layout.tp if fp8 else 1
+    as_wide_as_heads = model.heads * model.head_dim == model.width
+    sequence = _up(batch.sequence_length, 2 * layout.cp * side)
+    shape = {
+        "head_dim": head_dim,
+        "width": model.heads * head_dim if as_wide_as_heads else _up(model.width, side),
+        "ffn_width": _up(model.ffn_width, side),
+        "max_sequence_length": max(model.max_sequence_length, sequence),
+    }
+    longer = {"model": model.model_copy(update=shape), "batch": batch.model_copy(update={"sequence_length": sequence})}
+    return job.model_copy(update=longer if fp8 else {"model": longer["model"]})
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _below_all(*bounds: float | None) -> float:
+    return min(LARGEST, *(bound for bound in bounds if bound is not None))
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.hypot(*(float(tensor.double().norm()) for tensor in tensors))

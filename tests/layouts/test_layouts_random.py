@@ -1,0 +1,30 @@
+"""A fixed sample of drawn jobs: every answer is equal, or a refusal. `make nightly` draws 500 others."""
+
+import pytest
+
+from meshwright.verify import Answer, draw, run_draws
+
+SEED = 326
+DRAWS = [draw(SEED, number) for number in range(1, 15)]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[int, Answer]:
+    """All of them, run together as far as there are cores."""
+    return {answer.draw.number: answer for answer in run_draws(DRAWS)}
+
+
+@pytest.mark.parametrize("number", [drawn.number for drawn in DRAWS])
+def test_a_drawn_job_is_equal_or_refused(number: int, answers: dict[int, Answer]) -> None:
+    answer = answers[number]
+    assert answer.outcome in ("equal", "refused"), (answer.draw.name, answer.sentence, answer.verdict)
+
+
+def test_the_sample_is_worth_its_time() -> None:
+    jobs = [drawn.job for drawn in DRAWS if drawn.refusal is None]
+    assert 10 <= len(jobs) < len(DRAWS) and not any(job.run.compile for job in jobs)
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+        assert any(getattr(job.layout, axis) > 1 for job in jobs), axis
+    assert {job.data.mask_documents for job in jobs} == {True, False}
+    assert {job.data.format for job in jobs} == {"text", "conversations"}
+    assert any(job.data.workers for job in jobs)
