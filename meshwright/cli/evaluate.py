@@ -14,7 +14,7 @@ DATA = typer.Option(
 def evaluate(
     run: Path = typer.Argument(help="A run folder."),
     data: list[str] = DATA,
-    batches: int | None = typer.Option(None, "--batches", min=1, help="Micro-batches of each text; all by default."),
+    batches: int | None = typer.Option(None, "--batches", min=1, help="Global batches of each text; all by default."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
     as_json: bool = JSON,
 ) -> None:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
-DTYPE = typer.Option("float64", "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8.")
+DTYPE = typer.Option(
+    None, "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8; float32 with --run."
+)
+RUN = typer.Option(False, "--run", help="Verify `train` itself: data, evaluations, checkpoints, resumes elsewhere.")
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
 ONLY = typer.Option(
     None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
@@ -31,8 +34,8 @@ LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a han
 def verify(
     job: str | None = JOB,
     overrides: list[str] = SET,
-    steps: int = typer.Option(3, "--steps", min=1, help="Training steps to compare."),
-    dtype: str = DTYPE,
+    steps: int | None = typer.Option(None, "--steps", min=1, help="Training steps to compare; 3, or 8 with --run."),
+    dtype: str | None = DTYPE,
     matrix: str | None = MATRIX,
     only: str | None = ONLY,
     model: str | None = MODEL,
@@ -41,6 +44,7 @@ def verify(
     random: int | None = RANDOM,
     seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
+    run: bool = RUN,
     strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
     as_json: bool = JSON,
 ) -> None:
@@ -56,8 +60,12 @@ def verify(
     if only is not None and matrix is None and random is None:
         raise UserError(f'--only "{only}" chooses among several layouts; give --matrix or --random with it')
 
+    if run and job is None:
+        raise UserError(f"--run verifies a job, not {given[0]}; give a JOB with it")
+
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
+    dtype = dtype or ("float32" if run else "float64")
     if dtype not in FORMATS:
         raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
     _require_device(device)
@@ -75,9 +83,14 @@ def verify(
         ok = verify_random(random, seed, only, dtype, device, record, as_json)
     elif model is not None:
         ok = _lines({"model": model}, own_model_lines(model), dtype, device, record, as_json)
+    elif run:
+        from meshwright.cli.verify_run import verify_run
+
+        assert job is not None
+        ok = verify_run(job, overrides, steps or 8, dtype, device, strict, as_json)
     else:
         assert job is not None
-        ok = _job(job, overrides, steps, dtype, device, record, strict, as_json)
+        ok = _job(job, overrides, steps or 3, dtype, device, record, strict, as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -130,32 +143,34 @@ def _job(
                 "seconds": verdict.seconds,
                 "notes": [change.text for change in changes] + verdict.notes,
                 "could_hide_errors": hiding,
-                "first_wrong": None if first is None else _row(first),
+                "first_wrong": None if first is None else as_row(first),
                 "collectives": contract_keys(verdict.collectives),
-                "rows": [_row(row) for row in verdict.rows],
+                "rows": [as_row(row) for row in verdict.rows],
             }
         )
     else:
         console = stdout_console()
         for change in changes:
-            _say(console, f"{'not checked' if change.hides else 'note'}  {change}")
+            say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         for note in verdict.notes:
-            _say(console, f"note  {note}")
-        _print_verdict(console, verdict, ranks)
+            say(console, f"note  {note}")
+        print_verdict(console, verdict, f"{ranks} ranks compute what one process computes")
         for line in contract_lines(verdict.collectives) if record else []:
-            _say(console, line)
+            say(console, line)
         if strict and hiding:
-            _say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
+            say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
     return False if strict and hiding else verdict.ok
 
 
-def _row(row: Comparison) -> dict[str, Any]:
+def as_row(row: Comparison) -> dict[str, Any]:
+    """A comparison as it is printed with --json."""
     error = row.error if math.isfinite(row.error) else None
     seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
     return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
 
 
-def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
+def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
+    """The worst of every kind as a table, and in a sentence whether it is equal or where it is not first."""
     from rich.table import Table
 
     from meshwright.verify import worst
@@ -173,15 +188,15 @@ def _print_verdict(console: Console, verdict: Verdict, ranks: int) -> None:
             names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
             table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
     console.print(table)
-    _say(console, _sentence(verdict, ranks))
+    say(console, _sentence(verdict, equal))
 
 
-def _sentence(verdict: Verdict, ranks: int) -> str:
+def _sentence(verdict: Verdict, equal: str) -> str:
     first = verdict.first_wrong
     if first is None:
         forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
         within = f", in {forms} as exactly as the format can" if forms else ""
-        return f"equal: {ranks} ranks compute what one process computes{within} ({verdict.seconds:.1f} s)"
+        return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
     return f"not equal: first diverging is the {_where(first)}"
 
 
@@ -195,13 +210,21 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.launch.worker import run_here
     from meshwright.verify import run_matrix
+    from meshwright.verify.run_compare import ROUNDING
 
     results, ok, started = list[Any](), True, time.monotonic()
     console = stdout_console()
+    if device != "cpu" or dtype not in ROUNDING:
+        without = [line for line in lines if not line.through_train]
+        if len(without) < len(lines):
+            told = f"lines that go through `train`, judged on the CPU in {' or '.join(ROUNDING)}"
+            say(stderr_console(), f"left out: {len(lines) - len(without)} {told}")
+        lines = without
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, record, began=show):
+        for result in run_matrix(lines, dtype, device, record, began=show, train=run_here):
             results.append(_line(result))
             ok = ok and result.ok
             if not as_json:
@@ -212,9 +235,9 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
         print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
     else:
         wrong = sum(not result["equal"] for result in results)
-        _say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
+        say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
         if record:
-            _say(console, summary_line([result["collectives"] for result in results]))
+            say(console, summary_line([result["collectives"] for result in results]))
     return ok
 
 
@@ -229,8 +252,8 @@ def _line(result: LineResult) -> dict[str, Any]:
         "ranks": ranks_of(result.line.job.layout),
         "equal": False if verdict is None else verdict.equal,
         "collectives": None if verdict is None else contract_keys(verdict.collectives),
-        "worst": None if verdict is None else _row(worst(verdict.rows)),
-        "first_wrong": None if first is None else _row(first),
+        "worst": None if verdict is None else as_row(worst(verdict.rows)),
+        "first_wrong": None if first is None else as_row(first),
         "error": result.error,
         "seconds": None if verdict is None else verdict.seconds,
     }
@@ -240,16 +263,16 @@ def _print_line(console: Console, result: LineResult) -> None:
     from meshwright.verify import worst
 
     if result.verdict is None:
-        _say(console, f"failed     {result.line.name}\n{result.error}")
+        say(console, f"failed     {result.line.name}\n{result.error}")
         return
     first, top = result.verdict.first_wrong, worst(result.verdict.rows)
     mark = "equal    " if first is None else "NOT EQUAL"
-    _say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
+    say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
-        _say(console, f"           first diverging: {_where(first)}")
+        say(console, f"           first diverging: {_where(first)}")
     if result.verdict.collectives is not None and not result.verdict.collectives.ok:
         for line in contract_lines(result.verdict.collectives):
-            _say(console, f"           {line}")
+            say(console, f"           {line}")
 
 
 def _layer(where: str, as_json: bool) -> bool:
@@ -263,8 +286,8 @@ def _layer(where: str, as_json: bool) -> bool:
         return equal
     console = stdout_console()
     for grade in grades:
-        _say(console, f"{grade.ranks} ranks, {'with' if grade.bias else 'without'} bias: {_graded(grade)}")
-    _say(console, "equal to nn.Linear" if equal else "not equal to nn.Linear")
+        say(console, f"{grade.ranks} ranks, {'with' if grade.bias else 'without'} bias: {_graded(grade)}")
+    say(console, "equal to nn.Linear" if equal else "not equal to nn.Linear")
     return equal
 
 
@@ -294,5 +317,6 @@ def _graded(grade: LayerGrade) -> str:
     return f"equal, each rank holds at most {max(grade.held):.0%} ({counted})"
 
 
-def _say(console: Console, text: str) -> None:
+def say(console: Console, text: str) -> None:
+    """A line of text as it is."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -112,12 +112,12 @@ class _Steps(Dataset[Step | Parcel | UserError]):
         return map(self.stream.read, mine), mine, *self.stream.facts_of(others)
 
 
-def validation_batches(windows: Windows, micro_batch: int, count: int) -> Iterator[Batch]:
-    """The first count batches of the windows in their own order; fewer when there are few.
+def validation_batches(windows: Windows, micro_batch: int, sequences: int) -> Iterator[Batch]:
+    """The first so many sequences of the windows in their own order, in micro-batches; fewer when there are few.
 
     All have micro_batch samples: the last is filled up with repeats that have number -1 and no valid label.
     """
-    last = min(len(windows), count * micro_batch)
+    last = min(len(windows), sequences)
     for first in range(0, last, micro_batch):
         ids = list(range(first, min(first + micro_batch, last)))
         samples = [windows.read(window) for window in ids]

@@ -309,7 +309,7 @@ def _watching(conversion: Conversion) -> None:
     else:
         conversion.fields["evaluation.every_steps"] = int(interval)
         conversion.notes.append(
-            "an evaluation is evaluation.batches micro-batches of held-out text, not the whole of it"
+            "an evaluation is evaluation.batches × batch.global_batch sequences of held-out text, not the whole of it"
         )
         if width != conversion.fields["batch.micro_batch"]:
             conversion.refuse("per_device_eval_batch_size", "evaluation uses batch.micro_batch: write the same number")

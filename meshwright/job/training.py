@@ -74,8 +74,9 @@ class Evaluation(Section):
 
     every_steps: NonNegativeInt = 100
     """Steps between evaluations (one at the start and one at the end besides); 0 switches evaluation off."""
-    batches: PositiveInt = 16
-    """Micro-batches of held-out text, and of each set, in one evaluation."""
+    batches: PositiveInt = 8
+    """Batches of batch.global_batch sequences of held-out text, and of each set, in one evaluation; all there are where
+    the text is shorter."""
     sets: dict[str, str] = Field(default_factory=dict)
     """Other texts to be judged by, by name: a prepared folder or a source each, as `{wiki = "prepared/wiki"}`."""
     sample_prompt: str = "def "

@@ -40,6 +40,8 @@ class Start:
     pulse: Pulse = field(default_factory=Pulse)
     pass_over: frozenset[int] = frozenset()
     """Positions of batches that came out bad again and again."""
+    dtype: torch.dtype | None = None
+    """Format of masters, gradients and computation where it is not the job's: a proof's."""
 
     @property
     def position(self) -> int:
@@ -163,7 +165,7 @@ def rewound(
     begun = on_rank_zero(world, begin_again)
     attempt = from_rank_zero(world, 0 if begun is None else begun.lease.attempt)
     lease = Lease(start.lease.run, attempt) if begun is None else begun.lease
-    return Start(lease, checkpoint, start.pulse, frozenset(bad))
+    return Start(lease, checkpoint, start.pulse, frozenset(bad), start.dtype)
 
 
 def _damage(path: Path, world: World) -> str | None:

@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.job.devices import Layout
 from meshwright.launch.folder import RunFolder
 from meshwright.parallel import Weights, World, build
-from meshwright.train import Score, choose_device, held_out_batches, open_corpus, score
+from meshwright.train import Score, choose_device, evaluated_sequences, held_out_batches, open_corpus, score
 
 HELD_OUT = "held-out"
 _ALL = 1 << 40
@@ -41,7 +41,7 @@ def evaluate_run(run: Path, sets: Mapping[str, str], device: str, batches: int |
             name: validation_batches(
                 evaluation_windows("--data", source, tokenizer, job.data, job.model.vocab_size, size),
                 job.batch.micro_batch,
-                limit,
+                evaluated_sequences(job),
             )
             for name, source in sets.items()
         }

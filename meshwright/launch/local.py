@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,11 +75,17 @@ class Stop(Protocol):
         """Asked after every step."""
 
 
-def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: None, resume: bool = False) -> Finished:
+def run_local(
+    loaded: LoadedJob,
+    console: Console,
+    on_end: OnEnd = lambda path: None,
+    resume: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Finished:
     """Train a job in this process alone; what can be refused is refused before anything is written.
 
     With `resume` a run folder that is there is continued. However the run ends, `on_end` is called with its folder (to
-    write the report, which lives in a higher room).
+    write the report, which lives in a higher room). `dtype` overrides the formats of masters and computation.
     """
     job = loaded.job
     if (needed := ranks_of(job.layout)) > 1:
@@ -98,7 +104,7 @@ def run_local(loaded: LoadedJob, console: Console, on_end: OnEnd = lambda path: 
     if found.checkpoint is not None:
         require_same_run(job, corpus, found.checkpoint)
     folder = RunFolder.open(path) if continues else create_folder(loaded, path)
-    start = begin(folder, job, found, console)
+    start = replace(begin(folder, job, found, console), dtype=dtype)
     print_headline(job, corpus, world, folder, console)
     try:
         with stop_on_signal() as stop:
@@ -259,7 +265,7 @@ def _build_and_train(
 ) -> Outcome:
     start.pulse.at("building the model")
     kernels = choose_attention(job, world, _attention_of(folder))
-    engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world)
+    engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world, start.dtype)
     if folder is None:
         silent = Silent()
         training = make_training(job, corpus, engine, weights, silent, silent, world)

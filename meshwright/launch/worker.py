@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -28,10 +29,11 @@ from meshwright.launch.local import (
     print_headline,
     record_failure,
     require_room,
+    run_local,
     run_path,
     train_with_rewinds,
 )
-from meshwright.launch.ranks import Place
+from meshwright.launch.ranks import Place, find_place
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
 from meshwright.layout import require_layout
@@ -49,11 +51,16 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 def run_rank(
-    loaded: LoadedJob, place: Place, console: Console, on_end: OnEnd = lambda path: None, resume: bool = False
+    loaded: LoadedJob,
+    place: Place,
+    console: Console,
+    on_end: OnEnd = lambda path: None,
+    resume: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Finished:
     """Train a job as one of its ranks; rank 0 alone prepares, prints and records, each saves its share.
 
-    Ranks that their agent has started again resume, whatever was asked for.
+    Ranks that their agent has started again resume, whatever was asked for. `dtype` is as in `run_local`.
     """
     try:
         require_layout(loaded.job, place.size)
@@ -72,7 +79,7 @@ def run_rank(
         pulse.at("preparing data and looking for a checkpoint")
         corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
         life.found(start.lease.run)
-        start = replace(start, pulse=pulse)
+        start = replace(start, pulse=pulse, dtype=dtype)
         try:
             with _stop(launched_in) as stop:
                 outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
@@ -86,6 +93,14 @@ def run_rank(
     if dist.is_initialized():
         dist.destroy_process_group()
     return Finished(start.lease.run, outcome, stop.signal)
+
+
+def run_here(loaded: LoadedJob, resume: bool = False, dtype: torch.dtype | None = None) -> Finished:
+    """Train a job in silence as the rank this process is among torchrun's, or alone where it is none."""
+    console, place = Console(quiet=True), find_place(os.environ)
+    if place is None:
+        return run_local(loaded, console, resume=resume, dtype=dtype)
+    return run_rank(loaded, place, console, resume=resume, dtype=dtype)
 
 
 def _open(

@@ -11,7 +11,14 @@ from meshwright.train.device import (
 )
 from meshwright.train.evaluate import Score, evaluate, score
 from meshwright.train.exhausted import OutOfMemory, memory_errors_explained
-from meshwright.train.feed import fingerprint, held_out_batches, open_corpus, require_enough_text, training_loader
+from meshwright.train.feed import (
+    evaluated_sequences,
+    fingerprint,
+    held_out_batches,
+    open_corpus,
+    require_enough_text,
+    training_loader,
+)
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.loop import Training
@@ -46,6 +53,7 @@ __all__ = [
     "device_peak_flops",
     "emulated_format",
     "evaluate",
+    "evaluated_sequences",
     "fingerprint",
     "generate",
     "held_out_batches",

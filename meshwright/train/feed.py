@@ -29,7 +29,7 @@ def open_corpus(job: Job, report: Callable[[str, float], None] | None = None) ->
     if not job.data.stream:
         return prepare(job.data, job.model.vocab_size, report)
     flow = open_flow(job.data, job.model.vocab_size)
-    wanted = job.evaluation.batches * job.batch.micro_batch * job.batch.sequence_length + 1
+    wanted = evaluated_sequences(job) * job.batch.sequence_length + 1
     held_out = flow.held_out(wanted) if evaluates(job) else MemoryTokens([], [])
     return Corpus(flow.tokenizer, MemoryTokens([], []), held_out, None, flow=flow)
 
@@ -87,6 +87,11 @@ def evaluates(job: Job) -> bool:
     return job.evaluation.every_steps > 0 and job.data.validation_fraction > 0
 
 
+def evaluated_sequences(job: Job) -> int:
+    """Sequences of a text in one evaluation; micro-batches and ranks only share them out."""
+    return job.evaluation.batches * job.batch.global_batch
+
+
 def evaluation_due(job: Job, step: int) -> bool:
     """Whether held-out text or another set is looked at after a step."""
     some = evaluates(job) or (job.evaluation.every_steps > 0 and bool(job.evaluation.sets))
@@ -96,7 +101,7 @@ def evaluation_due(job: Job, step: int) -> bool:
 def held_out_batches(job: Job, corpus: Corpus) -> Iterator[Batch]:
     """The same held-out micro-batches every time; refuses held-out text too short for one sequence."""
     windows = validation_windows(corpus, job.data, job.batch.sequence_length)
-    return validation_batches(windows, job.batch.micro_batch, job.evaluation.batches)
+    return validation_batches(windows, job.batch.micro_batch, evaluated_sequences(job))
 
 
 def set_batches(job: Job, corpus: Corpus, name: str) -> Iterator[Batch]:
@@ -111,7 +116,7 @@ def set_batches(job: Job, corpus: Corpus, name: str) -> Iterator[Batch]:
         job.model.vocab_size,
         job.batch.sequence_length,
     )
-    return validation_batches(windows, job.batch.micro_batch, job.evaluation.batches)
+    return validation_batches(windows, job.batch.micro_batch, evaluated_sequences(job))
 
 
 def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:

@@ -82,7 +82,7 @@ class Check:
     def start(self) -> "Check":
         """Fork the ranks; what the layout cannot do is refused first."""
         require_layout(self.job, ranks_of(self.job.layout))
-        _require_compiler(self.job, self.device)
+        require_compiler(self.job, self.device)
         self._started = time.monotonic()
         job, master = _in_format(self.job, self.dtype)
         ranks = ranks_of(job.layout)
@@ -184,7 +184,7 @@ def _reference(job_json: str, dtype: str, device: str) -> Observation:
     return seen
 
 
-def _require_compiler(job: Job, device: str) -> None:
+def require_compiler(job: Job, device: str) -> None:
     """Refuse compiled blocks where nothing here can compile them."""
     if not job.run.compile or device != "cpu":
         return

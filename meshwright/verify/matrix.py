@@ -14,8 +14,10 @@ from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.verify.check import Check, Verdict
 from meshwright.verify.ranks import RankError, RankTimeout
+from meshwright.verify.run_check import Train, check_run
+from meshwright.verify.run_plan import as_run
 
-FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml")
+FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml", "matrix_run.toml")
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
@@ -34,6 +36,10 @@ class Line:
     """Whether `verify --model` puts a user's model into this layout."""
     dtype: str | None = None
     """The format it is judged in, whatever the others are."""
+    through_train: bool = False
+    """Whether `train` itself is run, with text on the disk, evaluations and checkpoints."""
+    prepared: bool = False
+    """Whether that text is prepared first."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +81,24 @@ def run_matrix(
     device: str = "cpu",
     collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
+    train: Train | None = None,
 ) -> Iterator[LineResult]:
-    """Check every line and yield results as they come; lines run together where there are cores for their ranks."""
+    """Check every line and yield results as they come; lines run together where there are cores for their ranks.
+
+    Lines that go through `train` need the function that trains a rank, and run by themselves.
+    """
     waiting, running = list(lines), list[tuple[Line, Check]]()
     cores = os.cpu_count() or 1
     with ExitStack() as ending:
         while waiting or running:
             busy = sum(ranks_of(line.job.layout) for line, _ in running)
-            if waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
+            if waiting and waiting[0].through_train:
+                if not running:
+                    line = waiting.pop(0)
+                    began(line)
+                    yield _run_result(line, dtype, train)
+                    continue
+            elif waiting and (not running or busy + ranks_of(waiting[0].job.layout) <= cores):
                 line = waiting.pop(0)
                 began(line)
                 check = Check(line.job, line.dtype or dtype, device, collectives)
@@ -99,6 +115,15 @@ def run_matrix(
                 if (result := _result_if_ready(line, check)) is not None:
                     running.remove((line, check))
                     yield result
+
+
+def _run_result(line: Line, dtype: str, train: Train | None) -> LineResult:
+    assert train is not None
+    job, _ = as_run(line.job, prepared=line.prepared)
+    try:
+        return LineResult(line, check_run(job, train, dtype, line.prepared), None)
+    except (RankError, UserError) as error:
+        return _failed(line, error)
 
 
 def _result_if_ready(line: Line, check: Check) -> LineResult | None:
@@ -121,11 +146,12 @@ def _line(row: dict[str, Any], models: dict[str, Any], defaults: dict[str, Any])
     row = dict(row)
     name, quick, own_model = row.pop("name"), row.pop("quick", False), row.pop("own_model", False)
     dtype = row.pop("dtype", None)
+    run = {"through_train": row.pop("through_train", False), "prepared": row.pop("prepared", False)}
     job = {"model": models[row.pop("model")] | row.pop("overrides", {})}
     job |= {section: defaults.get(section, {}) | row.pop(section, {}) for section in SECTIONS}
     if row:
         raise ValueError(f"matrix.toml: {name} has unknown keys {', '.join(row)}")
-    return Line(name, Job.model_validate(job), quick, own_model, dtype)
+    return Line(name, Job.model_validate(job), quick, own_model, dtype, **run)
 
 
 def _with_model_file(job: Job, path: str) -> Job:

@@ -18,6 +18,7 @@ from meshwright.data import (
     Batch,
     Loader,
     RunningWindows,
+    Step,
     Stream,
     prepare,
     training_stream,
@@ -41,8 +42,12 @@ def loader_of(store, mask_documents=True, **changes) -> Loader:
 
 
 def take(loader: Loader, steps: int) -> list[Batch]:
+    return [step.batch for step in take_steps(loader, steps)]
+
+
+def take_steps(loader: Loader, steps: int) -> list[Step]:
     try:
-        return [step.batch for step in itertools.islice(loader, steps)]
+        return list(itertools.islice(loader, steps))
     finally:
         loader.close()
 
@@ -127,19 +132,24 @@ def test_resume_at_any_position(corpus, workers):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_every_step_and_know_its_whole_count(corpus, ranks: int, masked: bool):
-    settings = {"global_batch": 6, "mask_documents": masked}
-    whole = list(itertools.islice(loader_of(corpus.train, **settings), 5))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_share_every_step_and_know_its_whole_count(corpus, ranks: int, masked: bool, workers: int):
+    windows = len(RunningWindows(corpus.train, S))
+    # Two steps before the end of the second epoch, and some of the third.
+    settings = {"global_batch": 6, "mask_documents": masked, "position": 2 * windows - 12}
+    whole = take_steps(loader_of(corpus.train, **settings), 5)
     parts = [
-        list(itertools.islice(loader_of(corpus.train, rank=rank, ranks=ranks, **settings), 5)) for rank in range(ranks)
+        take_steps(loader_of(corpus.train, rank=rank, ranks=ranks, workers=workers, **settings), 5)
+        for rank in range(ranks)
     ]
     for number, step in enumerate(whole):
         mine = [part[number] for part in parts]
         assert torch.equal(torch.cat([part.batch.tokens_BS for part in mine]), step.batch.tokens_BS)
         assert torch.equal(torch.cat([part.batch.sample_ids_B for part in mine]), step.batch.sample_ids_B)
         assert {part.valid_count for part in mine} == {step.valid_count} == {step.batch.valid_count()}
-    if masked:
-        assert len({part[0].batch.valid_count() for part in parts}) > 1  # unequal shares, or this would prove little
+        assert {part.tokens for part in mine} == {step.tokens} == {6 * S}
+    shares = [{part[number].batch.valid_count() for part in parts} for number in range(5)]
+    assert any(len(counts) > 1 for counts in shares) == masked  # unequal shares, or this would prove little
 
 
 def test_valid_counts_survive_splitting_and_copying(corpus):
@@ -272,7 +282,7 @@ def test_validation_is_in_order_and_of_one_shape(corpus):
         *[-1] * (-windows % 4),
     ]
     assert sum(batch.valid_count() for batch in batches) == windows * S
-    first = list(validation_batches(RunningWindows(corpus.validation, S, mask_documents=True), 4, 2))
+    first = list(validation_batches(RunningWindows(corpus.validation, S, mask_documents=True), 4, 8))
     assert [batch.sample_ids_B.tolist() for batch in first] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 

@@ -4,6 +4,7 @@ At each change the state is loaded, saved again at once (bit-equal to what was l
 position) and trained for one step, whose loss and gradient norm are those of the process that trained alone.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,10 @@ def make_job(layout: dict[str, Any], steps: int, **changes: dict[str, Any]) -> J
     return Job.model_validate(sections)
 
 
-def one_step(job: Job, world: World, run: Path, done: int, dtype: torch.dtype | None) -> tuple[float, float]:
-    """Load what was saved, save it again elsewhere, make one step, save that."""
+def some_steps(
+    job: Job, world: World, run: Path, done: int, dtype: torch.dtype | None, count: int = 1, *, again: bool = True
+) -> list[tuple[float, float]]:
+    """Load what was saved, save it again elsewhere if asked to, make some steps, save that."""
     memory = Memory()
     engine, weights = build(job, world, dtype)
     training = make_training(job, unequal_corpus(job), engine, weights, memory, memory, world)
@@ -95,15 +98,16 @@ def one_step(job: Job, world: World, run: Path, done: int, dtype: torch.dtype | 
 
     if done:
         training.resume(Checkpoint.open(checkpoint_path(run, done)))
-        again = run.with_name(f"{run.name}-again-{done}")
-        if world.rank == 0:
-            Lease.claim(again)
-        world.barrier()
-        keeper(again).finish(done, training.capture)
-    training.run(stop=lambda: True)
-    keeper(run).finish(done + 1, training.capture)
-    [row] = memory.rows
-    return row
+        if again:
+            folder = run.with_name(f"{run.name}-again-{done}")
+            if world.rank == 0:
+                Lease.claim(folder)
+            world.barrier()
+            keeper(folder).finish(done, training.capture)
+    training.run(stop=lambda: len(memory.rows) == count - 1)  # asked before the step's row is written
+    keeper(run).finish(done + count, training.capture)
+    assert len(memory.rows) == count
+    return memory.rows
 
 
 def chain(names: list[str], run: Path, done: int, steps: int, changes: dict[str, Any], wide: bool) -> list[Any]:
@@ -113,18 +117,23 @@ def chain(names: list[str], run: Path, done: int, steps: int, changes: dict[str,
     for name in names:
         job = make_job(LAYOUTS[name], steps, **changes)
         if name != "single":
-            rows.append(one_step(job, join_world(job, torch.device("cpu")), run, done, dtype))
+            rows += some_steps(job, join_world(job, torch.device("cpu")), run, done, dtype)
         elif dist.get_rank() == 0:
-            rows.append(one_step(job, World(torch.device("cpu")), run, done, dtype))
+            rows += some_steps(job, World(torch.device("cpu")), run, done, dtype)
         dist.barrier()
         done += 1
     return rows
 
 
-def alone(steps: int, changes: dict[str, Any], wide: bool) -> list[tuple[float, float]]:
+def alone(steps: int, changes: dict[str, Any], wide: bool, run: Path | None = None) -> list[tuple[float, float]]:
+    """One process that never changes; its last state is saved where a folder is given."""
     job, memory, world = make_job({}, steps, **changes), Memory(), World(torch.device("cpu"))
     engine, weights = build(job, world, torch.float64 if wide else None)
-    make_training(job, unequal_corpus(job), engine, weights, memory, memory, world).run()
+    training = make_training(job, unequal_corpus(job), engine, weights, memory, memory, world)
+    training.run()
+    if run is not None:
+        buffer = partial(torch.empty, dtype=torch.uint8)
+        Keeper(job, Lease.claim(run), memory.event, memory.message, buffer).finish(steps, training.capture)
     return memory.rows
 
 
@@ -183,3 +192,69 @@ def test_every_optimizers_states_come_back_bit_for_bit(tmp_path: Path) -> None:
         same_after_loading(tmp_path / str(number), len(names))
         for own, other in zip(rows[optimizer], alone(len(names), changes, False), strict=True):
             assert own == pytest.approx(other, rel=2e-4), optimizer
+
+
+JOURNEY: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "tp 2": {"tp": 2},
+    "tp 4": {"tp": 4, "kv_replicate": True},
+    "pp 2 × tp 2": {"pp": 2, "tp": 2},
+    "dp 3, zero 3": {"dp_shard": 3, "zero": 3},
+    "cp 2": {"cp": 2},
+    "one process again": {},
+}
+"""From a whole tensor to columns of it, to fewer of them, to rows: the chain above never cuts what one rank saved."""
+EACH = 2
+"""Steps in a layout: what was loaded wrong shows in the update of the first and so in the loss of the second."""
+TRAVELLERS: dict[str, tuple[dict[str, Any], bool, float]] = {
+    "AdamW in float32": ({}, False, 1e-5),
+    "AdamW in float64": ({}, True, 1e-9),
+    "Muon and int8 in float32": (
+        {"optimizer": {"name": "muon"}, "precision": {"optimizer_states": "int8"}},
+        False,
+        1e-4,
+    ),
+}
+"""Muon leaves embedding and head to AdamW, so that both have their states in 8 bits."""
+SIZES = {"batch": {"global_batch": 6, "micro_batch": 2}, "model": {"layers": 2}}
+
+
+def _travel(layout: dict[str, Any], folder: Path, done: int) -> list[list[tuple[float, float]]]:
+    """On every rank: some steps in a layout, with every optimizer."""
+    rows = []
+    for number, (changes, wide, _) in enumerate(TRAVELLERS.values()):
+        job = make_job(layout, EACH * len(JOURNEY), **SIZES, **changes)
+        world, run = join_world(job, torch.device("cpu")), folder / str(number)
+        rows.append(some_steps(job, world, run, done, torch.float64 if wide else None, EACH, again=False))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def journeys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[tuple[float, float]]]]:
+    """Every optimizer through every layout, as many ranks at a time as the layout takes."""
+    folder, rows = tmp_path_factory.mktemp("journey"), [list[tuple[float, float]]() for _ in TRAVELLERS]
+    for number in range(len(TRAVELLERS)):
+        Lease.claim(folder / str(number))
+    for stop, layout in enumerate(JOURNEY.values()):
+        ranks = ranks_of(make_job(layout, 1, **SIZES).layout)
+        for own, more in zip(rows, run_ranks(_travel, ranks, layout, folder, stop * EACH)[0], strict=True):
+            own += more
+    return folder, rows
+
+
+@pytest.mark.parametrize("who", TRAVELLERS)
+def test_a_journey_through_layouts_is_one_quiet_run(
+    journeys: tuple[Path, list[list[tuple[float, float]]]], who: str, tmp_path: Path
+) -> None:
+    (folder, every), number, (changes, wide, bound) = journeys, list(TRAVELLERS).index(who), TRAVELLERS[who]
+    steps = EACH * len(JOURNEY)
+    for step, (own, other) in enumerate(zip(every[number], alone(steps, SIZES | changes, wide, tmp_path), strict=True)):
+        assert own == pytest.approx(other, rel=bound), f"step {step + 1}, {list(JOURNEY)[step // EACH]}"
+    ended, quiet = (Checkpoint.open(checkpoint_path(run, steps)) for run in (folder / str(number), tmp_path))
+    assert set(ended.names("model/")) == set(quiet.names("model/")) and ended.facts.position == quiet.facts.position
+    assert set(ended.names("optimizer/")) == set(quiet.names("optimizer/"))
+    # Gradients that nearly cancel keep fewer digits; a code of 8 bits may be rounded to either neighbour.
+    unit = 2 / 127 if "int8" in who else 10 * bound
+    for name in [*quiet.names("model/"), *quiet.names("optimizer/")]:
+        a, b = ended.whole(name).double(), quiet.whole(name).double()
+        assert (a - b).abs().max() <= unit * b.abs().max(), name

@@ -1,52 +1,81 @@
-"""What a run reads as it streams: every rank knows the labels of the whole step, whichever ranks share its tokens."""
+"""What a run reads: the same held-out text whatever its micro-batches, and one count of valid labels for all ranks."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from meshwright.data import StreamLoader
-from meshwright.job import Job
-from meshwright.layout import ranks_of
+from meshwright.data import IGNORE
+from meshwright.job import Job, load_job
 from meshwright.parallel import World, join_world
-from meshwright.train.feed import open_corpus, training_loader
-from meshwright.verify.ranks import run_ranks
+from meshwright.train import held_out_batches, open_corpus, training_loader
+from meshwright.train.feed import set_batches
+from meshwright.verify import run_ranks
 
 STEPS = 3
 
 
-def make_job(folder: Path, **layout: int) -> Job:
-    return Job.model_validate(
-        {
-            "model": {"vocab_size": 300, "width": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_width": 16},
-            "data": {"sources": (str(folder / "texts.jsonl"),), "cache": str(folder / "cache")}
-            | {"stream": True, "mask_documents": True, "shuffle_buffer": 3, "virtual_shards": 4, "workers": 0},
-            "batch": {"sequence_length": 16, "global_batch": 4, "micro_batch": 1},
-            "evaluation": {"every_steps": 0},
-            "run": {"steps": STEPS, "device": "cpu"},
-            "layout": layout,
-        }
-    )
+@pytest.fixture
+def folder(tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the tiny job and its corpus are, and the same text as a JSONL file."""
+    monkeypatch.chdir(tiny_job.parent)
+    texts = [path.read_text()[: 40 + 9 * number] for number, path in enumerate(sorted(Path("corpus").iterdir()))]
+    Path("lines.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return tiny_job.parent
 
 
-def read(job: Job) -> list[tuple[Tensor, float]]:
-    """This rank's labels of every step, and what it is told of everyone's."""
-    world = World(torch.device("cpu")) if ranks_of(job.layout) == 1 else join_world(job, torch.device("cpu"))
+def job_of(*overrides: str) -> Job:
+    return load_job("job.toml", ["data.cache=cache", *overrides]).job
+
+
+STREAMED = ("data.stream=true", 'data.sources=["lines.jsonl"]', "data.virtual_shards=4")
+
+
+@pytest.mark.parametrize("kind", [(), STREAMED], ids=["prepared", "streamed"])
+def test_an_evaluation_reads_the_same_text_whatever_the_micro_batch(folder: Path, kind: tuple[str, ...]) -> None:
+    read = {}
+    for micro_batch in (1, 2, 3, 6):
+        sizes = ("batch.global_batch=6", f"batch.micro_batch={micro_batch}", "evaluation.batches=1")
+        job = job_of(*kind, *sizes, 'evaluation.sets={lines = "lines.jsonl"}')
+        corpus = open_corpus(job)
+        for name, batches in (("held-out", held_out_batches(job, corpus)), ("set", set_batches(job, corpus, "lines"))):
+            rows = [batch.tokens_BS[batch.sample_ids_B >= 0] for batch in batches]
+            assert {len(row) for row in rows[:-1]} <= {micro_batch}
+            read[name, micro_batch] = torch.cat(rows).tolist()
+    for name in ("held-out", "set"):
+        assert len(read[name, 1]) == 6, "one global batch"
+        assert all(read[name, size] == read[name, 1] for size in (2, 3, 6)), name
+
+
+def counts(job: Job) -> list[tuple[float, int]]:
+    """Of every step, the count the loss is divided by and the valid labels this rank has."""
+    world = join_world(job, torch.device("cpu"))
     loader = training_loader(job, open_corpus(job), world)
-    assert isinstance(loader, StreamLoader)
-    steps = [next(loader) for _ in range(STEPS)]
-    return [(step.batch.labels_BS, step.valid_count) for step in steps]
+    try:
+        steps = [next(loader) for _ in range(STEPS)]
+    finally:
+        loader.close()
+    return [(step.valid_count, int((step.batch.labels_BS != IGNORE).sum())) for step in steps]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 2, "cp": 2}, {"pp": 2}], ids=str)
-def test_a_streamed_step_is_divided_by_the_labels_of_all_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
-    texts = [" ".join(f"word{number}" for number in range(length)) for length in range(3, 90)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    whole = read(make_job(tmp_path))  # which also leaves a tokenizer in the cache
-    job = make_job(tmp_path, **layout)
-    for labels_and_counts in run_ranks(read, ranks_of(job.layout), job):
-        counts = [count for _, count in labels_and_counts]
-        assert counts == [count for _, count in whole] == [int((labels != -100).sum()) for labels, _ in whole]
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [(), STREAMED], ids=["prepared", "streamed"])
+def test_every_rank_divides_by_the_whole_steps_count(folder: Path, kind: tuple[str, ...], workers: int) -> None:
+    masked = (*kind, "data.mask_documents=true", f"data.workers={workers}")
+    loader = training_loader(alone := job_of(*masked), open_corpus(alone), World(torch.device("cpu")))
+    whole = [next(loader).valid_count for _ in range(STEPS)]
+    loader.close()
+    first, second = run_ranks(counts, 2, job_of(*masked, "layout.dp_shard=2"))
+    for (divisor, own), (others_divisor, others), valid in zip(first, second, whole, strict=True):
+        assert divisor == others_divisor == own + others == valid
+    assert any(own != others for (_, own), (_, others) in zip(first, second, strict=True)), "or this proves little"
+
+
+@pytest.mark.parametrize("layout", ["layout.tp=2", "layout.pp=2", "layout.cp=2"])
+def test_ranks_that_read_the_same_tokens_count_them_once(folder: Path, layout: str) -> None:
+    streamed = (*STREAMED, "data.mask_documents=true", "data.workers=0")
+    loader = training_loader(alone := job_of(*streamed), open_corpus(alone), World(torch.device("cpu")))
+    whole = [next(loader).valid_count for _ in range(STEPS)]
+    for seen in run_ranks(counts, 2, job_of(*streamed, layout)):
+        assert seen == [(valid, valid) for valid in whole]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Flow:
 
     def held_out(self, tokens: int) -> "MemoryTokens":
         """Documents that training never sees, in the order of the input, until there are so many tokens of them."""
-        found: list[int] = []
+        found = array("I")  # a list of integers would take ten times the memory
         starts: list[int] = []
         if self.validation_fraction == 0:
             return MemoryTokens([], [])
@@ -64,7 +65,7 @@ class Flow:
             for number, item in enumerate(read_unit(unit, Taking(self.text_field))):
                 if isinstance(item, Text) and held_out(unit.number, number, item.file, self.validation_fraction):
                     starts += [len(found)] if item.begins else []
-                    found += self.tokenizer.encode(item.text) + [self.tokenizer.end_of_text] * item.ends
+                    found.extend(self.tokenizer.encode(item.text) + [self.tokenizer.end_of_text] * item.ends)
                 if len(found) >= tokens:
                     return MemoryTokens(found[:tokens], starts)
         return MemoryTokens(found, starts)
@@ -74,14 +75,14 @@ class MemoryTokens:
     """A few tokens, held in memory."""
 
     def __init__(self, tokens: Sequence[int], starts: Sequence[int]) -> None:
-        self._tokens, self._starts = np.array(tokens, np.int64), np.array(starts, np.int64)
+        self._tokens, self._starts = np.array(tokens, np.uint32), np.array(starts, np.int64)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def read(self, start: int, stop: int) -> Int64Array:
         """The tokens from start up to stop."""
-        return self._tokens[start:stop].copy()
+        return self._tokens[start:stop].astype(np.int64)
 
     def starts_between(self, start: int, stop: int) -> Int64Array:
         """Where documents start, start included and stop not."""

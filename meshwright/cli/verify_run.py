@@ -1,0 +1,72 @@
+"""`meshwright verify JOB --run`: whether the run itself, resumed in other layouts, is the one of a single process."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.verify.run_plan import Leg
+
+
+def verify_run(
+    source: str, overrides: list[str], steps: int, dtype: str, device: str, strict: bool, as_json: bool
+) -> bool:
+    """Run a job small through `train` and print what came of comparing it; whether it is equal."""
+    from meshwright.cli.output import print_json, stderr_console, stdout_console
+    from meshwright.cli.verify import as_row, print_verdict, say
+    from meshwright.job import load_job
+    from meshwright.launch.worker import run_here
+    from meshwright.layout import ranks_of, require_layout
+    from meshwright.verify import RankError
+    from meshwright.verify.run_check import check_run
+    from meshwright.verify.run_compare import ROUNDING
+    from meshwright.verify.run_plan import legs_of, small_run
+    from meshwright.verify.run_text import is_prepared_data
+
+    if dtype not in ROUNDING:
+        raise UserError(f"--dtype {dtype} has no bounds to judge a run by; use {' or '.join(ROUNDING)} with --run")
+    if device != "cpu":
+        raise UserError(f"--device {device}: a run is verified on the CPU; leave it out with --run")
+    loaded = load_job(source, overrides)
+    require_layout(loaded.job, ranks_of(loaded.job.layout))
+    small, changes = small_run(loaded.job, steps)
+    legs = legs_of(small)
+    hiding = [change.text for change in changes if change.hides]
+    with stderr_console().status(f"{_path(legs)}, {steps} steps in {dtype}, beside one process"):
+        try:
+            verdict = check_run(small, run_here, dtype, is_prepared_data(loaded.job.data))
+        except RankError as error:
+            print(f"meshwright: {error}", file=sys.stderr)
+            return False
+    first = verdict.first_wrong
+    if as_json:
+        print_json(
+            {
+                "equal": verdict.equal,
+                "job": loaded.name,
+                "legs": [{"layout": leg.name, "ranks": ranks_of(leg.job.layout), "start": leg.start} for leg in legs],
+                "dtype": dtype,
+                "steps": steps,
+                "seconds": verdict.seconds,
+                "notes": [change.text for change in changes],
+                "could_hide_errors": hiding,
+                "first_wrong": None if first is None else as_row(first),
+                "rows": [as_row(row) for row in verdict.rows],
+            }
+        )
+    else:
+        console = stdout_console()
+        for change in changes:
+            say(console, f"{'not checked' if change.hides else 'note'}  {change}")
+        say(console, f"run   {_path(legs)}")
+        print_verdict(console, verdict, "the run, its checkpoints and its resumes are those of one process")
+        if strict and hiding:
+            say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
+    return False if strict and hiding else verdict.ok
+
+
+def _path(legs: list[Leg]) -> str:
+    return ", ".join(leg.name if not leg.start else f"resumed at step {leg.start} in {leg.name}" for leg in legs)

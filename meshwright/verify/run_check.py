@@ -1,0 +1,94 @@
+"""The run itself beside one process: `train` with its data, evaluations and checkpoints, resumed in other layouts."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import checkpoints
+from meshwright.job import Job, LoadedJob, job_text
+from meshwright.job.devices import Layout
+from meshwright.layout import ranks_of, require_layout
+from meshwright.verify.check import COMPILED_TIMEOUT_S, Verdict, reference, require_compiler
+from meshwright.verify.compare import zero_gradients
+from meshwright.verify.ranks import run_ranks
+from meshwright.verify.run_compare import Record, compare_records, read_record, run_bounds
+from meshwright.verify.run_plan import alone, legs_of
+from meshwright.verify.run_text import write_text
+
+Train = Callable[[LoadedJob, bool, torch.dtype | None], Any]
+"""Trains a job as the rank that this process is, from the start or from the newest checkpoint, in a format."""
+
+TIMEOUT_S = 300.0
+
+
+def check_run(job: Job, train: Train, dtype: str = "float32", prepared: bool = False) -> Verdict:
+    """Run a job that `as_run` made, once in one process and through its legs, and compare what they wrote and saved.
+
+    Its text is made for it, and `prepared` where the job says so.
+    """
+    require_layout(job, ranks_of(job.layout))
+    require_compiler(job, "cpu")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="meshwright-run-") as made:
+        folder = Path(made)
+        [job] = run_ranks(write_text, 1, job, folder, prepared, timeout_s=TIMEOUT_S)
+        proof = _Proof(folder, train, torch.float64 if dtype == "float64" else None)
+        expected = proof.run(alone(job), "alone", 0, 0)
+        bounds, zeros = run_bounds(job, dtype), _zero_gradients(job)
+        rows = []
+        for attempt, leg in enumerate(legs_of(job)):
+            seen = proof.run(leg.job, "run", attempt, leg.start)
+            rows += compare_records(leg, seen, expected, bounds, zeros)
+    return Verdict(job, dtype, rows, time.monotonic() - started)
+
+
+class _Proof:
+    """Runs in one folder, and what they left."""
+
+    def __init__(self, folder: Path, train: Train, dtype: torch.dtype | None) -> None:
+        self._folder, self._train, self._dtype = folder, train, dtype
+
+    def run(self, job: Job, name: str, attempt: int, start: int) -> Record:
+        """Train a job on forked ranks, anew or from the checkpoint of a step."""
+        run = self._folder / name
+        settings = job.run.model_copy(update={"folder": str(run)})
+        job = job.model_copy(update={"run": settings})
+        if start:
+            _forget(run, start)
+        loaded = LoadedJob(job, name, job_text(job, "a proof of the run itself"), {})
+        timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
+        run_ranks(self._train, ranks_of(job.layout), loaded, start > 0, self._dtype, timeout_s=timeout_s)
+        return read_record(run, attempt, job.run.steps)
+
+
+def _zero_gradients(job: Job) -> set[str]:
+    """Parameters whose gradient is zero by mathematics, from one step on tokens in memory."""
+    data = {
+        "sources": ("builtin:synthetic",),
+        "weights": None,
+        "stages": (),
+        "stream": False,
+        "join": None,
+        "workers": 0,
+    }
+    once = job.model_copy(
+        update={
+            "data": job.data.model_copy(update=data),
+            "evaluation": job.evaluation.model_copy(update={"every_steps": 0}),
+            "run": job.run.model_copy(update={"steps": 1}),
+            "layout": Layout(),
+        }
+    )
+    return zero_gradients(reference(once, "float64"))
+
+
+def _forget(run: Path, start: int) -> None:
+    """Take away what was saved after a step: what is left of a run that died before it could save again."""
+    for checkpoint in list(checkpoints(run)):
+        if int(checkpoint.path.name.rpartition("-")[2]) > start:
+            shutil.rmtree(checkpoint.path)
