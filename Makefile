@@ -24,11 +24,13 @@ unit: setup
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -rs --no-fold-skipped -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
-# What takes hours: every layout of the matrix, and jobs that were never drawn before (SEED=20260131 repeats a night's).
+# What takes hours: every layout of the matrix, jobs that were never drawn before (SEED=20260131 repeats a night's), and
+# bugs planted on purpose.
 nightly: setup
 	status=0; \
 	OMP_NUM_THREADS=1 .venv/bin/meshwright verify --matrix full || status=1; \
 	OMP_NUM_THREADS=1 .venv/bin/meshwright verify --random 500 --seed $(SEED) || status=1; \
+	.venv/bin/python scripts/planted-bugs || status=1; \
 	exit $$status
 
 wheel: setup

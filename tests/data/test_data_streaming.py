@@ -62,6 +62,7 @@ def samples(flow, steps: int, ranks: int = 1, workers: int = 0, position: int = 
         one = loader(flow, position=position, cursors=cursors, rank=rank, ranks=ranks, workers=workers)
         for _ in range(steps):
             batch = next(one).batch
+            assert batch.sample_ids_B.tolist() == sorted(batch.sample_ids_B.tolist()), "micro-batches would differ"
             for number, tokens, labels in zip(
                 batch.sample_ids_B.tolist(), batch.tokens_BS, batch.labels_BS, strict=True
             ):

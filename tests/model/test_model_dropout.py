@@ -3,9 +3,10 @@
 import pytest
 import torch
 from model_shapes import preset
+from torch import Tensor, nn
 
 from meshwright.model import Decoder, Draws, initialise
-from meshwright.model.dropout import dropout, keep_mask
+from meshwright.model.dropout import AFTER_ATTENTION, AFTER_FEEDFORWARD, dropout, keep_mask
 
 B, S, D, RATE = 4, 32, 256, 0.2
 
@@ -73,3 +74,22 @@ def test_the_decoder_drops_only_when_given_draws() -> None:
     assert torch.equal(model(tokens), plain(tokens))
     assert not torch.equal(dropped, model(tokens))
     torch.testing.assert_close(model(tokens[2:], draws=draws([12, 13])), dropped[2:])
+
+
+class Ones(nn.Module):
+    """Adds one to every place of the residual stream."""
+
+    def forward(self, x_BSD: Tensor, *_: object) -> Tensor:
+        return torch.ones_like(x_BSD)
+
+
+def test_every_half_of_every_layer_draws_for_itself() -> None:
+    model = Decoder(preset("tiny-llama", dropout=RATE))
+    model.final_norm = model.head = None
+    nn.init.zeros_(model.embed.weight)
+    for block in model.layers.values():
+        block.attention = block.ffn = Ones()
+    kept = model(torch.zeros(B, S, dtype=torch.int64), draws=draws()) * (1.0 - RATE)
+    halves = [(layer, site) for layer in range(len(model.layers)) for site in (AFTER_ATTENTION, AFTER_FEEDFORWARD)]
+    masks = [keep_mask(draws().at_layer(layer), RATE, site, S, model.shape.width) for layer, site in halves]
+    torch.testing.assert_close(kept, torch.stack(masks).sum(0).to(kept.dtype))

@@ -125,6 +125,19 @@ def test_nothing_is_recomputed_without_gradients() -> None:
     assert cache.length == S
 
 
+def test_a_stage_recomputes_by_the_numbers_of_its_layers() -> None:
+    """A later stage's first block is not layer 0; what is recomputed instead would give the same numbers."""
+    model = Decoder(Model(**SMALL | {"layers": 4}))
+    initialise(model, 0)
+    del model.layers["0"]
+    apply_recompute(model, {0: "full", 1: "none", 2: "full", 3: "none"}, keep_last=False)
+    runs: list[str] = []
+    for name, block in model.layers.items():
+        block.attention.register_forward_pre_hook(lambda *_, name=name: runs.append(name))
+    model(**inputs()).backward()
+    assert sorted(runs) == ["1", "2", "2", "3"]
+
+
 def test_names_stay() -> None:
     assert list(decoder("llama", MIXES["selective"], torch.float32).state_dict()) == list(
         Decoder(Model(**SMALL)).state_dict()

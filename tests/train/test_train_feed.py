@@ -70,3 +70,12 @@ def test_every_rank_divides_by_the_whole_steps_count(folder: Path, kind: tuple[s
     for (divisor, own), (others_divisor, others), valid in zip(first, second, whole, strict=True):
         assert divisor == others_divisor == own + others == valid
     assert any(own != others for (_, own), (_, others) in zip(first, second, strict=True)), "or this proves little"
+
+
+@pytest.mark.parametrize("layout", ["layout.tp=2", "layout.pp=2", "layout.cp=2"])
+def test_ranks_that_read_the_same_tokens_count_them_once(folder: Path, layout: str) -> None:
+    streamed = (*STREAMED, "data.mask_documents=true", "data.workers=0")
+    loader = training_loader(alone := job_of(*streamed), open_corpus(alone), World(torch.device("cpu")))
+    whole = [next(loader).valid_count for _ in range(STEPS)]
+    for seen in run_ranks(counts, 2, job_of(*streamed, layout)):
+        assert seen == [(valid, valid) for valid in whole]
