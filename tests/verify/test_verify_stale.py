@@ -128,8 +128,8 @@ def test_the_rate_of_another_step(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(("pp", "layers"), [(2, 4), (3, 7), (8, 16)])
 def test_a_shrunk_job_stays_one_that_can_be_stale(pp: int, layers: int) -> None:
     overrides = [f"layout.pp={pp}", "layout.schedule=pipedream", "batch.micro_batch=16", f"model.layers={layers}"]
-    small, notes = shrink(load_job("demo", overrides).job)
+    small, changes = shrink(load_job("demo", overrides).job)
     require_layout(small, ranks_of(small.layout))
     assert small.layout.schedule == "pipedream" and small.layout.pp > 1 and small.accumulation == 1
     assert small.run.steps > small.evaluation.every_steps > small.layout.pp
-    assert any(note.startswith("reference: one process with the same staleness") for note in notes)
+    assert any(change.text.startswith("reference: one process with the same staleness") for change in changes)
