@@ -236,7 +236,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
     else:
         wrong = sum(not result["equal"] for result in results)
         say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
-        if record:
+        if record and not all(line.through_train for line in lines):
             say(console, summary_line([result["collectives"] for result in results]))
     return ok
 
