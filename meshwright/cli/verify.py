@@ -62,6 +62,8 @@ def verify(
 
     if run and job is None:
         raise UserError(f"--run verifies a job, not {given[0]}; give a JOB with it")
+    if strict and job is None:
+        raise UserError(f"--strict judges what the check of a job replaces, not {given[0]}; give a JOB with it")
 
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 

@@ -56,17 +56,7 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
         "micro_batch": micro_batch,
         "global_batch": micro_batch * data_parallel * accumulation,
     }
-    before, after = job.model, model
-    changes.append(
-        Change(
-            f"model shrunk: width {before.width} → {after['width']}, layers {before.layers} → {after['layers']}, "
-            f"heads {before.heads}/{before.kv_heads} → {after['heads']}/{after['kv_heads']}, vocabulary "
-            f"{before.vocab_size} → {after['vocab_size']}, sequence {job.batch.sequence_length} → {sequence}, "
-            f"accumulation {job.accumulation} → {accumulation}"
-        )
-    )
-    if job.model.init_from is not None:
-        changes.append(Change(f"model.init_from {job.model.init_from} → weights drawn at random"))
+    changes += _of_sizes(job, model, sequence, accumulation)
     data, data_changes = _data(job, step_tokens=small["batch"]["global_batch"] * sequence)
     small["data"] |= data
     changes += data_changes
@@ -91,11 +81,7 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
     )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
     small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
-    if job.run.compile and device == "cpu":
-        changes.append(Change("run.compile: blocks are compiled for the CPU"))
-    if job.memory.offload and device == "cpu":
-        shown = ", ".join(job.memory.offload)
-        changes.append(Change(f"memory.offload {shown}: nothing leaves the device, which is the host here", hides=True))
+    changes += _of_device(job, device)
     for section in ("checkpoint", "cluster", "log"):
         del small[section]
     if isinstance(job.memory.recompute, Budget):
@@ -105,11 +91,39 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
     return Job.model_validate(small), changes
 
 
+def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int) -> list[Change]:
+    shape = job.model
+    changes = [
+        Change(
+            f"model shrunk: width {shape.width} → {small['width']}, layers {shape.layers} → {small['layers']}, "
+            f"heads {shape.heads}/{shape.kv_heads} → {small['heads']}/{small['kv_heads']}, vocabulary "
+            f"{shape.vocab_size} → {small['vocab_size']}, sequence {job.batch.sequence_length} → {sequence}, "
+            f"accumulation {job.accumulation} → {accumulation}"
+        )
+    ]
+    if shape.init_from is not None:
+        changes.append(Change(f"model.init_from {shape.init_from} → weights drawn at random"))
+    return changes
+
+
+def _of_device(job: Job, device: str) -> list[Change]:
+    """What the device of the check does otherwise than a GPU would."""
+    changes = []
+    if job.precision.compute == "tf32":
+        changes.append(Change('precision.compute "tf32" → the format of the check', hides=True))
+    if job.run.compile and device == "cpu":
+        changes.append(Change("run.compile: blocks are compiled for the CPU"))
+    if job.memory.offload and device == "cpu":
+        shown = ", ".join(job.memory.offload)
+        changes.append(Change(f"memory.offload {shown}: nothing leaves the device, which is the host here", hides=True))
+    return changes
+
+
 def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
     """Text in memory in place of the job's, read, packed, masked and blended as the job does it."""
     data = job.data
-    kind = "synthetic documents of unequal length" + (", some of their tokens not to be learned" * _learns_some(job))
-    changes = [Change(f"text: {kind}")]
+    some = ", some of their tokens not to be learned" if data.format == "conversations" else ""
+    changes = [Change(f"text: synthetic documents of unequal length{some}")]
     workers = min(data.workers, MOST_WORKERS)
     if workers != data.workers:
         changes.append(Change(f"data.workers {data.workers} → {workers}"))
@@ -127,10 +141,6 @@ def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
         "workers": workers,
         "validation_fraction": min(data.validation_fraction, 0.01),
     }, changes
-
-
-def _learns_some(job: Job) -> bool:
-    return job.data.format == "conversations"
 
 
 def _budget(job: Job, budget: Budget, small: Job) -> Budget:

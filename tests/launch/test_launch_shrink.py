@@ -93,7 +93,7 @@ def lose_the_last_of(ranks: int = 4) -> None:
 
     Training._step = step  # type: ignore[method-assign]
     meshwright.launch.worker.join_world = join
-    meshwright.launch.local.build = lambda job, world: build(job, world, torch.float64)  # type: ignore[assignment]
+    meshwright.launch.local.build = lambda job, world, dtype: build(job, world, torch.float64)
 
 
 class Run:
