@@ -354,7 +354,7 @@ def test_verify_keeps_a_budgets_share() -> None:
     small, notes = shrink(job)
     require_layout(small, 1)
     assert set(recompute_modes(small, None, 0).values()) != {"none"}
-    assert any("memory.recompute" in note for note in notes)
+    assert any("memory.recompute" in note.text for note in notes)
 
 
 @pytest.mark.parametrize(
