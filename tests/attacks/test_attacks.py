@@ -1,0 +1,50 @@
+"""The attack's short form: some cases of each family, none of which may break anything."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import attack
+from attacks.case import Case, Family, InternalError, LostSteps, run_case
+from attacks.families import FAMILIES
+
+from meshwright.errors import UserError
+
+SHORT = 12
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_nothing_breaks(family: Family) -> None:
+    outcomes = attack.attack([family], seed=1, cases=SHORT)[family.name]
+    assert len(outcomes) == SHORT
+    assert [outcome for outcome in outcomes if outcome.verdict in attack.BROKEN] == []
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("run", "verdict"),
+    [
+        (lambda folder: None, "survived"),
+        (lambda folder: _raise(UserError("run.folder is …")), "refused"),
+        (lambda folder: _raise(UserError("")), "internal error"),  # a refusal that says nothing
+        (lambda folder: _raise(ValueError("oh")), "internal error"),
+        (lambda folder: _raise(InternalError("exit 1")), "internal error"),
+        (lambda folder: _raise(LostSteps("row 3")), "lost steps"),
+        (lambda folder: __import__("os").kill(__import__("os").getpid(), 9), "internal error"),
+        (lambda folder: __import__("time").sleep(60), "hang"),
+        (lambda folder: bytearray(3 << 28).count(1) and None, "memory"),
+    ],
+)
+def test_what_breaks_is_seen(run, verdict: str) -> None:  # type: ignore[no-untyped-def]
+    assert run_case(Case("x", run, seconds=2.0, memory_gib=0.5)).verdict == verdict
+
+
+def test_a_seed_draws_the_same_cases_again() -> None:
+    for family in FAMILIES:
+        first, again = ([case.name for case in attack.cases_of(family, 3, 20)] for _ in range(2))
+        assert first == again
