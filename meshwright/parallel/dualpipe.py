@@ -6,6 +6,7 @@ other (arXiv:2412.19437). To torch they are one row of stages with a gap in it.
 
 from collections.abc import Mapping, Sequence
 
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
     _Action,
     _add_reduce_grad,
@@ -43,6 +44,13 @@ def torch_numbers(table: Table) -> int:
     return torch_number(table, table.stages - 1) + 1
 
 
+def torch_ranks(table: Table) -> dict[int, int]:
+    """The rank of every number in torch's row. Nothing runs at a gap, but torch 2.15 asks where it would: on the rank
+    that it lies within, so that no transfer is prepared across it."""
+    ranks = {torch_number(table, stage): rank for stage, rank in enumerate(table.stage_ranks)}
+    return {number: ranks.get(number, ranks.get(number - 1, 0)) for number in range(torch_numbers(table))}
+
+
 def in_torchs_words(table: Table, action: Action) -> _Action:
     """An action with torch's stage number, its micro-batch counted within the chain."""
     micro_batch = action.micro_batch - table.micro_batches_of(action.stage).start
@@ -67,10 +75,13 @@ def lower(table: Table) -> dict[int, list[_Action]]:
             arriving = _Action(torch_number(table, target), receive, action.microbatch_index)
             orders[table.stage_ranks[target]].append(arriving)
     share = table.micro_batches // table.parameter_copies
-    return {
+    lowered = {
         rank: _with_sends(_add_reduce_grad([*_add_unshard_reshard(order)], share), sends)
         for rank, order in orders.items()
     }
+    # Torch 2.15 wants to be told when a send is waited for; versions before it wait at the step's end by themselves.
+    add_waits = getattr(schedules, "_add_wait_send", None)
+    return add_waits(lowered) if add_waits else lowered
 
 
 def copies_of_chains(table: Table, names: Mapping[int, Sequence[str]], tied: Sequence[Copy]) -> list[Copy]:

@@ -19,7 +19,7 @@ from meshwright.data import Batch, Step
 from meshwright.job import Job
 from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.chain import Chain
-from meshwright.parallel.dualpipe import in_torchs_words, lower, torch_number, torch_numbers
+from meshwright.parallel.dualpipe import in_torchs_words, lower, torch_number, torch_numbers, torch_ranks
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.precision import Weights
 from meshwright.parallel.world import World
@@ -176,7 +176,7 @@ class _TableRuntime(_PipelineScheduleRuntime):
             self._prepare_schedule_with_comms({rank: [in_torchs_words(table, a) for a in o] for rank, o in orders})
             return
         self.pipeline_order_with_comms = lower(table)
-        ranks = {torch_number(table, stage): rank for stage, rank in enumerate(table.stage_ranks)}
+        ranks = torch_ranks(table)
         self.stage_index_to_group_rank = ranks
         for stage in self._stages:
             stage.stage_index_to_group_rank = ranks
