@@ -1,7 +1,9 @@
 """The command line: one thin function a command, over one room. Rooms are imported inside the commands, so that
 `--help` stays instant and imports no torch."""
 
+import os
 import sys
+from importlib.metadata import version as version_of
 
 import typer
 
@@ -57,6 +59,10 @@ app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 
+RUNS_TORCH = {"train", "verify", "bench", "tune", "eval", "generate", "calibrate", "replay"}
+"""Commands that warn of a torch release newer than the newest tested."""
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"meshwright {VERSION}")
@@ -65,10 +71,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks; works after the command's name too."),
 ) -> None:
-    pass  # both options act before any command runs
+    """Both options act before any command runs."""
+    if context.invoked_subcommand in RUNS_TORCH and os.environ.get("RANK", "0") == "0":
+        from meshwright.hardware.torch_versions import untested
+
+        if note := untested(version_of("torch")):
+            print(f"meshwright: {note}", file=sys.stderr)
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.hardware.gpus import find_gpu
+from meshwright.hardware.torch_versions import too_old, untested
 
 Status = Literal["ok", "missing", "warning"]
 
 _OLDEST_PYTHON = (3, 11)
-_TORCH_RANGE = ((2, 11), (2, 14))
-_TORCH_INSTALL = "pip install 'torch>=2.11,<2.14'"
+_TORCH_INSTALL = "pip install 'torch>=2.11'"
 _LOW_DISK_GIB = 10
 _REQUIRED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers")
 _EXTRAS = {
@@ -88,14 +88,14 @@ def _torch() -> Iterator[Finding]:
         return
     import torch
 
-    lowest, beyond = _TORCH_RANGE
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
     value = f"{torch.__version__} ({build if torch.version.cuda or torch.version.hip else 'CPU build'})"
-    if lowest <= (major, minor) < beyond:
-        yield Finding("torch", "ok", value)
+    if too_old(torch.__version__):
+        yield Finding("torch", "missing", value, f"too old: {_TORCH_INSTALL}")
+    elif note := untested(torch.__version__):
+        yield Finding("torch", "warning", value, note)
     else:
-        yield Finding("torch", "missing", value, f"outside the tested range: {_TORCH_INSTALL}")
+        yield Finding("torch", "ok", value)
 
 
 def _requirements() -> Iterator[Finding]:

@@ -2,13 +2,16 @@
 
 import importlib.util
 import shutil
+import tomllib
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from meshwright.hardware import Finding, examine
+from meshwright.hardware.torch_versions import OLDEST
 
 
 def by_name() -> dict[str, Finding]:
@@ -25,10 +28,21 @@ def test_every_subject_has_a_line() -> None:
     assert "gloo" in found["backends"].value
 
 
-def test_torch_outside_the_range_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.14.1+cpu")
+def test_a_torch_too_old_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
     finding = by_name()["torch"]
-    assert finding.status == "missing" and "pip install 'torch>=2.11,<2.14'" in finding.note
+    assert finding.status == "missing" and "pip install 'torch>=2.11'" in finding.note
+
+
+def test_a_torch_newer_than_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.115.0a1+cu140")
+    finding = by_name()["torch"]
+    assert finding.status == "warning" and "newer than 2.15, the newest release tested" in finding.note
+
+
+def test_the_oldest_torch_is_the_package_s() -> None:
+    pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert f"torch>={'.'.join(map(str, OLDEST))}" in pyproject["project"]["dependencies"]
 
 
 def test_absent_packages_and_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
