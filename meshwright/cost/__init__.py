@@ -1,8 +1,16 @@
 """What a model costs, from its shape alone: parameters, FLOPs, bytes kept for the backward; without torch."""
 
-from meshwright.cost.cost import Cost, flops_per_token, matmul_parameters, parameter_count
+from meshwright.cost.cost import Cost, flops_per_token
 from meshwright.cost.head import chunk_rows, in_whole_lines
 from meshwright.cost.interval import best_interval_s
+from meshwright.cost.parameters import (
+    block_parameters,
+    block_products,
+    block_tensors,
+    matmul_parameters,
+    parameter_count,
+    tensor_count,
+)
 from meshwright.cost.pieces import (
     attention_cost,
     block_cost,
@@ -23,6 +31,9 @@ __all__ = [
     "attention_cost",
     "best_interval_s",
     "block_cost",
+    "block_parameters",
+    "block_products",
+    "block_tensors",
     "chunk_rows",
     "decoder_cost",
     "embedding_cost",
@@ -34,4 +45,5 @@ __all__ = [
     "norm_cost",
     "parameter_count",
     "remade_bytes",
+    "tensor_count",
 ]

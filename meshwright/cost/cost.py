@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from meshwright.cost.parameters import matmul_parameters
 from meshwright.job.model import Model
 
 
@@ -49,27 +50,6 @@ def saved(**tensors: tuple[int, int]) -> Cost:
     return Cost(saved_bytes={name: count * each for name, (count, each) in tensors.items()})
 
 
-def matmul_parameters(shape: Model) -> int:
-    """Weights that multiply activations: projections and the head (tied or not); no lookups, norms or biases."""
-    return shape.layers * _layer_matmul_parameters(shape) + shape.vocab_size * shape.width
-
-
-def parameter_count(shape: Model) -> int:
-    """Every trainable element of the shape, a tied table counted once."""
-    heads_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norm = shape.width * (2 if shape.norm == "layernorm" else 1)
-    layer = _layer_matmul_parameters(shape) + 2 * norm
-    if shape.qkv_bias:
-        layer += heads_width + 2 * kv_width
-    if shape.linear_bias:
-        layer += 2 * shape.width + shape.ffn_width * (2 if shape.activation == "swiglu" else 1)
-    if shape.qk_norm:
-        layer += 2 * shape.head_dim
-    table = shape.vocab_size * shape.width
-    position_table = shape.max_sequence_length * shape.width if shape.positions == "learned" else 0
-    return shape.layers * layer + norm + table * (1 if shape.tied else 2) + position_table
-
-
 def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "full"]) -> float:
     """Model FLOPs to train on one token: 6 per matmul weight and 12 per layer, seen position and attention channel.
 
@@ -79,9 +59,3 @@ def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "f
     window = min(sequence, shape.sliding_window or sequence)
     seen = float(window) if attention == "full" else window * (1 - window / (2 * sequence))
     return 6.0 * matmul_parameters(shape) + 12.0 * shape.layers * seen * shape.heads * shape.head_dim
-
-
-def _layer_matmul_parameters(shape: Model) -> int:
-    attention = 2 * shape.width * (shape.heads + shape.kv_heads) * shape.head_dim
-    feedforward = shape.width * shape.ffn_width * (3 if shape.activation == "swiglu" else 2)
-    return attention + feedforward

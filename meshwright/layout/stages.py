@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+from meshwright.cost import block_products
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.model import Model
@@ -67,10 +68,7 @@ def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]
 
 def piece_costs(shape: Model, sequence: int) -> tuple[float, float, float]:
     """What one layer, the embedding and the head with its loss cost a token in a step, in FLOPs or their equivalent."""
-    heads_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    matrices = 2 if shape.activation == "gelu" else 3
-    weights = 2 * shape.width * (heads_width + kv_width) + matrices * shape.width * shape.ffn_width
-    layer = 6.0 * weights + 6.0 * sequence * heads_width
+    layer = 6.0 * block_products(shape) + 6.0 * sequence * shape.heads * shape.head_dim
     embedding = float(BYTES_AS_FLOPS * EMBEDDING_BYTES_PER_ENTRY * shape.width)
     head = shape.vocab_size * (6.0 * shape.width + BYTES_AS_FLOPS * LOSS_BYTES_PER_LOGIT)
     return layer, embedding, head

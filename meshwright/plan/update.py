@@ -1,9 +1,9 @@
 """The optimizer's update: what it keeps of a parameter and how long it takes."""
 
+from meshwright.cost import tensor_count
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
 from meshwright.plan.kernels import Device, memory_s
-from meshwright.plan.parameters import tensors_of
 
 _TENSOR_S = 26e-6
 """Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
@@ -48,7 +48,7 @@ def _adamw_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *
     moved = parameters * (12 + gradient_bytes + 12 + 2)
     if one_pass:
         on_device = memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)
-        return max(on_device, tensors_of(job) * _TENSOR_S)
+        return max(on_device, tensor_count(job.model) * _TENSOR_S)
     if device.measured is not None and device.measured.update_s_per_parameter is not None:
         # the working copy is made from the masters, and the norm reads all gradients
         copies = memory_s(device, parameters * (4 + 2 + (gradient_bytes if clip else 0)), 2)

@@ -6,7 +6,14 @@ import pytest
 import torch
 from model_shapes import PRESETS, TINY, preset
 
-from meshwright.cost import decoder_cost, flops_per_token, matmul_parameters, parameter_count
+from meshwright.cost import (
+    block_tensors,
+    decoder_cost,
+    flops_per_token,
+    matmul_parameters,
+    parameter_count,
+    tensor_count,
+)
 from meshwright.job import model_to_hf_config
 from meshwright.model import Decoder
 
@@ -45,6 +52,9 @@ def test_closed_form_equals_the_built_model(name: str) -> None:
     count = sum(parameter.numel() for parameter in built.parameters())
     assert parameter_count(preset(name)) == count
     assert decoder_cost(preset(name), 1, 8, 2).parameters == count
+    assert tensor_count(preset(name)) == len(list(built.parameters()))
+    block = {name: parameter.numel() for name, parameter in built.layers["0"].named_parameters()}
+    assert {name: tensor.elements for name, tensor in block_tensors(preset(name)).items()} == block
     if name in PUBLIC_COUNTS:
         assert count == PUBLIC_COUNTS[name]
     if name in NAMED_AFTER_SIZE:

@@ -19,7 +19,7 @@ CASES = [
 def job_with(name: str, states: str, **optimizer: Any) -> Job:
     return Job.model_validate(
         {
-            "model": {"vocab_size": 1024, "width": 1024, "layers": 1, "heads": 8, "ffn_width": 2048},
+            "model": {"vocab_size": 1024, "width": 512, "layers": 1, "heads": 8, "ffn_width": 1024},
             "optimizer": {"name": name, **optimizer},
             "precision": {"optimizer_states": states},
             "run": {"device": "cpu"},
