@@ -3,7 +3,9 @@
 
 import os
 import sys
+import warnings
 from importlib.metadata import version as version_of
+from typing import Any
 
 import typer
 
@@ -83,10 +85,24 @@ def _options(
             print(f"meshwright: {note}", file=sys.stderr)
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """A warning of ours as one line, on the first rank; others' as Python shows them."""
+    from meshwright.job.unused import UnusedFieldWarning
+
+    if not issubclass(category, UnusedFieldWarning):
+        _SHOW_WARNING(message, category, *place, **more)
+    elif os.environ.get("RANK", "0") == "0":
+        print(f"meshwright: warning: {message}", file=sys.stderr)
+
+
+_SHOW_WARNING = warnings.showwarning
+
+
 def main() -> None:
     """Run the command line; the user's mistakes become one sentence and exit code 2, never a traceback."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    warnings.showwarning = _show_warning
     try:
         app(arguments)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, require_agreement, require_tokenizer
 from meshwright.job.job import Job
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
+from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
 Table = dict[str, Any]
 RESOLVED = "job.resolved.json"
@@ -60,6 +62,9 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
         require_tokenizer(folder, merged)
 
     job = _validate(merged, origins, path)
+    if path.name != RESOLVED:
+        for sentence in unused_fields(job, [field for field in origins if origins[field] in ("file", "override")]):
+            warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
     comments = "".join(f"# --set {override}\n" for override in overrides)
     return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
 

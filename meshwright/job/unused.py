@@ -1,0 +1,86 @@
+"""Fields that a job sets although nothing reads them there: said in a warning, since somebody expects an effect."""
+
+from collections.abc import Callable, Iterable
+
+from meshwright.job.job import Job
+
+
+class UnusedFieldWarning(UserWarning):
+    """A field of a job that has no effect beside the others."""
+
+
+_READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
+    ("model.rope_theta model.rope_scaling", 'model.positions = "rope"', lambda job: job.model.positions == "rope"),
+    ("data.virtual_shards data.shuffle_buffer", "data.stream = true", lambda job: job.data.stream),
+    ("data.prefetch", "data.workers above 0", lambda job: job.data.workers > 0),
+    (
+        "data.chat_template",
+        'data.format = "conversations"',
+        lambda job: job.data.format == "conversations",
+    ),
+    ("layout.sp layout.kv_replicate", "layout.tp above 1", lambda job: job.layout.tp > 1),
+    ("layout.cp_method", "layout.cp above 1", lambda job: job.layout.cp > 1),
+    ("layout.schedule layout.virtual_stages layout.split", "layout.pp above 1", lambda job: job.layout.pp > 1),
+    (
+        "layout.order",
+        "layout.pp and data parallelism above 1",
+        lambda job: job.layout.pp > 1 and job.data_parallel > 1,
+    ),
+    ("layout.compress_ratio", 'layout.compress = "topk"', lambda job: job.layout.compress == "topk"),
+    ("layout.compress_rank", 'layout.compress = "powersgd"', lambda job: job.layout.compress == "powersgd"),
+    (
+        "layout.compress_after layout.bucket_mb",
+        'layout.compress other than "none"',
+        lambda job: job.layout.compress != "none",
+    ),
+    (
+        "layout.prefetch",
+        "layout.zero = 3 over several ranks",
+        lambda job: job.layout.zero_stage == 3 and job.layout.dp_shard * job.layout.cp > 1,
+    ),
+    (
+        "optimizer.momentum",
+        'optimizer.name = "sgd" or "muon"',
+        lambda job: job.optimizer.name in ("sgd", "muon"),
+    ),
+    (
+        "optimizer.betas",
+        'optimizer.name = "adamw", "lion" or "muon"',
+        lambda job: job.optimizer.name in ("adamw", "lion", "muon"),
+    ),
+    (
+        "optimizer.eps",
+        'optimizer.name = "adamw", "adafactor" or "muon"',
+        lambda job: job.optimizer.name in ("adamw", "adafactor", "muon"),
+    ),
+    ("schedule.decay_steps", 'schedule.name = "wsd"', lambda job: job.schedule.name == "wsd"),
+    ("schedule.min_lr_ratio", 'schedule.name = "cosine" or "wsd"', lambda job: job.schedule.name != "constant"),
+    (
+        "evaluation.batches evaluation.sets evaluation.sample_tokens",
+        "evaluation.every_steps above 0",
+        lambda job: job.evaluation.every_steps > 0,
+    ),
+    (
+        "evaluation.sample_prompt",
+        "evaluation.every_steps and evaluation.sample_tokens above 0",
+        lambda job: job.evaluation.every_steps > 0 and job.evaluation.sample_tokens > 0,
+    ),
+    ("run.may_shrink", "run.max_restarts above 0", lambda job: job.run.max_restarts > 0),
+]
+READERS = {field: (words, reads) for fields, words, reads in _READERS for field in fields.split()}
+"""Fields that only some jobs read: which jobs in words, and whether a job is one of them."""
+
+
+def unused_fields(job: Job, given: Iterable[str]) -> list[str]:
+    """A sentence for each of the given fields that has no effect in this job, defaults aside."""
+    sentences = []
+    for field in given:
+        words, reads = READERS.get(field, ("", lambda job: True))
+        if not reads(job) and (value := _value(job, field)) != _value(Job(), field):
+            sentences.append(f"{field} = {value} has no effect: it is read only with {words}")
+    return sentences
+
+
+def _value(job: Job, field: str) -> object:
+    section, name = field.split(".")
+    return getattr(getattr(job, section), name)
