@@ -19,6 +19,7 @@ from meshwright.checkpoint.keeper import Keeper
 from meshwright.checkpoint.lease import Fenced, Lease
 from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
 from meshwright.checkpoint.records import Facts, Part, State
+from meshwright.checkpoint.room import tries
 from meshwright.checkpoint.weights import StoredWeights, load_weights, require_shapes
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "require_shapes",
     "restore",
     "surplus",
+    "tries",
     "whole_folder",
 ]

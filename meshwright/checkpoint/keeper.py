@@ -20,6 +20,7 @@ from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, r
 from meshwright.checkpoint.interval import Interval
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.records import Facts, Part, State
+from meshwright.checkpoint.room import tries
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 from meshwright.checkpoint.staging import Allocate, Staging
 from meshwright.data.store import sync
@@ -61,12 +62,16 @@ class Keeper:
         ranks: int = 1,
         sums: Callable[[Sequence[float]], list[float]] = list,
         saved_step: int | None = None,
+        flush: Callable[[], object] = lambda: None,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         """`event` and `message` tell what became of a save, `sums` adds up numbers over all ranks; `saved_step` is the
-        step the run was resumed from."""
+        step the run was resumed from. `flush` brings the rows of the steps so far to the disk, which must be there
+        before the checkpoint that makes up for them; `alive` is called while the last save waits for room."""
         self._job, self._settings, self._lease = job, job.checkpoint, lease
         self._event, self._message = event, message
         self._rank, self._ranks, self._sums = rank, ranks, sums
+        self._flush, self._alive = flush, alive
         self._staging = Staging(allocate)
         mtbf_hours = job.cluster.mtbf_hours
         self._interval = Interval(self._settings, None if mtbf_hours is None else 3600.0 * mtbf_hours)
@@ -107,9 +112,11 @@ class Keeper:
         self._due = False
 
     def finish(self, step: int, capture: Callable[[], State]) -> Path:
-        """Save the last state unless that was done, and wait until it is safe."""
+        """Save the last state unless that was done, and wait until it is safe; where the disk has no room, for some."""
         self._wait()
-        if self._lacks(step):
+        for _ in tries(self._alive):
+            if not self._lacks(step):
+                break
             self._begin(capture)
             self._wait()
         if self._aftercare is not None:
@@ -172,13 +179,22 @@ class Keeper:
         if self._rank != 0:
             return
         if not failed:
+            self._flush()
             self._run(self._commit, save)
             return
-        notes = sorted(save.folder.glob("failed-*"))
-        told = notes[0].read_text() if notes else save.error or "could not write"
-        who = f"rank {int(notes[0].name[-5:])}: " if notes and self._ranks > 1 else ""
+        told = self._whose_failure(save)
         shutil.rmtree(save.folder, ignore_errors=True)
-        self._failed(save, who + told)
+        self._failed(save, told)
+
+    def _whose_failure(self, save: _Save) -> str:
+        """The first rank's that failed and what it says; a full disk may have taken the note and not its text."""
+        told = {} if save.error is None else {self._rank: save.error}
+        with suppress(OSError):
+            for note in sorted(save.folder.glob("failed-*")):
+                told.setdefault(int(note.name[-5:]), note.read_text(errors="replace"))
+        rank = min(told, default=0)
+        who = f"rank {rank}: " if told and self._ranks > 1 else ""
+        return who + (told.get(rank) or "its share could not be written")
 
     def _commit(self, save: _Save) -> None:
         """On rank 0, in its writing thread: make the checkpoint whole, bring it into sight, let old ones go."""

@@ -55,11 +55,15 @@ class Lease:
 
     def require(self) -> None:
         """Raise Fenced where a later attempt has taken over."""
-        if not self.folder.is_dir():
+        try:
+            self.folder.stat()
+        except (FileNotFoundError, NotADirectoryError):
             raise Fenced(
                 f"run.folder = {self.run} was taken over by a later attempt than this one ({self.attempt}); this "
                 "process stops and has changed nothing since"
-            )
+            ) from None
+        except OSError:  # a disk that does not answer says nothing of another attempt
+            return
 
     def give_up(self) -> None:
         """End an attempt in good order."""

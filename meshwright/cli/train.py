@@ -1,6 +1,8 @@
 """`meshwright train`: train a job on this machine, alone or with many ranks."""
 
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -59,9 +61,8 @@ def _alone(job: str, overrides: list[str], resume: bool, console: "Console", as_
 
     from meshwright.launch.local import run_local
     from meshwright.launch.signals import exit_code
-    from meshwright.studio import write_report
 
-    finished = run_local(loaded, console, on_end=write_report, resume=resume)
+    finished = run_local(loaded, console, on_end=_write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(exit_code(finished.signal))
@@ -75,12 +76,11 @@ def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, consol
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
     from meshwright.launch.signals import exit_code
-    from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
     words += ["--resume"] * resume + ["--json"] * as_json
     with rank_failures_told():
-        folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
+        folder = launch(loaded, nproc, words, console, on_end=_write_report, resume=resume)
     if folder.state() == "stopped":
         raise typer.Exit(exit_code(folder.stop_signal()))
 
@@ -98,11 +98,10 @@ def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, pl
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.several import launch_node
     from meshwright.launch.signals import exit_code
-    from meshwright.studio import write_report
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
     with rank_failures_told():
-        folder = launch_node(loaded, nproc, node, words, on_end=write_report)
+        folder = launch_node(loaded, nproc, node, words, on_end=_write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
         raise typer.Exit(exit_code(folder.stop_signal()))
 
@@ -114,7 +113,6 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
     from meshwright.launch.gather import SharedRefusal
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_rank
-    from meshwright.studio import write_report
 
     console.quiet = place.rank > 0
     launched = RUN_FOLDER in os.environ
@@ -124,7 +122,7 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
                 loaded = load_job(job, overrides)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
-            finished = run_rank(loaded, place, console, on_end=write_report, resume=resume)
+            finished = run_rank(loaded, place, console, on_end=_write_report, resume=resume)
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1
         if launched:
@@ -136,6 +134,17 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
         _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted" and not launched:  # to a launcher any other code is a failure
         raise typer.Exit(exit_code(finished.signal))
+
+
+def _write_report(run: Path) -> None:
+    """A report that cannot be written is no reason for a run to end otherwise: it can be made again."""
+    from meshwright.errors import UserError
+    from meshwright.studio import write_report
+
+    try:
+        write_report(run)
+    except UserError as error:
+        print(f"warning: no report ({error}); meshwright report {run} writes it later", file=sys.stderr)
 
 
 def _show(finished: "Finished", console: "Console", as_json: bool) -> None:

@@ -28,8 +28,17 @@ from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heart import WATCH
-from meshwright.launch.local import OnEnd, create_folder, prepare_data, record_failure, require_room, run_path
+from meshwright.launch.local import (
+    OnEnd,
+    create_folder,
+    prepare_data,
+    record_failure,
+    require_room,
+    run_path,
+    wait_until_written,
+)
 from meshwright.launch.nodes import ALONE, Node
+from meshwright.launch.outbox import disk_errors
 from meshwright.launch.restarts import Restarts, cause_of, last_step
 from meshwright.launch.signals import STOPS
 from meshwright.launch.watchdog import Watch
@@ -73,7 +82,8 @@ def launch(
         require_resumable(path, job, corpus)
     folder = RunFolder.open(path) if continues else create_folder(loaded, path)
     logs = folder.path / "logs"
-    logs.mkdir(exist_ok=True)
+    with disk_errors(path):
+        logs.mkdir(exist_ok=True)
     for left in [*logs.glob("*.error.json"), folder.path / STOP_FILE]:  # of an attempt that was killed
         left.unlink(missing_ok=True)
     console.print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", highlight=False)
@@ -97,11 +107,14 @@ def _keep_running(
         if stop_file.exists():  # what a rank did after it was asked to stop needs no second try
             asked = stop_file.read_text()
             folder.event("stop", reason="interrupted", signal=asked, step=max(0, last_step(folder)), error=str(cause))
+            wait_until_written(folder)
             on_end(folder.path)
             return
         if not restarts.allows(cause, folder):
             raise cause from None
         wait_s, changes = restarts.next(cause, folder, nproc)
+        wait_until_written(folder)
+        folder.require_written()  # a new attempt's rows come after what led to it, and could not be written either
         nproc = ranks_of(restarts.job.layout)
         which = f"restart {restarts.used} of {restarts.job.run.max_restarts}"
         shown = f"{which} on {nproc} rank{'s' if nproc > 1 else ''} in {wait_s:.0f} s: {cause_of(cause)}"
@@ -255,7 +268,8 @@ def _signals_kept(stop_file: Path) -> Iterator[None]:
         if stop_file.exists():
             raise KeyboardInterrupt
         draft = stop_file.with_suffix(".new")  # a rank must not read it half-written
-        draft.write_text(signal.Signals(number).name)
+        with contextlib.suppress(OSError):  # a full disk takes a name where it takes no text
+            draft.write_text(signal.Signals(number).name)
         draft.rename(stop_file)
 
     if threading.current_thread() is not threading.main_thread():

@@ -1,24 +1,26 @@
 """The run folder: everything about a run in one place, written so that a failure leaves nothing half-made."""
 
-import errno
 import json
 import math
 import os
 import shutil
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
+from meshwright.launch.outbox import Outbox, disk_errors, refusal
 from meshwright.launch.provenance import describe_code, describe_environment, describe_packages
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Lease
     from meshwright.job import Job
 
+_WARN_EVERY_S = 60.0
 State = Literal["running", "done", "stopped", "failed"]
 
 _STATES: dict[Any, State] = {"finished": "done", "interrupted": "stopped", "failed": "failed"}
@@ -33,7 +35,11 @@ class RunFolder:
         """Use `create` or `open`; this only remembers where the folder lies."""
         self.path = path
         self._started = datetime.fromisoformat(self.environment()["time"]).timestamp()
-        self._lines: dict[str, int] = {}
+        self._outbox = Outbox(path)
+        self._refused: OSError | None = None
+        self._refused_since, self._warned = 0.0, -math.inf
+        self.tell: Callable[[str], None] = _to_stderr
+        """Says to whoever watches that the disk takes nothing, and that it does again."""
         self.lease: Lease | None = None
         """Where set, nothing is appended once a later attempt has taken the run over."""
 
@@ -56,7 +62,7 @@ class RunFolder:
         new_parents = [parent for parent in path.parents if not parent.exists()]
         draft = path.with_name(f".{path.name}.{os.getpid()}.new")
         try:
-            with _disk_errors(path):
+            with disk_errors(path):
                 draft.mkdir(parents=True)
                 (draft / "samples").mkdir()
                 for name, text in contents.items():
@@ -91,14 +97,15 @@ class RunFolder:
         from meshwright.checkpoint import Lease
 
         starts = [event.get("attempt", 0) for event in self.events() if event["kind"] == "start"]
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             self.lease = Lease.claim(self.path, max(starts, default=-1) + 1)
         return self.lease
 
     def end_attempt(self) -> None:
         """Let go of what only a running attempt needs."""
         if self.lease is not None:
-            self.lease.give_up()
+            with disk_errors(self.path):
+                self.lease.give_up()
             self.lease = None
 
     def describe_attempt(self, number: int, argv: list[str]) -> None:
@@ -111,7 +118,7 @@ class RunFolder:
             "packages": describe_packages(),
             "environment": describe_environment(argv),
         }
-        with _disk_errors(self.path):
+        with disk_errors(self.path):
             (self.path / "attempts").mkdir(exist_ok=True)
         if diff:
             self.write(f"attempts/{number}.diff", diff)
@@ -130,7 +137,7 @@ class RunFolder:
         changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
         if changed:
             draft = self.path / ".job.resolved.json.new"
-            with _disk_errors(self.path):
+            with disk_errors(self.path):
                 draft.write_text(_pretty(resolved_job), encoding="utf-8")
                 draft.rename(self.path / "job.resolved.json")
         return changed
@@ -156,9 +163,8 @@ class RunFolder:
         self.write(f"samples/step-{step:08d}.txt", text)
 
     def write(self, name: str, text: str) -> None:
-        """Keep a small text file of the run."""
-        with _disk_errors(self.path):
-            (self.path / name).write_text(text, encoding="utf-8", errors="replace")
+        """Keep a small text file of the run, whole or not at all."""
+        self._note(self._outbox.put(name, text.encode("utf-8", "replace")))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of numbers so far; of steps that were made again after a restart, the later ones."""
@@ -209,30 +215,53 @@ class RunFolder:
         stops = [event for event in self.events() if event["kind"] == "stop"]
         return stops[-1].get("signal") if stops else None
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        if self.lease is not None:
-            self.lease.require()
-        line = json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
-        with _disk_errors(self.path):
-            if name not in self._lines:
-                self._lines[name] = _open_lines(self.path / name)
-            while line:  # unbuffered, so that a line is out of the process when this returns
-                line = line[os.write(self._lines[name], line) :]
+    def written(self) -> bool:
+        """Try once more to write what the disk has not taken yet; whether all of it is there now."""
+        if self._refused is not None:
+            self._require_lease()
+            self._note(self._outbox.send())
+        return self._refused is None
+
+    def require_written(self) -> None:
+        """Refuse to go on while the disk has not taken all there was to write."""
+        if not self.written():
+            assert self._refused is not None
+            raise refusal(self.path, self._refused) from self._refused
 
     def close(self) -> None:
         """Close what was opened for writing; a later line opens it again."""
-        for descriptor in self._lines.values():
-            os.close(descriptor)
-        self._lines.clear()
+        self._outbox.close()
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        self._require_lease()
+        line = json.dumps(jsonable(row), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        self._note(self._outbox.append(name, line))
+
+    def _require_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.require()
+
+    def _note(self, refused: OSError | None) -> None:
+        """Say that the disk takes nothing, not at every row, and write down that it takes everything again."""
+        before, self._refused, now = self._refused, refused, time.monotonic()
+        if refused is not None and before is None:
+            self._refused_since = now
+            if now - self._warned > _WARN_EVERY_S:
+                self._warned = now
+                self.tell(
+                    f"warning: {self.path} cannot be written ({refused.strerror or refused}); the run goes on, and "
+                    "what it has to write is kept in memory until the disk takes it"
+                )
+        elif refused is None and before is not None:
+            seconds = round(now - self._refused_since, 3)
+            self.event("caught_up", seconds=seconds, error=before.strerror or str(before))
+            if self._warned == self._refused_since and self._refused is None:
+                self.tell(f"{self.path} can be written again after {seconds:.1f} s; nothing is lost")
 
 
-def _open_lines(path: Path) -> int:
-    """Open for appending, without the torn line a killed process or a full disk may have left at the end."""
-    with path.open("ab+") as file:
-        file.seek(0)
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+def _to_stderr(text: str) -> None:
+    with suppress(OSError):  # it may lie on the same disk
+        sys.stderr.write(f"{text}\n")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -315,20 +344,3 @@ def jsonable(value: Any) -> Any:
 
 def _restored(value: Any) -> Any:
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turn the disk's refusals into one sentence about run.folder."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem, remedy = "no space is left", "free some or choose a folder on another disk"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            problem, remedy = "writing is not allowed", "choose a folder you can write to"
-        elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
-            problem, remedy = "a file is in its way", "choose another folder"
-        else:
-            raise
-        raise UserError(f'run.folder = "{folder}" cannot be written ({problem}); {remedy}') from error

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from meshwright.checkpoint import Keeper, backups, require_backup
+from meshwright.checkpoint import Keeper, backups, require_backup, tries
 from meshwright.data import Corpus, Loader, StreamLoader, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import Found, Start, begin, find_checkpoint, require_same_run, rewound
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import on_rank_zero
+from meshwright.launch.gather import from_rank_zero, on_rank_zero
 from meshwright.launch.huggingface import keep_start, require_start
 from meshwright.launch.links import try_links
 from meshwright.launch.signals import stop_on_signal
@@ -105,6 +105,7 @@ def run_local(
         require_same_run(job, corpus, found.checkpoint)
     folder = RunFolder.open(path) if continues else create_folder(loaded, path)
     start = replace(begin(folder, job, found, console), dtype=dtype)
+    folder.require_written()
     print_headline(job, corpus, world, folder, console)
     try:
         with stop_on_signal() as stop:
@@ -205,13 +206,22 @@ def train_in(
 
     def end() -> None:
         assert folder is not None
-        stop()  # where another rank was asked first, the reason may have arrived here by now
-        memory = {"peak_memory_bytes": outcome.peak_memory_bytes, "steady_memory_bytes": outcome.steady_memory_bytes}
-        folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal, **memory)
+        folder.require_written()
         folder.end_attempt()
 
+    on_rank_zero(world, lambda: _record_end(folder, outcome, stop))
+    for _ in tries(lambda: start.pulse.at("waiting for room on the disk")):
+        if from_rank_zero(world, on_rank_zero(world, lambda: folder is None or folder.written())):
+            break
     on_rank_zero(world, end)
     return outcome
+
+
+def _record_end(folder: RunFolder | None, outcome: Outcome, stop: Stop) -> None:
+    assert folder is not None
+    stop()  # where another rank was asked first, the reason may have arrived here by now
+    memory = {"peak_memory_bytes": outcome.peak_memory_bytes, "steady_memory_bytes": outcome.steady_memory_bytes}
+    folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal, **memory)
 
 
 def _train(
@@ -235,6 +245,8 @@ def _train(
         ranks=world.size,
         sums=world.sum_over_world,
         saved_step=None if start.checkpoint is None else start.checkpoint.facts.step,
+        flush=recorder.flush,
+        alive=lambda: start.pulse.at("waiting for room on the disk"),
     )
     training.attempt, training.pulse, training.pass_over = start.lease.attempt, start.pulse, start.pass_over
     training.keep(keeper)
@@ -280,6 +292,7 @@ def _build_and_train(
     with ConsoleProgress(job, console) as progress, everywhere as recorder:
         training = make_training(job, corpus, engine, weights, recorder, progress, world)
         training.watch_memory(folder.memory)
+        folder.tell = progress.message
         return _train(training, job, world, start, recorder, progress, stop, loader)
 
 
@@ -299,11 +312,19 @@ def record_failure(folder: RunFolder, error: BaseException, told: str, on_end: O
     end = {"reason": "failed", "error": told}
     if isinstance(error, KeyboardInterrupt):
         end = {"reason": "interrupted", "error": "a second signal ended it at once, unsaved"}
-    # Where the failure is a full disk these writes fail too; the first error is the one the user must see.
-    with contextlib.suppress(UserError):
+    # Where the disk is the failure these writes fail too; the first error is the one the user must see.
+    with contextlib.suppress(UserError, OSError):
         folder.event("stop", **end)
+        wait_until_written(folder)
         folder.end_attempt()
         on_end(folder.path)
+
+
+def wait_until_written(folder: RunFolder) -> None:
+    """Give a full disk a minute to take what the run has to write."""
+    for _ in tries():
+        if folder.written():
+            break
 
 
 def _tokens_told(corpus: Corpus) -> str:

@@ -93,6 +93,10 @@ class Everywhere:
         """A text the model wrote; the run folder's alone."""
         self._folder.sample(step, text)
 
+    def flush(self) -> None:
+        """What the run folder's disk has not taken yet."""
+        self._folder.written()
+
     def close(self, finished: bool) -> None:
         """Flush what the sinks still hold."""
         for sink in self._sinks.values():

@@ -90,15 +90,16 @@ class Watch:
 def report(folder: RunFolder, verdict: Verdict, shown: Mapping[int, str], watchdog_s: float) -> Hang:
     """Write a standstill down: a text with every stack, and an event that names it."""
     logs = folder.path / "logs"
-    logs.mkdir(exist_ok=True)
     number = len(list(logs.glob("watchdog-*.txt")))
     sentence = verdict.sentence(watchdog_s)
     text = [sentence, ""]
     text += [f"rank {rank} on {beat.host} (pid {beat.pid}): {beat}" for rank, beat in sorted(verdict.last.items())]
     text += [f"\n--- rank {rank} ---\n{stack}" for rank, stack in sorted(shown.items())]
     place = logs / f"watchdog-{number}.txt"
-    place.write_text("\n".join(text), encoding="utf-8")
     where = str(place.relative_to(folder.path))
+    with suppress(OSError):  # where the disk takes nothing, the ranks are restarted all the same
+        logs.mkdir(exist_ok=True)
+        place.write_text("\n".join(text), encoding="utf-8")
     missing = list(verdict.missing)
     seen: dict[str, Any] = {str(rank): str(beat) for rank, beat in verdict.last.items()}
     folder.event("hang", missing=missing, still_s=round(verdict.still_s, 3), last_seen=seen, report=where)

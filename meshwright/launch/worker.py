@@ -130,6 +130,7 @@ def _open(
         if (restart := int(os.environ.get(RESTARTS, "0"))) and launched_in is None:
             folder.event("restart", restart=restart, cause=_last_failure(folder), ranks=world.size)
         start = begin(folder, job, found, console)
+        folder.require_written()
         print_headline(job, corpus, world, folder, console)
         return folder, start
 
@@ -175,6 +176,7 @@ class _LauncherStop:
         if self.signal is None:
             if os.getppid() != self._launcher:
                 self.signal = "launcher died"
-            elif self._file.exists():
-                self.signal = self._file.read_text().strip()
+            else:
+                with contextlib.suppress(OSError):  # not there, or the disk does not answer
+                    self.signal = self._file.read_text().strip() or signal.SIGTERM.name
         return self.signal is not None

@@ -1,5 +1,6 @@
 """What a person watches: a live bar on a terminal, plain lines anywhere else."""
 
+from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -53,7 +54,8 @@ class ConsoleProgress:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):  # a log on a full disk: a line that nobody reads must not end the training
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _numbers(row: dict[str, Any], val_loss: float | None) -> str:

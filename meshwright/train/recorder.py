@@ -1,4 +1,4 @@
-"""Where the loop reports to: the run folder in a real run, anything with these three methods in a test."""
+"""Where the loop reports to: the run folder in a real run, anything with these four methods in a test."""
 
 from typing import Any, Protocol
 
@@ -14,6 +14,9 @@ class Recorder(Protocol):
 
     def sample(self, step: int, text: str) -> None:
         """A text the model wrote at a step."""
+
+    def flush(self) -> None:
+        """Try again to write down what could not be written yet."""
 
 
 class Progress(Protocol):
@@ -40,6 +43,9 @@ class Silent:
 
     def sample(self, step: int, text: str) -> None:
         """Not kept."""
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
     def step(self, row: dict[str, Any]) -> None:
         """Not shown."""

@@ -34,6 +34,7 @@ class Told:
 
 def make_keeper(run: Path, told: Told | None = None, lease: Lease | None = None, **settings: Any) -> Keeper:
     told = told or Told()
+    callbacks = {name: settings.pop(name) for name in ("flush", "alive") if name in settings}
     job = Job.model_validate({"checkpoint": {"keep_last": 100, **settings}, "cluster": {"mtbf_hours": 1.0}})
     return Keeper(
         job,
@@ -41,6 +42,7 @@ def make_keeper(run: Path, told: Told | None = None, lease: Lease | None = None,
         told.event,
         told.messages.append,
         lambda size: torch.empty(size, dtype=torch.uint8),
+        **callbacks,
     )
 
 

@@ -99,13 +99,64 @@ def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monke
     newest(tmp_path).verify()
     assert newest(tmp_path).facts.step == 1 and not any(Lease(tmp_path, 0).folder.iterdir())
 
+    monkeypatch.setattr("meshwright.checkpoint.room.WAITS_S", (0.01, 0.01))
     usage = SimpleNamespace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"the last checkpoint could not be written .* MB free"):
         keeper.finish(3, lambda: state_of(model, 3))
+    assert [event["step"] for event in told.events[2:]] == [3, 3, 3], "tried again, and not for ever"
     usage.free = 10**12
     keeper.finish(3, lambda: state_of(model, 3))
     assert newest(tmp_path).facts.step == 3
+
+
+def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.room.WAITS_S", (0.05, 0.05))
+    beats, usage = [], SimpleNamespace(free=10)
+
+    def alive() -> None:
+        beats.append(1)
+        usage.free = 10**12
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    keeper = make_keeper(tmp_path, told := Told(), alive=alive)
+    keeper.finish(3, lambda: state_of(tiny(1), 3))
+    assert [event["kind"] for event in told.events] == ["checkpoint_failed", "checkpoint"] and beats
+
+
+def test_a_failure_whose_note_does_not_fit_on_the_disk_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *given: object) -> None:
+        path.touch()  # a full disk takes a name, and no byte
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("meshwright.checkpoint.keeper.write_share", full)
+    told = Told()
+    keeper = make_keeper(tmp_path, told, every_steps=1)
+    keeper.after_step(1, lambda: state_of(tiny(1), 1))
+    wait(keeper)
+    assert "the checkpoint of step 1 failed (No space left on device)" in told.messages[0]
+
+
+def test_rows_go_to_the_disk_before_the_checkpoint_that_makes_up_for_them(tmp_path: Path) -> None:
+    seen: list[int] = []
+    keeper = make_keeper(tmp_path, every_steps=1, flush=lambda: seen.append(len(list(checkpoints(tmp_path)))))
+    for step in (1, 2):
+        keeper.after_step(step, lambda step=step: state_of(tiny(step), step))
+        wait(keeper)
+    assert seen == [0, 1]
+
+
+def test_a_disk_that_does_not_answer_is_no_later_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = Lease.claim(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+        lease.require()
+    Lease.claim(tmp_path)
+    with pytest.raises(Fenced):
+        lease.require()
 
 
 def test_no_room_for_the_manifest_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

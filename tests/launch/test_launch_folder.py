@@ -161,8 +161,12 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make(tmp_path / "run")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_rows_a_disk_does_not_take_are_kept_and_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder, told = make(tmp_path / "run"), list[str]()
+    folder.tell = told.append
     folder.metric({"step": 1})
     real, calls = os.write, []
 
@@ -170,16 +174,34 @@ def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, monkeypatch: pytest.Monk
         calls.append(data)
         if len(calls) == 1:
             return real(descriptor, data[:5])
-        raise OSError(errno.ENOSPC, "disk says no")
+        raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", nearly_full)
-        with pytest.raises(UserError, match=r"run\.folder = .*no space is left"):
-            folder.metric({"step": 2})
-    assert folder.metrics() == [{"step": 1}]
+        patched.setattr(Path, "write_bytes", lambda *_: nearly_full(0, b""))
+        folder.metric({"step": 2})
+        folder.event("bad_step", step=2)
+        folder.memory({"step": 2})
+        folder.sample(2, "a text")
+        folder.metric({"step": 3})
+        assert not folder.written() and folder.metrics() == [{"step": 1}]
+        with pytest.raises(UserError, match=r"run\.folder = .*run\" cannot be written \(.*\); "):
+            folder.require_written()
+        assert len(told) == 1 and os.strerror(number) in told[0], "said once"
+    folder.metric({"step": 4})
+    assert folder.written() and folder.metrics() == [{"step": step} for step in (1, 2, 3, 4)]
+    assert [event["kind"] for event in folder.events()] == ["bad_step", "caught_up"]
+    assert folder.memory_curve() == [{"step": 2}] and folder.samples() == {2: "a text"}
+    assert len(told) == 2 and "can be written again" in told[1]
+
+
+def test_a_row_torn_by_a_full_disk_and_a_kill_is_left_out_by_the_next_attempt(tmp_path: Path) -> None:
+    make(tmp_path / "run").metric({"step": 1, "long": "x" * 100_000})
+    with (tmp_path / "run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "long": "' + "y" * 100_000)
     again = RunFolder.open(tmp_path / "run")
     again.metric({"step": 2})
-    assert again.metrics() == [{"step": 1}, {"step": 2}]
+    assert [row["step"] for row in again.metrics()] == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["job.resolved.json", "environment.json", "events.jsonl", "metrics.jsonl"])

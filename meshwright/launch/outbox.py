@@ -1,0 +1,131 @@
+"""What a run writes down as it goes: rows at the end of files and small whole files, kept while the disk takes nothing.
+
+A disk that is full for a while must neither end a training nor cost a row of it: what cannot be written now stays in
+memory, a few hundred bytes a step, and goes out in order as soon as there is room.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from meshwright.errors import UserError
+
+_TAIL_BYTES, _MOST_AT_ONCE = 2**16, 2**20
+
+
+class Outbox:
+    """Rows and files on their way into one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rows: dict[str, bytearray] = {}
+        self._files: dict[str, bytes] = {}
+        self._opened: dict[str, int] = {}
+        self._lock = threading.RLock()  # the launcher's watchdog reports from a thread of its own
+
+    def append(self, name: str, row: bytes) -> OSError | None:
+        """Put a row, which ends with a newline, at the end of a file; the disk's answer where it does not take it."""
+        with self._lock:
+            self._rows.setdefault(name, bytearray()).extend(row)
+            return self.send()
+
+    def put(self, name: str, content: bytes) -> OSError | None:
+        """Make a small file, or make it anew."""
+        with self._lock:
+            self._files[name] = content
+            return self.send()
+
+    def send(self) -> OSError | None:
+        """Write all that waits, as far as the disk takes it; the first of its refusals."""
+        refusals: list[OSError] = []
+        with self._lock:
+            for name in list(self._files):
+                with _noted(refusals):
+                    self._write_file(name)
+            for name in list(self._rows):
+                with _noted(refusals):
+                    self._write_rows(name)
+        return refusals[0] if refusals else None
+
+    def close(self) -> None:
+        """Close what was opened; a later row opens it again."""
+        with self._lock:
+            for descriptor in self._opened.values():
+                os.close(descriptor)
+            self._opened.clear()
+
+    def _write_file(self, name: str) -> None:
+        path = self._folder / name
+        draft = path.with_name(f".{path.name}.new")
+        try:
+            draft.write_bytes(self._files[name])
+            draft.replace(path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+        del self._files[name]
+
+    def _write_rows(self, name: str) -> None:
+        rows, done = self._rows[name], 0
+        try:
+            if name not in self._opened:
+                self._opened[name] = _open_rows(self._folder / name)
+            while done < len(rows):  # unbuffered, so that a row is out of the process when this returns
+                done += os.write(self._opened[name], rows[done : done + _MOST_AT_ONCE])
+            del self._rows[name]
+        except OSError:
+            del rows[: rows.rfind(b"\n", 0, done) + 1]
+            if (descriptor := self._opened.pop(name, None)) is not None:  # opened again, it loses the torn row
+                with suppress(OSError):
+                    os.close(descriptor)
+            raise
+
+
+@contextmanager
+def _noted(refusals: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        refusals.append(error)
+
+
+def _open_rows(path: Path) -> int:
+    """Open for appending, without the torn row a killed process or a full disk may have left at the end."""
+    with path.open("ab+") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _TAIL_BYTES)
+            file.seek(start)
+            if newline := file.read(end - start).rfind(b"\n") + 1:
+                end = start + newline
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turn the disk's refusals into one sentence about run.folder."""
+    try:
+        yield
+    except OSError as error:
+        raise refusal(folder, error) from error
+
+
+def refusal(folder: Path, error: OSError) -> UserError:
+    """What the disk answered, as one sentence about run.folder."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem, remedy = "no space is left", "free some or choose a folder on another disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        problem, remedy = "writing is not allowed", "choose a folder you can write to"
+    elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
+        problem, remedy = "a file is in its way", "choose another folder"
+    else:
+        problem, remedy = error.strerror or str(error), "check the disk or choose a folder on another one"
+    return UserError(f'run.folder = "{folder}" cannot be written ({problem}); {remedy}')
