@@ -106,11 +106,7 @@ def test_no_control_character_passes(text: str) -> None:
 
 @pytest.mark.parametrize("address", WEBS)
 def test_a_password_does_not_get_into_a_job(address: str) -> None:
-    for field in (
-        f'data.sources=["{address}"]',
-        f'checkpoint.backup_to="{address}"',
-        f'evaluation.sets={{a="{address}"}}',
-    ):
+    for field in ('data.sources=["%s"]', 'checkpoint.backup_to="%s"', 'evaluation.sets={a="%s"}'):
         with pytest.raises(UserError, match="run files would show the") as caught:
             load_job("demo", [field % address])
         assert "hunter2" not in str(caught.value) and "beef" not in str(caught.value)
