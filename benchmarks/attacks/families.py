@@ -2,5 +2,9 @@
 
 from attacks.case import Family
 from attacks.command_lines import COMMAND_LINES
+from attacks.shell_strings import SHELL_STRINGS
 
-FAMILIES: list[Family] = [COMMAND_LINES]
+FAMILIES: list[Family] = [
+    COMMAND_LINES,
+    SHELL_STRINGS,
+]

@@ -94,21 +94,16 @@ def _machines(spelling: str | None, job: "Job | None") -> "Cluster":
 
 def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
     """The shape behind a preset's name, a Hugging Face config or a job; the job with it."""
-    import json
-
     from meshwright.job import Model, load_job, model_preset, model_presets
 
     if source in model_presets():
         return Model.model_validate({"preset": source, **model_preset(source)}), None
     if source.endswith(".json"):
-        from meshwright.errors import UserError
-        from meshwright.job import model_from_hf_config
+        from meshwright.job import model_of_config
+        from meshwright.job.reading import json_table, read_settings_text
 
-        try:
-            config = json.loads(Path(source).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model = {source} cannot be read ({error}); give a Hugging Face config.json") from None
-        return Model.model_validate(model_from_hf_config(config)), None
+        path, remedy = Path(source), "give --model a Hugging Face config.json"
+        return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source), None
     job = load_job(source, overrides).job
     return job.model, job
 

@@ -1,5 +1,6 @@
 """Slurm sites: what a planner and a batch script need of each; a fact nobody published is absent and asked for."""
 
+import re
 import tomllib
 from difflib import get_close_matches
 from functools import cache
@@ -7,12 +8,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, field_validator
 
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import gpu_by_key
 from meshwright.hardware.profile import profile_of
+from meshwright.job.plain import odd_character
+from meshwright.job.reading import read_settings_text, reason, toml_table
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Asked = Literal["account", "qos", "partition", "time"]
 
 
@@ -68,6 +72,23 @@ class Site(BaseModel):
     sources: dict[str, str] = {}
     """Where each fact is from: its field → a page or document."""
 
+    @field_validator("*")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        """All of it ends up in batch scripts, a word or a line each."""
+        parts = [*value, *value.values()] if isinstance(value, dict) else [value] if isinstance(value, str) else value
+        for part in parts if isinstance(parts, list | tuple) else ():
+            if isinstance(part, str) and (odd := odd_character(part)):
+                raise ValueError(f"it may not have the control character {odd}")
+        return value
+
+    @field_validator("environment")
+    @classmethod
+    def _names(cls, value: dict[str, str]) -> dict[str, str]:
+        if wrong := [name for name in value if not _VARIABLE.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r} is no variable's name")
+        return value
+
 
 # What is ours to say and no fact of a site.
 _NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "environment", "python"}
@@ -103,12 +124,12 @@ def unsourced(site: Site) -> list[str]:
 
 def _own_site(path: Path, field: str) -> Site:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{field} = {path} is not valid TOML: {error}") from None
+        table = toml_table(read_settings_text(path, f"give {field} a site's name or a profile file"))
+    except ValueError as error:
+        raise UserError(f"{field} = {path} is not valid TOML: {reason(error)}") from None
     base = table.pop("extends", None)
     if base is not None:
-        if base not in known_sites():
+        if not isinstance(base, str) or base not in known_sites():
             raise UserError(f"{path}: extends = {base!r} is no known site; use one of {', '.join(known_sites())}")
         table = {**known_sites()[base].model_dump(exclude={"name"}, exclude_defaults=True), **table}
     table.setdefault("title", path.stem)

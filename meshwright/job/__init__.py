@@ -3,7 +3,13 @@
 from meshwright.job.foreign import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
-from meshwright.job.hf_config import model_from_hf_config, model_of_folder, model_to_hf_config, read_hf_config
+from meshwright.job.hf_config import (
+    model_from_hf_config,
+    model_of_config,
+    model_of_folder,
+    model_to_hf_config,
+    read_hf_config,
+)
 from meshwright.job.init_from import start_folder
 from meshwright.job.job import Job
 from meshwright.job.load import LoadedJob, job_fields, job_of_table, job_schema, load_job
@@ -25,6 +31,7 @@ __all__ = [
     "job_text",
     "load_job",
     "model_from_hf_config",
+    "model_of_config",
     "model_of_folder",
     "model_preset",
     "model_presets",

@@ -1,19 +1,20 @@
 """The [data] section: where the text comes from and how it becomes sequences."""
 
-import math
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from meshwright.job.section import Section
 
+Weight = Annotated[float, Field(le=1e12)]
+
 
 class Stage(Section):
     """Weights that hold from some point of the run on."""
 
-    tokens: PositiveInt
+    tokens: PositiveInt = Field(le=10**18)
     """Tokens of the stream (sequences × batch.sequence_length) after which the stage begins."""
-    weights: tuple[float, ...]
+    weights: tuple[Weight, ...]
     """How often each source is drawn from there on."""
 
 
@@ -22,7 +23,7 @@ class Data(Section):
 
     sources: tuple[str, ...] = Field(default=("builtin:stdlib",), min_length=1)
     """Text files, JSONL files or folders of either; or `builtin:stdlib`, or `builtin:synthetic` alone."""
-    weights: tuple[float, ...] | None = None
+    weights: tuple[Weight, ...] | None = None
     """How often each source is drawn, in the order of sources; by its size when not given."""
     stages: tuple[Stage, ...] = ()
     """Other weights from a number of tokens on, as `{tokens = 1000000, weights = [1, 2]}`; ascending."""
@@ -46,13 +47,13 @@ class Data(Section):
     """Share of the documents held out for validation; 0 holds out none."""
     stream: bool = False
     """Read and tokenise the sources while training, without preparing them; any kind and place `data prepare` reads."""
-    virtual_shards: PositiveInt = 64
+    virtual_shards: PositiveInt = Field(default=64, le=10**6)
     """stream only: parts of the input with a cursor each; a multiple of the data-parallel ranks reads nothing twice."""
-    shuffle_buffer: PositiveInt = 64
+    shuffle_buffer: PositiveInt = Field(default=64, le=10**7)
     """stream only: sequences of a virtual shard that are shuffled among each other."""
-    workers: NonNegativeInt = 2
+    workers: NonNegativeInt = Field(default=2, le=1024)
     """Processes that read ahead; 0 reads in the training process."""
-    prefetch: PositiveInt = 4
+    prefetch: PositiveInt = Field(default=4, le=1024)
     """Steps each worker reads ahead."""
     pin_memory: bool = True
     """On a GPU: batches wait in page-locked memory, so that copying them runs beside the computation."""
@@ -84,6 +85,6 @@ class Data(Section):
                 raise ValueError(
                     f"{name} has {len(weights)} entries for {len(self.sources)} data.sources; give one for each"
                 )
-            if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
+            if not all(weight >= 0 for weight in weights) or not any(weights):
                 raise ValueError(f"{name} = {list(weights)} must be numbers from 0 on, not all 0; correct them")
         return self

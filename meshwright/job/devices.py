@@ -1,6 +1,6 @@
 """The sections that say where the work goes: layout, memory, cluster."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -19,23 +19,23 @@ from meshwright.job.section import Section
 class Layout(Section):
     """How the model and the batch are spread over devices; all ones is a single device."""
 
-    dp_replicate: PositiveInt = 1
+    dp_replicate: PositiveInt = Field(default=1, le=10**6)
     """Copies of the whole sharded group (hybrid sharding's outer axis)."""
-    dp_shard: PositiveInt = 1
+    dp_shard: PositiveInt = Field(default=1, le=10**6)
     """Ranks that share one copy of the states by the zero dial."""
     zero: Literal[0, 1, 2, 3] | None = None
     """0 replicate, 1 shard optimizer states, 2 gradients too, 3 parameters too; 2 over dp_shard ranks if not given."""
-    tp: PositiveInt = 1
+    tp: PositiveInt = Field(default=1, le=10**4)
     """Tensor parallelism: ranks that share every matrix."""
     sp: bool = True
     """Sequence parallelism in the norm regions when tp > 1."""
     kv_replicate: bool = False
     """Let tp ranks hold copies of key and value heads that tp does not divide."""
-    cp: PositiveInt = 1
+    cp: PositiveInt = Field(default=1, le=10**4)
     """Context parallelism: ranks that share every sequence."""
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
     """How keys and values meet queries across cp ranks."""
-    pp: PositiveInt = 1
+    pp: PositiveInt = Field(default=1, le=10**4)
     """Pipeline parallelism: ranks that share the layers."""
     schedule: Literal[
         "naive",
@@ -50,9 +50,9 @@ class Layout(Section):
         "pipedream",
     ] = "1f1b"
     """Order of forwards and backwards in the pipeline."""
-    virtual_stages: PositiveInt | None = None
+    virtual_stages: PositiveInt | None = Field(default=None, le=10**4)
     """Stages each pipeline rank holds; the schedule's own number when not given."""
-    split: tuple[int, ...] | None = None
+    split: tuple[Annotated[int, Field(le=10**4)], ...] | None = None
     """Layers per stage; balanced by cost when not given."""
     order: Literal["pp-outside", "dp-outside"] = "pp-outside"
     """Which of pipeline and data parallelism spans the farther links."""
@@ -60,13 +60,13 @@ class Layout(Section):
     """Gradient compression between replicas, with error feedback."""
     compress_ratio: float = Field(default=0.01, gt=0.0, le=1.0)
     """topk: share of the entries sent."""
-    compress_after: NonNegativeInt = 0
+    compress_after: NonNegativeInt = Field(default=0, le=10**12)
     """Steps at the start of training whose gradients travel uncompressed: their large gradients do most harm late."""
-    compress_rank: PositiveInt = 4
+    compress_rank: PositiveInt = Field(default=4, le=10**5)
     """powersgd: rank of the approximation."""
-    bucket_mb: PositiveFloat = 25.0
+    bucket_mb: PositiveFloat = Field(default=25.0, le=1e6)
     """Gradients are reduced in pieces of about this size."""
-    prefetch: NonNegativeInt = 1
+    prefetch: NonNegativeInt = Field(default=1, le=10**4)
     """Layers whose parameters are gathered ahead of use; 0 gathers each when it is needed and overlaps nothing."""
 
     @property
@@ -80,14 +80,14 @@ class Layout(Section):
 class Every(Section):
     """Full recomputation of one block in so many."""
 
-    every: PositiveInt
+    every: PositiveInt = Field(le=10**4)
     """Blocks 0, k, 2k, … are recomputed."""
 
 
 class Budget(Section):
     """As little recomputation as fits."""
 
-    budget_gib: PositiveFloat
+    budget_gib: PositiveFloat = Field(le=1e6)
     """GiB of activations a rank may hold for its backwards."""
 
 
@@ -118,17 +118,17 @@ class Cluster(Section):
     name: str | None = None
     """A known site, as `leonardo`, or a profile file; it says gpu, gpus_per_node, links and host_memory_gib where the
     job does not."""
-    nodes: PositiveInt = 1
+    nodes: PositiveInt = Field(default=1, le=10**6)
     """Machines; when not given, as many as the layout fills of those that name or gpus_per_node describes."""
-    gpus_per_node: PositiveInt = 1
+    gpus_per_node: PositiveInt = Field(default=1, le=10**4)
     """Devices in one machine; those of the site when not given."""
     gpu: str | None = None
     """Device type, as `h200` or `a100-80gb`; a run itself takes what it finds."""
-    links: dict[str, PositiveFloat] | None = None
+    links: dict[str, Annotated[PositiveFloat, Field(le=1e9)]] | None = None
     """Measured bandwidths in GB/s and one direction: node (a GPU to the others of its node), network (a whole node)."""
-    host_memory_gib: PositiveFloat | None = None
+    host_memory_gib: PositiveFloat | None = Field(default=None, le=1e9)
     """Memory of one machine."""
-    mtbf_hours: PositiveFloat | None = None
+    mtbf_hours: PositiveFloat | None = Field(default=None, le=1e9)
     """Mean time between failures of the whole allocation."""
-    price: NonNegativeFloat | None = None
+    price: NonNegativeFloat | None = Field(default=None, le=1e9)
     """Cost of one device-hour."""

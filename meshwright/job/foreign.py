@@ -12,9 +12,11 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
+from meshwright.job.reading import json_table, read_settings_text
 
 ONE_RANK = "one rank is assumed: --ranks says how many share the batch"
 Settings = Mapping[str, Any]
+_LARGEST = 2**63
 ANY = object()
 """Stands for every value: the setting changes nothing that this program does."""
 
@@ -83,6 +85,9 @@ class Conversion:
         if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
             self.refuse(name, "correct it", "is not a number")
             return default
+        if value is not default and not -_LARGEST <= value <= _LARGEST:  # nor is NaN between them
+            self.refuse(name, "correct it", "is larger than any setting")
+            return default
         return int(value) if isinstance(value, float) and value.is_integer() and value >= 1 else value
 
     def switch(self, name: str, default: bool = False) -> bool:
@@ -127,7 +132,7 @@ class Conversion:
             elif (mine := self.take(name)) is not None:
                 try:
                     self.fields[rule.ours] = rule.of(mine)
-                except (KeyError, TypeError, ValueError):
+                except (ArithmeticError, KeyError, TypeError, ValueError):
                     self.refuse(name, "correct it", f"is nothing {rule.ours} can be")
 
     def finish(self, where: str) -> Converted:
@@ -145,13 +150,8 @@ class Conversion:
 
 def read_settings(path: Path, whole: Collection[str] = ()) -> dict[str, Any]:
     """The settings of a JSON file, nested tables by dotted names; those named in `whole` stay tables."""
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path} cannot be read as JSON ({reason}); give the settings file itself") from None
-    if not isinstance(table, dict):
-        raise UserError(f"{path} holds no table of settings but {type(table).__name__}; give the settings file itself")
+    remedy = "give the settings file itself"
+    table = json_table(path, read_settings_text(path, remedy), remedy)
     return dict(_flat(table, "", frozenset(whole)))
 
 

@@ -259,7 +259,7 @@ def _floor(conversion: Conversion, kwargs: dict[str, Any]) -> float:
     share, lowest = kwargs.pop("min_lr_rate", None), kwargs.pop("min_lr", None)
     try:
         return float(lowest / peak if share is None else share)
-    except (TypeError, ValueError, ZeroDivisionError):
+    except (ArithmeticError, TypeError, ValueError):
         conversion.refuse("lr_scheduler_kwargs", "write min_lr_rate, a share of the peak", "has no floor in it")
         return 0.0
 

@@ -1,6 +1,5 @@
 """Hugging Face's config.json for Llama, Mistral, Qwen2, Qwen3 and GPT-2, to and from the fields of [model]."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from pydantic import ValidationError
 from meshwright.errors import UserError
 from meshwright.job.hf_known import require_known_fields
 from meshwright.job.model import Model
+from meshwright.job.reading import json_table, read_settings_text
 
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -19,31 +19,25 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; download the model and give the folder that holds its config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise UserError(f"{path} is nested deeper than any config is; download it again") from None
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} holds no table of fields; download it again")
-    return config
+    if not path.exists():
+        raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    return json_table(path, read_settings_text(path, "download it again"), "download it again")
 
 
 def model_of_folder(folder: Path) -> Model:
     """The shape of the model in a Hugging Face folder."""
+    return model_of_config(read_hf_config(folder), str(folder / "config.json"))
+
+
+def model_of_config(config: Mapping[str, Any], name: str = "config.json") -> Model:
+    """The shape that a Hugging Face config describes; refusals speak of it by `name`."""
     try:
-        fields = model_from_hf_config(read_hf_config(folder))
-        return Model(**fields)
+        return Model.model_validate(model_from_hf_config(config), strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        told = f"{where} = {problem['input']!r}: {problem['msg']}" if where else problem["msg"]
-        raise UserError(f"{folder / 'config.json'} makes no model ({told}); take it from the model's page") from None
+        told = f"{where} = {_shown(problem['input'])}: {problem['msg']}" if where else problem["msg"]
+        raise UserError(f"{name} makes no model ({told}); take it from the model's page") from None
 
 
 def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,16 +69,16 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "width": width,
         "layers": _needed(config, "num_hidden_layers"),
         "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else width // heads),
+        "kv_heads": _given(config, "num_key_value_heads", heads),
+        "head_dim": _given(config, "head_dim", 128 if family == "qwen3" else width // heads),
         "ffn_width": _needed(config, "intermediate_size"),
         "max_sequence_length": _needed(config, "max_position_embeddings"),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": _given(config, "rms_norm_eps", 1e-6),
         "qkv_bias": bias or family == "qwen2",
         "linear_bias": bias,
         "qk_norm": family == "qwen3",
         "sliding_window": _window(config),
-        "tied": bool(config.get("tie_word_embeddings", False)),
+        "tied": _switch(config, "tie_word_embeddings", False),
     }
     return fields | _rope(config)
 
@@ -173,36 +167,66 @@ def _from_gpt2(config: Mapping[str, Any]) -> dict[str, Any]:
         "width": width,
         "layers": _needed(config, "n_layer"),
         "heads": _needed(config, "n_head"),
-        "ffn_width": config.get("n_inner") or 4 * width,
+        "ffn_width": _given(config, "n_inner", 4 * width),
         "max_sequence_length": _needed(config, "n_positions"),
         "norm": "layernorm",
-        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "norm_eps": _given(config, "layer_norm_epsilon", 1e-5),
         "activation": "gelu",
         "positions": "learned",
         "qkv_bias": True,
         "linear_bias": True,
-        "tied": bool(config.get("tie_word_embeddings", True)),
+        "tied": _switch(config, "tie_word_embeddings", True),
     }
 
 
 def _needed(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(
-            f"config.json has {key} = {value!r} where a whole number is needed; take it from the model's page"
+            f"config.json has {key} = {_shown(value)} where a whole number from 1 on is needed; take it from the "
+            "model's page"
         )
     return value
+
+
+def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    """What a field says; null is not given, and 0 is 0."""
+    value = config.get(key)
+    return default if value is None else value
+
+
+def _switch(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = _given(config, key, default)
+    if not isinstance(value, bool):
+        raise UserError(f"config.json has {key} = {_shown(value)} where true or false is needed; correct it")
+    return value
+
+
+def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = _given(config, key, {})
+    if not isinstance(value, dict):
+        raise UserError(
+            f"config.json has {key} = {_shown(value)} where a table is needed; take it from the model's page"
+        )
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _expect(config: Mapping[str, Any], key: str, known: tuple[Any, ...], default: Any) -> None:
     value = config.get(key, default)
     if value not in known:
-        raise UserError(f"config.json has {key} = {value!r}, which Meshwright does not compute; it knows {known[0]!r}")
+        raise UserError(
+            f"config.json has {key} = {_shown(value)}, which Meshwright does not compute; it knows {known[0]!r}"
+        )
 
 
 def _biases(config: Mapping[str, Any]) -> bool:
     """Whether all projections carry biases; transformers' attention_bias covers q, k, v and o, mlp_bias the rest."""
-    attention, feedforward = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
+    attention, feedforward = _switch(config, "attention_bias", False), _switch(config, "mlp_bias", False)
     if attention != feedforward:
         raise UserError(
             f"config.json has attention_bias = {attention} but mlp_bias = {feedforward}; use one with both or neither"
@@ -221,14 +245,17 @@ def _window(config: Mapping[str, Any]) -> int | None:
             "its layers slide, null if they do not"
         )
     if config["model_type"].startswith("qwen"):
-        first_sliding = config.get("max_window_layers", 28)
-        sliding = max(0, layers - first_sliding) if window and config.get("use_sliding_window", False) else 0
+        first_sliding = _given(config, "max_window_layers", 28)
+        sliding = max(0, layers - first_sliding) if window and _switch(config, "use_sliding_window", False) else 0
     if config.get("layer_types") is not None:
         kinds = list(config["layer_types"])
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        if unknown:
+        if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
             raise UserError(
-                f"config.json has layer_types with {sorted(unknown)[0]!r}; use a model of full attention alone"
+                f"config.json has layer_types with {_shown(unknown[0])}; use a model of full attention alone"
+            )
+        if len(kinds) != layers:
+            raise UserError(
+                f"config.json has {len(kinds)} layer_types for {layers} layers; take it from the model's page"
             )
         sliding = kinds.count("sliding_attention")
     if sliding not in (0, layers):
@@ -241,7 +268,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling, from rope_parameters or from the two separate keys that older configs have."""
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    new, old = _table(config, "rope_parameters"), _table(config, "rope_scaling")
     if new and old and _without_theta(new) != _without_theta(old):
         raise UserError("config.json has rope_parameters and rope_scaling that differ; keep the one that is right")
     rope: dict[str, Any] = dict(new or old)
@@ -249,17 +276,18 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope.pop("type", None)  # transformers 4 wrote both
     if kind not in ("default", "llama3"):
         raise UserError(
-            f"config.json has rope_type = {kind!r}, which Meshwright does not compute; use default or llama3"
+            f"config.json has rope_type = {_shown(kind)}, which Meshwright does not compute; use default or llama3"
         )
     if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError("config.json has partial_rotary_factor other than 1; use a model that rotates whole heads")
-    fields: dict[str, Any] = {"rope_theta": float(rope.pop("rope_theta", config.get("rope_theta") or 10000.0))}
+    fields: dict[str, Any] = {"rope_theta": _given(rope, "rope_theta", _given(config, "rope_theta", 10000.0))}
+    rope.pop("rope_theta", None)
     wanted = _SCALING if kind == "llama3" else ()
     if odd := rope.keys() ^ set(wanted):
         name = min(odd)
         raise UserError(
-            f"config.json {'has' if name in rope else 'lacks'} {name} among the parameters of rope_type {kind!r}; "
-            f"it takes {', '.join(('rope_theta', *wanted))}"
+            f"config.json {'has' if name in rope else 'lacks'} {name[:40]} among the parameters of rope_type "
+            f"{kind!r}; it takes {', '.join(('rope_theta', *wanted))}"
         )
     if kind == "llama3":
         fields["rope_scaling"] = {

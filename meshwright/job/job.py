@@ -11,6 +11,9 @@ from meshwright.job.running import Checkpoint, Log, Run
 from meshwright.job.section import Section
 from meshwright.job.training import Batch, Evaluation, Optimizer, Precision, Schedule
 
+_LISTED = 4096
+"""The largest micro-batch that a refusal offers."""
+
 
 class Job(Section):
     """One training run, from model to machine; `load_job` makes it from a file."""
@@ -75,8 +78,8 @@ class Job(Section):
     def _sections_fit(self) -> Self:
         share = self.batch.micro_batch * self.data_parallel
         if self.batch.global_batch % share:
-            divisors = [d for d in range(1, self.batch.global_batch + 1) if self.batch.global_batch % d == 0]
-            fitting = [d // self.data_parallel for d in divisors if d % self.data_parallel == 0]
+            rest, left = divmod(self.batch.global_batch, self.data_parallel)
+            fitting = [] if left else [size for size in range(1, min(rest, _LISTED) + 1) if rest % size == 0]
             remedy = (
                 f"set batch.micro_batch to one of {', '.join(map(str, fitting))}"
                 if fitting

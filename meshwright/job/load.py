@@ -1,7 +1,6 @@
 """A job file, its preset and the command line's overrides become one Job, with the origin of every field."""
 
 import json
-import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, require_agreement, require_tokenizer
 from meshwright.job.job import Job
+from meshwright.job.plain import odd_character, without_secrets
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
+from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
 Table = dict[str, Any]
@@ -40,8 +41,10 @@ class LoadedJob:
 
 def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
     """The job in a file (or of a recipe's name) with `section.field=value` overrides; mistakes raise UserError."""
+    if odd := odd_character(source):
+        raise UserError(f"{source!r} has the control character {odd}, which no name of a job may; rename the file")
     path = _find(source)
-    text = _read(path)
+    text = read_settings_text(path, "give a job file, saved as UTF-8")
     from_file = _run_table(path, text) if path.name == RESOLVED else _parsed(path, text)
     from_overrides = _parse_overrides(overrides)
 
@@ -65,7 +68,7 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
     if path.name != RESOLVED:
         for sentence in unused_fields(job, [field for field in origins if origins[field] in ("file", "override")]):
             warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
-    comments = "".join(f"# --set {override}\n" for override in overrides)
+    comments = "".join(f"# --set {_in_one_line(override)}\n" for override in overrides)
     return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
 
 
@@ -114,18 +117,15 @@ def _find(source: str) -> Path:
 
 def _parsed(path: Path, text: str) -> Table:
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
+        return toml_table(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid TOML: {reason(error)}") from None
 
 
 def _run_table(path: Path, text: str) -> Table:
     """The job of a run folder: as it was resolved, and in that folder, wherever that was moved to."""
-    try:
-        table: Table = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: {error}; the file was altered") from None
-    if not (isinstance(table, dict) and all(isinstance(section, dict) for section in table.values())):
+    table = json_table(path, text, "the file was altered")
+    if not all(isinstance(section, dict) for section in table.values()):
         raise UserError(f"{path}: no table of a job's sections; the file was altered")
     table["run"] = {**table.get("run", {}), "folder": str(path.parent)}
     # Everything is written there; of the machines it must stay clear what the job itself says.
@@ -135,15 +135,6 @@ def _run_table(path: Path, text: str) -> Table:
     return table
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: not UTF-8 text; save the job file as UTF-8") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
-
-
 def _parse_overrides(overrides: Sequence[str]) -> Table:
     table: Table = {}
     for override in overrides:
@@ -151,15 +142,27 @@ def _parse_overrides(overrides: Sequence[str]) -> Table:
         keys = [key.strip() for key in name.split(".")]
         if not equals or len(keys) < 2 or not all(keys):
             raise UserError(f"--set {override} is not section.field=value; write for example --set batch.micro_batch=4")
-        try:
-            value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            value = text.strip()  # a bare word is a string: shells eat the quotes TOML wants
         inner = table
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
-        inner[keys[-1]] = value
+            if not isinstance(inner, dict):
+                raise UserError(f"--set {override} sets a part of what another --set makes one value; keep one of them")
+        inner[keys[-1]] = _value(text)
     return table
+
+
+def _value(text: str) -> Any:
+    """What stands behind a --set's equals sign."""
+    try:
+        table = toml_table(f"value = {text}")
+    except ValueError:
+        table = {}
+    # A bare word is a string: shells eat the quotes TOML wants.
+    return table["value"] if table.keys() == {"value"} else text.strip()
+
+
+def _in_one_line(override: str) -> str:
+    return override if odd_character(override) is None else json.dumps(override)
 
 
 def _model_name(field: str, *tables: Table) -> str | None:
@@ -190,14 +193,20 @@ def _leaves(table: Table) -> Iterator[str]:
 def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:
     try:
         # Through JSON, because strict mode then still takes a list for a tuple but no "4" for a 4.
-        return Job.model_validate_json(json.dumps(merged, default=str), strict=True)
+        text = json.dumps(merged, default=str)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: a value is no setting: {reason(error)}; correct it") from None
+    try:
+        return Job.model_validate_json(text, strict=True)
     except ValidationError as error:
         sentences = [_sentence(dict(problem), origins, path) for problem in error.errors()]
         raise UserError("\n".join(dict.fromkeys(sentences))) from None
 
 
 def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> str:
-    location = [str(part) for part in problem["loc"]]
+    location = [_shortened(without_secrets(str(part))) for part in problem["loc"]]
+    if not location and problem["type"] == "json_invalid":
+        return f"{path}: a text is no Unicode ({problem['ctx']['error']}); write it as UTF-8"
     field = ".".join(location[:2])
     where = "--set" if origins.get(field) == "override" else str(path)
     if problem["type"] == "extra_forbidden":
@@ -205,7 +214,7 @@ def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> s
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}"
     if len(location) == 1:
-        return f"{where}: {field} = {problem['input']!r} should be a table; write [{field}] with fields below it"
+        return f"{where}: {field} = {_shown(problem['input'])} should be a table; write [{field}] with fields below it"
     return f"{where}: {field} = {_shown(problem['input'])} is not allowed; {_expectation(problem)}"
 
 
@@ -222,7 +231,10 @@ def _known_name(location: list[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    return _shortened(without_secrets(json.dumps(value, default=str)))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -6,17 +6,19 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.section import Section
 
+_WIDEST = 10**6
+
 
 class RopeScaling(Section):
     """Llama 3.1's stretching of rotary frequencies to sequences longer than those trained on."""
 
-    factor: PositiveFloat
+    factor: PositiveFloat = Field(le=1e6)
     """How many times longer the new context is."""
-    low_freq_factor: PositiveFloat = 1.0
+    low_freq_factor: PositiveFloat = Field(default=1.0, le=1e6)
     """Wavelengths above original_max_sequence_length / this are stretched in full."""
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: PositiveFloat = Field(default=4.0, le=1e6)
     """Wavelengths below original_max_sequence_length / this stay as they are."""
-    original_max_sequence_length: PositiveInt = 8192
+    original_max_sequence_length: PositiveInt = Field(default=8192, le=10**8)
     """The context the unscaled frequencies were trained for."""
 
 
@@ -29,31 +31,31 @@ class Model(Section):
     """A Hugging Face folder to start from instead of random weights; it gives shape and tokenizer too."""
     file: str | None = None
     """A Python file with a model of your own: build(shape) and its sharding table; this section is its shape."""
-    vocab_size: PositiveInt = 4096
+    vocab_size: PositiveInt = Field(default=4096, le=10**8)
     """Rows of the embedding table."""
-    width: PositiveInt = 256
+    width: PositiveInt = Field(default=256, le=_WIDEST)
     """Size of the residual stream."""
-    layers: PositiveInt = 4
+    layers: PositiveInt = Field(default=4, le=10**4)
     """Number of transformer blocks."""
-    heads: PositiveInt = 4
+    heads: PositiveInt = Field(default=4, le=10**5)
     """Query heads."""
-    kv_heads: PositiveInt = 4
+    kv_heads: PositiveInt = Field(default=4, le=10**5)
     """Key and value heads (grouped-query attention when fewer than heads); heads when not given."""
-    head_dim: PositiveInt = 64
+    head_dim: PositiveInt = Field(default=64, le=10**5)
     """Size of one head; width / heads when not given."""
-    ffn_width: PositiveInt = 1024
+    ffn_width: PositiveInt = Field(default=1024, le=10**7)
     """Inner size of the feed-forward; 4 × width when not given."""
-    max_sequence_length: PositiveInt = 2048
+    max_sequence_length: PositiveInt = Field(default=2048, le=10**8)
     """The longest sequence the model is made for (and the rows of learned positions)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation: RMSNorm (scale only) or LayerNorm (scale and shift)."""
-    norm_eps: PositiveFloat = 1e-5
+    norm_eps: PositiveFloat = Field(default=1e-5, le=1.0)
     """Added to the variance inside every norm."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward kind: gated SiLU (three matrices) or tanh-approximated GELU (two)."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary positions in every attention, or a learned table added to the embedding."""
-    rope_theta: PositiveFloat = 10000.0
+    rope_theta: PositiveFloat = Field(default=10000.0, le=1e12)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
     """Llama 3.1's frequency scaling; none by default."""
@@ -63,7 +65,7 @@ class Model(Section):
     """Bias on the attention output and feed-forward projections (GPT-2)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head before the rotation (Qwen3)."""
-    sliding_window: PositiveInt | None = None
+    sliding_window: PositiveInt | None = Field(default=None, le=10**8)
     """Each token sees at most this many latest tokens, itself included (Mistral); all when not given."""
     tied: bool = False
     """The head uses the embedding table."""
@@ -79,7 +81,7 @@ class Model(Section):
         filled = dict(values)
         width = filled.get("width", cls.model_fields["width"].default)
         heads = filled.get("heads", cls.model_fields["heads"].default)
-        if isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        if isinstance(width, int) and width <= _WIDEST and isinstance(heads, int) and heads > 0:
             filled.setdefault("kv_heads", heads)
             filled.setdefault("head_dim", max(1, width // heads))
             filled.setdefault("ffn_width", 4 * width)

@@ -1,6 +1,6 @@
 """The sections that say how one step is made: batch, precision, optimizer, schedule, evaluation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -12,11 +12,11 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 class Batch(Section):
     """How much text one optimizer step sees; accumulation is derived, never set."""
 
-    sequence_length: PositiveInt = 512
+    sequence_length: PositiveInt = Field(default=512, le=10**8)
     """Tokens in one sequence."""
-    global_batch: PositiveInt = 16
+    global_batch: PositiveInt = Field(default=16, le=10**7)
     """Sequences in one optimizer step, over all devices."""
-    micro_batch: PositiveInt = 4
+    micro_batch: PositiveInt = Field(default=4, le=10**7)
     """Sequences in one forward and backward on one device."""
 
 
@@ -42,17 +42,17 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
     """Which optimizer; muon updates projections, and leaves embedding, head and vectors to adamw."""
-    lr: PositiveFloat = 3e-4
+    lr: PositiveFloat = Field(default=3e-4, le=1e6)
     """Peak learning rate; adafactor's is relative to a parameter's own size (1e-2 is usual)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moments; for lion of the momentum in the update and of the momentum kept."""
     momentum: Share = 0.95
     """sgd and muon: decay of the momentum."""
-    eps: PositiveFloat = 1e-8
+    eps: PositiveFloat = Field(default=1e-8, le=1e6)
     """Added to the square root of the second moment; for adafactor the least this root can be."""
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: NonNegativeFloat = Field(default=0.1, le=1e6)
     """Decoupled decay of the matrices."""
-    clip: NonNegativeFloat = 1.0
+    clip: NonNegativeFloat = Field(default=1.0, le=1e12)
     """The global gradient norm is cut to this; 0 leaves it alone."""
 
 
@@ -61,9 +61,9 @@ class Schedule(Section):
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
     """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); or warm-up and constant."""
-    warmup_steps: NonNegativeInt | None = None
+    warmup_steps: NonNegativeInt | None = Field(default=None, le=10**12)
     """Steps of linear rise from zero; a tenth of run.steps, at most 1000, when not given."""
-    decay_steps: NonNegativeInt | None = None
+    decay_steps: NonNegativeInt | None = Field(default=None, le=10**12)
     """wsd only: length of the final decay; a tenth of run.steps when not given."""
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """The floor, as a share of the peak rate."""
@@ -72,14 +72,16 @@ class Schedule(Section):
 class Evaluation(Section):
     """Held-out loss during training, and samples of what the model writes."""
 
-    every_steps: NonNegativeInt = 100
+    prose: ClassVar[frozenset[str]] = frozenset({"sample_prompt"})
+
+    every_steps: NonNegativeInt = Field(default=100, le=10**12)
     """Steps between evaluations (one at the start and one at the end besides); 0 switches evaluation off."""
-    batches: PositiveInt = 8
+    batches: PositiveInt = Field(default=8, le=10**9)
     """Batches of batch.global_batch sequences of held-out text, and of each set, in one evaluation; all there are where
     the text is shorter."""
     sets: dict[str, str] = Field(default_factory=dict)
     """Other texts to be judged by, by name: a prepared folder or a source each, as `{wiki = "prepared/wiki"}`."""
     sample_prompt: str = "def "
     """Text the samples of a run continue."""
-    sample_tokens: NonNegativeInt = 128
+    sample_tokens: NonNegativeInt = Field(default=128, le=10**6)
     """Length of the sample written at each evaluation; 0 writes none."""

@@ -10,7 +10,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.studio.asked import SHAPE, Asked, asked, first_fault, pick_of
+from meshwright.studio.asked import SHAPE, Asked, asked, pick_of
 from meshwright.studio.expectations import expectations
 from meshwright.studio.numbers import count
 from meshwright.studio.plan_report import layout_pictures
@@ -156,18 +156,12 @@ def commands(cluster: "Cluster") -> list[dict[str, str]]:
 
 
 def _config(state: dict[str, Any]) -> dict[str, Any]:
-    from pydantic import ValidationError
-
-    from meshwright.job import Model, model_from_hf_config
+    from meshwright.job import model_of_config
 
     config = state.get("config")
     if not isinstance(config, dict):
         raise UserError("config is not a JSON object; give a Hugging Face config.json")
-    try:
-        model = Model.model_validate(model_from_hf_config(config))
-    except (ValidationError, TypeError, ValueError) as error:
-        why = first_fault(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
-        raise UserError(f"config does not describe a model ({why}); give a config.json") from None
+    model = model_of_config(config)
     return {"shape": {name: getattr(model, name) for name in SHAPE}}
 
 

@@ -114,7 +114,7 @@ LAST = "model.norm.weight"
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda f: shutil.rmtree(f), "is not a folder; download"),
     "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), r"config\.json is not JSON"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
     "no weights": (lambda f: [p.unlink() for p in (*shards(f), f / INDEX)], r"holds neither model\.safetensors nor"),
     "lost shard": (lambda f: shards(f)[1].unlink(), r"names model-00002.*, which is not there"),
     "torn shard": (lambda f: shards(f)[1].write_bytes(shards(f)[1].read_bytes()[:-4]), r"model-00002.* cannot be read"),
@@ -195,13 +195,13 @@ def test_a_full_disk_leaves_no_half_folder(folder: Path, tmp_path: Path, monkeyp
 def test_a_field_of_another_kind_is_refused(folder: Path, field: str, value: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {field: value}))
-    refused(folder, r"config\.json makes no model \(.*\); take it from the model's page")
+    refused(folder, r"config\.json (makes no model \(|has ).*; (take it from the model's page|correct it)")
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_without_end_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("[" * 100_000)
-    refused(folder, f"{name} is (nested deeper|no index).*; download it again")
+    refused(folder, f"{name} (cannot be read as JSON .nested too deeply|is no index).*; download it again")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -284,7 +285,7 @@ FULL_ARGUMENTS: Settings = {
 def changed_leaves(settings: Settings) -> Iterator[Settings]:
     """The settings with one value at a time replaced by things it cannot be."""
     for name, value in settings.items():
-        others: list[Any] = [[], "zzz", -1, 0, None, {"a": 1}, True, 1.5]
+        others: list[Any] = [[], "zzz", -1, 0, None, {"a": 1}, True, 1.5, 10**4000, math.inf, math.nan, 1e300, "\0"]
         yield from ({**settings, name: other} for other in others)
         if isinstance(value, dict):
             yield from ({**settings, name: inner} for inner in changed_leaves(value))

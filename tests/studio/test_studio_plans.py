@@ -76,7 +76,7 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
         ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": 2}}'}, "layout takes 2 ranks"),
         ({"part": "config", "config": {"model_type": "bert"}}, "bert"),
         ({"part": "config", "config": [1]}, "config is not a JSON object"),
-        ({"part": "config", "config": {**LLAMA, "hidden_size": -8}}, "width"),
+        ({"part": "config", "config": {**LLAMA, "hidden_size": -8}}, "hidden_size = -8"),
         ({"part": "nothing"}, "part = nothing is not known"),
     ],
 )

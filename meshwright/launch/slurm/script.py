@@ -12,6 +12,7 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site
+from meshwright.job.plain import odd_character
 from meshwright.launch.slurm.record import FOLDER
 from meshwright.version import VERSION
 
@@ -123,12 +124,12 @@ def batch_script(
     What `overrides` say is not in the run's folder yet: its ranks hear of it when they resume.
     """
     run = run.absolute()
-    if "\\" in str(run):
-        raise UserError(f"run.folder = {str(run)!r}: Slurm reads a backslash its own way; choose another")
+    _require_words(run, request)
     directives = [f"#SBATCH {shlex.quote(word)}" for word in _directives(run, name, site, shape, request, mode)]
     lines = [
         "#!/bin/bash",
-        f"# {name} on {site.title}: {shape.nodes} × {shape.ranks_per_node} ranks. Written by meshwright {VERSION}.",
+        f"# {_job_name(name)} on {site.title}: {shape.nodes} × {shape.ranks_per_node} ranks",
+        f"# Written by meshwright {VERSION}.",
         *directives,
         "",
         f"cd {shlex.quote(str(Path.cwd()))} || exit 1",
@@ -143,8 +144,21 @@ def batch_script(
     return "\n".join(lines) + files("meshwright.launch.slurm").joinpath("body.sh").read_text(encoding="utf-8")
 
 
+def _require_words(run: Path, request: Request) -> None:
+    """Refuse what no line of directives can say: a line ends where a word does, and a backslash is Slurm's own."""
+    asked = [(f"--{name}", getattr(request, name)) for name in ("time", "account", "partition", "qos", "container")]
+    asked += [("--sbatch", option) for option in request.options]
+    for name, word in (("run.folder", str(run)), *asked):
+        if word is None:
+            continue
+        if odd := odd_character(word):
+            raise UserError(f"{name} = {word!r} has the control character {odd}, which no script may; choose another")
+        if "\\" in word:
+            raise UserError(f"{name} = {word!r}: Slurm reads a backslash its own way; choose another")
+
+
 def _directives(run: Path, name: str, site: Site, shape: Shape, request: Request, mode: Mode) -> list[str]:
-    words = [f"--job-name={re.sub(r'[^A-Za-z0-9._-]', '-', name)}", f"--nodes={shape.nodes}"]
+    words = [f"--job-name={_job_name(name)}", f"--nodes={shape.nodes}"]
     words.append(f"--ntasks-per-node={_tasks(shape, request)}")
     if site.gpu_request == "gpus-per-node":
         words.append(f"--gpus-per-node={shape.ranks_per_node}")
@@ -161,6 +175,10 @@ def _directives(run: Path, name: str, site: Site, shape: Shape, request: Request
     words.append("--requeue" if mode == "requeue" else "--no-requeue")
     words += ["--open-mode=append", f"--output={str(run).replace('%', '%%')}/{FOLDER}/job-%j.out"]
     return words + list(site.directives) + list(request.options)
+
+
+def _job_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
 def _tasks(shape: Shape, request: Request) -> int:

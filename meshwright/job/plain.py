@@ -1,0 +1,49 @@
+"""Text that may go into scripts, run files and messages: in one line, and without anybody's password."""
+
+import re
+import unicodedata
+from urllib.parse import parse_qsl
+
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<place>[^/?#\s]*)(?P<path>[^?#\s]*)(?:\?(?P<query>[^#\s]*))?"
+)
+_PLAIN_QUERIES = (
+    "alt", "config", "dl", "download", "format", "generation", "part", "raw", "ref", "rev", "revision", "split",
+    "version", "versionid",
+)  # fmt: skip
+"""Parameters of an address that say which file is meant; any other may let its holder in."""
+HIDDEN = "[hidden]"
+
+
+def odd_character(text: str, many_lines: bool = False) -> str | None:
+    """The first character that no name or path should have, as U+000A; `many_lines` lets tabs and line ends pass."""
+    for character in text:
+        if many_lines and character in "\n\t":
+            continue
+        if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):  # controls, lone surrogates, line separators
+            return f"U+{ord(character):04X}"
+    return None
+
+
+def secret_in(text: str) -> str | None:
+    """What in a text may be a secret: the user of an address, or a parameter that no plain address has."""
+    for url in _URL.finditer(text):
+        user, at, _ = url["place"].rpartition("@")
+        if at and (":" in user or url["scheme"].lower() in ("http", "https")):
+            return "the user and password of an address"
+        for name, _ in parse_qsl(url["query"] or "", keep_blank_values=True):
+            if name.lower() not in _PLAIN_QUERIES and "=" in (url["query"] or ""):
+                return f"the parameter {name[:40]} of an address"
+    return None
+
+
+def without_secrets(text: str) -> str:
+    """The text, its addresses without what `secret_in` would name: no user, and parameters as [hidden]."""
+
+    def plain(url: re.Match[str]) -> str:
+        if secret_in(url.group()) is None:
+            return url.group()
+        place = url["place"].rpartition("@")[2]
+        return f"{url['scheme']}://{place}{url['path']}" + (f"?{HIDDEN}" if url["query"] else "")
+
+    return _URL.sub(plain, text)

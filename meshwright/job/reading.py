@@ -1,0 +1,53 @@
+"""Small text files that people write, read with a bound: settings, not data."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import UserError
+
+_LARGEST = 4 << 20
+"""Bytes; no settings file comes near it, and what is larger is some other file."""
+
+
+def read_settings_text(path: Path, remedy: str) -> str:
+    """The text of a settings file; one that is no small UTF-8 text is refused with the remedy."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise UserError(f"{path} is larger than {_LARGEST >> 20} MiB, which no settings file is; {remedy}")
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not UTF-8 text; {remedy}") from None
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there; {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
+
+
+def json_table(path: Path, text: str, remedy: str) -> dict[str, Any]:
+    """The table of fields that a JSON text is."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
+        raise UserError(f"{path} cannot be read as JSON ({reason(error)}); {remedy}") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path} holds no table of fields but {type(table).__name__}; {remedy}")
+    return table
+
+
+def toml_table(text: str) -> dict[str, Any]:
+    """The table that a TOML text is; anything else is a ValueError."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(reason(error)) from None
+
+
+def reason(error: Exception) -> str:
+    """Why a text could not be read, in a few words."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a number has too many digits" if "digits" in str(error) else str(error)
