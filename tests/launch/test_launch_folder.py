@@ -182,15 +182,24 @@ def test_a_disk_that_fills_up_in_a_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert again.metrics() == [{"step": 1}, {"step": 2}]
 
 
-@pytest.mark.parametrize("name", ["job.resolved.json", "environment.json", "events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["job.resolved.json", "environment.json", "code.json"])
 def test_a_damaged_folder_is_named_in_one_sentence(cli, tmp_path: Path, name: str) -> None:
     RunFolder.create(tmp_path / "run", "", {"run": {"steps": 3}}, [])
     (tmp_path / "run" / name).write_text('{"torn":\n')
-    told = cli("status", "run")
+    told = cli("report", "run")
     assert told.code == 2 and f"run/{name} is damaged" in told.err and len(told.err.splitlines()) == 1
-    if name.endswith("jsonl"):
-        (tmp_path / "run" / name).unlink()
-        assert f"run/{name} is missing" in cli("status", "run").err
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_damaged_line_costs_that_line_and_is_told(cli, tmp_path: Path, name: str) -> None:
+    folder = RunFolder.create(tmp_path / "run", "", {"run": {"steps": 3}}, [])
+    folder.event("start", attempt=0)
+    folder.metric({"step": 2, "loss": 2.0})
+    (tmp_path / "run" / name).write_text('{"torn":\n' + (tmp_path / "run" / name).read_text())
+    told = json.loads(cli("status", "run", "--json").out)
+    assert told["step"] == 2 and f"one line of {name} cannot be read and is left out (line 1" in told["why"]
+    (tmp_path / "run" / name).unlink()
+    assert f"run/{name} is missing" in cli("status", "run").err
 
 
 def test_a_run_that_a_second_signal_ended_was_stopped_and_did_not_fail(cli, tmp_path: Path) -> None:
