@@ -10,6 +10,8 @@ from meshwright.reading import METRICS, Row, Tally, stream_rows
 MOST_ROWS = 1 << 14
 """Rows held; where there are more, of every few neighbours the lowest and the highest loss stay."""
 _LONGEST_LIST = 16
+_LONG = frozenset((str, list, dict))
+"""Types of values that may take much memory."""
 
 
 class Sums(NamedTuple):
@@ -46,9 +48,7 @@ def read_metrics(path: Path) -> Metrics:
             thinned.cut(row["step"])
         if number == attempt:
             thinned.add(row)
-    held = thinned.held()
-    metrics.rows = [row for row, _ in held]
-    metrics.sums = held[-1][1] if held else Sums()
+    metrics.rows, metrics.sums = thinned.rows(), thinned.sums
     return metrics
 
 
@@ -61,12 +61,13 @@ class _Thinned:
     def __init__(self) -> None:
         self._kept: list[_Held] = []
         self._fresh: list[_Held] = []
+        self.sums = Sums()
         self._group = 1
         """So many rows in a row become at most two of each kind."""
 
     def add(self, row: Row) -> None:
-        last = self._fresh or self._kept
-        self._fresh.append((_slim(row), _added(last[-1][1] if last else Sums(), row)))
+        self.sums = _added(self.sums, row)
+        self._fresh.append((_slim(row), self.sums))
         if len(self._fresh) >= self._group:
             self._kept += self._fresh if self._group == 1 else _extremes(self._fresh)
             self._fresh = []
@@ -80,9 +81,11 @@ class _Thinned:
         for held in (self._fresh, self._kept):
             while held and held[-1][0]["step"] >= step:
                 held.pop()
+        left = self._fresh or self._kept
+        self.sums = left[-1][1] if left else Sums()
 
-    def held(self) -> list[_Held]:
-        return self._kept + self._fresh
+    def rows(self) -> list[Row]:
+        return [row for row, _ in (*self._kept, *self._fresh)]
 
 
 def _extremes(some: list[_Held]) -> list[_Held]:
@@ -107,7 +110,7 @@ def _added(sums: Sums, row: Row) -> Sums:
 
 def _slim(row: Row) -> Row:
     """A row without what nobody draws and what could be long."""
-    if not any(type(value) in (str, list, dict) for value in row.values()):
+    if _LONG.isdisjoint(map(type, row.values())):
         return row
     return {name: value for name, value in row.items() if _is_small(value)}
 
