@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "meshwright"
 # From the ground up; a room may import itself and what stands before it.
-ORDER = ["version", "errors", "job", "hardware", "pipeline", "cost", "layout", "model", "data"]
+ORDER = ["version", "errors", "reading", "job", "hardware", "pipeline", "cost", "layout", "model", "data"]
 ORDER += ["checkpoint", "parallel", "plan", "train", "launch", "measure", "studio", "verify", "cli"]
 
 

@@ -1,6 +1,5 @@
 """The checkpoints of a run folder: which are complete, which is newest, which may go."""
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ from meshwright.checkpoint.lease import take_away
 from meshwright.checkpoint.reading import Checkpoint, Damaged
 from meshwright.data.store import sync
 from meshwright.errors import UserError
+from meshwright.reading import Unfit, read_object
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -67,11 +67,11 @@ def _none(run: Path, damages: Sequence[str]) -> UserError:
 def backup_target(run: Path) -> str | None:
     """Where a run's checkpoints were copied to, as its folder tells."""
     try:
-        job = json.loads((Path(run) / "job.resolved.json").read_text(encoding="utf-8"))
-        target: str | None = job["checkpoint"]["backup_to"]
-        return target
-    except (OSError, ValueError, KeyError, TypeError):
+        section = read_object(Path(run) / "job.resolved.json").get("checkpoint")
+    except (OSError, Unfit):
         return None
+    target = section.get("backup_to") if isinstance(section, dict) else None
+    return target if isinstance(target, str) else None
 
 
 def surplus(

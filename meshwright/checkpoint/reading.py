@@ -1,11 +1,12 @@
 """Reading a checkpoint: any box of any tensor, from whatever boxes it was saved in. Nothing is ever unpickled."""
 
-import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -15,12 +16,15 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record
+from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record, TensorRecord
 from meshwright.checkpoint.shares import INDEX, JOB, MANIFEST, seal_of
 from meshwright.checkpoint.tensorfile import DTYPE_NAMES, hash_file
 from meshwright.errors import UserError
+from meshwright.reading import Unfit, read_object, read_plain
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+RECORD_BYTES = 1 << 28
+"""Most an index or a manifest holds: of some million boxes."""
 R = TypeVar("R", bound=Record)
 
 
@@ -74,7 +78,12 @@ class Checkpoint:
         """The job as it was when this was saved: section → field → value."""
         if hash_file(self.path / JOB) != self.manifest.files[JOB].sha256:
             raise Damaged(f"{self.path / JOB} was altered since it was written")
-        loaded: dict[str, Any] = json.loads((self.path / JOB).read_text(encoding="utf-8"))
+        try:
+            loaded = read_object(self.path / JOB)
+            if not all(isinstance(section, dict) for section in loaded.values()):
+                raise Unfit("it holds no sections of a job")
+        except (Unfit, OSError) as error:
+            raise Damaged(f"{self.path / JOB} is not what this program wrote ({error})") from None
         return loaded
 
     def names(self, prefix: str = "") -> list[str]:
@@ -160,7 +169,7 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]
 
 def parse_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint's folder, as this program wrote it."""
-    if not (path / MANIFEST).is_file():
+    if not os.path.lexists(path / MANIFEST):
         raise Damaged(f"{path} has no {MANIFEST}: it was not finished, or the file was deleted")
     manifest = _parsed(path / MANIFEST, Manifest)
     if manifest.format != FORMAT:
@@ -175,10 +184,16 @@ def parse_manifest(path: Path) -> Manifest:
 def _require_files(path: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         file = path / name
-        if not file.is_file():
-            raise Damaged(f"{file} is missing")
-        if (size := file.stat().st_size) != record.bytes:
-            raise Damaged(f"{file} has {size} bytes and was written with {record.bytes}: it is cut short or altered")
+        try:
+            found = file.lstat()
+        except FileNotFoundError:
+            raise Damaged(f"{file} is missing") from None
+        if not stat.S_ISREG(found.st_mode):
+            raise Damaged(f"{file} is no plain file")
+        if found.st_size != record.bytes:
+            raise Damaged(
+                f"{file} has {found.st_size} bytes and was written with {record.bytes}: it is cut short or altered"
+            )
     for entry in path.iterdir():
         if entry.name != MANIFEST and entry.name not in manifest.files:
             raise Damaged(f"{entry} is no file of this checkpoint; nothing in it was read")
@@ -189,18 +204,37 @@ def _require_files(path: Path, manifest: Manifest) -> None:
 
 def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
     """Refuse an index whose boxes are not those of its tensors; whoever writes one can also seal it."""
+    room = {name: record.bytes for name, record in manifest.files.items()}
     for name, tensor in index.tensors.items():
-        fits = all(
-            piece.file in manifest.files
-            and len(piece.offsets) == len(piece.shape) == len(tensor.shape)
-            and all(
-                at + size <= whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)
-            )
-            for piece in tensor.pieces
-        )
-        entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-        if not fits or entries != math.prod(tensor.shape) or tensor.dtype not in _DTYPES:
+        if tensor.dtype not in _DTYPES or not _fits(tensor, room):
             raise Damaged(f"{path / INDEX} is not what this program wrote (tensors.{name} is no tensor of its files)")
+
+
+def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
+    """Whether boxes lie inside a tensor, beside each other, make up all of it, and find room in their files."""
+    for piece in tensor.pieces:
+        if piece.file not in room or not len(piece.offsets) == len(piece.shape) == len(tensor.shape):
+            return False
+        if any(at + size > whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)):
+            return False
+        room[piece.file] -= math.prod(piece.shape) * _DTYPES[tensor.dtype].itemsize
+        if room[piece.file] < 0:
+            return False
+    entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
+    return entries == math.prod(tensor.shape) and not _overlap(tensor.pieces)
+
+
+def _overlap(pieces: Sequence[PieceRecord]) -> bool:
+    """Whether any two boxes share an entry; then another one, which no box covers, would be left as memory had it."""
+    ordered = sorted((piece for piece in pieces if math.prod(piece.shape)), key=lambda piece: piece.offsets)
+    for place, one in enumerate(ordered):
+        for other in islice(ordered, place + 1, None):
+            if one.offsets and other.offsets[0] >= one.offsets[0] + one.shape[0]:
+                break  # and so do all that follow
+            spans = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+            if all(a < b + more and b < a + size for a, size, b, more in spans):
+                return True
+    return False
 
 
 @contextmanager
@@ -218,7 +252,9 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 def _parsed(path: Path, record: type[R]) -> R:
     try:
-        return record.model_validate_json(path.read_bytes())
+        return record.model_validate_json(read_plain(path, RECORD_BYTES))
+    except Unfit as unfit:
+        raise Damaged(f"{path} is not what this program wrote ({unfit})") from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(place) for place in problem["loc"])

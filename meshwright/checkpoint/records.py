@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 FORMAT = 1
@@ -20,6 +20,10 @@ def _known_file(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_known_file)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Ranks = Annotated[int, Field(ge=1, lt=2**31)]
+Sizes = Annotated[tuple[Count, ...], Field(max_length=16)]
+"""One number for each dim; products of more and larger ones would take for ever to compute."""
 
 
 class Record(BaseModel):
@@ -31,11 +35,11 @@ class Record(BaseModel):
 class Facts(Record):
     """Where a run stands, beside its tensors."""
 
-    step: NonNegativeInt
+    step: Count
     """Optimizer steps made."""
-    tokens: NonNegativeInt
+    tokens: Count
     """Tokens seen."""
-    position: NonNegativeInt
+    position: Count
     """Samples of the global stream handed out, whatever the number of ranks and workers."""
     loss: float | None = None
     """Of the last step."""
@@ -43,13 +47,13 @@ class Facts(Record):
     val_loss: float | None = None
     loss_scale: float | None = None
     """None where the number format needs none."""
-    good_steps: NonNegativeInt = 0
+    good_steps: Count = 0
     """Steps in a row since the loss scale last changed."""
-    skipped: NonNegativeInt = 0
+    skipped: Count = 0
     """Steps skipped because scaled gradients overflowed."""
     recent_losses: tuple[float, ...] = ()
     """What the next loss is judged by, where spikes are looked for."""
-    replicas: PositiveInt = 1
+    replicas: Ranks = 1
     """Ranks that each had an error-feedback memory of their own."""
     data: str = ""
     """Fingerprint of the training tokens."""
@@ -59,14 +63,14 @@ class PieceRecord(Record):
     """A box of a tensor: where it begins in the whole, its size, and its file."""
 
     file: FileName
-    offsets: tuple[NonNegativeInt, ...]
-    shape: tuple[NonNegativeInt, ...]
+    offsets: Sizes
+    shape: Sizes
 
 
 class TensorRecord(Record):
     """A whole tensor of the state and the boxes it was saved in."""
 
-    shape: tuple[NonNegativeInt, ...]
+    shape: Sizes
     dtype: str
     pieces: tuple[PieceRecord, ...]
 
@@ -74,7 +78,7 @@ class TensorRecord(Record):
 class FileRecord(Record):
     """A file as it was written."""
 
-    bytes: NonNegativeInt
+    bytes: Count
     sha256: str
 
 
@@ -89,8 +93,8 @@ class Index(Record):
     """index.json: the facts, and where every tensor lies."""
 
     format: int
-    attempt: NonNegativeInt
-    ranks: PositiveInt
+    attempt: Count
+    ranks: Ranks
     facts: Facts
     tensors: dict[str, TensorRecord]
 
@@ -99,8 +103,8 @@ class Manifest(Record):
     """manifest.json, written last: every file's size and hash."""
 
     format: int
-    step: NonNegativeInt
-    attempt: NonNegativeInt
+    step: Count
+    attempt: Count
     time: str
     files: dict[FileName, FileRecord]
     seal: str

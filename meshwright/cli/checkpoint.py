@@ -112,7 +112,8 @@ def show(checkpoint: Path = ONE, as_json: bool = JSON) -> None:
         for size in tensor.shape:
             entries *= size
         count[0], count[1], count[2] = count[0] + 1, count[1] + entries, count[2] + len(tensor.pieces)
-    layout = {name: value for name, value in one.job()["layout"].items() if value not in (1, None, "none", False)}
+    given = one.job().get("layout", {})
+    layout = {name: value for name, value in given.items() if value not in (1, None, "none", False)}
     if as_json:
         tensors = {name: {"shape": t.shape, "dtype": t.dtype} for name, t in one.index.tensors.items()}
         files = {name: record.bytes for name, record in one.manifest.files.items()}

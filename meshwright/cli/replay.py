@@ -17,6 +17,7 @@ def replay(
     from dataclasses import asdict
 
     from rich.table import Table
+    from rich.text import Text
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.replay import replay as make_again
@@ -37,5 +38,6 @@ def replay(
     table = Table("sample", "loss", "tokens", "text")
     for sample in found.samples:
         shown = "" if sample.text is None else repr(sample.text)[:60]
-        table.add_row(str(sample.sample), f"{sample.loss:.4f}", str(sample.tokens), shown)
-    console.print(table, markup=False)
+        cells = (str(sample.sample), f"{sample.loss:.4f}", str(sample.tokens), shown)
+        table.add_row(*map(Text, cells))  # as it is: a text may hold brackets
+    console.print(table)

@@ -98,7 +98,8 @@ def status(
     every: bool = typer.Option(False, "--all", help="Every run of a folder, newest first."),
     as_json: bool = JSON,
 ) -> None:
-    """Say in one word how a run is: pending, running, requeued, done, stopped, cancelled, failed, oom or timeout."""
+    """Say in one word how a run is: pending, running, requeued, done, stopped, cancelled, failed, oom, timeout
+    or damaged."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
     from meshwright.launch.slurm import status_of, statuses
@@ -121,13 +122,13 @@ def logs(
     """Print what a run's jobs and ranks wrote."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
+    from meshwright.launch.slurm import end_of, log_files, status_of
     from meshwright.launch.slurm import follow as read
-    from meshwright.launch.slurm import log_files, status_of
 
     if as_json:
         if follow:
             raise UserError("--json is one document and cannot --follow; leave one of them out")
-        texts = {str(path): path.read_text(encoding="utf-8", errors="replace") for path in log_files(run, rank)}
+        texts = {str(path): end_of(path) for path in log_files(run, rank)}
         print_json({"run": str(run), "files": texts})
         return
 
@@ -166,10 +167,12 @@ def cancel(
 
 def _table(found: "list[Status]") -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("run", "state", "step", "why", "job", "nodes"):
         table.add_column(name, overflow="fold")
     for one in found:
-        table.add_row(one.run, one.state, f"{one.step}/{one.steps}", one.why, one.job or "", one.nodes)
+        cells = (one.run, one.state, f"{one.step}/{one.steps}", one.why, one.job or "", one.nodes)
+        table.add_row(*map(Text, cells))  # as it is: what a run says may hold brackets
     return table

@@ -99,11 +99,11 @@ def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
     if not checkpoint.facts.data:
         raise UserError(
             f"{checkpoint.path} was imported, and there is no training of it to go on with; start one with "
-            f'model.init_from = "{before["model"]["init_from"]}" in a run.folder of its own'
+            f'model.init_from = "{before.get("model", {}).get("init_from")}" in a run.folder of its own'
         )
     for section, name in _FIXED:
         # What an older checkpoint does not know of was as it is by default.
-        was, given = before[section].get(name, default[section][name]), now[section][name]
+        was, given = before.get(section, {}).get(name, default[section][name]), now[section][name]
         if was != given:
             raise UserError(
                 f"{section}.{name} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "

@@ -3,18 +3,32 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
+from meshwright.launch.metrics import Metrics, read_metrics
 from meshwright.launch.outbox import Outbox, disk_errors, refusal
 from meshwright.launch.provenance import describe_code, describe_environment, describe_packages
+from meshwright.reading import (
+    EVENTS,
+    MEMORY,
+    METRICS,
+    Row,
+    Tally,
+    Unfit,
+    kept_rows,
+    read_object,
+    read_text,
+    stream_rows,
+)
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Lease
@@ -24,8 +38,12 @@ _WARN_EVERY_S = 60.0
 State = Literal["running", "done", "stopped", "failed"]
 
 _STATES: dict[Any, State] = {"finished": "done", "interrupted": "stopped", "failed": "failed"}
-# JSON has no words for these, and a lost loss must not read as a missing one.
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_SAMPLE = re.compile(r"step-(\d{1,15})\.txt")
+_MOST_SAMPLES = 1000
+_SAMPLE_BYTES = 1 << 16
+# What readers take these files' fields for, where they are there.
+_ENVIRONMENT = {"time": str, "argv": list, "variables": dict}
+_CODE = {"package": dict | None, "working_directory": dict | None}
 
 
 class RunFolder:
@@ -34,12 +52,14 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         """Use `create` or `open`; this only remembers where the folder lies."""
         self.path = path
-        self._started = datetime.fromisoformat(self.environment()["time"]).timestamp()
         self._outbox = Outbox(path)
         self._refused: OSError | None = None
         self._refused_since, self._warned = 0.0, -math.inf
         self.tell: Callable[[str], None] = _to_stderr
         """Says to whoever watches that the disk takes nothing, and that it does again."""
+        self._since: float | None = None
+        self.unread: dict[str, Tally] = {}
+        """Of every file of rows that was read: how many lines could not be."""
         self.lease: Lease | None = None
         """Where set, nothing is appended once a later attempt has taken the run over."""
 
@@ -96,7 +116,7 @@ class RunFolder:
         """Become the one who writes here; whoever did before is fenced off."""
         from meshwright.checkpoint import Lease
 
-        starts = [event.get("attempt", 0) for event in self.events() if event["kind"] == "start"]
+        starts = [event.get("attempt", 0) for event in self.events("start")]
         with disk_errors(self.path):
             self.lease = Lease.claim(self.path, max(starts, default=-1) + 1)
         return self.lease
@@ -148,11 +168,20 @@ class RunFolder:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append something that happened, with the time (UTC) and the seconds since the folder was made."""
-        now = time.time()
-        stamp = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
-        self._append(
-            "events.jsonl", {"kind": kind, "time": stamp, "elapsed_s": round(now - self._started, 3), **fields}
-        )
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._append("events.jsonl", {"kind": kind, "time": stamp, "elapsed_s": round(self._elapsed_s(), 3), **fields})
+
+    def _elapsed_s(self) -> float:
+        """Seconds since the folder was made; a clock that is set while we run changes nothing about them."""
+        if self._since is None:
+            self._since = time.monotonic() - max(0.0, time.time() - self._made_at())
+        return time.monotonic() - self._since
+
+    def _made_at(self) -> float:
+        try:
+            return datetime.fromisoformat(self.environment()["time"]).timestamp()
+        except (UserError, KeyError, ValueError, OverflowError):  # no reason not to go on
+            return time.time()
 
     def memory(self, row: dict[str, Any]) -> None:
         """Append one sample of the memory curve."""
@@ -166,27 +195,63 @@ class RunFolder:
         """Keep a small text file of the run, whole or not at all."""
         self._note(self._outbox.put(name, text.encode("utf-8", "replace")))
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """The rows of numbers so far; of steps that were made again after a restart, the later ones."""
-        return _latest(_rows(self.path / "metrics.jsonl"))
+    def numbers(self) -> Metrics:
+        """The rows of numbers so far, of a very long run the extremes of every stretch, and what they come to."""
+        with _damage_told(path := self.path / "metrics.jsonl"):
+            metrics = read_metrics(path)
+        self.unread[path.name] = metrics.tally
+        return metrics
 
-    def events(self) -> list[dict[str, Any]]:
-        """Everything that happened so far."""
-        return _rows(self.path / "events.jsonl")
+    def metrics(self) -> list[Row]:
+        """The rows of `numbers` alone."""
+        return self.numbers().rows
 
-    def memory_curve(self) -> list[dict[str, Any]]:
+    def step_rows(self, step: int) -> list[Row]:
+        """Every row that any attempt wrote of one step."""
+        with _damage_told(path := self.path / "metrics.jsonl"):
+            return [row for row in stream_rows(path, METRICS, Tally(path.name)) if row["step"] == step]
+
+    def events(self, *kinds: str) -> list[Row]:
+        """Everything that happened so far, or what is of some kinds; of very many the first and the last."""
+        return self._kept("events.jsonl", lambda row: not kinds or row["kind"] in kinds)
+
+    def memory_curve(self) -> list[Row]:
         """What was held in the first steps; empty where nobody watched."""
-        path = self.path / "memory.jsonl"
-        return _rows(path) if path.is_file() else []
+        return self._kept("memory.jsonl") if os.path.lexists(self.path / "memory.jsonl") else []
+
+    def _kept(self, name: str, wanted: Callable[[Row], bool] = lambda row: True) -> list[Row]:
+        tally = self.unread[name] = Tally(name)
+        with _damage_told(path := self.path / name):
+            return kept_rows(path, MEMORY if name == MEMORY.name else EVENTS, tally, wanted)
 
     def samples(self) -> dict[int, str]:
-        """The texts the model wrote, by step."""
-        files = sorted((self.path / "samples").glob("step-*.txt"))
-        return {int(file.stem.removeprefix("step-")): file.read_text(encoding="utf-8") for file in files}
+        """The texts the model wrote, by step; of very many the newest."""
+        try:
+            names = [file.name for file in (self.path / "samples").iterdir()]
+        except OSError:
+            return {}
+        steps = {int(found[1]): name for name in names if (found := _SAMPLE.fullmatch(name))}
+        texts = {}
+        for step in sorted(steps)[-_MOST_SAMPLES:]:
+            with suppress(Unfit, FileNotFoundError):
+                texts[step] = read_text(self.path / "samples" / steps[step], _SAMPLE_BYTES)
+        return texts
 
     def job(self) -> dict[str, Any]:
         """The resolved job: section → field → value."""
-        return _object(self.path / "job.resolved.json")
+        job = _object(path := self.path / "job.resolved.json")
+        with _damage_told(path):
+            if not all(isinstance(section, dict) for section in job.values()):
+                raise Unfit("it holds no sections of a job")
+        return job
+
+    def steps(self) -> int:
+        """The steps the job asks for."""
+        with _damage_told(self.path / "job.resolved.json"):
+            steps = self.job().get("run", {}).get("steps")
+            if type(steps) is not int:
+                raise Unfit("its run.steps is no number")
+        return steps
 
     def resolved_job(self) -> "Job":
         """The resolved job, checked: what was altered since is refused by name."""
@@ -196,23 +261,24 @@ class RunFolder:
 
     def raw_job(self) -> str:
         """The job file as the user wrote it."""
-        return (self.path / "job.toml").read_text(encoding="utf-8")
+        with _damage_told(path := self.path / "job.toml"):
+            return read_text(path)
 
     def environment(self) -> dict[str, Any]:
         """The machine the run started on."""
-        return _object(self.path / "environment.json")
+        return _object(self.path / "environment.json", _ENVIRONMENT)
 
     def code(self) -> dict[str, Any]:
         """The code the run started from."""
-        return _object(self.path / "code.json")
+        return _object(self.path / "code.json", _CODE)
 
     def state(self) -> State:
         """What the last start or stop says; a run whose process was killed outright still says running."""
-        return state_of(self.events())
+        return state_of(self.events("start", "restart", "stop"))
 
     def stop_signal(self) -> str | None:
         """What asked the run to stop the last time, if anything did."""
-        stops = [event for event in self.events() if event["kind"] == "stop"]
+        stops = self.events("stop")
         return stops[-1].get("signal") if stops else None
 
     def written(self) -> bool:
@@ -264,20 +330,6 @@ def _to_stderr(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file; a last one that is still being written is left out."""
-    with _damage_told(path), path.open(encoding="utf-8") as lines:
-        rows = list(rows_of(lines))
-    return rows
-
-
-def rows_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Complete lines as rows, their words for floats that are not finite turned back."""
-    for line in lines:
-        if line.endswith("\n"):
-            yield {key: _restored(value) for key, value in json.loads(line).items()}
-
-
 def state_of(events: Iterable[dict[str, Any]]) -> State:
     """What the last start or stop of these events says."""
     state: State = "running"
@@ -289,40 +341,30 @@ def state_of(events: Iterable[dict[str, Any]]) -> State:
     return state
 
 
-def _latest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A new attempt begins where a checkpoint was: what earlier ones did beyond, or still do, is void."""
-    valid: list[dict[str, Any]] = []
-    current = 0
-    for row in rows:
-        attempt = row.get("attempt", 0)
-        if attempt > current:
-            current = attempt
-            valid = [earlier for earlier in valid if earlier.get("step", 0) < row.get("step", 0)]
-        if attempt == current:
-            valid.append(row)
-    return valid
-
-
 def _fields(job: dict[str, Any]) -> dict[str, Any]:
     return {f"{section}.{name}": value for section, fields in job.items() for name, value in fields.items()}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path, types: Mapping[str, Any] | None = None) -> dict[str, Any]:
     with _damage_told(path):
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(loaded, dict):
-            raise ValueError("it holds no table of fields")
+        loaded = read_object(path)
+        for name, kind in (types or {}).items():
+            if name in loaded and not isinstance(loaded[name], kind):
+                raise Unfit(f"its {name} is of another kind")
     return loaded
 
 
 @contextmanager
 def _damage_told(path: Path) -> Iterator[None]:
-    """Turn a file that is not there or not JSON into one sentence."""
+    """Turn a file that is not there or not fit into one sentence."""
     try:
         yield
-    except (FileNotFoundError, ValueError) as error:
-        problem = "is missing" if isinstance(error, FileNotFoundError) else "is damaged"
-        raise UserError(f"{path} {problem}, without which this is no run folder; restore it from a copy") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing, without which this is no run folder; restore it from a copy") from error
+    except Unfit as unfit:
+        raise UserError(
+            f"{path} is damaged ({unfit}), without which this is no run folder; restore it from a copy"
+        ) from unfit
 
 
 def _pretty(value: dict[str, Any]) -> str:
@@ -340,7 +382,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [jsonable(item) for item in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _restored(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

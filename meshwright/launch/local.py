@@ -298,8 +298,8 @@ def _build_and_train(
 
 def _attention_of(folder: RunFolder | None) -> dict[str, Any] | None:
     """What an earlier attempt of a run chose, as it recorded it."""
-    chosen = [event for event in folder.events() if event["kind"] == "attention"] if folder else []
-    return {name: chosen[-1][name] for name in ("kernel", "groups", "milliseconds")} if chosen else None
+    chosen = folder.events("attention") if folder else []
+    return {name: chosen[-1].get(name) for name in ("kernel", "groups", "milliseconds")} if chosen else None
 
 
 def _without_first_weights(job: Job) -> Job:

@@ -6,6 +6,7 @@ memory, a few hundred bytes a step, and goes out in order as soon as there is ro
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -95,18 +96,26 @@ def _noted(refusals: list[OSError]) -> Iterator[None]:
 
 def _open_rows(path: Path) -> int:
     """Open for appending, without the torn row a killed process or a full disk may have left at the end."""
-    with path.open("ab+") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - _TAIL_BYTES)
-            file.seek(start)
-            if newline := file.read(end - start).rfind(b"\n") + 1:
-                end = start + newline
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    rows = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(rows).st_mode):
+            raise FileExistsError(errno.EEXIST, "no plain file", str(path))
+        if (whole := _end_of_last_row(rows)) < os.fstat(rows).st_size:
+            os.truncate(rows, whole)
+    except OSError:
+        os.close(rows)
+        raise
+    return rows
+
+
+def _end_of_last_row(rows: int) -> int:
+    end = os.fstat(rows).st_size
+    while end:
+        start = max(0, end - _TAIL_BYTES)
+        if (newline := os.pread(rows, end - start, start).rfind(b"\n")) >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 @contextmanager
@@ -124,7 +133,7 @@ def refusal(folder: Path, error: OSError) -> UserError:
         problem, remedy = "no space is left", "free some or choose a folder on another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         problem, remedy = "writing is not allowed", "choose a folder you can write to"
-    elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
+    elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ELOOP, errno.ENXIO):
         problem, remedy = "a file is in its way", "choose another folder"
     else:
         problem, remedy = error.strerror or str(error), "check the disk or choose a folder on another one"

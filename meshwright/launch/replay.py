@@ -67,14 +67,15 @@ def replay(run: Path, step: int, device: str, console: Console) -> Replay:
     assert isinstance(training, Training)
     if checkpoint is not None:
         training.resume(checkpoint)
-    events = folder.events()
-    training.pass_over = frozenset(event["position"] for event in events if event["kind"] == "passed_over")
+    passed_over = [event for event in folder.events("passed_over") if event.get("position") is not None]
+    training.pass_over = frozenset(event["position"] for event in passed_over)
     began = training.outcome.step
     if began < step - 1:
         with console.status(f"steps {began + 1} to {step - 1} again"):
             training.run(stop=lambda: training.outcome.step >= step - 2)
-    bad = [event for event in events if event["kind"] == "bad_step" and event["step"] == step and "position" in event]
-    rows = [row for row in folder.metrics() if row["step"] == step and "loss" in row]
+    bad = [event for event in folder.events("bad_step") if event.get("step") == step]
+    bad = [event for event in bad if event.get("position") is not None]
+    rows = [row for row in folder.step_rows(step) if "loss" in row]
     recorded = bad[-1] if bad else rows[-1] if rows else {}
     position = bad[-1]["position"] if bad else training.position
     loss, norm, samples = _look(training, corpus, step, position)

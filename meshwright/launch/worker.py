@@ -143,7 +143,7 @@ def _open(
 
 def _last_failure(folder: RunFolder) -> str:
     """What the ranks wrote down before their agent started them again."""
-    told = [event for event in folder.events() if event["kind"] in ("start", "hang", "stop")]
+    told = folder.events("start", "hang", "stop")
     if not told or told[-1]["kind"] == "start":
         return "a rank died without a word"
     last = told[-1]

@@ -11,17 +11,20 @@ from meshwright.plan import Term, beside
 from meshwright.studio.curves import curve, finite
 from meshwright.studio.numbers import size
 
+_MOST_RANKS = 1 << 20
+
 
 def expectations(job: dict[str, Any], metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> str:
     """Predicted and measured, or nothing where the planner knows nothing of the machine or the job."""
     start: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "start"), {})
     stop: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
-    steps = finite(curve(metrics, "step_s")[1:])  # the first one compiles and allocates
-    if not steps or "device" not in start:
+    steps = [step_s for step_s in finite(curve(metrics, "step_s")[1:]) if step_s > 0]  # the first one compiles
+    ranks = start.get("ranks", 1)
+    if not steps or not start.get("device") or ranks not in range(1, _MOST_RANKS):
         return ""
     try:
         run = Job.model_validate(job)
-        terms = beside(run, start["device"], start.get("ranks", 1), median(steps), stop.get("peak_memory_bytes"))
+        terms = beside(run, start["device"], ranks, median(steps), stop.get("peak_memory_bytes"))
     except (ValidationError, UserError):  # a job of another version
         return ""
     if not terms:

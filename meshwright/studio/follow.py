@@ -1,9 +1,7 @@
 """A run's numbers while they grow: only new lines are read, and only what can be drawn is kept."""
 
-import json
 import os
 from collections.abc import Sequence
-from math import isfinite
 from operator import itemgetter
 from pathlib import Path
 from threading import Lock
@@ -12,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.reading import METRICS, Row, Tally, is_number, rows_in
 from meshwright.studio.inside import Outside, open_inside
 
 FIELDS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s")
@@ -25,6 +24,8 @@ _BUCKETS = 1500
 _TAIL = 1500
 """Newest rows that stay as they are, so that a restart can take them back."""
 _MOST_VALIDATIONS = 5000
+_MOST_REREADS = 8
+"""A restart that reaches into what was folded has all read again; of more of them a bucket may keep void steps."""
 
 
 class Follower:
@@ -35,11 +36,15 @@ class Follower:
         self._lock = Lock()
         self._starts: dict[int, float] = {}
         """First step of every attempt; what earlier attempts did from there on is void."""
+        self._rereads = 0
         self.size = 0
         self._ended = False
         self._clear()
 
     def _clear(self) -> None:
+        self.tally = Tally(METRICS.name)
+        """What could not be read."""
+        self._in_long_line = False
         self.offset = 0
         self._raw_from = 0
         self._attempt = 0
@@ -70,22 +75,36 @@ class Follower:
                 self.size = os.fstat(descriptor).st_size
                 if self.size < self.offset:  # another file took its place
                     self._starts.clear()
+                    self._rereads = 0
                     self._clear()
                 self._ended = True
                 while self.offset < self.size:
                     chunk = os.pread(descriptor, _CHUNK, self.offset)
                     whole = chunk.rfind(b"\n") + 1
-                    if not whole:
+                    if not whole and len(chunk) < _CHUNK:
                         break
                     before = self.offset
-                    self._take(_parsed(chunk[:whole]))
-                    self.offset = self.offset + whole if self.offset == before else 0
+                    self._take(self._rows(chunk[:whole]))
+                    self.offset = self.offset + (whole or _CHUNK) if self.offset == before else 0
                     if monotonic() > until:
                         self._ended = self.offset == self.size
                         break
             finally:
                 os.close(descriptor)
             self._fold(_BUCKETS, _TAIL)
+
+    def _rows(self, lines: bytes) -> list[Row]:
+        """Rows of whole lines; none of a stretch of a line that is longer than any row is."""
+        if not lines:
+            if not self._in_long_line:
+                self.tally.lines += 1
+                self.tally.count_bad(f"it has more than {_CHUNK:,} bytes", self.tally.lines)
+            self._in_long_line = True
+            return []
+        if self._in_long_line:
+            lines = lines[lines.index(b"\n") + 1 :]
+            self._in_long_line = False
+        return rows_in(lines, METRICS, self.tally)
 
     def _take(self, rows: list[dict[str, Any]]) -> None:
         """Add rows, attempt by attempt; may begin anew when a restart reaches into what was folded."""
@@ -95,10 +114,10 @@ class Follower:
             return
         start = 0
         for place, attempt in enumerate(attempts):
-            if isinstance(attempt, int) and attempt > self._attempt:
+            if attempt > self._attempt:
                 self._append(self._current(rows[start:place]))
                 start = place
-                if not self._begin(attempt, rows[place].get("step", 0)):
+                if not self._begin(attempt, rows[place]["step"]):
                     self._clear()
                     self.offset = -1  # not where it was: the caller starts at the beginning
                     return
@@ -114,7 +133,8 @@ class Follower:
         known = attempt in self._starts
         self._starts[attempt] = step
         keep = int(np.searchsorted(self._at[:, 0], step))
-        if keep < self._raw_from and not known:
+        if keep < self._raw_from and not known and self._rereads < _MOST_REREADS:
+            self._rereads += 1
             return False
         self._cut(keep)
         self._validation = [point for point in self._validation if point[0] < step]
@@ -125,21 +145,24 @@ class Follower:
         self._raw_from = min(self._raw_from, keep)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
-        later = [first for attempt, first in self._starts.items() if attempt > self._attempt]
-        void = min(later, default=float("inf"))
+        void = float("inf")
+        if self._starts and self._attempt < max(self._starts):
+            void = min(first for attempt, first in self._starts.items() if attempt > self._attempt)
         for row in (row for row in rows if "val_loss" in row):
-            known = _is_number(row["val_loss"]) and _is_number(row.get("step")) and row["step"] < void
+            known = is_number(row["val_loss"]) and row["step"] < void
             if known and len(self._validation) < _MOST_VALIDATIONS:
                 self._validation.append((row["step"], row["val_loss"]))
         rows = [row for row in rows if "loss" in row]
         if not rows:
             return
         table = _columns(rows, ("step", "tokens", *FIELDS))
-        table = table[np.isfinite(table[:, 0]) & (table[:, 0] < void)]
+        table = table[table[:, 0] < void]
+        table[~np.isfinite(table)] = np.nan
         places, values = table[:, :2], table[:, 2:]
-        seconds = np.nan_to_num(values[:, FIELDS.index("step_s")], posinf=0.0, neginf=0.0)
+        seconds = np.nan_to_num(values[:, FIELDS.index("step_s")])
         elapsed = np.cumsum(seconds) + (self._at[-1, 2] if len(self._at) else 0.0)
-        values = values.astype(np.float32)
+        with np.errstate(over="ignore"):
+            values = values.astype(np.float32)
         values[~np.isfinite(values)] = np.nan
         self._at = np.concatenate([self._at, np.column_stack([places, elapsed])])
         self._low = np.concatenate([self._low, values])
@@ -193,34 +216,13 @@ def folded(at: Any, low: Any, high: Any, buckets: int) -> tuple[Any, Any, Any]:
     return at[ends], np.fmin.reduceat(low, edges), np.fmax.reduceat(high, edges)
 
 
-def _parsed(lines: bytes) -> list[dict[str, Any]]:
-    """Rows of whole lines; one that is no JSON object is left out."""
-    try:
-        rows = json.loads(b"[" + b",".join(lines.split(b"\n")[:-1]) + b"]")
-    except ValueError:
-        rows = []
-        for line in lines.split(b"\n")[:-1]:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-    return [row for row in rows if isinstance(row, dict)]
-
-
 def _columns(rows: list[dict[str, Any]], names: Sequence[str]) -> Any:
     table: list[Sequence[Any]]
     try:
         table = list(map(itemgetter(*names), rows))
     except KeyError:
         table = [[row.get(name) for name in names] for row in rows]
-    try:
-        return np.array(table, dtype=float)  # None becomes nan, and so do the words for floats that are not finite
-    except (TypeError, ValueError):
-        return np.array([[value if _is_number(value) else None for value in row] for row in table], dtype=float)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return np.array(table, dtype=float)  # None becomes nan
 
 
 def _plain(values: Any) -> list[float | None]:

@@ -1,11 +1,13 @@
 """Who may ask: this machine's own browser at this address, or whoever has the token; and what pages may do."""
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from email.message import Message
 from http.cookies import CookieError, SimpleCookie
 
 COOKIE = "meshwright"
+_ONCE = ("host", "origin", "sec-fetch-site", "cookie", "content-type", "content-length", "transfer-encoding")
 HEADERS = {
     # No script but our own files, no inline one; nothing from elsewhere; not inside another page.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -27,9 +29,16 @@ class Guard:
     token: str | None = None
     """Needed by everyone where it is given."""
 
-    def refusal(self, headers: Mapping[str, str], token: str | None) -> str | None:
-        """Why a request is refused, or None; header names are in small letters, `token` is from its address."""
+    def refusal(self, given: Sequence[tuple[str, str]]) -> str | None:
+        """Why a request with these headers is refused, or None; its token is asked for apart."""
+        names = [name.lower() for name, _ in given]
+        for name in _ONCE:
+            if names.count(name) > 1:
+                return f"a request has one {name} header"  # which of two is meant, each reader would say for itself
+        headers = {name.lower(): value for name, value in given}
         host = headers.get("host", "")
+        if not host:
+            return "a request has a host header"
         # A name that some page let point to this machine (DNS rebinding) is not one of ours.
         if self.token is None and host not in self._own_hosts():
             return "this server answers at its own address only"
@@ -38,9 +47,16 @@ class Guard:
             return "requests from other pages are not answered"
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
             return "requests from other pages are not answered"
-        if self.token is not None and not self._knows(token) and not self._knows(_cookie(headers)):
-            return "the token is missing or wrong; open the address that `meshwright studio` printed"
         return None
+
+    def knows_token(self, headers: Message, token: str | None) -> bool | None:
+        """Whether a request's address or cookie has the token; None where it gives none, and always on this machine."""
+        if self.token is None:
+            return True
+        cookie = _cookie(headers)
+        if token is None and cookie is None:
+            return None
+        return self._knows(token) or self._knows(cookie)
 
     def _own_hosts(self) -> set[str]:
         return {f"{name}:{self.port}" for name in ("127.0.0.1", "localhost", self.host)}
@@ -49,7 +65,7 @@ class Guard:
         return given is not None and self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _cookie(headers: Mapping[str, str]) -> str | None:
+def _cookie(headers: Message) -> str | None:
     try:
         found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:

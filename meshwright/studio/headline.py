@@ -5,6 +5,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from meshwright.launch import Metrics
 from meshwright.studio.curves import Point, curve, finite, smooth
 from meshwright.studio.numbers import count, duration, size
 
@@ -16,7 +17,7 @@ def headline(
     name: str,
     state: str,
     job: dict[str, Any],
-    metrics: list[dict[str, Any]],
+    metrics: Metrics,
     events: list[dict[str, Any]],
     environment: dict[str, Any],
 ) -> str:
@@ -24,10 +25,10 @@ def headline(
     start: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "start"), {})
     facts = "".join(f"<span>{escape(fact)}</span>" for fact in _facts(job, start, events, environment))
     tiles = [
-        _loss_tile(metrics),
-        _tokens_tile(metrics, job),
-        _throughput_tile(metrics),
-        _mfu_tile(metrics, start),
+        _loss_tile(metrics.rows),
+        _tokens_tile(metrics.rows, job),
+        _throughput_tile(metrics.rows),
+        _mfu_tile(metrics.rows, start),
         _time_tile(metrics, events),
         *_memory_tile(events),
     ]
@@ -52,16 +53,19 @@ def _facts(
     compute = job.get("precision", {}).get("compute")
     if compute:
         facts.append(str(compute))
-    began = _moment(environment["time"])
-    stops = [event["time"] for event in events if event["kind"] == "stop" and "time" in event]
+    began = _moment(environment.get("time"))
+    stops = [event["time"] for event in events if event["kind"] == "stop" and event.get("time")]
     ended = _moment(stops[-1]) if stops else ""
     same_day = ended[:10] == began[:10]
     facts.append(f"{began} to {ended[11:] if same_day else ended} UTC" if ended else f"started {began} UTC")
     return facts
 
 
-def _moment(stamp: str) -> str:
-    return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M}"
+def _moment(stamp: str | None) -> str:
+    try:
+        return f"{datetime.fromisoformat(stamp or ''):%Y-%m-%d %H:%M}"
+    except ValueError:
+        return "at an unknown time"
 
 
 def _loss_tile(metrics: list[dict[str, Any]]) -> str:
@@ -78,7 +82,7 @@ def _loss_tile(metrics: list[dict[str, Any]]) -> str:
 
 def _tokens_tile(metrics: list[dict[str, Any]], job: dict[str, Any]) -> str:
     tokens = finite(curve(metrics, "tokens"))
-    steps = max((row.get("step", 0) for row in metrics), default=0)
+    steps = max((row["step"] for row in metrics), default=0)
     wanted = job.get("run", {}).get("steps")
     progress = f"step {steps:,} of {wanted:,}" if isinstance(wanted, int) else f"step {steps:,}"
     return _tile("Tokens seen", count(tokens[-1]) if tokens else None, progress)
@@ -110,13 +114,14 @@ def _convention(start: dict[str, Any]) -> str:
     """How the FLOPs of an MFU are counted, since the number means nothing without it."""
     if start.get("gpu_peak_flops") is None or "flops_convention" not in start:
         return ""
-    per_token = f", here {start['flops_per_token'] / 1e9:.3g} GFLOP" if "flops_per_token" in start else ""
+    flops = start.get("flops_per_token")
+    per_token = "" if flops is None else f", here {flops / 1e9:.3g} GFLOP"
     return f'<p class="note foot">MFU counts {escape(str(start["flops_convention"]))}{per_token}.</p>'
 
 
-def _time_tile(metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> str:
+def _time_tile(metrics: Metrics, events: list[dict[str, Any]]) -> str:
     elapsed = max((event.get("elapsed_s", 0.0) for event in events), default=0.0)
-    stepping = sum(finite(curve(metrics, "step_s")))
+    stepping = metrics.sums.seconds
     total = max(elapsed, stepping)
     return _tile("Wall time", duration(total) if total else None, f"{duration(stepping)} in steps" if stepping else "")
 

@@ -1,8 +1,9 @@
 """Files of one folder and of nothing else: no name leads out of it, and no link is followed."""
 
 import os
-import stat
 from pathlib import Path
+
+from meshwright.reading import Unfit, open_plain
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -13,20 +14,13 @@ class Outside(Exception):
 
 def open_inside(root: Path, *parts: str) -> int:
     """A descriptor of a plain file below `root`, opened one folder at a time so that no link can slip in between."""
-    holder = os.open(root, _FOLDER)
+    holder = _folder(root, *parts[:-1])
     try:
-        for part in parts[:-1]:
-            inner = _open(part, _FOLDER, holder)
-            os.close(holder)
-            holder = inner
-        # Without O_NONBLOCK a pipe that lies there would keep us waiting.
-        found = _open(parts[-1], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, holder)
+        return open_plain(_name(parts[-1]), holder)
+    except (OSError, Unfit) as error:
+        raise Outside(parts[-1]) from error
     finally:
         os.close(holder)
-    if not stat.S_ISREG(os.fstat(found).st_mode):
-        os.close(found)
-        raise Outside(parts[-1])
-    return found
 
 
 def read_inside(root: Path, *parts: str, most: int, start: int = 0) -> bytes:
@@ -34,6 +28,8 @@ def read_inside(root: Path, *parts: str, most: int, start: int = 0) -> bytes:
     descriptor = open_inside(root, *parts)
     try:
         return os.pread(descriptor, most, start)
+    except OSError as error:
+        raise Outside(parts[-1]) from error
     finally:
         os.close(descriptor)
 
@@ -41,12 +37,8 @@ def read_inside(root: Path, *parts: str, most: int, start: int = 0) -> bytes:
 def names_inside(root: Path, *parts: str) -> list[str]:
     """The names of the plain files in a folder below `root`; none where there is no such folder."""
     try:
-        holder = os.open(root, _FOLDER)
-        for part in parts:
-            inner = _open(part, _FOLDER, holder)
-            os.close(holder)
-            holder = inner
-    except (OSError, Outside):
+        holder = _folder(root, *parts)
+    except Outside:
         return []
     try:
         with os.scandir(holder) as entries:
@@ -55,10 +47,23 @@ def names_inside(root: Path, *parts: str) -> list[str]:
         os.close(holder)
 
 
-def _open(name: str, flags: int, holder: int) -> int:
+def _folder(root: Path, *parts: str) -> int:
+    try:
+        holder = os.open(root, _FOLDER)
+    except OSError as error:
+        raise Outside(str(root)) from error
+    for part in parts:
+        try:
+            inner = os.open(_name(part), _FOLDER | os.O_NOFOLLOW, dir_fd=holder)
+        except OSError as error:
+            raise Outside(part) from error
+        finally:
+            os.close(holder)
+        holder = inner
+    return holder
+
+
+def _name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise Outside(name)
-    try:
-        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=holder)
-    except OSError as error:
-        raise Outside(name) from error
+    return name

@@ -15,6 +15,7 @@ KINDS = ("other", "parameters", "optimizer", "gradients", "activations")
 
 _WIDTH, _HEIGHT = 1080, 360
 _MOST_SAMPLES = 800
+_MOST_STEPS = 32
 _WORTH_TELLING_BYTES = 2**20  # optimizers keep counters on the host
 _MOMENTS = {
     "start": "start",
@@ -75,8 +76,10 @@ def _layers(samples: Sequence[dict[str, Any]], unit: int) -> list[_Layer]:
 
 
 def _scales(samples: Sequence[dict[str, Any]], unit: int) -> tuple[Scale, Scale]:
-    first, last = samples[0]["step"], samples[-1]["step"]
-    steps = tuple(float(step) for step in range(first, last + 1))
+    first, last = (end(row["step"] for row in samples) for end in (min, max))
+    few = last - first < _MOST_STEPS
+    ticks = range(first, last + 1) if few else map(int, nice_ticks(first, last + 1, _MOST_STEPS // 4))
+    steps = tuple(map(float, ticks))
     top = 1.06 * max(map(_total, samples)) / unit or 1.0
     x = Scale(float(first), last + 1.0, LEFT, _WIDTH - RIGHT, False, steps)
     return x, Scale(0.0, top, _HEIGHT - BOTTOM, TOP, False, nice_ticks(0.0, top, 5))
@@ -129,7 +132,8 @@ def _area(layer: _Layer, x_values: list[float], x: Scale, y: Scale) -> str:
 
 
 def _moment(row: dict[str, Any]) -> str:
-    words = _MOMENTS.get(row["at"], row["at"]).format(layer=row.get("layer"))
+    # Only our own words have a place for the layer: what a file says is never a format.
+    words = _MOMENTS[row["at"]].format(layer=row["layer"]) if row["at"] in _MOMENTS else row["at"]
     micro_batch = f" (micro-batch {row['micro_batch']})" if row.get("micro_batch") else ""
     return f"step {row['step']}, {words}{micro_batch}"
 

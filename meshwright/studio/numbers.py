@@ -31,6 +31,8 @@ def exact(value: float) -> str:
 
 def count(value: float) -> str:
     """A number of parameters or tokens as people say it: 22.1M, 1.24B."""
+    if abs(value) >= 1e15:
+        return short(value)
     for unit, suffix in _COUNT_SUFFIXES:
         if abs(value) >= 0.9995 * unit:
             return f"{value / unit:.3g}{suffix}"
@@ -51,6 +53,8 @@ def size_unit(largest_bytes: float) -> tuple[int, str]:
 
 def duration(seconds: float) -> str:
     """Seconds in the two largest units that matter: 2 h 05 min, 3 min 20 s, 4.2 s."""
+    if not math.isfinite(seconds):
+        return "—"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -60,9 +64,9 @@ def duration(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes:02d} min"
     days, hours = divmod(hours, 24)
-    return f"{days} d {hours:02d} h"
+    return f"{days:,} d {hours:02d} h" if days < 1e6 else f"{short(days)} d"
 
 
 def _trimmed(value: float, digits: int) -> str:
     text = f"{value:.{digits}g}"
-    return text if "e" not in text else f"{value:.0f}"
+    return text if "e" not in text or abs(value) >= 1e15 else f"{value:.0f}"

@@ -1,11 +1,12 @@
 """A run as one page that opens anywhere: what it reached, how it went, and what exactly was run."""
 
+import time
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch import RunFolder
+from meshwright.launch import Metrics, RunFolder
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
@@ -24,37 +25,40 @@ _LONGEST_SAMPLE = 4000
 def write_report(run: Path, out: Path | None = None) -> Path:
     """Write a run's report, RUN/report.html unless `out` says otherwise, and return where it is."""
     folder = RunFolder.open(run)
-    metrics, events = folder.metrics(), folder.events()
+    metrics, events, memory = folder.numbers(), folder.events(), folder.memory_curve()
     name = folder.path.absolute().name
+    unread = [told for tally in folder.unread.values() if (told := tally.sentence())]
     body = "\n".join(
         [
             headline(name, _state(folder, metrics), folder.job(), metrics, events, folder.environment()),
+            *(f'<p class="note alarm">{escape(told)}.</p>' for told in unread),
             _charts(metrics),
-            memory_chart(folder.memory_curve()),
-            expectations(folder.job(), metrics, events),
+            memory_chart(memory),
+            expectations(folder.job(), metrics.rows, events),
             _samples(folder.samples()),
             f"<h2>Events</h2>{events_table(events)}",
             f"<h2>Job</h2>{job_tables(folder.job(), folder.raw_job())}",
             f"<h2>Machine</h2>{environment_table(folder.environment())}",
             f"<h2>Code</h2>{code_tables(folder.code(), folder.path / 'code.diff')}",
             f"<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by Meshwright {VERSION} from "
-            f"{len(metrics):,} rows of metrics.</footer>",
+            f"{metrics.sums.rows:,} rows of metrics.</footer>",
         ]
     )
-    target = out or folder.path / "report.html"
-    return write_whole(target, page(f"{name} · Meshwright", body))
+    return write_whole(out or folder.path / "report.html", page(f"{name} · Meshwright", body), given=out is not None)
 
 
-def _state(folder: RunFolder, metrics: list[dict[str, Any]]) -> str:
-    step_s = next((row["step_s"] for row in reversed(metrics) if "step_s" in row), None)
-    return heard(folder.state(), (folder.path / "metrics.jsonl").stat().st_mtime, step_s)
+def _state(folder: RunFolder, metrics: Metrics) -> str:
+    step_s = next((row["step_s"] for row in reversed(metrics.rows) if "step_s" in row), None)
+    silent_s = max(0.0, time.time() - (folder.path / "metrics.jsonl").stat().st_mtime)
+    return heard(folder.state(), silent_s, step_s)
 
 
-def _charts(metrics: list[dict[str, Any]]) -> str:
-    train, validation = curve(metrics, "loss"), curve(metrics, "val_loss")
+def _charts(metrics: Metrics) -> str:
+    rows, sums = metrics.rows, metrics.sums
+    train, validation = curve(rows, "loss"), curve(rows, "val_loss")
     if not train and not validation:
         return '<h2>Curves</h2><p class="empty">No step has been recorded yet.</p>'
-    restarts, bad = _restarts(metrics), [step for step, value in train if value is None]
+    restarts, bad = _restarts(rows), [step for step, value in train if value is None]
     smoothed = smooth(train)
     loss = [
         Series("training loss", "train" if smoothed else "plain", train),
@@ -70,16 +74,16 @@ def _charts(metrics: list[dict[str, Any]]) -> str:
         ("Memory", "peak, GiB", "memory_bytes", 2.0**-30, True),
         ("Waiting for data", "ms a step", "data_wait_s", 1e3, True),
     ):
-        points = curve(metrics, field, scale)
+        points = curve(rows, field, scale)
         noisy = smooth(points) if field in ("tokens_per_s", "mfu", "data_wait_s") else []
         if points:
             series = [Series("each step" if noisy else "value", "train" if noisy else "plain", points)]
             series.append(Series("smoothed", "smooth", noisy))
             figures.append(line_chart(title, unit, series, from_zero=from_zero, marks=restarts))
     note = ""
-    if bad:
-        steps = "one step" if len(bad) == 1 else f"{len(bad):,} steps"
-        note = f'<p class="note alarm">{steps} without a finite loss, the first at step {bad[0]:,.0f}.</p>'
+    if sums.first_bad is not None:
+        steps = "one step" if sums.bad == 1 else f"{sums.bad:,} steps"
+        note = f'<p class="note alarm">{steps} without a finite loss, the first at step {sums.first_bad:,}.</p>'
     return f'<h2>Curves</h2>{note}<div class="charts">{"".join(figures)}</div>'
 
 
@@ -87,7 +91,7 @@ def _restarts(metrics: list[dict[str, Any]]) -> list[float]:
     """The first step of every attempt after the first."""
     first_steps: dict[Any, float] = {}
     for row in metrics:
-        first_steps.setdefault(row.get("attempt", 0), row.get("step", 0))
+        first_steps.setdefault(row.get("attempt", 0), row["step"])
     return list(first_steps.values())[1:]
 
 

@@ -1,26 +1,26 @@
 """The runs of a folder, as the page lists and shows them; everything is read, nothing is written."""
 
-import json
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from math import isfinite
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from meshwright.launch import rows_of, state_of
+from meshwright.errors import UserError
+from meshwright.launch import state_of
+from meshwright.reading import EVENTS, FILE_BYTES, MEMORY, METRICS, Tally, Unfit, is_number, parse_json, rows_in
 from meshwright.studio.follow import AXES, Follower
 from meshwright.studio.inside import Outside, names_inside, open_inside, read_inside
 from meshwright.studio.memory import memory_chart
 
-_MOST_EVENTS_BYTES = 4 << 20
+_FIRST_EVENTS_BYTES, _LAST_EVENTS_BYTES = 1 << 20, 3 << 20
 _MOST_TEXT = 1 << 16
 _MOST_EVENTS = 200
 _MOST_MEMORY_BYTES = 4 << 20
 _LOG_TAIL = 1 << 16
+_ROW_TAIL = 1 << 14
 _READ_S = 0.15
 """What one request may spend on reading; the page asks again until all is read."""
 _POINTS = 24_000
@@ -32,10 +32,20 @@ _MARKS = ("restart", "resume", "bad_step", "overflow", "skip", "rewind", "checkp
 
 @dataclass
 class _Events:
-    """What events.jsonl said when it had this size."""
+    """What events.jsonl said when it was so long and written then."""
 
-    size: int
+    stamp: tuple[int, float]
     rows: list[dict[str, Any]]
+    tally: Tally
+
+
+@dataclass
+class _Seen:
+    """When a run's numbers were first seen as they are, by a clock that nobody sets, and how old they were then."""
+
+    stamp: tuple[int, float]
+    at: float
+    age_s: float
 
 
 class Runs:
@@ -45,6 +55,7 @@ class Runs:
         self.root = root
         self._followers: dict[str, Follower] = {}
         self._events: dict[str, _Events] = {}
+        self._seen: dict[str, _Seen] = {}
         self._lock = Lock()
 
     def names(self) -> list[str]:
@@ -66,24 +77,38 @@ class Runs:
 
     def listed(self) -> list[dict[str, Any]]:
         """A line for every run: its name, one word for its state, its size, and where it is."""
-        return [self._line(name) for name in self.names()]
+        names = self.names()
+        with self._lock:
+            for kept in (self._followers, self._events, self._seen):
+                for gone in kept.keys() - set(names):
+                    del kept[gone]
+        return [self._line(name) for name in names]
 
     def _line(self, name: str) -> dict[str, Any]:
-        events = self.events(name)
-        size, written = self._size(name)
-        last = self._last_row(name, size)
-        state: str = state_of(event for event in events if "kind" in event)
+        events, stamp = self.events(name), self._stamp(name, "metrics.jsonl")
+        last = self._last_row(name, stamp[0])
+        state: str = state_of(events)
         return {
             "name": name,
-            "state": heard(state, written, last.get("step_s")),
-            "version": size,
+            "state": heard(state, self._silent_s(name, stamp), last.get("step_s")),
+            "version": stamp[0],
             "step": _number(last.get("step")),
             "loss": _number(last.get("loss")),
+            "unread": sum(tally.bad for tally in self._tallies(name)),
         }
 
-    def _size(self, name: str) -> tuple[int, float]:
+    def _silent_s(self, name: str, stamp: tuple[int, float]) -> float:
+        """How long a run's numbers have stayed as they are; by the wall clock only for what was so when first seen."""
+        now, seen = time.monotonic(), self._seen.get(name)
+        if seen is None or seen.stamp != stamp:
+            age_s = max(0.0, time.time() - stamp[1]) if seen is None else 0.0
+            seen = self._seen[name] = _Seen(stamp, now, age_s)
+        return seen.age_s + now - seen.at
+
+    def _stamp(self, *parts: str) -> tuple[int, float]:
+        """A file's size and when it was written."""
         try:
-            descriptor = open_inside(self.root, name, "metrics.jsonl")
+            descriptor = open_inside(self.root, *parts)
         except Outside:
             return 0, 0.0
         try:
@@ -94,27 +119,35 @@ class Runs:
 
     def _last_row(self, name: str, size: int) -> dict[str, Any]:
         """The newest row of a step, from the file's end."""
-        if not size:
-            return {}
-        tail = self._bytes(name, "metrics.jsonl", most=4096, start=max(0, size - 4096))
-        for line in reversed(tail.split(b"\n")[:-1]):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and "loss" in row:
-                return row
-        return {}
+        rows = rows_in(self._tail(name, "metrics.jsonl", size, _ROW_TAIL), METRICS, Tally(METRICS.name))
+        return next((row for row in reversed(rows) if "loss" in row), {})
+
+    def _tail(self, name: str, file: str, size: int, most: int) -> bytes:
+        """The whole lines among the last bytes of a file."""
+        data = self._bytes(name, file, most=most, start=max(0, size - most))
+        return data if size <= most else data.partition(b"\n")[2]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Everything that happened in a run; lines that are no rows are left out."""
-        data = self._bytes(name, "events.jsonl", most=_MOST_EVENTS_BYTES)
+        """Everything that happened in a run, of very much the first and the last; lines that are no rows are counted
+        and left out."""
+        stamp = self._stamp(name, EVENTS.name)
         known = self._events.get(name)
-        if known is None or known.size != len(data):
-            lines = data.decode("utf-8", "replace").splitlines(keepends=True)
-            rows = [row for line in lines for row in _row(line) if "kind" in row]
-            known = self._events[name] = _Events(len(data), rows)
+        if known is None or known.stamp != stamp:
+            tally = Tally(EVENTS.name)
+            most = _FIRST_EVENTS_BYTES + _LAST_EVENTS_BYTES
+            if stamp[0] <= most:
+                rows = rows_in(self._bytes(name, EVENTS.name, most=most), EVENTS, tally)
+            else:
+                tally.whole = False
+                rows = rows_in(self._bytes(name, EVENTS.name, most=_FIRST_EVENTS_BYTES), EVENTS, tally)
+                rows += rows_in(self._tail(name, EVENTS.name, stamp[0], _LAST_EVENTS_BYTES), EVENTS, tally)
+            known = self._events[name] = _Events(stamp, rows, tally)
         return known.rows
+
+    def _tallies(self, name: str) -> list[Tally]:
+        """What could not be read of a run's events, and of its numbers as far as anybody asked for them."""
+        events, follower = self._events.get(name), self._followers.get(name)
+        return [one.tally for one in (events, follower) if one is not None]
 
     def curves(self, names: Sequence[str], axis: str) -> dict[str, Any]:
         """The curves of some runs, as many points as a screen has, and how much of each was read."""
@@ -136,7 +169,7 @@ class Runs:
         return answer
 
     def _curve(self, name: str, follower: Follower, axis: str, buckets: int) -> dict[str, Any]:
-        events = [event for event in self.events(name) if event["kind"] in _MARKS and _whole(event.get("step"))]
+        events = [event for event in self.events(name) if event["kind"] in _MARKS and event.get("step") is not None]
         places = follower.places([event["step"] for event in events], axis)
         marks = [{"kind": event["kind"], "x": float(at)} for event, at in zip(events, places, strict=True)]
         read = {"version": follower.version, "read": follower.read_share}
@@ -145,7 +178,8 @@ class Runs:
     def shown(self, name: str) -> dict[str, Any]:
         """What the page tells of one run."""
         self._require(name)
-        events = self.events(name)
+        events, memory = self.events(name), Tally(MEMORY.name)
+        rows = rows_in(self._bytes(name, MEMORY.name, most=_MOST_MEMORY_BYTES), MEMORY, memory)
         return {
             "name": name,
             "job": self._text(name, "job.toml"),
@@ -153,7 +187,8 @@ class Runs:
             "events_left_out": max(0, len(events) - _MOST_EVENTS),
             "samples": self._samples(name),
             "logs": names_inside(self.root, name, "logs"),
-            "memory": self._memory(name),
+            "memory": memory_chart(rows),
+            "unread": [told for tally in (*self._tallies(name), memory) if (told := tally.sentence())],
         }
 
     def log(self, name: str, log: str, offset: int | None) -> dict[str, Any]:
@@ -176,19 +211,14 @@ class Runs:
         """What the planner must know to set a prediction beside this run: its newest steps, its last start and stop."""
         self._require(name)
         events = {event["kind"]: event for event in self.events(name) if event["kind"] in ("start", "stop")}
-        size, _ = self._size(name)
-        tail = self._bytes(name, "metrics.jsonl", most=_MOST_TEXT, start=max(0, size - _MOST_TEXT))
-        rows = [row for line in tail.decode("utf-8", "replace").splitlines(keepends=True) for row in _row(line)]
-        metrics = [{"step": row.get("step"), "step_s": row.get("step_s")} for row in rows if _whole(row.get("step"))]
-        job = json.loads(self._bytes(name, "job.resolved.json", most=1 << 20))
-        return {"part": "run", "job": job, "metrics": metrics, "events": list(events.values())}
-
-    def _memory(self, name: str) -> str:
-        data = self._bytes(name, "memory.jsonl", most=_MOST_MEMORY_BYTES)
+        size, _ = self._stamp(name, METRICS.name)
+        rows = rows_in(self._tail(name, METRICS.name, size, _MOST_TEXT), METRICS, Tally(METRICS.name))
+        metrics = [{"step": row["step"], "step_s": row.get("step_s")} for row in rows]
         try:
-            return memory_chart(list(rows_of(data.decode("utf-8", "replace").splitlines(keepends=True))))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return f'<p class="note">{escape("memory.jsonl cannot be read")}</p>'
+            job = parse_json(self._bytes(name, "job.resolved.json", most=FILE_BYTES))
+        except Unfit as unfit:
+            raise UserError(f"job.resolved.json of {name} is damaged ({unfit}); restore it from a copy") from None
+        return {"part": "run", "job": job, "metrics": metrics, "events": list(events.values())}
 
     def _samples(self, name: str) -> list[dict[str, Any]]:
         files = [file for file in names_inside(self.root, name, "samples") if file.startswith("step-")]
@@ -210,25 +240,12 @@ class Runs:
         os.close(open_inside(self.root, name, "job.resolved.json"))
 
 
-def heard(state: str, written: float, step_s: Any) -> str:
+def heard(state: str, silent_s: float, step_s: Any) -> str:
     """The state; `silent` where a run says running, but has written nothing for long: a killed one says no farewell."""
     long = max(_SILENT_S, _SILENT_STEPS * (_number(step_s) or 0))
-    return "silent" if state == "running" and time.time() - written > long else state
+    return "silent" if state == "running" and silent_s > long else state
 
 
 def _number(value: Any) -> float | None:
     """A number that a page can show; what else a line may hold is none."""
-    plain = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    return value if plain else None
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _row(line: str) -> list[dict[str, Any]]:
-    """The row of a line; none where it is cut, or no row at all."""
-    try:
-        return list(rows_of([line]))
-    except (ValueError, AttributeError):
-        return []
+    return value if is_number(value) else None

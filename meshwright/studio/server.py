@@ -1,7 +1,10 @@
 """The studio's server: a few static files, answers in JSON, and nothing that changes a run."""
 
+import io
 import json
 import secrets
+import socket
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -11,11 +14,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from meshwright.errors import UserError
+from meshwright.reading import Unfit, parse_json
 from meshwright.studio.asked import LIMITS
 from meshwright.studio.child import PlannerProcess
 from meshwright.studio.guard import COOKIE, HEADERS, Guard
 from meshwright.studio.inside import Outside
 from meshwright.studio.learn import guide_page, guide_picture, guide_titles
+from meshwright.studio.limits import QUESTIONS, Connections, Guesses, TimedReader, TooLarge
 from meshwright.studio.runs import Runs
 from meshwright.version import VERSION
 
@@ -40,6 +45,9 @@ class Studio(ThreadingHTTPServer):
 
     def __init__(self, runs: Path, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> None:
         self.runs = Runs(runs)
+        self.connections = Connections()
+        self.guesses = Guesses()
+        self.questions = threading.BoundedSemaphore(QUESTIONS)
         self.planner = PlannerProcess()
         if host not in _LOOPBACK and not token:
             token = secrets.token_urlsafe(24)
@@ -58,6 +66,29 @@ class Studio(ThreadingHTTPServer):
         token = f"?token={self.guard.token}" if self.guard.token else ""
         return f"http://{host!s}:{port}/{token}"
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own, where there is room for one."""
+        if self.connections.enter(request):
+            super().process_request(request, client_address)
+        else:
+            self._turn_away(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection and make room for another."""
+        self.connections.leave(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks off is nobody's business."""
+
+    def _turn_away(self, request: socket.socket) -> None:
+        try:
+            request.settimeout(0.1)
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        except OSError:
+            pass
+        super().shutdown_request(request)
+
     def close(self) -> None:
         """Stop listening and end the planner."""
         self.server_close()
@@ -71,8 +102,29 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = 30.0
 
+    def setup(self) -> None:
+        """Read through a reader that knows a request's bounds."""
+        super().setup()
+        self.rfile.close()
+        self._reader = TimedReader(self.connection)
+        self.rfile = io.BufferedReader(self._reader)
+
+    def handle_one_request(self) -> None:
+        """One request, or the end of the connection."""
+        self._reader.begin()
+        try:
+            super().handle_one_request()
+        except TooLarge:
+            self.requestline, self.request_version, self.command = "", "HTTP/1.1", ""
+            self.close_connection = True
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        except (OSError, ValueError):  # a connection that broke off, or was closed to make room
+            self.close_connection = True
+
     def do_GET(self) -> None:
         """Static files and what is read from runs."""
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body that nobody reads must not be taken for the next request
         self._answer(self._get)
 
     def do_POST(self) -> None:
@@ -83,10 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             split = urlsplit(self.path)
             query = parse_qs(split.query, max_num_fields=300)
-            token = query.get("token", [None])[0]
-            refusal = self.server.guard.refusal({key.lower(): value for key, value in self.headers.items()}, token)
+            refusal = self.server.guard.refusal(self.headers.items())
             if refusal is not None:
                 raise Refused(HTTPStatus.FORBIDDEN, refusal)
+            self._require_token(query.get("token", [None])[0])
+            self.server.connections.answering(self.connection, True)
             make(split.path, query)
         except Refused as refused:
             self.close_connection = True  # a body that was not read must not be taken for the next request
@@ -96,8 +149,25 @@ class _Handler(BaseHTTPRequestHandler):
         except (Outside, ValueError):
             self.close_connection = True
             self._send_json({"error": "there is nothing here"}, HTTPStatus.NOT_FOUND)
-        except (BrokenPipeError, ConnectionResetError, TimeoutError):
+        except OSError:  # the other side is gone, too late, or made room for another
             self.close_connection = True
+        except Exception as error:  # whatever a run holds, the next request is answered
+            self.close_connection = True
+            told = f"internal error, {type(error).__name__}: {error}; please report it"
+            self._send_json({"error": told}, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _require_token(self, token: str | None) -> None:
+        address, guesses = str(self.client_address[0]), self.server.guesses
+        if self.server.guard.token is not None and guesses.refused(address):
+            raise Refused(HTTPStatus.TOO_MANY_REQUESTS, "too many wrong tokens; wait a minute")
+        known = self.server.guard.knows_token(self.headers, token)
+        if known:
+            guesses.right(address)
+            return
+        if known is False:
+            guesses.wrong(address)
+        words = "the token is missing or wrong; open the address that `meshwright studio` printed"
+        raise Refused(HTTPStatus.FORBIDDEN, words)
 
     def _get(self, path: str, query: dict[str, list[str]]) -> None:
         runs = self.server.runs
@@ -120,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
             offset = query.get("offset")
             self._send_json(runs.log(name, query.get("log", [""])[0], int(offset[0]) if offset else None))
         elif path == "/api/predicted":
-            self._send_json(self.server.planner.ask(runs.question(name)))
+            self._ask(runs.question(name))
         elif path == "/api/guide":
             self._send_json({"titles": guide_titles()})
         elif path == "/api/page":
@@ -133,18 +203,32 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
         if self.headers.get_content_type() != "application/json":
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a question is JSON")
+        if "Transfer-Encoding" in self.headers:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a question says how long it is")
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit():
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "a question says how long it is")
-        if int(length) > _LARGEST_QUESTION:
+        if len(length) > 9 or int(length) > _LARGEST_QUESTION:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question is at most 1 MiB")
+        self._reader.allow(int(length))
+        self.server.connections.answering(self.connection, False)  # while it drips in, it may have to make room
         try:
-            question = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError):
+            question = parse_json(self.rfile.read(int(length)))
+        except Unfit:
             raise Refused(HTTPStatus.BAD_REQUEST, "a question is JSON") from None
+        self.server.connections.answering(self.connection, True)
         if not isinstance(question, dict) or question.get("part") not in ("search", "layout", "config"):
             raise Refused(HTTPStatus.BAD_REQUEST, "a question has a part: search, layout or config")
-        self._send_json(self.server.planner.ask(question))
+        self._ask(question)
+
+    def _ask(self, question: dict[str, Any]) -> None:
+        if not self.server.questions.acquire(blocking=False):
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the planner is busy with other questions; ask again")
+        try:
+            answer = self.server.planner.ask(question)
+        finally:
+            self.server.questions.release()
+        self._send_json(answer)
 
     def _first_page(self, with_token: bool) -> None:
         if with_token and self.server.guard.token:
@@ -171,6 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(body, "application/json; charset=utf-8", status)
 
     def _send(self, body: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.server.connections.answering(self.connection, False)
+        self.connection.settimeout(self.timeout)
         self.send_response(status)
         self._end_headers({"Content-Type": kind, "Content-Length": str(len(body))})
         self.wfile.write(body)

@@ -6,11 +6,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from meshwright.reading import Unfit, read_text
 from meshwright.studio.numbers import duration, exact
 
 _FIRST_EVENTS, _LAST_EVENTS = 50, 150
 _LONGEST_DIFF = 200_000
 _LONGEST_VALUE = 2000
+_LONGEST_JOB = 1 << 16
 
 
 def events_table(events: list[dict[str, Any]]) -> str:
@@ -69,9 +71,10 @@ def code_tables(code: dict[str, Any], diff: Path) -> str:
 
 
 def _diff(path: Path) -> str:
-    if not path.is_file():
+    try:
+        text = read_text(path, 4 * _LONGEST_DIFF)
+    except (FileNotFoundError, Unfit):
         return ""
-    text = path.read_text(encoding="utf-8", errors="replace")
     cut = text[:_LONGEST_DIFF] + ("\n… the rest is in code.diff" if len(text) > _LONGEST_DIFF else "")
     return f"<details><summary>uncommitted changes</summary><pre>{escape(cut)}</pre></details>"
 
@@ -108,14 +111,14 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return exact(value)
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
-        return escape(", ".join(str(item) for item in value)) or "—"
+        value = ", ".join(str(item) for item in value) or "—"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return escape(text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + " …")
 
 
 def _given(raw: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(raw)
-    except tomllib.TOMLDecodeError:
+        tables = tomllib.loads(raw) if len(raw) <= _LONGEST_JOB else {}
+    except (ValueError, RecursionError):
         return {}
     return {section: fields for section, fields in tables.items() if isinstance(fields, dict)}

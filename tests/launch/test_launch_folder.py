@@ -18,6 +18,9 @@ from meshwright.launch.local import record_failure
 
 JOB = {"model": {"width": 64}, "run": {"steps": 3, "folder": None}}
 
+MEMORY_ROW = {"step": 2, "rank": 0, "host_bytes": 9, "at": "backward", "layer": None, "micro_batch": 0}
+MEMORY_ROW |= {f"{kind}_bytes": 1 for kind in ("parameters", "gradients", "optimizer", "activations", "other")}
+
 
 def make(path: Path) -> RunFolder:
     return RunFolder.create(path, "[model]\nwidth = 64\n", JOB, ["meshwright", "train", "job.toml"])
@@ -181,7 +184,7 @@ def test_rows_a_disk_does_not_take_are_kept_and_written_later(
         patched.setattr(Path, "write_bytes", lambda *_: nearly_full(0, b""))
         folder.metric({"step": 2})
         folder.event("bad_step", step=2)
-        folder.memory({"step": 2})
+        folder.memory(MEMORY_ROW)
         folder.sample(2, "a text")
         folder.metric({"step": 3})
         assert not folder.written() and folder.metrics() == [{"step": 1}]
@@ -191,7 +194,7 @@ def test_rows_a_disk_does_not_take_are_kept_and_written_later(
     folder.metric({"step": 4})
     assert folder.written() and folder.metrics() == [{"step": step} for step in (1, 2, 3, 4)]
     assert [event["kind"] for event in folder.events()] == ["bad_step", "caught_up"]
-    assert folder.memory_curve() == [{"step": 2}] and folder.samples() == {2: "a text"}
+    assert folder.memory_curve() == [MEMORY_ROW] and folder.samples() == {2: "a text"}
     assert len(told) == 2 and "can be written again" in told[1]
 
 
@@ -204,15 +207,24 @@ def test_a_row_torn_by_a_full_disk_and_a_kill_is_left_out_by_the_next_attempt(tm
     assert [row["step"] for row in again.metrics()] == [1, 2]
 
 
-@pytest.mark.parametrize("name", ["job.resolved.json", "environment.json", "events.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["job.resolved.json", "environment.json", "code.json"])
 def test_a_damaged_folder_is_named_in_one_sentence(cli, tmp_path: Path, name: str) -> None:
     RunFolder.create(tmp_path / "run", "", {"run": {"steps": 3}}, [])
     (tmp_path / "run" / name).write_text('{"torn":\n')
-    told = cli("status", "run")
+    told = cli("report", "run")
     assert told.code == 2 and f"run/{name} is damaged" in told.err and len(told.err.splitlines()) == 1
-    if name.endswith("jsonl"):
-        (tmp_path / "run" / name).unlink()
-        assert f"run/{name} is missing" in cli("status", "run").err
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_damaged_line_costs_that_line_and_is_told(cli, tmp_path: Path, name: str) -> None:
+    folder = RunFolder.create(tmp_path / "run", "", {"run": {"steps": 3}}, [])
+    folder.event("start", attempt=0)
+    folder.metric({"step": 2, "loss": 2.0})
+    (tmp_path / "run" / name).write_text('{"torn":\n' + (tmp_path / "run" / name).read_text())
+    told = json.loads(cli("status", "run", "--json").out)
+    assert told["step"] == 2 and f"one line of {name} cannot be read and is left out (line 1" in told["why"]
+    (tmp_path / "run" / name).unlink()
+    assert f"run/{name} is missing" in cli("status", "run").err
 
 
 def test_a_run_that_a_second_signal_ended_was_stopped_and_did_not_fail(cli, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import Site
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.slurm.record import FOLDER
+from meshwright.launch.slurm.record import FOLDER, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
 
 TRIAL_STEPS = 20
@@ -144,7 +144,7 @@ def verdict(
     """Go or no-go after a trial, with the numbers: finished, finite, not much slower a GPU than the one before, and
     what the whole run would cost at this speed."""
     folder = RunFolder.open(run)
-    rows = [row for row in folder.metrics() if "loss" in row]
+    rows = [row for row in folder.numbers().rows if row.get("loss") is not None and row.get("step_s")]
     if folder.state() != "done" or not rows:
         return {"go": False, "why": f"the trial is {folder.state()}, not done"}
     if not all(math.isfinite(row["loss"]) for row in rows):
@@ -156,7 +156,7 @@ def verdict(
     hours = steps * step_s * all_ranks / 3600
     told = {"ranks": ranks, "step_s": step_s, "tokens_per_s_per_gpu": tokens, "gpu_hours_of_the_run": hours}
     if before is not None:
-        earlier = json.loads((before / FOLDER / "verdict.json").read_text(encoding="utf-8"))["tokens_per_s_per_gpu"]
+        earlier = (trial_verdict(before) or {}).get("tokens_per_s_per_gpu", 0.0)
         if tokens < _SLOWEST * earlier:
             return {"go": False, "why": f"a GPU makes {tokens:,.0f} tokens/s, before it was {earlier:,.0f}", **told}
     if budget is not None and hours > budget:

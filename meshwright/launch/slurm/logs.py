@@ -9,13 +9,15 @@ from meshwright.launch.folder import RunFolder
 from meshwright.launch.slurm.record import Submission
 
 _CHUNK = 1 << 16
+_LONGEST = 16 << 20
 
 
 def log_files(run: Path, rank: int | None = None) -> list[Path]:
     """The files of one rank, or what the jobs and with them rank 0 wrote, oldest first."""
     RunFolder.open(run)
     if rank is None:
-        jobs = sorted((run / "slurm").glob("job-*.out"), key=lambda path: path.stat().st_mtime)
+        found = [path for path in (run / "slurm").glob("job-*.out") if path.is_file()]
+        jobs = sorted(found, key=lambda path: path.stat().st_mtime)
         if not jobs and Submission.read(run) is not None:
             raise UserError(
                 f"{run} has no log yet: none of its jobs has written any; --follow waits, meshwright status says why"
@@ -27,6 +29,13 @@ def log_files(run: Path, rank: int | None = None) -> list[Path]:
         have = f"those with one: {', '.join(kept)}" if kept else "none of its ranks does"
         raise UserError(f"{run} has no log of rank {rank} ({have}); a rank that wrote nothing leaves none")
     return files
+
+
+def end_of(path: Path) -> str:
+    """The last of a log, all of it unless it is very long."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LONGEST))
+        return file.read(_LONGEST).decode("utf-8", "replace")
 
 
 def follow(files: Callable[[], list[Path]], alive: Callable[[], bool], every_s: float = 1.0) -> Iterator[str]:

@@ -1,13 +1,21 @@
 """What a run folder keeps of its submission: `slurm/` with the script, the job ids, and a word once all is over."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.errors import UserError
+from meshwright.reading import Unfit, is_number, read_object, read_plain, read_text
+
 FOLDER = "slurm"
 OVER = "slurm/over"
 """Holds one word once no further job should run: done, cancelled, failed."""
+_WORDS = 4096
+_JOB = re.compile(r"\d[\w,%\[\].-]{0,63}")
 
 
 @dataclass(frozen=True)
@@ -34,13 +42,39 @@ class Submission:
     def read(cls, run: Path) -> Self | None:
         """The last submission of a run; None where it never was one."""
         path = run / FOLDER / "submission.json"
-        if not path.is_file():
+        try:
+            found = TypeAdapter(cls).validate_json(read_plain(path))
+            if not all(_JOB.fullmatch(job) for job in (*found.jobs, *found.ladder)):
+                raise Unfit("one of its jobs is no number of a job")  # and could be an option of Slurm's commands
+            return found
+        except FileNotFoundError:
             return None
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**fields, "jobs": tuple(fields["jobs"]), "ladder": tuple(fields["ladder"])})
+        except (Unfit, ValidationError) as error:
+            why = str(error) if isinstance(error, Unfit) else error.errors()[0]["msg"]
+            raise UserError(f"{path} is damaged ({why}); restore it, or submit the run again") from None
 
 
 def over(run: Path) -> str | None:
     """Why no further job should run; None while one may."""
-    path = run / OVER
-    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+    try:
+        return read_text(run / OVER, _WORDS).strip() or None
+    except FileNotFoundError:
+        return None
+    except Unfit as unfit:
+        raise UserError(f"{run / OVER} is damaged ({unfit}); remove it") from None
+
+
+def trial_verdict(trial: Path) -> dict[str, Any] | None:
+    """What a trial of a ladder said: whether to `go` and `why`, with its numbers; None before it did."""
+    path = trial / FOLDER / "verdict.json"
+    try:
+        told = read_object(path)
+        if not isinstance(told.get("go"), bool) or not isinstance(told.get("why"), str):
+            raise Unfit("it says neither go nor why")
+        if told["go"] and not is_number(told.get("tokens_per_s_per_gpu")):
+            raise Unfit("it has no speed")
+    except FileNotFoundError:
+        return None
+    except Unfit as unfit:
+        raise UserError(f"{path} is damaged ({unfit}); remove {trial} and submit the ladder again") from None
+    return told

@@ -1,6 +1,5 @@
 """A run's state in one word, and why: what Slurm says of its jobs, else what its folder says."""
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Literal
 from meshwright.errors import UserError
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.slurm.commands import NoAnswer, SlurmJob, job_state
-from meshwright.launch.slurm.record import Submission, over
+from meshwright.launch.slurm.record import Submission, over, trial_verdict
+from meshwright.reading import printable
 
-Word = Literal["pending", "running", "requeued", "done", "stopped", "cancelled", "failed", "oom", "timeout"]
+Word = Literal["pending", "running", "requeued", "done", "stopped", "cancelled", "failed", "oom", "timeout", "damaged"]
 _MEMORY = re.compile(r"(?<!may have run )out of memory|outofmemory|\boom\b", re.IGNORECASE)
 
 
@@ -41,13 +41,12 @@ def status_of(path: Path) -> Status:
             raise
         job = None  # how it ended is known without Slurm
     word, why = _state(folder, submission, job)
-    rows = folder.metrics()
-    step = max((row["step"] for row in rows), default=0)
-    attempt = max((event.get("attempt", 0) for event in folder.events() if event["kind"] == "start"), default=0)
-    steps = int(folder.job()["run"]["steps"])
-    return Status(
-        str(path), word, why, step, steps, attempt, job.id if job else None, job.nodes if job and job.active else ""
-    )
+    step = max((row["step"] for row in folder.numbers().rows), default=0)
+    attempt = max((event.get("attempt", 0) for event in folder.events("start")), default=0)
+    unread = [told for tally in folder.unread.values() if (told := tally.sentence())]
+    nodes = job.nodes if job and job.active else ""
+    why = printable("; ".join([why, *unread]))
+    return Status(str(path), word, why, step, folder.steps(), attempt, job.id if job else None, nodes)
 
 
 def statuses(parent: Path) -> list[Status]:
@@ -55,7 +54,17 @@ def statuses(parent: Path) -> list[Status]:
     if not parent.is_dir():
         raise UserError(f"{parent} is no folder of runs; give --all the folder they are in")
     found = [path.parent for path in parent.glob("*/job.resolved.json")]
-    return [status_of(path) for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)]
+    return [_told(path) for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
+
+
+def _told(path: Path) -> Status:
+    """The state of one run among others, whose list it must not end."""
+    try:
+        return status_of(path)
+    except NoAnswer:
+        raise
+    except UserError as error:
+        return Status(str(path), "damaged", printable(str(error)), 0, 0, 0, None, "")
 
 
 def active_job(path: Path) -> SlurmJob | None:
@@ -75,7 +84,7 @@ def _job_of(submission: Submission) -> SlurmJob | None:
 def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | None) -> tuple[Word, str]:
     if job is not None and submission is not None and job.active:
         return _active(folder, submission, job)
-    stop = next((event for event in reversed(folder.events()) if event["kind"] == "stop"), None)
+    stop = next(reversed(folder.events("stop")), None)
     reason = None if stop is None or folder.state() == "running" else stop.get("reason")
     error = str(stop.get("error") or "") if stop is not None and reason is not None else ""
     final = over(folder.path)
@@ -106,7 +115,7 @@ def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[W
     trial = f"trial {submission.ladder.index(job.id) + 1}, " if job.id in submission.ladder else ""
     if not job.waits:
         return "running", f"{trial}{_place(folder)}"
-    again = job.restarts or any(event["kind"] == "start" for event in folder.events())
+    again = job.restarts or folder.events("start")
     return ("requeued" if again else "pending"), f"{trial}{job.reason or 'Slurm gave no reason yet'}" + (
         f"; {_place(folder)}" if again else ""
     )
@@ -121,17 +130,17 @@ def _stopped(folder: RunFolder, submission: Submission | None, error: str) -> tu
 
 
 def _place(folder: RunFolder) -> str:
-    rows = [row for row in folder.metrics() if "loss" in row]
-    steps = folder.job()["run"]["steps"]
-    return f"step {rows[-1]['step']} of {steps}, loss {rows[-1]['loss']:.4f}" if rows else f"before step 1 of {steps}"
+    last, steps = folder.numbers().last(), folder.steps()
+    if last is None:
+        return f"before step 1 of {steps}"
+    return f"step {last['step']} of {steps}" + ("" if last["loss"] is None else f", loss {last['loss']:.4f}")
 
 
 def _trials_no(run: Path, submission: Submission) -> str | None:
     """What a trial said, or came to, that let the run not start."""
-    trials = sorted(run.glob("ladder/*"), key=lambda path: int(path.name))
+    trials = sorted((path for path in run.glob("ladder/*") if path.name.isdecimal()), key=lambda path: int(path.name))
     for trial, job in zip(trials, submission.ladder, strict=False):
-        path = trial / "slurm/verdict.json"
-        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        told = trial_verdict(trial)
         if told is not None and not told["go"]:
             return f"the trial on {trial.name} says no-go: {told['why']}"
         if told is not None or (final := over(trial)) == "cancelled":

@@ -63,7 +63,9 @@ async function poll() {
       $("runs-status").classList.remove("error");
       const incomplete = await fetchCurves();
       const running = list.filter(run => run.state === "running").length;
-      $("runs-status").textContent = `${list.length} run${list.length === 1 ? "" : "s"}, ${running} running${incomplete ? "; reading" : ""}`;
+      const unread = list.reduce((sum, run) => sum + run.unread, 0);
+      $("runs-status").textContent = `${list.length} run${list.length === 1 ? "" : "s"}, ${running} running${incomplete ? "; reading" : ""}`
+        + (unread ? `; ${unread.toLocaleString("en")} line${unread === 1 ? "" : "s"} cannot be read` : "");
       showList();
       showCurves();
       await tail();
@@ -129,7 +131,7 @@ async function open(name) {
   changed();
 }
 
-const growth = run => [run.name, run.state, run.version].join();
+const growth = run => [run.name, run.state, run.version + run.unread].join();
 
 // What is told of one run, again whenever it has grown; a picture that did not change is left under the pointer.
 async function details(name) {
@@ -139,6 +141,7 @@ async function details(name) {
   detailed = now ? growth(now) : "";
   $("run").hidden = false;
   $("run-title").textContent = name;
+  $("unread").replaceChildren(...run.unread.map(told => h("p", { class: "note alarm" }, `${told}.`)));
   if ($("memory").dataset.shown !== run.memory) {
     $("memory").innerHTML = $("memory").dataset.shown = run.memory;  // drawn and escaped by the server
     bindFigures($("memory"));

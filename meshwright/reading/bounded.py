@@ -1,0 +1,128 @@
+"""Bytes, texts and JSON from a file, none of them larger, deeper or stranger than what this program writes."""
+
+import errno
+import json
+import os
+import stat
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn
+
+FILE_BYTES = 1 << 20
+"""Most a small file of a run holds: a job, an environment, a submission."""
+DEEPEST = 64
+"""Most levels of lists and tables in each other."""
+_DIGITS = 19
+"""A whole number with fewer fits 64 bits; what has more is no count, no step and no size."""
+_TO_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
+
+
+class Unfit(ValueError):
+    """What is not read, and why, in a few words."""
+
+
+def open_plain(path: Path | str, holder: int | None = None) -> int:
+    """A descriptor of a plain file; links are not followed, and a pipe does not keep the reader waiting."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, dir_fd=holder)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        link = error.errno == errno.ELOOP
+        raise Unfit("it is a link" if link else f"it cannot be opened: {error.strerror}") from None
+    except ValueError:  # a name with a zero byte
+        raise Unfit("its name is no file's name") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unfit("it is no plain file")
+    return descriptor
+
+
+def read_plain(path: Path, most: int = FILE_BYTES, *, cut: bool = False) -> bytes:
+    """A plain file's bytes; one with more than `most` is unfit, or cut there where its beginning will do."""
+    descriptor = open_plain(path)
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise Unfit(f"it cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    if len(data) > most and not cut:
+        raise Unfit(f"it has more than {most:,} bytes")
+    return data[:most]
+
+
+def read_text(path: Path, most: int = FILE_BYTES) -> str:
+    """The first bytes of a plain file as text to show; what is no UTF-8 is replaced."""
+    return read_plain(path, most, cut=True).decode("utf-8", "replace")
+
+
+def read_object(path: Path, most: int = FILE_BYTES) -> dict[str, Any]:
+    """The table of fields that a plain file of JSON holds."""
+    value = parse_json(read_plain(path, most))
+    if not isinstance(value, dict):
+        raise Unfit("it holds no table of fields")
+    return value
+
+
+def parse_json(data: bytes, *, flat: bool = False) -> Any:
+    """JSON as we write it: UTF-8, a few levels deep, whole numbers of 64 bits, and no word for what is not finite.
+
+    `flat` where the number of brackets shows already that nothing is deep.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Unfit("it is not UTF-8") from None
+    try:
+        value = (_STRICT if _has_long_number(data) else _PLAIN).decode(text)
+    except Unfit:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Unfit("it is not JSON" if isinstance(error, ValueError) else "its lists are too deep") from None
+    if not flat and data.count(b"[") + data.count(b"{") > DEEPEST and not _is_shallow(value):
+        raise Unfit(f"its lists are more than {DEEPEST} deep")
+    if b"\\u" in data:
+        try:  # half a pair of surrogates is no character, and cannot be printed
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise Unfit("it holds half a character") from None
+    return value
+
+
+def _has_long_number(data: bytes) -> bool:
+    """Whether so many digits stand in a row that a whole number may be too large, which takes a slower look."""
+    return b"0" * _DIGITS in data.translate(_TO_ZERO)
+
+
+def printable(text: str, most: int = 500) -> str:
+    """A text from a file as a terminal may show it: its control characters replaced, its end cut where it is long."""
+    shown = "".join(letter if letter.isprintable() else "�" for letter in text[:most])
+    return shown + " …" if len(text) > most else shown
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS + 1 or not -(2**63) <= (value := int(digits)) < 2**63:
+        raise Unfit("a number in it does not fit 64 bits")
+    return value
+
+
+def _refuse(word: str) -> NoReturn:
+    raise Unfit(f"{word} is no JSON")
+
+
+_PLAIN = json.JSONDecoder(parse_constant=_refuse)
+_STRICT = json.JSONDecoder(parse_constant=_refuse, parse_int=_whole)
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        tables = (one.values() for one in level if isinstance(one, dict))
+        level = [*chain.from_iterable(tables), *chain.from_iterable(one for one in level if isinstance(one, list))]
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return True
+    return False
