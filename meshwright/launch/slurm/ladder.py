@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site
-from meshwright.job import Job, LoadedJob
+from meshwright.job import Job, LoadedJob, code_of
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.slurm.record import FOLDER
 from meshwright.launch.slurm.script import Request, Shape, batch_script
@@ -56,8 +56,9 @@ class Rung:
             request.container,
             request.options,
         )
+        trust = bool(code_of(self.loaded.job))
         name = f"{self.run.parents[1].name}-trial-{self.shape.ranks}"
-        return batch_script(self.run, name, site, self.shape, asked, "once", judge=self.judge)
+        return batch_script(self.run, name, site, self.shape, asked, "once", judge=self.judge, trust=trust)
 
 
 def make_rungs(
