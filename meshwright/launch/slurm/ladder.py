@@ -108,10 +108,13 @@ def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
     if shard * job.layout.cp == 1:
         layout["zero"] = 0  # nothing is left to shard over
     batch = {"global_batch": job.accumulation * job.batch.micro_batch * fewer}
+    steps = min(TRIAL_STEPS, job.run.steps)
+    warmup = min(job.warmup_steps, steps // 2)
     changes: dict[str, dict[str, Any]] = {
         "layout": layout,
         "batch": batch,
-        "run": {"steps": min(TRIAL_STEPS, job.run.steps), "folder": str(run)},
+        "run": {"steps": steps, "folder": str(run)},
+        "schedule": {"warmup_steps": warmup, "decay_steps": min(job.decay_steps, steps - warmup)},
         "evaluation": {"every_steps": 0},
         "checkpoint": {"every_steps": None, "every_minutes": None, "auto": False, "backup_to": None},
     }
