@@ -1,12 +1,15 @@
 """Garbage command lines: every command and option there is, with words of ours and nonsense in any order."""
 
+import inspect
 import random
 from collections.abc import Iterator
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from attacks.case import Case, Family, command
+from attacks.case import Case, Family, Refused, command
 from attacks.mutations import TEXTS
 
 WORDS = [
@@ -70,24 +73,37 @@ GUARDS: dict[str, list[str]] = {
 }
 
 
-def commands() -> dict[str, list[tuple[str, bool]]]:
-    """Every command with its options, and whether each takes a value."""
+@dataclass(frozen=True)
+class Known:
+    """A command: how many arguments it takes, and its options, each with the kind of its value, if any."""
+
+    arguments: int
+    options: list[tuple[str, str | None]]
+
+
+@cache
+def commands() -> dict[str, Known]:
+    """Every command there is; what prints their refusals is loaded here, once for all cases."""
     import typer.main
 
     from meshwright.cli import app
 
-    found: dict[str, list[tuple[str, bool]]] = {}
+    found: dict[str, Known] = {}
 
     def walk(group: Any, path: str) -> None:
         for name, one in group.commands.items():
             full = f"{path} {name}".strip()
             if hasattr(one, "commands"):
                 walk(one, full)
-            else:
-                options = [param for param in one.params if param.param_type_name == "option"]
-                found[full] = [(param.opts[0], not param.is_flag) for param in options]
+                continue
+            options = [param for param in one.params if param.param_type_name == "option"]
+            told = inspect.signature(one.callback).parameters
+            kinds = [(param.opts[0], None if param.is_flag else str(told[param.name].annotation)) for param in options]
+            found[full] = Known(len(one.params) - len(options), kinds)
 
     walk(typer.main.get_command(app), "")
+    with suppress(Refused):
+        command("job", "--nothing")
     return found
 
 
@@ -97,19 +113,18 @@ def draw(chance: random.Random) -> Iterator[Case]:
     while True:
         number += 1
         name = chance.choice(list(known))
-        words = name.split() + GUARDS.get(name, [])
-        if name not in GUARDS and chance.random() < 0.7:
-            words += [_word(chance) for _ in range(chance.choice([1, 1, 1, 2]))]
-        for _ in range(chance.randrange(4)):
-            option, valued = chance.choice(known[name] or [("--json", False)])
-            if option == "--help" and chance.random() < 0.9:
-                continue  # a page of help is all there would be
+        words = name.split()
+        if name not in GUARDS:
+            words += ["demo" if chance.random() < 0.4 else _word(chance) for _ in range(known[name].arguments)]
+        for _ in range(chance.choice([0, 1, 1, 2, 3]) if known[name].options else 0):
+            option, kind = chance.choice(known[name].options)
             words.append(option)
-            if valued and chance.random() < 0.95:
-                words.append(chance.choice(NUMBERS) if chance.random() < 0.5 else _word(chance))
-        if chance.random() < 0.2:
+            if kind is not None:
+                numbers = "int" in kind or "float" in kind
+                words.append(chance.choice(NUMBERS) if numbers and chance.random() < 0.9 else _word(chance))
+        if chance.random() < 0.1:
             words.insert(chance.randrange(len(words) + 1), _word(chance))
-        yield Case(f"{number} {' '.join(words)}"[:80], partial(_run, words), seconds=40.0)
+        yield Case(f"{number} {' '.join(words)}"[:80], partial(_run, words + GUARDS.get(name, [])), seconds=60.0)
 
 
 def _word(chance: random.Random) -> str:

@@ -1,10 +1,14 @@
 """What a run folder keeps of its submission: `slurm/` with the script, the job ids, and a word once all is over."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from meshwright.errors import UserError
+
+_ID = re.compile(r"[0-9]+(_[0-9]+)?")
 FOLDER = "slurm"
 OVER = "slurm/over"
 """Holds one word once no further job should run: done, cancelled, failed."""
@@ -36,8 +40,15 @@ class Submission:
         path = run / FOLDER / "submission.json"
         if not path.is_file():
             return None
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**fields, "jobs": tuple(fields["jobs"]), "ladder": tuple(fields["ladder"])})
+        try:
+            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            read = cls(**{**fields, "jobs": tuple(fields["jobs"]), "ladder": tuple(fields["ladder"])})
+            sound = all(isinstance(job, str) and _ID.fullmatch(job) for job in (*read.jobs, *read.ladder))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            sound = False
+        if not sound:  # an id becomes a word of scancel, to which "--user" is one too
+            raise UserError(f"{path} is damaged: it names no jobs of Slurm; restore it from a copy or delete it")
+        return read
 
 
 def over(run: Path) -> str | None:
