@@ -28,6 +28,7 @@ from meshwright.cli import (
     tune,
     verify,
 )
+from meshwright.cli.given import refusals_of_the_system, require_text
 from meshwright.errors import UserError
 from meshwright.version import VERSION
 
@@ -104,7 +105,9 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     warnings.showwarning = _show_warning
     try:
-        app(arguments)
+        require_text(arguments)
+        with refusals_of_the_system(arguments):
+            app(arguments)
     except UserError as error:
         if debug:
             raise

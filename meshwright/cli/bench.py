@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JOB, JSON, SET
+from meshwright.cli.job import JOB, JSON, SET, TRUST
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from meshwright.job import Job
     from meshwright.launch.ranks import Place
     from meshwright.measure import Bench
 
@@ -33,16 +34,18 @@ def bench(
     profile: bool = typer.Option(False, "--profile", help="Also tell which kernels the time goes to."),
     sweep: list[str] = SWEEP,
     out: Path | None = OUT,
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Time a job's training steps; nothing is saved. Inside torchrun or srun, as one of its ranks."""
     from meshwright.cli.output import stderr_console, stdout_console
+    from meshwright.job import load_job
     from meshwright.launch.ranks import find_place, slurm_variables
 
     os.environ.update(slurm_variables(os.environ))
     place = find_place(os.environ)
     console = stderr_console() if as_json else stdout_console()
-    counts = ("--steps", str(steps), "--warmup", str(warmup), *(("--profile",) if profile else ()))
+    counts = ("--steps", str(steps), "--warmup", str(warmup), *["--profile"] * profile, *["--trust"] * trust)
     if out is not None and not sweep:
         raise UserError(f"--out {out} is where a sweep keeps its rows; give --sweep too, or use --json and redirect it")
     if place is None and sweep:
@@ -51,12 +54,11 @@ def bench(
     elif place is None and nproc is not None and nproc > 1:
         _with_ranks(job, overrides, nproc, counts, as_json)
     else:
-        _here(job, overrides, place, steps, warmup, profile, console, as_json)
+        _here(load_job(job, overrides, trust=trust).job, place, steps, warmup, profile, console, as_json)
 
 
 def _here(
-    source: str,
-    overrides: list[str],
+    job: Job,
     place: Place | None,
     steps: int,
     warmup: int,
@@ -66,10 +68,6 @@ def _here(
 ) -> None:
     """Measure in this process, alone or as a rank."""
     from dataclasses import asdict
-
-    from meshwright.job import load_job
-
-    job = load_job(source, overrides).job
 
     import torch.distributed as dist
 
@@ -108,7 +106,7 @@ def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, .
 
     from meshwright.job import load_job
 
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust="--trust" in counts)
 
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.devices import require_devices
@@ -135,7 +133,7 @@ def _sweep(
     from meshwright.measure import Sweep, settings_of
 
     sweep = Sweep(job, tuple(overrides), settings_of(fields), arguments, file)
-    _require_one(job, overrides, sweep.settings)
+    _require_one(job, overrides, sweep.settings, "--trust" in arguments)
     before, left = len(sweep.settings) - len(sweep.left()), len(sweep.left())
     if before:
         console.print(f"{before} of {len(sweep.settings)} settings are in {file} already", highlight=False)
@@ -150,14 +148,14 @@ def _sweep(
         console.print(_row(row), markup=False, highlight=False, soft_wrap=True)
 
 
-def _require_one(job: str, overrides: list[str], settings: Sequence[tuple[str, ...]]) -> None:
+def _require_one(job: str, overrides: list[str], settings: Sequence[tuple[str, ...]], trust: bool) -> None:
     """Refuse a job that no setting makes valid, before a process is started for each."""
     from meshwright.job import load_job
 
     refusals = []
     for setting in settings:
         try:
-            load_job(job, [*overrides, *setting])
+            load_job(job, [*overrides, *setting], trust=trust)
             return
         except UserError as error:
             refusals.append(error)

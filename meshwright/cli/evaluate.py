@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.job import JSON
+from meshwright.cli.job import JSON, TRUST
 
 DATA = typer.Option(
     [], "--data", metavar="[NAME=]SOURCE", help="A prepared folder, file or folder; may be given again."
@@ -16,6 +16,7 @@ def evaluate(
     data: list[str] = DATA,
     batches: int | None = typer.Option(None, "--batches", min=1, help="Global batches of each text; all by default."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Judge a run's newest weights by some texts, by its own held-out one when none is given."""
@@ -25,7 +26,7 @@ def evaluate(
     from meshwright.launch.evaluate import evaluate_run
 
     with stderr_console().status("evaluating"):
-        scores, step = evaluate_run(run, _named(data), device, batches)
+        scores, step = evaluate_run(run, _named(data), device, batches, trust)
     if as_json:
         print_json({"run": str(run), "step": step, "sets": {name: asdict(found) for name, found in scores.items()}})
         return

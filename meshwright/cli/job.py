@@ -14,6 +14,7 @@ app = typer.Typer(help="Explain a job file, print its schema, or make one of oth
 
 JOB = typer.Argument(help="A job file, or a recipe's name such as demo.")
 SET = typer.Option([], "--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be given again.")
+TRUST = typer.Option(False, "--trust", help="Run the code that a run folder names (model.file): read it first.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 RANKS = typer.Option(None, "--ranks", min=1, help="Data-parallel ranks; else what the batch sizes say, or 1.")
 OUT = typer.Option(None, "--out", metavar="JOB.toml", help="Write the job here instead of printing it.")
@@ -25,7 +26,7 @@ def explain(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) ->
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import job_fields, load_job
 
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust=True)  # nothing of it is run
     values = loaded.job.model_dump(mode="json")
     rows = []
     for name, meaning in job_fields():

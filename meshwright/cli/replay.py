@@ -4,13 +4,14 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.job import JSON
+from meshwright.cli.job import JSON, TRUST
 
 
 def replay(
     run: Path = typer.Argument(help="A run folder."),
     step: int = typer.Option(..., "--step", min=1, help="The step to make again."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Make a step again on one device: its loss and gradient norm, and every sample's loss, the worst first."""
@@ -22,7 +23,7 @@ def replay(
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.replay import replay as make_again
 
-    found = make_again(run, step, device, stderr_console())
+    found = make_again(run, step, device, stderr_console(), trust)
     if as_json:
         print_json(asdict(found))
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JOB, JSON, SET
+from meshwright.cli.job import JOB, JSON, SET, TRUST
 
 if TYPE_CHECKING:
     from meshwright.launch.slurm import Status
@@ -46,6 +46,7 @@ def submit(
     ladder: bool = LADDER,
     budget: float | None = BUDGET,
     dry_run: bool = DRY,
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Submit a job to a Slurm site, or go on with a run folder; it is queued again until its last step is made."""
@@ -56,8 +57,11 @@ def submit(
 
     if budget is not None and not ladder:
         raise UserError(f"--budget {budget:g} is what the trials measure against; add --ladder")
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust=trust)
     named = loaded.job.cluster.name
+    foreign = loaded.from_run and loaded.origin("cluster.name") == "file" and not trust
+    if site is None and foreign and Path(str(named)).is_file():
+        raise UserError(f'{job} names cluster.name = "{named}", whose words a script would run; read it, add --trust')
     if site is None and named is None:
         raise UserError(
             "submit needs --site, as --site leonardo, or a job whose cluster.name says it; give one of them"

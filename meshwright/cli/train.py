@@ -1,13 +1,14 @@
 """`meshwright train`: train a job on this machine, alone or with many ranks."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from meshwright.cli.job import JOB, JSON, SET
+from meshwright.cli.job import JOB, JSON, SET, TRUST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,7 @@ def train(
     nodes: int = typer.Option(1, "--nodes", min=1, help="Machines, with --nproc ranks each; run this on every one."),
     node_rank: int = typer.Option(0, "--node-rank", min=0, help="Which of the machines this is."),
     master: str | None = typer.Option(None, "--master", metavar="HOST:PORT", help="Where the machines meet."),
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
@@ -34,7 +36,7 @@ def train(
     from meshwright.launch.ranks import find_place, slurm_variables
 
     if master is not None:
-        _as_node(job, overrides, resume, nproc, (node_rank, nodes, master))
+        _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master))
         return
     if nodes > 1:
         raise UserError(f"--nodes {nodes} needs --master HOST:PORT, where the machines meet; give it on every machine")
@@ -44,19 +46,19 @@ def train(
     if place is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
-        _as_rank(job, overrides, resume, place, console, as_json)
+        _as_rank(job, overrides, resume, trust, place, console, as_json)
     elif nproc is not None and nproc > 1:
-        _with_ranks(job, overrides, resume, nproc, console, as_json)
+        _with_ranks(job, overrides, resume, trust, nproc, console, as_json)
     else:
-        _alone(job, overrides, resume, console, as_json)
+        _alone(job, overrides, resume, trust, console, as_json)
 
 
-def _alone(job: str, overrides: list[str], resume: bool, console: "Console", as_json: bool) -> None:
+def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "Console", as_json: bool) -> None:
     from meshwright.job import load_job
 
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust=trust)
     if loaded.job.run.max_restarts or loaded.job.run.watchdog_s:  # somebody must outlive the process that trains
-        _with_ranks(job, overrides, resume, 1, console, as_json)
+        _with_ranks(job, overrides, resume, trust, 1, console, as_json)
         return
 
     from meshwright.launch.local import run_local
@@ -68,24 +70,28 @@ def _alone(job: str, overrides: list[str], resume: bool, console: "Console", as_
         raise typer.Exit(exit_code(finished.signal))
 
 
-def _with_ranks(job: str, overrides: list[str], resume: bool, nproc: int, console: "Console", as_json: bool) -> None:
+def _with_ranks(
+    job: str, overrides: list[str], resume: bool, trust: bool, nproc: int, console: "Console", as_json: bool
+) -> None:
     from meshwright.job import load_job
 
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust=trust)
 
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
-    words += ["--resume"] * resume + ["--json"] * as_json
+    words += ["--resume"] * resume + ["--trust"] * trust + ["--json"] * as_json
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=_write_report, resume=resume)
     if folder.state() == "stopped":
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 
-def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, place: tuple[int, int, str]) -> None:
+def _as_node(
+    job: str, overrides: list[str], resume: bool, trust: bool, nproc: int | None, place: tuple[int, int, str]
+) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
     from meshwright.launch.nodes import Node
@@ -93,20 +99,23 @@ def _as_node(job: str, overrides: list[str], resume: bool, nproc: int | None, pl
     node = Node(*place)
     if nproc is None or not resume:
         raise UserError("--master starts one machine's ranks of a run that is there; add --nproc and --resume")
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust=trust)
 
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.several import launch_node
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
+    words += ["--trust"] * trust
     with rank_failures_told():
         folder = launch_node(loaded, nproc, node, words, on_end=_write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 
-def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", console: "Console", as_json: bool) -> None:
+def _as_rank(
+    job: str, overrides: list[str], resume: bool, trust: bool, place: "Place", console: "Console", as_json: bool
+) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down, leave
@@ -119,7 +128,7 @@ def _as_rank(job: str, overrides: list[str], resume: bool, place: "Place", conso
     try:
         with failures_written_down():
             try:
-                loaded = load_job(job, overrides)
+                loaded = load_job(job, overrides, trust=trust)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
             finished = run_rank(loaded, place, console, on_end=_write_report, resume=resume)
@@ -177,7 +186,7 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
 def _next(finished: "Finished") -> str | None:
     """The command that goes on with what is there; a run of tokens without text has nothing to write."""
     if finished.outcome.reason == "interrupted":
-        return f"meshwright train {finished.folder} --resume"
+        return f"meshwright train {shlex.quote(str(finished.folder))} --resume"
     if (finished.folder / "tokenizer.json").is_file():
-        return f"meshwright generate {finished.folder} --prompt 'class '"
+        return f"meshwright generate {shlex.quote(str(finished.folder))} --prompt 'class '"
     return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JOB, JSON, SET
+from meshwright.cli.job import JOB, JSON, SET, TRUST
 
 if TYPE_CHECKING:
     from meshwright.measure.tune import Tried
@@ -25,6 +25,7 @@ def tune(
     nproc: int | None = typer.Option(None, "--nproc", min=1, help="Ranks of each run."),
     write: Path | None = WRITE,
     out: Path | None = OUT,
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Find the micro-batch, recomputation and loader that are fastest here, by prediction and then by short runs."""
@@ -36,12 +37,12 @@ def tune(
     from meshwright.plan import job_text
     from meshwright.train import choose_device, device_name
 
-    loaded = load_job(job, overrides)
+    loaded = load_job(job, overrides, trust=trust)
     device = choose_device(loaded.job)
     console = stderr_console() if as_json else stdout_console()
     file = out or Path(f"tune-{Path(job).stem}.jsonl")
     ranks = () if nproc is None else ("--nproc", str(nproc))
-    arguments = ("--steps", str(steps), "--warmup", str(warmup), *ranks)
+    arguments = ("--steps", str(steps), "--warmup", str(warmup), *ranks, *["--trust"] * trust)
     console.print(f"{'setting':58} {'predicted':>11} {'tokens/s':>11} {'MFU':>7} {'GiB':>7}", highlight=False)
 
     def told(one: Tried) -> None:
@@ -49,7 +50,7 @@ def tune(
 
     found = measured(job, overrides, device_name(device), nproc or 1, file, best=best, arguments=arguments, told=told)
     if write is not None:
-        chosen = load_job(job, [*overrides, *found.best]).job
+        chosen = load_job(job, [*overrides, *found.best], trust=trust).job
         write_file(write, job_text(chosen, f"tuned from {job}: {found.verdict}"), "--write")
     if as_json:
         tried = [asdict(one) for one in found.tried]

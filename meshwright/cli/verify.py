@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JSON, SET
+from meshwright.cli.job import JSON, SET, TRUST
 from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meshwright.job import LoadedJob
     from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
@@ -46,6 +47,7 @@ def verify(
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     run: bool = RUN,
     strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
+    trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
     """Shrink a job to CPU size, run it in one process and in its layout, and compare everything they compute."""
@@ -65,6 +67,7 @@ def verify(
     if strict and job is None:
         raise UserError(f"--strict judges what the check of a job replaces, not {given[0]}; give a JOB with it")
 
+    from meshwright.job import load_job
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
     dtype = dtype or ("float32" if run else "float64")
@@ -89,10 +92,10 @@ def verify(
         from meshwright.cli.verify_run import verify_run
 
         assert job is not None
-        ok = verify_run(job, overrides, steps or 8, dtype, device, strict, as_json)
+        ok = verify_run(load_job(job, overrides, trust=trust), steps or 8, dtype, device, strict, as_json)
     else:
         assert job is not None
-        ok = _job(job, overrides, steps or 3, dtype, device, record, strict, as_json)
+        ok = _job(load_job(job, overrides, trust=trust), steps or 3, dtype, device, record, strict, as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -113,15 +116,11 @@ def _require_device(device: str) -> None:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
 
 
-def _job(
-    source: str, overrides: list[str], steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool
-) -> bool:
+def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool) -> bool:
     from meshwright.cli.output import print_json, stderr_console, stdout_console
-    from meshwright.job import load_job
     from meshwright.layout import ranks_of, require_layout
     from meshwright.verify import RankError, check_job, shrink
 
-    loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
     small, changes = shrink(loaded.job, steps, device)
     hiding = [change.text for change in changes if change.hides]

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
+    from meshwright.job import LoadedJob
     from meshwright.verify.run_plan import Leg
 
 
-def verify_run(
-    source: str, overrides: list[str], steps: int, dtype: str, device: str, strict: bool, as_json: bool
-) -> bool:
+def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: bool, as_json: bool) -> bool:
     """Run a job small through `train` and print what came of comparing it; whether it is equal."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.cli.verify import as_row, print_verdict, say
-    from meshwright.job import load_job
     from meshwright.launch.worker import run_here
     from meshwright.layout import ranks_of, require_layout
     from meshwright.verify import RankError
@@ -30,7 +28,6 @@ def verify_run(
         raise UserError(f"--dtype {dtype} has no bounds to judge a run by; use {' or '.join(ROUNDING)} with --run")
     if device != "cpu":
         raise UserError(f"--device {device}: a run is verified on the CPU; leave it out with --run")
-    loaded = load_job(source, overrides)
     require_layout(loaded.job, ranks_of(loaded.job.layout))
     small, changes = small_run(loaded.job, steps)
     legs = legs_of(small)

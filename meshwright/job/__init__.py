@@ -16,6 +16,7 @@ from meshwright.job.load import LoadedJob, job_fields, job_of_table, job_schema,
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.presets import model_preset, model_presets, recipes
 from meshwright.job.text import job_text
+from meshwright.job.trust import code_of, require_trust
 
 __all__ = [
     "Converted",
@@ -23,6 +24,7 @@ __all__ = [
     "LoadedJob",
     "Model",
     "RopeScaling",
+    "code_of",
     "job_fields",
     "job_from_deepspeed",
     "job_from_hf_trainer",
@@ -38,5 +40,6 @@ __all__ = [
     "model_to_hf_config",
     "read_hf_config",
     "recipes",
+    "require_trust",
     "start_folder",
 ]

@@ -16,6 +16,7 @@ from meshwright.job.job import Job
 from meshwright.job.plain import odd_character, without_secrets
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
+from meshwright.job.trust import require_trust
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
 Table = dict[str, Any]
@@ -34,13 +35,19 @@ class LoadedJob:
     origins: dict[str, str]
     """Dotted field name → file, preset, init_from or override; a field not listed has its default."""
 
+    from_run: bool = False
+    """Whether the job was read out of a run folder, which somebody else may have made."""
+
     def origin(self, field: str) -> str:
         """Where a field's value came from."""
         return self.origins.get(field, "default")
 
 
-def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
-    """The job in a file (or of a recipe's name) with `section.field=value` overrides; mistakes raise UserError."""
+def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False) -> LoadedJob:
+    """The job in a file (or of a recipe's name) with `section.field=value` overrides; mistakes raise UserError.
+
+    A run folder that names code is refused unless its code is trusted, or the caller runs none.
+    """
     if odd := odd_character(source):
         raise UserError(f"{source!r} has the control character {odd}, which no name of a job may; rename the file")
     path = _find(source)
@@ -65,11 +72,16 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
         require_tokenizer(folder, merged)
 
     job = _validate(merged, origins, path)
-    if path.name != RESOLVED:
-        for sentence in unused_fields(job, [field for field in origins if origins[field] in ("file", "override")]):
-            warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
+    # A run's own record has every field, and a recipe's author knew.
+    shipped = path.name == RESOLVED or path == recipe_path(source)
+    chosen = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
+    for sentence in unused_fields(job, chosen):
+        warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
+    from_run = path.parent.joinpath(RESOLVED).is_file()
+    if from_run and not trust:
+        require_trust(job, str(path.parent), frozenset(_leaves(from_overrides)))
     comments = "".join(f"# --set {_in_one_line(override)}\n" for override in overrides)
-    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
+    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins, from_run)
 
 
 def job_of_table(table: Table, name: str) -> Job:

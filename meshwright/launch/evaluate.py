@@ -18,9 +18,11 @@ HELD_OUT = "held-out"
 _ALL = 1 << 40
 
 
-def evaluate_run(run: Path, sets: Mapping[str, str], device: str, batches: int | None) -> tuple[dict[str, Score], int]:
+def evaluate_run(
+    run: Path, sets: Mapping[str, str], device: str, batches: int | None, trust: bool = False
+) -> tuple[dict[str, Score], int]:
     """The scores of some sets by name, or of the run's own held-out text when none is given, and the weights' step."""
-    saved = RunFolder.open(run).resolved_job()
+    saved = RunFolder.open(run).resolved_job(trust=trust)
     limit = _ALL if batches is None else batches
     job = saved.model_copy(
         update={

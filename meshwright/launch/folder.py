@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
+from meshwright.job.plain import without_secrets
 from meshwright.launch.metrics import Metrics, read_metrics
 from meshwright.launch.outbox import Outbox, disk_errors, refusal
 from meshwright.launch.provenance import describe_code, describe_environment, describe_packages
@@ -70,7 +71,7 @@ class RunFolder:
         cls.require_free(path)
         code, diff = describe_code()
         contents = {
-            "job.toml": raw_job,
+            "job.toml": without_secrets(raw_job),
             "job.resolved.json": _pretty(resolved_job),
             "environment.json": _pretty(describe_environment(argv)),
             "code.json": _pretty(code),
@@ -168,6 +169,8 @@ class RunFolder:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append something that happened, with the time (UTC) and the seconds since the folder was made."""
+        # An error's text may hold the address of a service.
+        fields = {name: without_secrets(value) if isinstance(value, str) else value for name, value in fields.items()}
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._append("events.jsonl", {"kind": kind, "time": stamp, "elapsed_s": round(self._elapsed_s(), 3), **fields})
 
@@ -253,11 +256,15 @@ class RunFolder:
                 raise Unfit("its run.steps is no number")
         return steps
 
-    def resolved_job(self) -> "Job":
-        """The resolved job, checked: what was altered since is refused by name."""
-        from meshwright.job import job_of_table
+    def resolved_job(self, *, trust: bool = False) -> "Job":
+        """The resolved job, checked: what was altered since is refused by name, and code it names unless trusted."""
+        from meshwright.job import job_of_table, require_trust
 
-        return job_of_table(self.job(), str(self.path / "job.resolved.json"))
+        job = job_of_table(self.job(), str(self.path / "job.resolved.json"))
+        if not trust:
+            # A run that is looked at compiles nothing into its cache.
+            require_trust(job, str(self.path), frozenset({"data.cache"}))
+        return job
 
     def raw_job(self) -> str:
         """The job file as the user wrote it."""

@@ -12,23 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
+from meshwright.launch.recorded import recorded_command, recorded_variables
 from meshwright.version import VERSION
 
-_KEPT_PREFIXES = ("CUDA_", "NCCL_", "OMP_", "SLURM_", "TORCH_", "MESHWRIGHT_")
-_SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "JWT")
 _GIT_TIMEOUT_S = 30
 
 
 def describe_environment(argv: list[str]) -> dict[str, Any]:
     """Versions, machine, devices, the variables that steer a run, and the command."""
-    variables = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_KEPT_PREFIXES) and not any(word in name for word in _SECRET_WORDS)
-    }
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "argv": argv,
+        "argv": recorded_command(argv),
         "folder": str(Path.cwd()),
         "python": platform.python_version(),
         "torch": _package_version("torch"),
@@ -40,7 +34,7 @@ def describe_environment(argv: list[str]) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "devices": _device_names(),
         "driver": _driver_version(),
-        "variables": variables,
+        "variables": recorded_variables(os.environ),
     }
 
 

@@ -49,10 +49,10 @@ class Replay:
     """The worst first."""
 
 
-def replay(run: Path, step: int, device: str, console: Console) -> Replay:
+def replay(run: Path, step: int, device: str, console: Console, trust: bool = False) -> Replay:
     """Make a step of a run again, from the last checkpoint before it or from the first weights; nothing is written."""
     folder = RunFolder.open(run)
-    job = _alone(folder.resolved_job(), device)
+    job = _alone(folder.resolved_job(trust=trust), device)
     if not 1 <= step <= job.run.steps:
         raise UserError(f"--step {step} is no step of {run}, which has 1 to {job.run.steps}")
     if job.data.stream:

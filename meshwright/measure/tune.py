@@ -72,12 +72,12 @@ def tune(
     told: Callable[[Tried], None],
 ) -> Tuned:
     """Measure the job as it is, the planner's `best` micro-batches and recomputations, then loaders, pinned or not."""
-    job = load_job(source, overrides).job
+    job = load_job(source, overrides, trust=True).job  # bench runs it, and asks
     run = _Runs(source, tuple(overrides), file, arguments, told)
     before = run.one("as given", (), _expected(job, device, devices))
     tried, seen = [before], {_named(job)}
     for setting, candidate in _settings(source, overrides, job, device, devices, best):
-        if _named(candidate.job if candidate else load_job(source, [*overrides, *setting]).job) in seen:
+        if _named(candidate.job if candidate else load_job(source, [*overrides, *setting], trust=True).job) in seen:
             continue
         tried.append(run.one("micro-batch", setting, candidate))
         if tried[-1].state == "out of memory":  # the prediction was wrong: half of it, then, to confirm what fits
@@ -89,7 +89,7 @@ def tune(
         setting = (*fastest.setting, f"data.workers={workers}", f"data.prefetch={prefetch}")
         tried.append(run.one("loader", setting, None))
     if device != "CPU":  # which has nothing to copy to
-        pinned = load_job(source, [*overrides, *_fastest(tried).setting]).job.data.pin_memory
+        pinned = load_job(source, [*overrides, *_fastest(tried).setting], trust=True).job.data.pin_memory
         setting = (*_fastest(tried).setting, f"data.pin_memory={str(not pinned).lower()}")
         tried.append(run.one("loader", setting, None))
     after = _fastest(tried)
@@ -162,7 +162,7 @@ def _settings(
         for micro in micros:
             setting = (f"batch.micro_batch={micro}", f'memory.recompute="{mode}"')
             try:
-                other = load_job(source, [*overrides, *setting]).job
+                other = load_job(source, [*overrides, *setting], trust=True).job
             except UserError:
                 continue
             candidate = _expected(other, device, devices)
@@ -173,7 +173,7 @@ def _settings(
 
 
 def _halved(source: str, overrides: list[str], setting: Setting) -> Setting | None:
-    micro = load_job(source, [*overrides, *setting]).job.batch.micro_batch
+    micro = load_job(source, [*overrides, *setting], trust=True).job.batch.micro_batch
     if micro % 2:
         return None
     return tuple(f"batch.micro_batch={micro // 2}" if word.startswith("batch.micro") else word for word in setting)

@@ -118,3 +118,45 @@ def test_commands_that_only_read(cli, tiny_job: Path) -> None:
     assert cli("--version").out.startswith("meshwright ")
     assert cli("train", "nothing.toml").code == 2
     assert cli("train").code == 2
+
+
+LONG = "x" * 5000
+PATHS = {
+    "status": [LONG], "logs": [LONG], "cancel": [LONG], "report": [LONG], "generate": [LONG], "eval": [LONG],
+    "replay": [LONG, "--step", "1"], "job explain": [LONG], "job from-deepspeed": [LONG], "plan --check": [LONG],
+    "data inspect": [LONG], "checkpoint list": [LONG], "checkpoint verify": [LONG],
+    "checkpoint import": [LONG, "--out", "o"], "studio --port 0 --host": [LONG], "submit demo --site": [LONG],
+    "plan --model": [f"{LONG}.json"],
+    "train": [LONG], "verify --layer": [f"{LONG}.py:A"], "schedule --svg": [LONG], "data prepare": [LONG, "--out", "o"],
+    "train demo --set": [f"run.folder={'y' * 300}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", PATHS)
+def test_a_name_the_system_does_not_take(cli, tmp_path: Path, command: str) -> None:
+    """Too long, and of bytes that are no text."""
+    refused = cli(*command.split(), *PATHS[command])
+    assert refused.code == 2 and "internal error" not in refused.err, refused.err
+    nul = cli(*command.split(), *["a\0b" if word == LONG else word for word in PATHS[command]])
+    assert nul.code == 2 and "internal error" not in nul.err, nul.err
+
+
+def test_a_path_in_the_way_and_one_that_may_not_be_read(cli, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli("status", "file/run").code == 2
+    assert "internal error" in broken(cli, monkeypatch, FileNotFoundError(2, "No such file", "ours/never-made"))
+    refused = broken(cli, monkeypatch, PermissionError(13, "Permission denied", "/root/x"))
+    assert refused == "meshwright: /root/x: Permission denied; check its permissions\n"
+    assert broken(cli, monkeypatch, FileNotFoundError(2, "Gone", "a")) == "meshwright: a: Gone; give another path\n"
+    assert "internal error" in broken(cli, monkeypatch, OSError(9, "Bad file descriptor"))
+
+
+def broken(cli, monkeypatch, error: OSError) -> str:
+    """What `status a` says where the system answers with an error."""
+    import meshwright.launch.slurm as slurm
+
+    def fail(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(slurm, "status_of", fail)
+    return cli("status", "a").err

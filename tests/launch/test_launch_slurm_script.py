@@ -336,3 +336,20 @@ def test_a_trial_says_go_or_no(tmp_path: Path) -> None:
     failed = tmp_path / "3"
     run_folder(failed, ("start", {}), ("stop", {"reason": "failed"}), rows=4)
     assert verdict(failed, 1, 8, 10, None, None) == {"go": False, "why": "the trial is failed, not done"}
+
+
+def test_a_trial_is_shorter_than_the_warm_up_it_came_from(tmp_path: Path) -> None:
+    loaded = load_job("demo", ["schedule.warmup_steps=200", "layout.dp_shard=2", "batch.global_batch=16"])
+    small = shrunk(loaded, 1, tmp_path / "trial").job
+    assert (small.run.steps, small.warmup_steps) == (20, 10)
+
+
+@pytest.mark.parametrize("jobs", ['["--user=me"]', "[5]", "5", '["1; id"]'])
+def test_a_submission_names_jobs_and_nothing_else(cli, tmp_path: Path, jobs: str) -> None:
+    """What stands there becomes a word of scancel."""
+    run_folder(tmp_path / "run")
+    (tmp_path / "run/slurm").mkdir()
+    text = f'{{"site": "x", "jobs": {jobs}, "ladder": [], "nodes": 1, "ranks_per_node": 1, "chain": 1, "time": "1"}}'
+    (tmp_path / "run/slurm/submission.json").write_text(text)
+    refused = cli("cancel", "run")
+    assert refused.code == 2 and "it names no jobs of Slurm" in refused.err

@@ -11,6 +11,7 @@ from meshwright.data.raw.extras import need
 from meshwright.data.raw.remote import RemoteEntry, RemoteFile, is_remote, list_remote
 from meshwright.data.sources import STDLIB, TEXT_SUFFIXES, list_sources, walk
 from meshwright.errors import UserError
+from meshwright.job.plain import without_secrets
 
 Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "arrow", "tar"]
 Compression = Literal["none", "gz", "zst"]
@@ -137,7 +138,11 @@ def _remote_files(source: str) -> tuple[list[InputFile], list[str]]:
         names = [name for name in names if kind_of(name) is not None]
     if not names:
         raise UserError(f"{source} holds no {_OFFERED}; name another")
-    return [_file(name, entries[name].size_bytes or 0, entries[name].stamp, entries[name]) for name in names], left_out
+    # What is written down of a file is its name, which a signature or a password is no part of.
+    return [
+        _file(without_secrets(name), entries[name].size_bytes or 0, entries[name].stamp, entries[name])
+        for name in names
+    ], list(map(without_secrets, left_out))
 
 
 def _local(path: Path, format: Format | None = None) -> InputFile:

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site
-from meshwright.job import Job, LoadedJob
+from meshwright.job import Job, LoadedJob, code_of
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.slurm.record import FOLDER, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
@@ -56,8 +56,9 @@ class Rung:
             request.container,
             request.options,
         )
+        trust = bool(code_of(self.loaded.job))
         name = f"{self.run.parents[1].name}-trial-{self.shape.ranks}"
-        return batch_script(self.run, name, site, self.shape, asked, "once", judge=self.judge)
+        return batch_script(self.run, name, site, self.shape, asked, "once", judge=self.judge, trust=trust)
 
 
 def make_rungs(
@@ -107,10 +108,13 @@ def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
     if shard * job.layout.cp == 1:
         layout["zero"] = 0  # nothing is left to shard over
     batch = {"global_batch": job.accumulation * job.batch.micro_batch * fewer}
+    steps = min(TRIAL_STEPS, job.run.steps)
+    warmup = min(job.warmup_steps, steps // 2)
     changes: dict[str, dict[str, Any]] = {
         "layout": layout,
         "batch": batch,
-        "run": {"steps": min(TRIAL_STEPS, job.run.steps), "folder": str(run)},
+        "run": {"steps": steps, "folder": str(run)},
+        "schedule": {"warmup_steps": warmup, "decay_steps": min(job.decay_steps, steps - warmup)},
         "evaluation": {"every_steps": 0},
         "checkpoint": {"every_steps": None, "every_minutes": None, "auto": False, "backup_to": None},
     }

@@ -118,10 +118,12 @@ def batch_script(
     max_restarts: int = 0,
     judge: str = ":",
     overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> str:
     """The whole script; `judge` is a command that may say no to a job that finished.
 
-    What `overrides` say is not in the run's folder yet: its ranks hear of it when they resume.
+    What `overrides` say is not in the run's folder yet: its ranks hear of it when they resume; `trust` lets them run
+    the code that whoever submitted it named.
     """
     run = run.absolute()
     _require_words(run, request)
@@ -137,7 +139,7 @@ def batch_script(
         f"export run={shlex.quote(str(run))}",
         f"mode={mode} # {_MODES[mode]}",
         f"max_restarts={max_restarts} # run.max_restarts: after a crash, that is; a lost node counts as none",
-        *_start(site, shape, request, overrides),
+        *_start(site, shape, request, overrides, trust),
         f"judge() {{ {judge}; }}",
         "",
     ]
@@ -197,7 +199,7 @@ def _surroundings(site: Site) -> list[str]:
     return lines + ([f"export PYTHONPATH={shlex.quote(path)}"] if path else [])
 
 
-def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str]) -> list[str]:
+def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str], trust: bool) -> list[str]:
     """The shell function that runs the step, in one of three forms: one rank, an agent a node, a task a rank."""
     python = f"{shlex.quote(site.python or sys.executable)} -m meshwright"
     if request.container is not None:
@@ -205,7 +207,7 @@ def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str])
     # From 22.05 on, srun takes a job's --cpus-per-task only when told again.
     srun = ["srun", "--wait=120", _cpus(site, shape, request) if site.cpus_per_gpu is not None else "--cpu-bind=none"]
     changes = "".join(f" --set {shlex.quote(override)}" for override in overrides)
-    train = f'{python} train "$run" --resume{changes}'
+    train = f'{python} train "$run" --resume{" --trust" if trust else ""}{changes}'
     lines: list[str] = []
     if shape.ranks > 1 and request.per_rank:
         srun.append(

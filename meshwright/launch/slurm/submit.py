@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site, find_site
-from meshwright.job import LoadedJob
+from meshwright.job import LoadedJob, code_of
 from meshwright.job.devices import Cluster
 from meshwright.launch.local import create_folder, require_room, run_path
 from meshwright.launch.slurm.commands import sbatch, scancel
@@ -39,7 +39,15 @@ class Plan:
         mode: Mode = "chain" if self.chain > 1 else "requeue"
         restarts = self.loaded.job.run.max_restarts
         scripts[f"{FOLDER}/run.sh"] = batch_script(
-            self.run, self.run.name, self.site, self.shape, self.request, mode, restarts, overrides=self.overrides
+            self.run,
+            self.run.name,
+            self.site,
+            self.shape,
+            self.request,
+            mode,
+            restarts,
+            overrides=self.overrides,
+            trust=bool(code_of(self.loaded.job)),
         )
         return scripts
 
@@ -115,6 +123,7 @@ def submit(plan: Plan) -> Submission:
         for rung in plan.rungs:
             rung.make()
         for name, script in plan.scripts().items():
+            (run / name).touch(mode=0o600)  # a profile's variables are in it
             (run / name).write_text(script, encoding="utf-8")
         for rung in plan.rungs:
             jobs.append(sbatch(run / f"{FOLDER}/trial-{rung.shape.ranks}.sh", _after(jobs, "afterok")))

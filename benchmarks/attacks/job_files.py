@@ -1,0 +1,170 @@
+"""Real job files, recipes and other programs' settings, damaged or extreme, through commands that write nothing."""
+
+import copy
+import json
+import random
+import tomllib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from attacks.case import Case, Family, command
+from attacks.mutations import damaged, mutated, odd_value
+from meshwright.job import job_schema
+
+READERS: list[tuple[str, ...]] = [
+    ("job", "explain", "FILE", "--json"),
+    ("plan", "--check", "FILE", "--json"),
+    ("plan", "--check", "FILE", "--cluster", "8x8xh100"),
+    ("plan", "--check", "FILE", "--scale", "8,16", "--cluster", "8xh100"),
+    ("submit", "FILE", "--site", "vega", "--time", "10", "--dry-run", "--json"),
+    ("submit", "FILE", "--site", "leonardo", "--time", "10", "--account", "a", "--ladder", "--dry-run", "--json"),
+    ("report", "FILE", "--out", "plan.html"),
+]
+SLOW: list[tuple[str, ...]] = [("plan", "--model", "FILE", "--cluster", "8xh100", "--top", "1")]
+"""Seconds of searching, and many of them on a machine that has other work."""
+SECONDS = 60.0
+DEEPSPEED: dict[str, Any] = {
+    "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 50, "warmup_num_steps": 5, "warmup_type": "linear", "cos_min_ratio": 0.1},
+    },
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1}, "overlap_comm": True},
+    "tensor_parallel": {"autotp_size": 2}, "steps_per_print": 10, "wandb": {"enabled": False},
+}  # fmt: skip
+TRAINER: dict[str, Any] = {
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "weight_decay": 0.1,
+    "adam_beta1": 0.9, "adam_beta2": 0.95, "max_grad_norm": 1.0, "optim": "adamw_torch", "max_steps": 100,
+    "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_ratio": 0.1,
+    "bf16": True, "fsdp": "full_shard", "fsdp_config": {"min_num_params": 0}, "save_strategy": "steps", "save_steps": 5,
+    "eval_strategy": "steps", "eval_steps": 5, "logging_steps": 5, "report_to": [], "seed": 1, "output_dir": "x",
+}  # fmt: skip
+
+
+def draw(chance: random.Random) -> Iterator[Case]:
+    """A damaged job in three of four cases, else another program's settings."""
+    from meshwright.job import load_job
+    from meshwright.job.presets import recipe_path, recipes
+
+    texts = {name: path.read_text(encoding="utf-8") for name in recipes() if (path := recipe_path(name))}
+    whole = load_job("demo").job.model_dump(mode="json")
+    number = 0
+    while True:
+        number += 1
+        name = chance.choice(list(texts))
+        reader = chance.choice(READERS * 2 + SLOW)
+        kind = chance.randrange(11)
+        if kind <= 2:
+            table: dict[str, Any] = tomllib.loads(texts[name])
+            done = [mutated(table, chance) for _ in range(chance.choice([1, 1, 2, 3]))]
+            yield Case(
+                f"{number} {name}: {', '.join(done)[:60]}",
+                partial(_read, reader, _toml(table).encode("utf-8", "surrogatepass")),
+            )
+        elif kind == 3:
+            yield Case(f"{number} {name}: damaged", partial(_read, reader, damaged(texts[name].encode(), chance)))
+        elif kind == 4:
+            table = copy.deepcopy(whole)
+            done = [mutated(table, chance) for _ in range(chance.choice([1, 2]))]
+            yield Case(f"{number} resolved: {', '.join(done)[:60]}", partial(_resolved, json.dumps(table)))
+        elif kind == 5:
+            yield Case(f"{number} {name}: --set", partial(_overridden, name, reader, _overrides(whole, chance)))
+        elif kind >= 8:
+            words, told = _extremes(chance)
+            case = partial(_overridden, name, reader, words)
+            yield Case(f"{number} {name}: {told[:80]}", case, SECONDS)
+        else:
+            theirs = copy.deepcopy(DEEPSPEED if kind == 6 else TRAINER)
+            done = [mutated(theirs, chance) for _ in range(chance.choice([1, 1, 2]))]
+            content = json.dumps(theirs).encode()
+            if chance.random() < 0.2:
+                content = damaged(content, chance)
+            which = "from-deepspeed" if kind == 6 else "from-hf-trainer"
+            yield Case(f"{number} {which}: {', '.join(done)[:60]}", partial(_theirs, which, content))
+
+
+def _extremes(chance: random.Random) -> tuple[list[str], str]:
+    """Fields at or near the ends of what the schema allows: no door refuses them, and what comes after must end."""
+    schema = job_schema()
+    words, told = [], []
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        section = chance.choice(["model", "model", "batch", "layout", "memory", *schema["properties"]])
+        fields = schema["$defs"][schema["properties"][section]["$ref"].rpartition("/")[2]]["properties"]
+        field = chance.choice(list(fields))
+        kinds = fields[field].get("anyOf", [fields[field]])
+        value = _allowed(chance.choice(kinds), chance)
+        words += ["--set", f"{section}.{field}={_value(value)}"]
+        told.append(f"{section}.{field}={str(value)[:20]}")
+    return words, ", ".join(told)
+
+
+def _allowed(kind: dict[str, Any], chance: random.Random) -> Any:
+    if "enum" in kind:
+        return chance.choice(kind["enum"])
+    if kind.get("type") in ("integer", "number"):
+        low = max(kind.get("minimum", kind.get("exclusiveMinimum", 0)), 1 if kind["type"] == "integer" else 1e-300)
+        high = kind.get("maximum", kind.get("exclusiveMaximum", 1))
+        value = chance.choice([low, high, low * (high / low) ** chance.random()])
+        return int(value) if kind["type"] == "integer" else float(value)
+    if kind.get("type") == "boolean":
+        return chance.random() < 0.5
+    if kind.get("type") == "array":
+        return [_allowed(kind["items"], chance) for _ in range(chance.randrange(3))] if "items" in kind else [0.5, 0.5]
+    return odd_value(chance)
+
+
+def _overrides(job: dict[str, Any], chance: random.Random) -> list[str]:
+    words = []
+    for _ in range(chance.choice([1, 2, 3])):
+        section = chance.choice(list(job))
+        field = chance.choice(list(job[section]))
+        value = odd_value(chance)
+        text = value if isinstance(value, str) and chance.random() < 0.5 else _value(value)
+        words += ["--set", f"{section}.{field}{chance.choice(['', '', '', '.x', '.', '..y'])}={text}"]
+    return words
+
+
+def _read(reader: tuple[str, ...], content: bytes, folder: Path) -> None:
+    (folder / "job.toml").write_bytes(content)
+    command(*("job.toml" if word == "FILE" else word for word in reader))
+
+
+def _overridden(name: str, reader: tuple[str, ...], words: list[str], folder: Path) -> None:
+    reader = reader if reader[0] != "report" else READERS[1]
+    command(*(name if word == "FILE" else word for word in reader), *words)
+
+
+def _resolved(text: str, folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run/job.resolved.json").write_text(text)
+    command("job", "explain", "run", "--json")
+
+
+def _theirs(which: str, content: bytes, folder: Path) -> None:
+    (folder / "settings.json").write_bytes(content)
+    command("job", which, "settings.json", "--json")
+
+
+def _toml(table: dict[str, Any]) -> str:
+    """Any table as TOML, as far as TOML has words for it: null becomes a text."""
+    plain = [f"{json.dumps(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    sections = [(key, value) for key, value in table.items() if isinstance(value, dict)]
+    for key, value in sections:
+        plain += [f"[{json.dumps(key)}]", *(f"{json.dumps(inner)} = {_value(one)}" for inner, one in value.items())]
+    return "\n".join(plain) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_value(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)
+
+
+JOB_FILES = Family("job files", draw, weight=2.0)
