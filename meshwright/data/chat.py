@@ -106,15 +106,16 @@ class _Renderer:
         self._end = weakref.finalize(self, _end, self._process, self.owner)
         told = {"memory_bytes": MEMORY_BYTES, "seconds": SECONDS, "longest": LONGEST_RECORD_BYTES, "special": special}
         try:
-            answer = self.ask({**told, "source": source}, patience_s=SECONDS + 20.0)  # Python itself has to start
+            self._read_line(time.monotonic() + _STARTING_S)
+            answer = self.ask({**told, "source": source})
         except Overran as error:
             raise UserError(f"{origin}: the chat template cannot be read: it {error}; mend it") from error
         if "broken" in answer:
             raise UserError(f"{origin}: the chat template is broken ({answer['broken']}); mend it")
 
-    def ask(self, what: Any, patience_s: float | None = None) -> dict[str, Any]:
+    def ask(self, what: Any) -> dict[str, Any]:
         """The answer to a message, or `Overran` when none comes in time."""
-        until = time.monotonic() + (SECONDS if patience_s is None else patience_s)
+        until = time.monotonic() + SECONDS
         try:
             self._write(json.dumps(what).encode("ascii") + b"\n", until)
             line = self._read_line(until)
@@ -163,6 +164,8 @@ class _Renderer:
 
 
 _PIPE_BYTES = 1 << 16
+_STARTING_S = 60.0
+"""Of Python itself, on a busy machine."""
 _LONGEST_ANSWER_BYTES = 16 * LONGEST_RECORD_BYTES
 """JSON takes up to twelve bytes for a character."""
 

@@ -29,6 +29,10 @@ class Refused(Exception):
     """What is wrong with a conversation, as the end of a sentence."""
 
 
+class Overran(Exception):
+    """What a template does that it may not."""
+
+
 class _Generation(Extension):
     """Some templates tell with a tag what the assistant writes."""
 
@@ -49,8 +53,8 @@ def compiled(source: str) -> Template:
     def refuse(reason: object) -> None:
         raise TemplateError(str(reason))
 
-    # As templates are written for: blocks leave no white space behind.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    # As templates are written for: blocks leave no white space behind. Nothing is computed while it is only read.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, optimized=False)
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = refuse
     environment.add_extension("jinja2.ext.loopcontrols")
@@ -58,11 +62,16 @@ def compiled(source: str) -> Template:
     return environment.from_string(source).render
 
 
-def rendered(template: Template, messages: list[dict[str, str]], special: dict[str, str]) -> tuple[str, Spans]:
+def rendered(
+    template: Template, messages: list[dict[str, str]], special: dict[str, str], longest: int
+) -> tuple[str, Spans]:
     """A conversation as text, and the parts of it that the assistant writes."""
 
     def apply(some: list[dict[str, str]], prompts: bool = False) -> str:
-        return template(messages=some, add_generation_prompt=prompts, **special)
+        text = template(messages=some, add_generation_prompt=prompts, **special)
+        if len(text) > longest:
+            raise Overran(f"writes {len(text):,} characters of it, more than {longest:,}")
+        return text
 
     text, spans = _without_marks(apply(messages))
     if spans:
@@ -104,19 +113,19 @@ def _without_marks(marked: str) -> tuple[str, Spans]:
 
 def _answer(template: Template, messages: Any, special: dict[str, str], longest: int) -> dict[str, Any]:
     try:
-        text, spans = rendered(template, messages, special)
+        text, spans = rendered(template, messages, special, longest)
     except Refused as error:
         return {"unclear": str(error)}
     except TemplateError as error:
         return {"refused": _sentence(error)}
+    except Overran as error:
+        return {"overran": str(error)}
     except MemoryError:
         return {"overran": "needs too much memory"}
     except RecursionError:
         return {"refused": "it calls itself without end"}
     except Exception as error:  # a template may do anything that a program may
         return {"refused": f"{type(error).__name__}: {_sentence(error)}"}
-    if len(text) > longest:
-        return {"overran": f"writes {len(text):,} characters of it, more than {longest:,}"}
     return {"text": text, "spans": spans}
 
 
@@ -134,6 +143,8 @@ def _bound_time(seconds: float) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sys.stdout.buffer.write(b"{}\n")  # started
+    sys.stdout.buffer.flush()
     told = json.loads(sys.stdin.buffer.readline())
     resource.setrlimit(resource.RLIMIT_AS, (told["memory_bytes"], told["memory_bytes"]))
     _bound_time(told["seconds"])
