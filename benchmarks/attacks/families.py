@@ -1,6 +1,18 @@
 """All families of the attack, in the order of the table."""
 
+from attacks.archives import ARCHIVES
 from attacks.case import Family
+from attacks.chat_templates import CHAT_TEMPLATES
 from attacks.command_lines import COMMAND_LINES
+from attacks.documents import DOCUMENTS
+from attacks.prepared_data import PREPARED_DATA
+from attacks.tokenizers_given import TOKENIZERS
 
-FAMILIES: list[Family] = [COMMAND_LINES]
+FAMILIES: list[Family] = [
+    COMMAND_LINES,
+    ARCHIVES,
+    PREPARED_DATA,
+    CHAT_TEMPLATES,
+    TOKENIZERS,
+    DOCUMENTS,
+]
