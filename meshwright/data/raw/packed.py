@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 _CHUNK = 1 << 18
 LARGEST_RATIO = 1000
 """Text is packed to a tenth, the most repetitive to a few hundredths; a file beyond this was made to do harm."""
-JUDGED_FROM_BYTES = 64 << 20
+JUDGED_FROM_BYTES = 8 << 20
 
 
 def unpacked(stream: BinaryIO, compression: Compression, name: str) -> io.BufferedReader:
