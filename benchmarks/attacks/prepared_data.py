@@ -1,5 +1,6 @@
 """A real prepared folder, its files mutated one at a time, then looked at, verified and trained from."""
 
+import atexit
 import functools
 import json
 import random
@@ -23,6 +24,7 @@ def whole() -> Path:
     from meshwright.job.data import Data
 
     folder = Path(tempfile.mkdtemp(prefix="attack-template-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     train_tokenizer(TEXTS, 300).save(folder / "tokenizer.json")
     wishes = Wishes((str(folder / "a.jsonl"),), folder / "tokenizer.json", validation_fraction=0.1)
