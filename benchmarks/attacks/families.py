@@ -1,14 +1,24 @@
 """All families of the attack, in the order of the table."""
 
+from attacks.archives import ARCHIVES
 from attacks.case import Family
+from attacks.chat_templates import CHAT_TEMPLATES
 from attacks.command_lines import COMMAND_LINES
+from attacks.documents import DOCUMENTS
 from attacks.hugging_face import HUGGING_FACE
 from attacks.job_files import JOB_FILES
+from attacks.prepared_data import PREPARED_DATA
 from attacks.shell_strings import SHELL_STRINGS
+from attacks.tokenizers_given import TOKENIZERS
 
 FAMILIES: list[Family] = [
     COMMAND_LINES,
     JOB_FILES,
     HUGGING_FACE,
     SHELL_STRINGS,
+    ARCHIVES,
+    PREPARED_DATA,
+    CHAT_TEMPLATES,
+    TOKENIZERS,
+    DOCUMENTS,
 ]

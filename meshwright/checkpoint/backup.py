@@ -1,8 +1,10 @@
 """A second copy of every checkpoint, in any place fsspec knows: another disk, an object store; and the way back."""
 
+import errno
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,11 @@ from meshwright.checkpoint.shares import MANIFEST
 from meshwright.data.store import sync
 from meshwright.errors import UserError
 
+PATIENCE_S = 60.0
+"""How long a store may fail at one file before its copy is given up."""
+_LASTING = frozenset(
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR")
+)
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -50,7 +57,7 @@ def back_up(checkpoint: Path, target: str) -> str:
         system.rm_file(f"{place}/{MANIFEST}")
     files = sorted((entry.name for entry in checkpoint.iterdir()), key=lambda name: name == MANIFEST)
     for name in files:
-        system.put_file(str(checkpoint / name), f"{place}/{name}")
+        _patiently(lambda: _put(system, checkpoint / name, f"{place}/{name}"))  # noqa: B023
     return str(system.unstrip_protocol(place))
 
 
@@ -102,12 +109,12 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
         if not one.complete:
             raise Damaged(f"{draft} has no {MANIFEST}: it was not copied to its end")
         with _refused(target, "read"):
-            system.get_file(f"{one.place}/{MANIFEST}", str(draft / MANIFEST))
+            _patiently(lambda: system.get_file(f"{one.place}/{MANIFEST}", str(draft / MANIFEST)))
             # Only what the manifest names, whose names are checked: a store may hold anything else.
             for name in parse_manifest(draft).files:
                 if not system.exists(f"{one.place}/{name}"):
                     raise Damaged(f"{draft / name} is missing")
-                system.get_file(f"{one.place}/{name}", str(draft / name))
+                _patiently(lambda: system.get_file(f"{one.place}/{name}", str(draft / name)))  # noqa: B023
         Checkpoint.open(draft).verify()
         for made in (*draft.iterdir(), draft):
             sync(made)
@@ -119,6 +126,26 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return Checkpoint.open(final)
+
+
+def _put(system: Any, file: Path, place: str) -> None:
+    system.put_file(str(file), place)
+    system.invalidate_cache()
+    if (stored := system.info(place)["size"]) != file.stat().st_size:
+        raise OSError(f"{place} has {stored} bytes where {file.stat().st_size} were sent")
+
+
+def _patiently(act: Callable[[], None]) -> None:
+    """Do something with a store, again while it fails in a way that may pass, up to PATIENCE_S."""
+    until, wait_s = time.monotonic() + PATIENCE_S, 0.2
+    while True:
+        try:
+            return act()
+        except Exception as error:  # every store has errors of its own
+            if getattr(error, "errno", None) in _LASTING or time.monotonic() + wait_s > until:
+                raise
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, 5.0)
 
 
 def _folder(root: str, run: Path) -> str:

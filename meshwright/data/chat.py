@@ -2,20 +2,33 @@
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Sequence
-from functools import cached_property
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.conversations import BadConversation, Conversation, Message
-from meshwright.data.tokenizer import Spans
+from meshwright.data.conversations import BadConversation, Conversation
+from meshwright.data.files import read_json, read_text
+from meshwright.data.lines import LONGEST_RECORD_BYTES
+from meshwright.data.tokenizer import Spans, load_tokenizer
 from meshwright.errors import UserError
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Code points that are no characters and never will be: marks in what a template writes."""
+SECONDS = 10.0
+"""A template takes a thousandth of one for a conversation; one that takes so long will take so long for each."""
+MEMORY_BYTES = 1 << 30
+_MARKS = ("\ufdd0", "\ufdd1")
+"""What `render.py` marks the assistant's parts with."""
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Overran(Exception):
+    """What a template does that it may not, as the end of a sentence: no conversation will fare better."""
 
 
 class ChatTemplate:
@@ -23,7 +36,12 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special: dict[str, str], reserved: Sequence[str], origin: str) -> None:
         """Special tokens have names that templates use; no text of a message may hold a reserved one."""
-        self._source, self._special, self._reserved, self._origin = source, special, reserved, origin
+        self._source, self._special, self._origin = source, special, origin
+        self._reserved = (*reserved, *_MARKS)
+        self._renderer: _Renderer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_renderer": None}
 
     @property
     def fingerprint(self) -> str:
@@ -34,9 +52,7 @@ class ChatTemplate:
         """The conversation as text, and the parts of it that the assistant writes, the end of its turns included."""
         messages = conversation.messages
         for message in messages:
-            for token in (*self._reserved, _OPEN, _CLOSE):
-                if token in message.content:
-                    raise BadConversation(f"holds the special token {token} amid a text")
+            self._require_unreserved(message.content)
         if self._source is None:
             if not conversation.plain:
                 raise UserError(
@@ -45,63 +61,130 @@ class ChatTemplate:
                 )
             prompt = "".join(message.content for message in messages[:-1])
             text = prompt + messages[-1].content
+            self._require_unreserved(text)
             return text, ((len(prompt), len(text) + 1),)  # the end of text behind it is to be learned too
-        marked = self._apply(messages)
-        text, spans = _without_marks(marked)
-        return text, spans or self._by_prompts(text, messages)
+        return self._rendered([message._asdict() for message in messages])
 
-    def _by_prompts(self, text: str, messages: Sequence[Message]) -> Spans:
-        """Where the template marks nothing: a message of the assistant's is what follows the prompt for it."""
-        spans = []
-        for number, message in enumerate(messages):
-            if message.role != "assistant":
+    def _require_unreserved(self, text: str) -> None:
+        for token in self._reserved:
+            if token in text:
+                raise BadConversation(f"holds the special token {token} amid a text")
+
+    def _rendered(self, messages: list[dict[str, str]]) -> tuple[str, Spans]:
+        assert self._source is not None
+        if self._renderer is None or self._renderer.owner != os.getpid():
+            self._renderer = _Renderer(self._source, self._special, self._origin)
+        try:
+            answer = self._renderer.ask(messages)
+        except Overran as error:
+            self._renderer = None
+            raise Overran(
+                f"cannot be written: the chat template of {self._origin} {error}; mend the template"
+            ) from None
+        if "refused" in answer:
+            raise BadConversation(f"is refused by the chat template of {self._origin} ({answer['refused']})")
+        if "unclear" in answer:
+            raise BadConversation(f"is written by the chat template of {self._origin} {answer['unclear']}")
+        return answer["text"], [(first, last) for first, last in answer["spans"]]
+
+
+class _Renderer:
+    """A process of its own for one template, with bounds on time and memory; it ends when its input does."""
+
+    def __init__(self, source: str, special: dict[str, str], origin: str) -> None:
+        self.owner = os.getpid()
+        """A fork may not use it: the answers would reach whoever reads first."""
+        self._process = subprocess.Popen(
+            # Not by its module, which would bring all of torch with it.
+            [sys.executable, "-P", str(Path(__file__).with_name("render.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self._end = weakref.finalize(self, _end, self._process, self.owner)
+        told = {"memory_bytes": MEMORY_BYTES, "seconds": SECONDS, "longest": LONGEST_RECORD_BYTES, "special": special}
+        try:
+            self._read_line(time.monotonic() + _STARTING_S)
+            answer = self.ask({**told, "source": source})
+        except Overran as error:
+            raise UserError(f"{origin}: the chat template cannot be read: it {error}; mend it") from error
+        if "broken" in answer:
+            raise UserError(f"{origin}: the chat template is broken ({answer['broken']}); mend it")
+
+    def ask(self, what: Any) -> dict[str, Any]:
+        """The answer to a message, or `Overran` when none comes in time."""
+        until = time.monotonic() + SECONDS
+        try:
+            self._write(json.dumps(what).encode("ascii") + b"\n", until)
+            line = self._read_line(until)
+        except Overran:
+            self._end()
+            raise
+        if not line.endswith(b"\n"):
+            self._end()
+            raise Overran("ends the process that renders it, for want of memory or time")
+        answer: dict[str, Any] = json.loads(line)
+        if "overran" in answer:
+            self._end()
+            raise Overran(answer["overran"] + f" (at most {MEMORY_BYTES >> 20} MiB)" * ("memory" in answer["overran"]))
+        return answer
+
+    def _write(self, raw: bytes, until: float) -> None:
+        assert self._process.stdin is not None
+        descriptor, place = self._process.stdin.fileno(), 0
+        os.set_blocking(descriptor, False)
+        while place < len(raw):
+            self._wait(descriptor, select.POLLOUT, until)
+            try:
+                place += os.write(descriptor, raw[place : place + _PIPE_BYTES])
+            except BlockingIOError:
                 continue
-            before, after = self._apply(messages[:number], prompts=True), self._apply(messages[: number + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise BadConversation(
-                    f"is written by the chat template of {self._origin} in a way that does not tell where message "
-                    f"{number} begins: what comes later changes what came before"
-                )
-            spans.append((len(before), len(after)))
-        return spans
+            except OSError:  # it is gone, as the answer will tell
+                return
 
-    def _apply(self, messages: Sequence[Message], prompts: bool = False) -> str:
-        from jinja2 import TemplateError
+    def _read_line(self, until: float) -> bytes:
+        assert self._process.stdout is not None
+        descriptor, parts, length = self._process.stdout.fileno(), [b""], 0
+        while not parts[-1].endswith(b"\n") and length <= _LONGEST_ANSWER_BYTES:
+            self._wait(descriptor, select.POLLIN, until)
+            part = os.read(descriptor, _PIPE_BYTES)
+            if not part:
+                break
+            parts.append(part)
+            length += len(part)
+        return b"".join(parts)
 
-        told = [message._asdict() for message in messages]
-        try:
-            return self._template(messages=told, add_generation_prompt=prompts, **self._special)
-        except TemplateError as error:
-            raise BadConversation(f"is refused by the chat template of {self._origin} ({error})") from error
+    def _wait(self, descriptor: int, event: int, until: float) -> None:
+        waiting = select.poll()
+        waiting.register(descriptor, event)
+        if not waiting.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise Overran(f"does not end within {SECONDS:g} s")
 
-    @cached_property
-    def _template(self) -> Callable[..., str]:
-        from jinja2 import TemplateError
-        from jinja2.exceptions import TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def refuse(reason: str) -> None:
-            raise TemplateError(reason)
+_PIPE_BYTES = 1 << 16
+_STARTING_S = 60.0
+"""Of Python itself, on a busy machine."""
+_LONGEST_ANSWER_BYTES = 16 * LONGEST_RECORD_BYTES
+"""JSON takes up to twelve bytes for a character."""
 
-        # As templates are written for: blocks leave no white space behind.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = refuse
-        environment.add_extension("jinja2.ext.loopcontrols")
-        environment.add_extension(_generation_tag())
-        try:
-            assert self._source is not None
-            return environment.from_string(self._source).render
-        except TemplateSyntaxError as error:
-            raise UserError(f"{self._origin}: the chat template is broken ({error}); mend it") from error
+
+def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.kill()
+    process.wait()
 
 
 def load_chat_template(tokenizer: Path | None, given: str | None, named: str = "data.chat_template =") -> ChatTemplate:
     """The template in a given file, which errors name so, else the one beside a tokenizer.json."""
-    config = _json(tokenizer.parent / CONFIG) if tokenizer is not None else {}
+    config = _config(tokenizer.parent / CONFIG) if tokenizer is not None else {}
     special = {name: _token(token) for name, token in config.items() if name in _NAMED and token}
-    added = _json(tokenizer).get("added_tokens", []) if tokenizer is not None else []
-    reserved = [token["content"] for token in added if token.get("special")]
+    reserved = [] if tokenizer is None else load_tokenizer(tokenizer).control_names
     source, origin = _find(tokenizer, given, config, named)
     return ChatTemplate(source, special, reserved, origin)
 
@@ -109,25 +192,29 @@ def load_chat_template(tokenizer: Path | None, given: str | None, named: str = "
 def _find(tokenizer: Path | None, given: str | None, config: dict[str, Any], named: str) -> tuple[str | None, str]:
     """The text of the template, if there is one, and where it is from."""
     if given is not None:
-        path = Path(given).expanduser()
-        try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{named} {given} cannot be read ({error}); correct the path") from error
+        return _text(Path(given).expanduser(), f"{named} {given}"), str(Path(given).expanduser())
     if tokenizer is None:
         return None, "a tokenizer trained here"
     beside = tokenizer.parent / TEMPLATE
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8"), str(beside)
+    if beside.exists():
+        return _text(beside, f"data.tokenizer: {beside}"), str(beside)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
-    return found if isinstance(found, str) else None, str(tokenizer)
+        default = (entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default")
+        found = next(default, {}).get("template")
+    return found if isinstance(found, str) else None, str(tokenizer.parent / CONFIG)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _text(path: Path, named: str) -> str:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{named} cannot be read ({error}); correct the path, or mend the file") from error
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -136,39 +223,4 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _token(value: Any) -> str:
-    return str(value["content"] if isinstance(value, dict) else value)
-
-
-def _without_marks(marked: str) -> tuple[str, Spans]:
-    """The text without the marks of a template, and the parts that were marked."""
-    parts, spans, length = re.split(f"([{_OPEN}{_CLOSE}])", marked), [], 0
-    text = []
-    for part in parts:
-        if part == _OPEN:
-            spans.append((length, length))
-        elif part == _CLOSE:
-            spans[-1] = (spans[-1][0], length)
-        else:
-            text.append(part)
-            length += len(part)
-    return "".join(text), spans
-
-
-def _generation_tag() -> Any:
-    """Some templates tell with a tag what the assistant writes."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body, lineno=line)
-
-        def _marked(self, caller: Callable[[], str]) -> str:
-            return _OPEN + caller() + _CLOSE
-
-    return Generation
+    return str(value.get("content", "") if isinstance(value, dict) else value)

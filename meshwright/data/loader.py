@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
-from meshwright.data.readers import Readers
+from meshwright.data.readers import Readers, WorkerDied, failure_of
 from meshwright.data.samples import IGNORE, Sample, Windows
 from meshwright.data.stream import Stream
 from meshwright.data.watch import Roll
@@ -54,8 +54,8 @@ class Loader:
 
     def __next__(self) -> Step:
         self.start()
-        step: Step | Parcel | UserError = self.readers.next()
-        if isinstance(step, UserError):
+        step: Step | Parcel | UserError | WorkerDied = self.readers.next()
+        if isinstance(step, UserError | WorkerDied):
             self.close()
             raise step
         self._position += self._steps.global_batch
@@ -76,7 +76,7 @@ class Loader:
 
 
 @dataclass(frozen=True)
-class _Steps(Dataset[Step | Parcel | UserError]):
+class _Steps(Dataset[Step | Parcel | UserError | WorkerDied]):
     """A rank's part of every step, by the number of the step's first sample."""
 
     stream: Stream
@@ -85,7 +85,7 @@ class _Steps(Dataset[Step | Parcel | UserError]):
     ranks: int
     roll: Roll
 
-    def __getitem__(self, first: int) -> Step | Parcel | UserError:
+    def __getitem__(self, first: int) -> Step | Parcel | UserError | WorkerDied:
         worker = get_worker_info()
         try:
             if worker is None:
@@ -95,6 +95,10 @@ class _Steps(Dataset[Step | Parcel | UserError]):
         except UserError as error:
             # Handed over as a value: raised in a worker it would arrive as a page of traceback.
             return error
+        except Exception as error:
+            if worker is None:
+                raise
+            return failure_of(self.roll, worker.id, error, "the tokens of data.sources")
         finally:
             if worker is not None:
                 self.roll.ends(worker.id)

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from meshwright.data.files import read_json
 from meshwright.data.packing import (
     Packed,
     Shares,
@@ -20,7 +21,7 @@ from meshwright.data.packing import (
     running_shares,
 )
 from meshwright.data.samples import IGNORE, Sample
-from meshwright.data.store import Int64Array, SyntheticTokens, TokenStore, sync
+from meshwright.data.store import Int64Array, SyntheticTokens, TokenStore, load_index, sync
 from meshwright.errors import UserError
 
 PADDING = 0
@@ -93,8 +94,16 @@ class PackedWindows:
         return int(self._pieces(window)[1].sum())
 
     def _pieces(self, window: int) -> tuple[Int64Array, Int64Array]:
-        first, last = self._packed.first_W[self._first + window : self._first + window + 2]
-        return self._packed.starts_P[first:last], self._packed.lengths_P[first:last]
+        first, last = self._packed.first_W[self._first + window : self._first + window + 2].tolist()
+        starts, lengths = self._packed.starts_P[first:last], self._packed.lengths_P[first:last]
+        # The index may have been damaged where it lay, and is too large to be read through before it is used.
+        whole = 0 <= first < last and len(starts) == last - first == len(lengths) and lengths.min() > 0
+        if not whole or lengths.sum() > self.sequence_length or starts.min() < 0 or starts.max() >= len(self._store):
+            raise UserError(
+                f"the index of packed windows beside the tokens is damaged at window {self._first + window}; delete "
+                "the files of its name (*.first.npy and its like) in the prepared folder, and they are made again"
+            )
+        return starts, lengths
 
     def _continues(self, start: int, length: int) -> int:
         """1 where the document goes on after a piece, whose last token then has a label; only full windows cut one."""
@@ -189,10 +198,15 @@ def _replace(path: Path, write: Any) -> None:
 
 def _read(name: Path) -> PackIndex | None:
     try:
-        facts = json.loads(Path(f"{name}.json").read_text(encoding="utf-8"))
-        arrays = [np.asarray(np.load(f"{name}.{kind}.npy", mmap_mode="r")) for kind in _ARRAYS]
-        if [len(array) for array in arrays] != facts["sizes"]:
+        facts = read_json(Path(f"{name}.json"))
+        arrays = [load_index(Path(f"{name}.{kind}.npy")) for kind in _ARRAYS]
+        bounds = tuple(int(bound) for bound in facts["bounds"])
+        whole = bounds[0] == 0 and list(bounds) == sorted(bounds) and bounds[-1] == len(arrays[2]) - 1
+        if not whole or [len(array) for array in arrays] != facts["sizes"]:
             return None
-        return PackIndex(Packed(*arrays), tuple(facts["bounds"]), Shares(**facts["shares"]), Shares(**facts["running"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        shares, running = (
+            Shares(float(facts[kind]["truncated"]), float(facts[kind]["padded"])) for kind in ("shares", "running")
+        )
+        return PackIndex(Packed(*arrays), bounds, shares, running)
+    except (OSError, ValueError, LookupError, TypeError, UserError):
         return None

@@ -8,20 +8,23 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Annotated, Literal, Self
 
 import numpy as np
+from pydantic import BaseModel, Field, model_validator
 
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
 from meshwright.data.chat import ChatTemplate, load_chat_template
 from meshwright.data.corpus import Corpus
+from meshwright.data.files import read_json
 from meshwright.data.grouping import grouped_by_size
 from meshwright.data.join import joined
 from meshwright.data.mixing import fraction_of
 from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document
-from meshwright.data.store import FileTokens, SyntheticTokens, sync, token_dtype
-from meshwright.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from meshwright.data.store import FileTokens, SyntheticTokens, load_index, sync, token_dtype
+from meshwright.data.tokenizer import LARGEST_VOCABULARY, Tokenizer, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
@@ -32,6 +35,8 @@ TRAINING_BYTES = 20_000_000
 _SAMPLING_KEY = 0x70_4B_E2
 _BATCH_BYTES = 4_000_000
 """Enough documents for every processor core, and few enough for memory."""
+
+_SPLITS: tuple[Literal["train"], Literal["validation"]] = ("train", "validation")
 
 Report = Callable[[str, float], None]
 Read = Callable[[Sequence[Source]], Iterator[Document]]
@@ -253,33 +258,54 @@ def _add(writer: SplitWriter, tokenizer: Tokenizer, batch: Sequence[Document]) -
             writer.add(tokens, last_piece=document.last_piece)
 
 
+class _Manifest(BaseModel):
+    """What is needed of a manifest to open its folder."""
+
+    format: Literal[2]
+    dtype: Literal["<u2", "<u4"]
+    tokens: dict[Literal["train", "validation"], Annotated[int, Field(ge=0, lt=1 << 48)]]
+    source_bounds: list[Annotated[int, Field(ge=0)]]
+    content: Literal["text", "conversations"]
+    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        bounds = self.source_bounds
+        whole = bounds == sorted(bounds) and bounds[:1] == [0] and bounds[-1:] == [self.tokens.get("train")]
+        if len(self.tokens) != 2 or not whole or self.dtype != token_dtype(self.vocab_size).str:
+            raise ValueError("the numbers of tokens do not fit together")
+        return self
+
+
 def _is_complete(folder: Path) -> bool:
     """Whether the folder is there with every file of the size its manifest states."""
+    return _read_manifest(folder) is not None
+
+
+def _read_manifest(folder: Path) -> _Manifest | None:
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        itemsize = np.dtype(manifest["dtype"]).itemsize
-        return manifest["format"] == FORMAT and all(
-            (folder / f"{split}.bin").stat().st_size == count * itemsize
-            and (folder / f"{split}.documents.npy").stat().st_size >= manifest["documents"][split] * 8
-            for split, count in manifest["tokens"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        manifest = _Manifest.model_validate(read_json(folder / MANIFEST))
+        itemsize = np.dtype(manifest.dtype).itemsize
+        for split, count in manifest.tokens.items():
+            if (folder / f"{split}.bin").stat().st_size != count * itemsize:
+                return None
+            load_index(folder / f"{split}.documents.npy")
+        load_tokenizer(folder / TOKENIZER)
+    except (OSError, ValueError, UserError):
+        return None
+    return manifest
 
 
 def _open(folder: Path) -> Corpus:
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"data.cache: {folder} was damaged since it was prepared; start again, and it is made anew")
+    marked = manifest.content == "conversations"
     train, validation = (
-        FileTokens(
-            folder,
-            split,
-            manifest["tokens"][split],
-            manifest["dtype"],
-            has_targets=manifest["content"] == "conversations",
-        )
-        for split in ("train", "validation")
+        FileTokens(folder, split, manifest.tokens[split], manifest.dtype, manifest.vocab_size, has_targets=marked)
+        for split in _SPLITS
     )
-    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder, tuple(manifest["source_bounds"]))
+    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder, tuple(manifest.source_bounds))
 
 
 def _unwritable(error: OSError, root: Path, sources: Sequence[Source], vocab_size: int) -> UserError:

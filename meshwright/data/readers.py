@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from meshwright.data.deaths import deaths_told, workers_starting
 from meshwright.data.watch import Report, Roll, Watch, to_stderr
 
+STUCK_S = 900.0
+"""How long training waits for one worker: a server is given up long before, so only what never ends takes so long."""
 _DEATH_SIGNAL = 1
 """Linux's number for: send me this when my parent dies."""
 
@@ -52,6 +55,7 @@ class Readers:
             collate_fn=_as_it_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if many else None,
+            timeout=STUCK_S if many else 0,
             pin_memory=self._pin_memory,
             worker_init_fn=_leave_signals_to_the_parent if many else None,
             multiprocessing_context="fork" if many and sys.platform == "linux" else None,
@@ -72,7 +76,13 @@ class Readers:
             with deaths_told():
                 return next(self._iterator)
         except RuntimeError as error:
+            stuck = self._roll.name_slowest() if "timed out after" in str(error) else None
             self.close()
+            if stuck is not None:
+                raise WorkerDied(
+                    f"{stuck} gave nothing for {STUCK_S:g} s; see what keeps it (a disk or server of data.sources that "
+                    "does not answer) and go on with --resume"
+                ) from error
             raise self.explained(error) from error
         except (EOFError, OSError) as error:  # of a worker that dies while it hands over an item
             self.close()
@@ -96,6 +106,17 @@ class Readers:
         if self._watch is not None:
             self._watch.end()
             self._watch = None
+
+
+def failure_of(roll: Roll, worker: int, error: Exception, what: str) -> WorkerDied:
+    """What a worker hands over in the place of data when it could not read: raised there, it would be a traceback."""
+    told = str(error).strip().splitlines() or ["no reason given"]
+    failure = WorkerDied(
+        f"{roll.name(worker)} failed at {what} ({type(error).__name__}: {told[0][:200]}); mend that, or try "
+        "data.workers = 0, and go on with --resume"
+    )
+    failure.add_note("".join(traceback.format_exception(error)))  # shown by --debug
+    return failure
 
 
 def _as_it_is(item: Any) -> Any:

@@ -1,6 +1,7 @@
 """Documents out of files: text, JSONL, folders of either, and the standard library of this Python."""
 
 import codecs
+import io
 import json
 import os
 import sysconfig
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.chat import ChatTemplate
+from meshwright.data.chat import ChatTemplate, Overran
 from meshwright.data.conversations import BadConversation, conversation_of
+from meshwright.data.files import is_regular_inside, open_regular
+from meshwright.data.lines import LONGEST_RECORD_BYTES, lines_of
 from meshwright.data.tokenizer import Spans
 from meshwright.errors import UserError
 
@@ -29,6 +32,7 @@ JSONL_SUFFIX = ".jsonl"
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 # A longer text file is handed on in pieces, so that memory does not grow with the file.
 PIECE_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -98,19 +102,15 @@ def iterate_keyed(source: Source, text_field: str, key_field: str) -> Iterator[t
             raise UserError(
                 f"data.join joins {JSONL_SUFFIX} files, not {file.path}; write a document with its key a line"
             )
-        with file.path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                origin = f"{file.path}:{number}"
-                if not line.strip():
-                    continue
-                text = _text_of_line(file.path, origin, line, text_field)
-                key = _record_of_line(file.path, origin, line).get(key_field)
-                if isinstance(key, bool) or not isinstance(key, str | int):
-                    raise UserError(
-                        f'data.sources: {origin} has no text or whole number in its field "{key_field}" to join it by; '
-                        "correct data.join, or mend the line"
-                    )
-                yield str(key), Document(text, origin, len(line))
+        for origin, line in _lines(file.path):
+            text = _text_of_line(file.path, origin, line, text_field)
+            key = _record_of_line(file.path, origin, line).get(key_field)
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                raise UserError(
+                    f'data.sources: {origin} has no text or whole number in its field "{key_field}" to join it by; '
+                    "correct data.join, or mend the line"
+                )
+            yield str(key), Document(text, origin, len(line))
 
 
 def _files_of(source: str) -> Iterator[SourceFile]:
@@ -124,7 +124,7 @@ def _files_of(source: str) -> Iterator[SourceFile]:
         paths = [p for p in walk(path) if p.suffix.lower() in TEXT_SUFFIXES or p.suffix.lower() == JSONL_SUFFIX]
         if not paths:
             raise UserError(f"data.sources: the folder {path} holds no text or {JSONL_SUFFIX} files; name another")
-        yield from map(_listed, paths)
+        yield from map(_listed, regular_inside(paths, path))
     elif path.is_file():
         yield _listed(path)
     else:
@@ -133,7 +133,8 @@ def _files_of(source: str) -> Iterator[SourceFile]:
 
 def _stdlib_files() -> Iterator[SourceFile]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    paths = [path for path in walk(root, leave_out=_NOT_STDLIB) if path.suffix == ".py"]
+    # Some systems link files of their own into it.
+    paths = [p for p in walk(root, leave_out=_NOT_STDLIB) if p.suffix == ".py" and not p.is_symlink()]
     if not paths:
         raise UserError(f"data.sources: {STDLIB} finds no Python source under {root}; name your own text files")
     for path in paths:
@@ -147,6 +148,22 @@ def walk(folder: Path, leave_out: frozenset[str] = frozenset()) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
         paths += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(paths)
+
+
+def regular_inside(paths: list[Path], folder: Path) -> list[Path]:
+    """The paths below a folder, each refused by name unless it is a regular file that lies there itself."""
+    for path in paths:
+        try:
+            if is_regular_inside(path, folder):
+                continue
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        what = f"leads out of {folder}, to {path.resolve()}" if path.is_symlink() else "is a pipe, a socket or a device"
+        raise UserError(
+            f"data.sources: {path} {what}, and only regular files inside a folder are read; remove it, or name the "
+            "file itself as a source"
+        )
+    return paths
 
 
 def _refuse_folder(error: OSError) -> None:
@@ -170,7 +187,7 @@ def _documents_of(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 def _is_utf8(path: Path) -> bool:
     try:
-        path.read_bytes().decode("utf-8")
+        _open(path).read().decode("utf-8")
     except UnicodeDecodeError:
         return False
     return True
@@ -182,7 +199,7 @@ def _text_document(path: Path) -> Iterator[Document]:
     held = ""
     started = False
     consumed = reported = 0
-    with path.open("rb") as stream:
+    with _open(path) as stream:
         while chunk := stream.read(PIECE_BYTES):
             try:
                 held += decoder.decode(chunk)
@@ -192,10 +209,11 @@ def _text_document(path: Path) -> Iterator[Document]:
             if len(held) < PIECE_BYTES:
                 continue
             cut = _cut(held)
-            # White space alone is held back: a file of nothing else is no document.
-            if started or held[:cut].strip():
+            if started or not held[:cut].isspace():
                 yield Document(held[:cut], str(path), consumed - reported, last_piece=False)
-                held, started, reported = held[cut:], True, consumed
+                started, reported = True, consumed
+            # A file of white space alone is no document, and a piece of nothing else before a text no part of one.
+            held = held[cut:]
     try:
         held += decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
@@ -211,14 +229,10 @@ def _cut(text: str) -> int:
 
 
 def _jsonl_documents(path: Path, text_field: str) -> Iterator[Document]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            origin = f"{path}:{number}"
-            if not line.strip():
-                continue
-            text = _text_of_line(path, origin, line, text_field)
-            if text.strip():
-                yield Document(text, origin, len(line))
+    for origin, line in _lines(path):
+        text = _text_of_line(path, origin, line, text_field)
+        if text.strip():
+            yield Document(text, origin, len(line))
 
 
 def _conversations(path: Path, chat: ChatTemplate) -> Iterator[Document]:
@@ -226,16 +240,34 @@ def _conversations(path: Path, chat: ChatTemplate) -> Iterator[Document]:
         raise UserError(
             f'data.format = "conversations" reads {JSONL_SUFFIX} files, not {path}; write a conversation a line'
         )
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            origin = f"{path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                text, marks = chat.render(conversation_of(_record_of_line(path, origin, line)))
-            except BadConversation as error:
-                raise UserError(f"data.sources: {origin} {error}; mend or remove that line") from error
-            yield Document(_without_surrogates(text, origin), origin, len(line), marks=marks)
+    for origin, line in _lines(path):
+        try:
+            text, marks = chat.render(conversation_of(_record_of_line(path, origin, line)))
+        except Overran as error:
+            raise UserError(f"data.sources: {origin} {error}") from error
+        except BadConversation as error:
+            raise UserError(f"data.sources: {origin} {error}; mend or remove that line") from error
+        yield Document(_without_surrogates(text, origin), origin, len(line), marks=marks)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The lines that hold something, each with its place for errors."""
+    with _open(path) as stream:
+        for line in lines_of(stream):
+            origin = f"{path}:{line.number}"
+            if line.raw is None:
+                raise UserError(
+                    f"data.sources: {origin}, from byte {line.place} on, is a line of more than "
+                    f"{LONGEST_RECORD_BYTES >> 20} MiB; make several of it, or remove it"
+                )
+            yield origin, line.raw
+
+
+def _open(path: Path) -> io.BufferedReader:
+    try:
+        return io.BufferedReader(open_regular(path), _BUFFER_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _record_of_line(path: Path, origin: str, line: bytes) -> Any:

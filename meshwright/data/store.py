@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.files import open_regular
 from meshwright.data.mixing import mix_array
 from meshwright.errors import UserError
 
@@ -39,11 +40,13 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class FileTokens:
     """A token file and its document starts, opened on first use in whichever process reads it."""
 
-    def __init__(self, folder: Path, split: str, count: int, dtype: str, has_targets: bool = False) -> None:
+    def __init__(
+        self, folder: Path, split: str, count: int, dtype: str, vocab_size: int, has_targets: bool = False
+    ) -> None:
         self._tokens_path = folder / f"{split}.bin"
         self._starts_path = folder / f"{split}.documents.npy"
         self._targets_path = folder / f"{split}.targets.bin" if has_targets else None
-        self._count = count
+        self._count, self._vocab_size = count, vocab_size
         self._dtype = np.dtype(dtype)
         self._tokens: NDArray[Any] | None = None
         self._starts: Int64Array | None = None
@@ -59,17 +62,25 @@ class FileTokens:
         """The tokens from start up to stop."""
         if self._tokens is None:
             self._tokens = self._map(self._tokens_path, self._dtype)
-        return self._tokens[start:stop].astype(np.int64)
+        tokens = self._tokens[start:stop].astype(np.int64)
+        if len(tokens) and (largest := int(tokens.max())) >= self._vocab_size:
+            place = start + int(tokens.argmax())
+            raise UserError(
+                f"{self._tokens_path} holds the token {largest} at place {place} where there are {self._vocab_size}, "
+                f"so it is damaged; delete the folder {self._tokens_path.parent} and prepare it again"
+            )
+        return tokens
 
     def starts_between(self, start: int, stop: int) -> Int64Array:
         """Where documents start, start included and stop not."""
         if self._starts is None:
-            try:
-                self._starts = np.asarray(np.load(self._starts_path, mmap_mode="r"))
-            except (OSError, ValueError) as error:
-                raise _lost(self._starts_path) from error
+            self._starts = load_index(self._starts_path)
         first, last = np.searchsorted(self._starts, (start, stop))
-        return np.array(self._starts[first:last])
+        found = np.array(self._starts[first:last])
+        # Of the whole index only what is read is looked at: it may be larger than memory.
+        if len(found) and not (start <= found[0] and found[-1] < stop and (np.diff(found) >= 0).all()):
+            raise _lost(self._starts_path)
+        return found
 
     def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         """Which of the tokens the loss counts; None where it counts all."""
@@ -83,11 +94,24 @@ class FileTokens:
         if self._count == 0:
             return np.empty(0, dtype)
         try:
+            open_regular(path).close()
             # A shorter file would kill the process on access, so its size is checked by asking for the shape.
             # Slices of a plain array are made several times faster than those of a memmap.
             return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(self._count,)))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise _lost(path) from error
+
+
+def load_index(path: Path) -> Int64Array:
+    """A row of whole numbers in a file that this product wrote, mapped; one that is none is refused by name."""
+    try:
+        open_regular(path).close()
+        found = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except Exception as error:  # numpy parses headers without a care
+        raise _lost(path) from error
+    if found.ndim != 1 or found.dtype != np.int64:
+        raise _lost(path)
+    return found
 
 
 class SyntheticTokens:
@@ -200,6 +224,6 @@ def sync(path: Path) -> None:
 
 def _lost(path: Path) -> UserError:
     return UserError(
-        f"data.cache: {path} is gone or was cut short since it was prepared; delete the folder {path.parent} "
+        f"data.cache: {path} is gone, damaged or was cut short since it was prepared; delete the folder {path.parent} "
         "and start again"
     )

@@ -1,6 +1,7 @@
 """Text to tokens and back: a thin face over a byte-level BPE, trained here or given as a tokenizer.json."""
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -11,14 +12,19 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.files import read_text
 from meshwright.errors import UserError
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 Spans = Sequence[tuple[int, int]]
 """Parts of a text, from a character up to another."""
+LARGEST_VOCABULARY = 1 << 24
+"""Tables are made with a row for every entry, so a tokenizer that claims billions is refused."""
 SMALLEST_VOCABULARY = 257
 """Every byte and the end of text."""
 
+_CONTROL = re.compile(r"<\|.*\|>|<(?:s|bos|eos|pad|unk|mask|sep|cls)>|</s>", re.DOTALL)
+"""Names that are for control alone, whatever a tokenizer's file says of them."""
 _SLICE = 4096
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -55,16 +61,54 @@ class Tokenizer:
         self.end_of_text = end_of_text
         # Identifiers may have gaps, so the count of entries is not enough.
         self.vocab_size: int = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self._control = self._control_tokens()
+
+    @property
+    def control_names(self) -> list[str]:
+        """The tokens that no text of a document may become, by name."""
+        return list(self._control.values())
 
     def encode(self, text: str) -> list[int]:
         """The tokens of one text, without an end of text."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return ids
+        return ids if self._control.keys().isdisjoint(ids) else self._without_control(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text, all processor cores at work."""
         _note_threads()
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [
+            ids if self._control.keys().isdisjoint(ids := encoding.ids) else self._without_control(text)
+            for text, encoding in zip(texts, found, strict=True)
+        ]
+
+    def _control_tokens(self) -> dict[int, str]:
+        """Special tokens, the end of text, and those whose name says it; not the one for what is unknown."""
+        model = self._inner.model
+        unknown = getattr(model, "unk_token", None)
+        added = self._inner.get_added_tokens_decoder()
+        found = {
+            token: entry.content
+            for token, entry in added.items()
+            if (entry.special or _CONTROL.fullmatch(entry.content)) and entry.content != unknown
+        }
+        name = self._inner.id_to_token(self.end_of_text)
+        return found | ({} if name is None else {self.end_of_text: name})
+
+    def _without_control(self, text: str) -> list[int]:
+        """The tokens of a text that holds names of control tokens: each name is parted, so that it is text too."""
+        names = "|".join(re.escape(name) for name in sorted(self.control_names, key=len, reverse=True))
+        cuts = [match.start() + 1 for match in re.finditer(names, text)]
+        parts = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        found = [encoding.ids for encoding in self._inner.encode_batch_fast(parts, add_special_tokens=False)]
+        ids = [token for part in found for token in part]
+        if not self._control.keys().isdisjoint(ids):
+            name = next(self._control[token] for token in ids if token in self._control)
+            raise UserError(
+                f"the tokenizer makes its control token {name!r} out of the text {text[:80]!r}, which so could not be "
+                "told from the token itself; use a tokenizer that does not"
+            )
+        return ids
 
     def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
         """The tokens of each text, names of special tokens taken as such, and whether each begins in a marked part."""
@@ -84,6 +128,7 @@ class Tokenizer:
         """How many bytes of text every token stands for; special tokens stand for none."""
         lengths = np.zeros(self.vocab_size, np.int64)
         special = {token for token, entry in self._inner.get_added_tokens_decoder().items() if entry.special}
+        special |= self._control.keys()
         # A byte-level alphabet has one character for each byte.
         by_byte = type(self._inner.decoder).__name__ == "ByteLevel"
         for text, token in self._inner.get_vocab(with_added_tokens=True).items():
@@ -149,7 +194,8 @@ def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
     """Read a tokenizer.json and find its end of text; errors speak of data.tokenizer unless it was named otherwise."""
     named = named or f"data.tokenizer = {path}"
     try:
-        inner = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = read_text(path)
+        inner = tokenizers.Tokenizer.from_str(text)
     except IsADirectoryError as error:
         raise UserError(f"{named} is a folder; name the tokenizer.json itself") from error
     except OSError as error:
@@ -161,6 +207,13 @@ def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
             f"{named} is not a working tokenizer.json ({error}); save it again from where it came, "
             "or leave it out to train one"
         ) from error
+    except BaseException as error:  # what its Rust code could not bear is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{named} is not a working tokenizer.json ({error}); save it again from where it came"
+        ) from error
+    _require_likely_tokens(inner, text, named)
     for name in END_OF_TEXT_NAMES:
         token = inner.token_to_id(name)
         if token is not None:
@@ -169,3 +222,20 @@ def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:
         f"{named} has no end-of-text token (looked for {', '.join(END_OF_TEXT_NAMES)}); "
         "add one of these to its added_tokens"
     )
+
+
+def _require_likely_tokens(inner: tokenizers.Tokenizer, text: str, named: str) -> None:
+    """Refuse identifiers that no table could hold, and added tokens that the library silently gives other ones."""
+    largest = max(inner.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= LARGEST_VOCABULARY:
+        raise UserError(
+            f"{named} has a token with the identifier {largest}, beyond the {LARGEST_VOCABULARY} a vocabulary may "
+            "have; save it again from where it came"
+        )
+    for entry in json.loads(text).get("added_tokens") or []:
+        if inner.token_to_id(entry["content"]) != entry["id"]:
+            raise UserError(
+                f"{named} lists the added token {entry['content']!r} with the identifier {entry['id']}, which its "
+                f"vocabulary does not reach ({inner.token_to_id(entry['content'])} is next); save it again from where "
+                "it came"
+            )

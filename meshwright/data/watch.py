@@ -36,16 +36,17 @@ class Roll:
         """Which worker an error is about that tells of its process; None where it tells of none."""
         told = {int(number) for number in re.findall(r"\d+", error)} if "worker" in error else set()
         failed = [worker for worker in range(self._workers) if self._pids[worker] in told]
-        return f"{self._name(failed[0])} failed ({error})" if failed else None
+        return f"{self.name(failed[0])} failed ({error})" if failed else None
 
     def name_slowest(self) -> str:
         """The worker that reads the earliest step, which is the one that is waited for."""
         busy = [worker for worker in range(self._workers) if self._samples[worker] != _IDLE]
         if not busy:
             return f"any of data.workers = {self._workers} data workers, which have not begun to read"
-        return self._name(min(busy, key=lambda worker: self._samples[worker]))
+        return self.name(min(busy, key=lambda worker: self._samples[worker]))
 
-    def _name(self, worker: int) -> str:
+    def name(self, worker: int) -> str:
+        """A worker by its number, its process and what it does."""
         sample = self._samples[worker]
         doing = "idle" if sample == _IDLE else f"reading the step of sample {sample}"
         return f"data worker {worker} of {self._workers} (process {self._pids[worker]}, {doing})"

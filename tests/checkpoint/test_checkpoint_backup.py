@@ -95,6 +95,45 @@ def test_an_object_store_keeps_and_gives_back(tmp_path: Path, monkeypatch: pytes
         server.stop()
 
 
+@pytest.mark.parametrize("failures", [3, 1 << 30])
+def test_a_store_that_fails_half_way_is_asked_again_within_bounds(tmp_path: Path, monkeypatch, failures: int) -> None:
+    """Of what was half written nothing counts as complete, and the run goes on."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    from meshwright.checkpoint import backup
+
+    monkeypatch.setattr(backup, "PATIENCE_S", 3.0 if failures == 3 else 0.3)
+    put, get, left = MemoryFileSystem.put_file, MemoryFileSystem.get_file, [failures]
+
+    def torn_put(self, source, place, **more):
+        left[0] -= 1
+        if left[0] < 0:
+            return put(self, source, place, **more)
+        self.pipe_file(place, Path(source).read_bytes()[:-7])
+        if left[0] % 2:
+            raise ConnectionResetError("the store went away")
+
+    def torn_get(self, place, target, **more):
+        left[0] -= 1
+        if left[0] < 0:
+            return get(self, place, target, **more)
+        Path(target).write_bytes(b"half")
+        raise TimeoutError("the store does not answer")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", torn_put)
+    run, store = tmp_path / "run", f"memory://torn-{tmp_path.name}"
+    told = saved_steps(run, store, [1])
+    assert [one.complete for one in backups(run, store)] == [failures == 3]
+    assert ("not copied to" in "".join(told.messages)) == (failures > 3)
+    if failures == 3:
+        shutil.rmtree(run)
+        monkeypatch.setattr(MemoryFileSystem, "get_file", torn_get)
+        left[0] = failures
+        found, _ = restore(run, store)
+        assert found is not None and found.facts.step == 1
+        found.verify()
+
+
 def test_a_copy_takes_the_place_of_the_damaged_original(tmp_path: Path, store: str) -> None:
     run = tmp_path / "run"
     saved_steps(run, store, [1])

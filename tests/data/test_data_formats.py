@@ -169,7 +169,7 @@ def test_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
         items_of(tmp_path / "a.parquet", field="id")
 
 
-@pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("zstandard", "a.ndjson.zst")])
+@pytest.mark.parametrize(("module", "name"), [("pyarrow", "a.parquet"), ("pyarrow", "a.ndjson.zst")])
 def test_a_reader_that_is_not_installed_is_named(tmp_path: Path, monkeypatch, module: str, name: str) -> None:
     KINDS[name](tmp_path / name)
     for loaded in [key for key in sys.modules if key.split(".")[0] == module]:

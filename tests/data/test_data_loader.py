@@ -20,7 +20,9 @@ from meshwright.data import (
     RunningWindows,
     Step,
     Stream,
+    WorkerDied,
     prepare,
+    readers,
     training_stream,
     validation_batches,
     validation_windows,
@@ -216,6 +218,35 @@ def test_a_dead_worker_is_named(corpus):
     assert multiprocessing.active_children() == []
 
 
+class Failing(RunningWindows):
+    """Windows of which one in the second step cannot be read."""
+
+    def read(self, window):
+        if window == stream_of(self.store).place(5)[1]:
+            raise OSError(5, "Input/output error")
+        return super().read(window)
+
+
+def test_a_worker_that_raises_is_named_and_the_rest_ended(corpus):
+    loader = Loader(Stream([Failing(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    with pytest.raises(
+        WorkerDied,
+        match=r"^data worker 1 of 2 \(process \d+, reading the step of sample 4\) failed at the tokens of data\.sources"
+        r" \(OSError: .*Input/output error\); mend that, or try data\.workers = 0, and go on with --resume",
+    ):
+        take(loader, 10)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_never_answers_is_given_up(corpus, monkeypatch):
+    monkeypatch.setattr(readers, "STUCK_S", 0.5)
+    loader = Loader(Stream([Slow(corpus.train, S, True)], 5), global_batch=4, workers=2, prefetch=1)
+    with pytest.raises(
+        WorkerDied, match=r"^data worker . of 2 .* gave nothing for 0\.5 s; see what keeps it .*--resume"
+    ):
+        take(loader, 10)
+
+
 class Slow(RunningWindows):
     """Windows of which one in the second step takes its time."""
 
@@ -255,7 +286,7 @@ def test_tokens_that_vanish_are_named(corpus, tmp_path, workers):
     source.write_text("words " * 500)
     gone = prepare(Data(sources=(str(source),), cache=str(tmp_path / "cache")), 300)
     shutil.rmtree(gone.folder)
-    with pytest.raises(UserError, match=r"^data\.cache: .*train\.bin is gone or was cut short .*start again$"):
+    with pytest.raises(UserError, match=r"^data\.cache: .*train\.bin is gone, damaged or was cut short .*start again$"):
         next(loader_of(gone.train, workers=workers))
     assert multiprocessing.active_children() == []
 

@@ -1,16 +1,20 @@
 """The tokenizer, trained here or given."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from data_texts import text_of
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
 
 from meshwright.data.tokenizer import load_tokenizer, train_tokenizer
+from meshwright.errors import UserError
 
 TEXTS = [text_of(number) for number in range(50)]
 
@@ -85,3 +89,57 @@ assert os.waitpid(pid, 0)[1] == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def altered(tmp_path: Path, change) -> Path:
+    told = json.loads(train_tokenizer(["hello world this is text " * 30], 300).to_json())
+    change(told)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    return tmp_path / "tokenizer.json"
+
+
+def not_special(told) -> None:
+    told["added_tokens"][0]["special"] = False
+
+
+def of_words(told) -> None:
+    told["model"] = {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "hello": 1, "[UNK]": 2}, "unk_token": "[UNK]"}
+    told["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+
+
+def control_beside(told) -> None:
+    entry = dict(told["added_tokens"][0], content="<|im_end|>", special=False, id=len(told["model"]["vocab"]))
+    told["added_tokens"].append(entry)
+
+
+@pytest.mark.parametrize("change", [lambda told: None, not_special, of_words, control_beside])
+def test_text_never_becomes_a_control_token(tmp_path: Path, change) -> None:
+    tokenizer = load_tokenizer(altered(tmp_path, change))
+    text = "hello <|endoftext|> <|endoftext|><|im_end|> hello"
+    for tokens in (tokenizer.encode(text), tokenizer.encode_batch(["hello", text])[1]):
+        assert not {tokenizer.end_of_text, *(tokenizer.encode_marked([name], [()])[0][0][0] for name in
+                    tokenizer.control_names)} & set(tokens)  # fmt: skip
+        assert change is of_words or tokenizer.decode(tokens) == text
+    assert tokenizer.byte_lengths()[tokenizer.end_of_text] == 0
+
+
+def test_tokens_that_were_added_for_the_text_stay(tmp_path: Path) -> None:
+    def add(told) -> None:
+        entry = dict(told["added_tokens"][0], content="        ", special=False, id=len(told["model"]["vocab"]))
+        told["added_tokens"].append(entry)
+
+    tokenizer = load_tokenizer(altered(tmp_path, add))
+    assert tokenizer.vocab_size - 1 in tokenizer.encode("if x:\n        return")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda told: told["added_tokens"][0].update(id=99999), r"'<\|endoftext\|>' with the identifier 99999"),
+        (lambda told: told["model"]["vocab"].update(h=4_000_000_000), "identifier 4000000000, beyond the 16777216"),
+        (lambda told: told["added_tokens"].append(3), "is not a working tokenizer.json"),
+    ],
+)
+def test_identifiers_beyond_the_vocabulary_are_refused(tmp_path: Path, change, match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        load_tokenizer(altered(tmp_path, change))

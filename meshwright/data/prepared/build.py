@@ -13,9 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from meshwright.data.chat import load_chat_template
+from meshwright.data.files import read_json, read_text
 from meshwright.data.join import write_joined
-from meshwright.data.prepared.folder import FORMAT, MANIFEST, PARTIAL, SPLITS, TOKENIZER, Manifest, Shard, read_manifest
+from meshwright.data.prepared.folder import (
+    FORMAT,
+    MANIFEST,
+    PARTIAL,
+    SPLITS,
+    TOKENIZER,
+    BadRecord,
+    Manifest,
+    Shard,
+    read_manifest,
+)
 from meshwright.data.prepared.shard import finished_shard, write_whole
 from meshwright.data.prepared.workers import Counts, Half, Work, run_units, train_on
 from meshwright.data.raw import Bad, BadDocuments, Inputs, Taking, Unit, list_inputs, plan_units, read_unit
@@ -27,6 +40,7 @@ from meshwright.errors import UserError
 _PLAN = "plan.json"
 _DYING_S = 3.0
 """Workers of a killed call hold its lock until they are gone too."""
+_BAD = TypeAdapter(dict[str, BadRecord])
 _JUDGED_FROM = 1000
 """Documents to see before their bad share can stop the work early."""
 
@@ -156,7 +170,7 @@ def _joined(out: Path, taking: Taking, others: Inputs, max_bad: float, report: R
             raise _too_many(bad.count, bad.count + good, bad, max_bad)
         sync(path)
         write_whole(told, json.dumps(bad.told()))
-    return path, BadDocuments(json.loads(told.read_text(encoding="utf-8")))
+    return path, BadDocuments(_BAD.validate_python(read_json(told)))
 
 
 def _identity(wishes: Wishes, taking: Taking, inputs: Inputs, units: Sequence[Unit], given: Tokenizer | None) -> str:
@@ -193,7 +207,7 @@ def _claimed(out: Path, identity: str) -> Iterator[None]:
     made = not out.exists()
     if not made and (not out.is_dir() or (any(out.iterdir()) and not partial.is_dir())):
         raise UserError(f"--out {out} exists and is not a prepared folder; choose another")
-    if plan.is_file() and plan.read_text(encoding="utf-8") != identity:
+    if plan.is_file() and read_text(plan) != identity:
         raise UserError(
             f"--out {out} holds an unfinished preparation of other sources, another tokenizer or other settings; "
             "choose another folder or delete this one"

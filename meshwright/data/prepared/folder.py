@@ -1,17 +1,19 @@
 """What lies in a prepared folder, and how it is opened: the manifest, the shards, the tokenizer."""
 
-import json
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from meshwright.data.store import FileTokens, Int64Array, TokenStore
-from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.data.files import read_json
+from meshwright.data.store import FileTokens, Int64Array, TokenStore, token_dtype
+from meshwright.data.tokenizer import LARGEST_VOCABULARY, Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
 FORMAT = 2
@@ -23,19 +25,29 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 48)]
+
+
+class BadRecord(TypedDict):
+    """Documents that could not be used, of one kind."""
+
+    count: Count
+    first: Annotated[list[str], Field(min_length=1)]
+
+
 class FileRecord(_Record):
     """A file as it was written."""
 
-    bytes: int
+    bytes: Count
     sha256: str
 
 
 class Part(_Record):
     """A shard's share of one split."""
 
-    tokens: int = 0
-    documents: int = 0
-    text_bytes: int = 0
+    tokens: Count = 0
+    documents: Count = 0
+    text_bytes: Count = 0
     """UTF-8 bytes of the text the tokens stand for."""
     files: dict[str, FileRecord] = {}
 
@@ -43,11 +55,11 @@ class Part(_Record):
 class Shard(_Record):
     """What became of one unit of the input."""
 
-    number: int
-    input_bytes: int
+    number: Count
+    input_bytes: Count
     train: Part
     validation: Part
-    bad: dict[str, Any]
+    bad: dict[str, BadRecord]
 
     def part(self, split: str) -> Part:
         """The share of train or validation."""
@@ -68,14 +80,24 @@ class Manifest(_Record):
     """The field that documents of the first source and those of the others were joined by."""
     validation_fraction: float
     dtype: str
-    vocab_size: int
-    end_of_text: int
+    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
+    end_of_text: Count
     tokenizer_sha256: str
     tokens: dict[str, int]
     documents: dict[str, int]
     text_bytes: dict[str, int]
-    bad: dict[str, Any]
+    bad: dict[str, BadRecord]
     shards: list[Shard]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.dtype != token_dtype(self.vocab_size).str or self.end_of_text >= self.vocab_size:
+            raise ValueError(f"a vocabulary of {self.vocab_size} does not go with {self.dtype} or {self.end_of_text}")
+        for field in ("tokens", "documents", "text_bytes"):
+            told = {split: sum(getattr(shard.part(split), field) for shard in self.shards) for split in SPLITS}
+            if getattr(self, field) != told:
+                raise ValueError(f"{field} are not those of the shards together")
+        return self
 
 
 @dataclass(frozen=True)
@@ -88,10 +110,13 @@ class Prepared:
 
     def store(self, split: str) -> "ShardedTokens":
         """All tokens of train or validation, in the order of the input."""
-        dtype, marked = self.manifest.dtype, self.manifest.content == "conversations"
+        dtype, vocab_size = self.manifest.dtype, self.manifest.vocab_size
+        marked = self.manifest.content == "conversations"
         return ShardedTokens(
             [
-                FileTokens(self.folder, shard_name(split, shard.number), shard.part(split).tokens, dtype, marked)
+                FileTokens(
+                    self.folder, shard_name(split, shard.number), shard.part(split).tokens, dtype, vocab_size, marked
+                )
                 for shard in self.manifest.shards
                 if shard.part(split).tokens
             ]
@@ -155,7 +180,7 @@ def is_prepared(name: str) -> bool:
     if (folder / PARTIAL / "plan.json").is_file():
         return True
     try:
-        told = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        told = read_json(folder / MANIFEST)
     except (OSError, ValueError):
         return False
     return isinstance(told, dict) and "shards" in told and "tokenizer_sha256" in told
@@ -169,7 +194,7 @@ def open_prepared(folder: Path) -> Prepared:
             for name, record in shard.part(split).files.items():
                 _require_size(folder / name, record.bytes)
     tokenizer = load_tokenizer(folder / TOKENIZER, f"{folder}")
-    if tokenizer.fingerprint() != manifest.tokenizer_sha256:
+    if tokenizer.fingerprint() != manifest.tokenizer_sha256 or tokenizer.vocab_size != manifest.vocab_size:
         raise UserError(
             f"{folder / TOKENIZER} is not the tokenizer that made the tokens beside it; put the right one back or "
             "prepare the folder again"
@@ -187,7 +212,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is not a prepared folder (it has no {MANIFEST}); make one with meshwright data prepare"
         )
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = read_json(path)
         found = told.get("format") if isinstance(told, dict) else None
         if found != FORMAT:
             raise UserError(f"{path} has format {found} where {FORMAT} is needed; prepare the folder again")
@@ -198,9 +223,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _require_size(path: Path, size_bytes: int) -> None:
     try:
-        found = path.stat().st_size
-    except OSError as error:
+        status = path.stat()
+        found = status.st_size if stat.S_ISREG(status.st_mode) else None
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is gone since it was prepared; restore it or prepare the folder again") from error
+    if found is None:
+        raise UserError(f"{path} is no regular file any more; restore it or prepare the folder again")
     if found != size_bytes:
         raise UserError(
             f"{path} has {found} bytes where {size_bytes} were written; restore it or prepare the folder again"

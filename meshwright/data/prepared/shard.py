@@ -1,12 +1,13 @@
 """One unit of the input becomes one shard: read, tokenised, written beside, hashed, put in place."""
 
 import hashlib
-import json
+import io
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from meshwright.data.files import open_regular, read_json
 from meshwright.data.grouping import grouped_by_size
 from meshwright.data.join import Joined
 from meshwright.data.mixing import fraction_of, mix
@@ -85,7 +86,7 @@ def record_path(out: Path, number: int) -> Path:
 def finished_shard(out: Path, number: int) -> Shard | None:
     """What an earlier, interrupted preparation finished."""
     try:
-        return Shard.model_validate(json.loads(record_path(out, number).read_text(encoding="utf-8")))
+        return Shard.model_validate(read_json(record_path(out, number)))
     except (OSError, ValueError):
         return None
 
@@ -103,7 +104,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def sha256_of(path: Path) -> str:
     """The hash of a file's bytes."""
-    with path.open("rb") as stream:
+    with io.BufferedReader(open_regular(path)) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import astuple, dataclass, field, fields
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.join import Joined
+from meshwright.data.limits import bound_memory
 from meshwright.data.prepared.folder import TOKENIZER, Shard
 from meshwright.data.prepared.shard import make_shard, read_joined
 from meshwright.data.raw import BadDocuments, Taking, Text, Unit
@@ -99,26 +100,33 @@ def run_units(
     threads = max(1, workers // processes)
     pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(os.getpid(), work, shared, threads))
     todo = iter(units)
-    pending: set[Future[Shard | Half]] = set()
+    pending: dict[Future[Shard | Half], Unit] = {}
     try:
         while True:
             while not shared.stop.is_set() and len(pending) < 2 * processes and (unit := next(todo, None)) is not None:
-                pending.add(pool.submit(_one, unit))
+                pending[pool.submit(_one, unit)] = unit
             if not pending:
                 break
-            done, pending = wait(pending, timeout=_TICK_S, return_when=FIRST_COMPLETED)
-            for future in done:
-                yield future.result()
+            for future in wait(pending, timeout=_TICK_S, return_when=FIRST_COMPLETED).done:
+                made = future.result()
+                del pending[future]
+                yield made
             if not follow(shared.counts()):
                 shared.stop.set()
     except BrokenProcessPool as error:
         raise UserError(
-            f"a worker process was killed, perhaps for want of memory; run the same command again with fewer --workers "
-            f"than {workers}: finished shards are kept"
+            f"a worker process was killed at one of {_names(pending.values())}, perhaps for want of memory or by a "
+            f"damaged file; run the same command again with fewer --workers than {workers} or without that file: "
+            "finished shards are kept"
         ) from error
     finally:
         shared.stop.set()
         pool.shutdown(cancel_futures=True)
+
+
+def _names(units: Iterable[Unit]) -> str:
+    names = list(dict.fromkeys(piece.file.name for unit in units for piece in unit.pieces))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def train_on(units: Sequence[Unit], taking: Taking, vocab_size: int, joined: Path | None = None) -> str:
@@ -131,7 +139,8 @@ def train_on(units: Sequence[Unit], taking: Taking, vocab_size: int, joined: Pat
             return pool.submit(_train, list(units), taking, vocab_size, joined).result()
         except BrokenProcessPool as error:
             raise UserError(
-                "training the tokenizer was killed, perhaps for want of memory; give a --tokenizer"
+                f"training the tokenizer was killed at one of {_names(units)}, perhaps for want of memory or by a "
+                "damaged file; leave that file out, or give a --tokenizer"
             ) from error
 
 
@@ -155,6 +164,7 @@ _work: tuple[Work, _Shared, Tokenizer, Joined | None]
 def _begin(parent: int, work: Work, shared: _Shared, threads: int) -> None:
     global _work
     _obey(parent)
+    bound_memory()
     allow_threads(threads)
     joined = None if work.joined is None else Joined(work.joined)
     _work = (work, shared, load_tokenizer(work.out / TOKENIZER), joined)
@@ -185,6 +195,7 @@ def _one(unit: Unit) -> Shard | Half:
 
 
 def _train(units: list[Unit], taking: Taking, vocab_size: int, path: Path | None) -> str:
+    bound_memory()
     joined = None if path is None else Joined(path)
     allow_threads(os.cpu_count() or 1)
     count = min(len(units), _TRAINING_UNITS)

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 
-_PACKAGE = {"pyarrow": "pyarrow", "zstandard": "zstandard", "s3fs": "s3fs", "aiohttp": "aiohttp"}
+_PACKAGE = {"pyarrow": "pyarrow", "s3fs": "s3fs", "aiohttp": "aiohttp"}
 
 
 def need(module: str, what: str) -> Any:

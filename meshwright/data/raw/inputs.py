@@ -1,20 +1,21 @@
 """Which files a list of sources stands for, and what is in each: by name, by folder, by address."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import BinaryIO, Literal, TypeVar, cast
 
+from meshwright.data.files import open_regular, read_json
 from meshwright.data.raw.extras import need
 from meshwright.data.raw.remote import RemoteEntry, RemoteFile, is_remote, list_remote
-from meshwright.data.sources import STDLIB, TEXT_SUFFIXES, list_sources, walk
+from meshwright.data.sources import STDLIB, TEXT_SUFFIXES, list_sources, regular_inside, walk
 from meshwright.errors import UserError
 from meshwright.job.plain import without_secrets
 
 Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "arrow", "tar"]
 Compression = Literal["none", "gz", "zst"]
+T = TypeVar("T")
 
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -52,7 +53,7 @@ class InputFile:
         """The bytes as they lie, unbuffered."""
         try:
             if self.remote is None:
-                return cast(BinaryIO, Path(self.name).open("rb", buffering=0))
+                return cast(BinaryIO, open_regular(Path(self.name)))
         except OSError as error:
             raise unreadable(self.name, error) from error
         return cast(BinaryIO, RemoteFile(self.remote, on_retry))
@@ -92,7 +93,7 @@ def list_inputs(sources: Sequence[str]) -> Inputs:
 
 def _require_readers(files: Sequence[InputFile]) -> None:
     """Refuse what no installed package can read before anything is done; workers forked later have them loaded."""
-    needed = {"parquet": "pyarrow.parquet", "arrow": "pyarrow", "zst": "zstandard"}
+    needed = {"parquet": "pyarrow.parquet", "arrow": "pyarrow", "zst": "pyarrow"}
     for file in files:
         for kind in {file.format, file.compression} & needed.keys():
             need(needed[kind], file.name)
@@ -113,10 +114,10 @@ def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
         if saved is not None:
             return [_local(file, "arrow") for file in saved], []
         names, left_out = _train_split([str(file) for file in walk(path)])
-        files = [_local(Path(name)) for name in names if kind_of(name) is not None]
-        if not files:
+        paths = regular_inside([Path(name) for name in names if kind_of(name) is not None], path)
+        if not paths:
             raise UserError(f"the folder {path} holds no {_OFFERED}; name another")
-        return files, left_out
+        return [_local(file) for file in paths], left_out
     if not path.is_file():
         raise UserError(f"{path} does not exist or is not a file or folder; correct the path")
     return [_local(path)], []
@@ -197,29 +198,50 @@ def _train_split(names: list[str]) -> tuple[list[str], list[str]]:
 def _saved_dataset(folder: Path) -> list[Path] | None:
     """The files of a dataset that `datasets` saved to disk; of several splits the one named train."""
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = _listed_in(folder / "dataset_dict.json", "splits", str)
         if "train" not in splits:
-            raise UserError(f"{folder} has no split named train, only {', '.join(splits)}; name one of its folders")
+            raise UserError(
+                f"{folder} has no split named train, only {', '.join(splits[:5]) or 'none'}; name one of its folders"
+            )
         folder = folder / "train"
-    if not (folder / "state.json").is_file():
+    state = folder / "state.json"
+    if not state.is_file():
         return None
-    state = _json(folder / "state.json")
-    if state.get("_indices_files"):
+    if _listed_in(state, "_indices_files", object):
         raise UserError(
             f"{folder} holds a selection of rows beside the rows (_indices_files in state.json); call "
             "flatten_indices() on the dataset and save it again"
         )
-    return [folder / entry["filename"] for entry in state.get("_data_files", [])]
+    files = []
+    for entry in _listed_in(state, "_data_files", dict):
+        name = entry.get("filename")
+        if not isinstance(name, str) or Path(name).name != name or not _is_file(folder / name):
+            raise UserError(
+                f"{state} names the file {str(name)[:100]!r}, which does not lie beside it; save the dataset again"
+            )
+        files.append(folder / name)
+    if not files:
+        raise UserError(f"{state} names no files of rows; save the dataset again")
+    return regular_inside(files, folder)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _is_file(path: Path) -> bool:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return path.is_file()
+    except ValueError:  # a NUL in the name
+        return False
+
+
+def _listed_in(path: Path, field: str, kind: type[T]) -> list[T]:
+    """A list in a file that `datasets` wrote, all of one kind; an empty one where there is none."""
+    try:
+        value = read_json(path)
     except (OSError, ValueError) as error:
         raise unreadable(str(path), error) from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is not what datasets writes there; save the dataset again")
-    return value
+    found = value.get(field) or [] if isinstance(value, dict) else None
+    if not isinstance(found, list) or not all(isinstance(entry, kind) for entry in found):
+        raise UserError(f"{path} is not what datasets writes there (see {field}); save the dataset again")
+    return found
 
 
 def identity_of(files: Sequence[InputFile]) -> Iterator[list[str | int]]:

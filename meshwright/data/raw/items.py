@@ -4,12 +4,13 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from meshwright.data.chat import ChatTemplate
+from meshwright.data.chat import ChatTemplate, Overran
 from meshwright.data.conversations import FIELDS, BadConversation, conversation_of
 from meshwright.data.raw.bad import BROKEN_JSON, EMPTY, NO_CONVERSATION, NO_KEY, NOT_UTF8, WRONG_FIELD
 from meshwright.data.tokenizer import Spans
+from meshwright.errors import UserError
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 class Text(NamedTuple):
@@ -61,7 +62,7 @@ class Taking:
     def from_json(self, raw: bytes, where: str) -> Item:
         """The document in a line or member of JSON."""
         try:
-            record = json.loads(raw.removeprefix(_BOM).decode("utf-8"))
+            record = json.loads(raw.removeprefix(BOM).decode("utf-8"))
         except UnicodeDecodeError:
             return Bad(NOT_UTF8, where)
         except (ValueError, RecursionError):
@@ -73,6 +74,8 @@ class Taking:
         if self.chat is not None:
             try:
                 written, marks = self.chat.render(conversation_of(record))
+            except Overran as error:
+                raise UserError(f"{where} {error}") from error
             except BadConversation as error:
                 return Bad(NO_CONVERSATION, f"{where} ({error})")
             item = checked(written, where)
@@ -95,4 +98,12 @@ def checked(text: str, where: str) -> Item:
     try:
         return Text(text, len(text.encode("utf-8")))
     except UnicodeEncodeError:  # half of a surrogate pair, or bytes that were no UTF-8
+        return Bad(NOT_UTF8, where)
+
+
+def from_bytes(raw: bytes, where: str) -> Item:
+    """The text in bytes, a mark of their order at the front left out."""
+    try:
+        return checked(raw.removeprefix(BOM).decode("utf-8"), where)
+    except UnicodeDecodeError:
         return Bad(NOT_UTF8, where)

@@ -1,4 +1,4 @@
-"""Compressed files as plain streams; one that was cut short is an error, never a short text."""
+"""Compressed files as plain streams: unpacked a little at a time, and one that was cut short is an error."""
 
 import gzip
 import io
@@ -6,54 +6,74 @@ from typing import Any, BinaryIO, cast
 
 from meshwright.data.raw.extras import need
 from meshwright.data.raw.inputs import Compression
+from meshwright.errors import UserError
 
 _CHUNK = 1 << 18
+LARGEST_RATIO = 1000
+"""Text is packed to a tenth, the most repetitive to a few hundredths; a file beyond this was made to do harm."""
+JUDGED_FROM_BYTES = 8 << 20
 
 
-def unpacked(stream: BinaryIO, compression: Compression, name: str) -> BinaryIO:
-    """The bytes behind a compression, buffered."""
+def unpacked(stream: BinaryIO, compression: Compression, name: str) -> io.BufferedReader:
+    """The bytes behind a compression, buffered; memory does not grow with what they unpack to."""
+    if compression == "none":
+        return io.BufferedReader(cast(Any, stream), _CHUNK)
+    packed = _Counted(stream)
     if compression == "gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=io.BufferedReader(cast(Any, stream), _CHUNK)))
-    if compression == "zst":
-        return io.BufferedReader(cast(Any, _Zstandard(stream, name)), _CHUNK)
-    return io.BufferedReader(cast(Any, stream), _CHUNK)
+        plain = cast(BinaryIO, gzip.GzipFile(fileobj=io.BufferedReader(cast(Any, packed), _CHUNK)))
+    else:
+        pyarrow = need("pyarrow", name)
+        plain = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, mode="r"), "zstd")
+    return io.BufferedReader(cast(Any, _Judged(plain, packed, name)), _CHUNK)
 
 
-class _Zstandard(io.RawIOBase):
-    """Frames one after the other; the library's own reader takes a cut frame for the end of the file."""
+def out_of_proportion(name: str, how: str) -> UserError:
+    """One sentence for a file that unpacks to more than any text does."""
+    return UserError(
+        f"{name} unpacks to more than {LARGEST_RATIO} times its size ({how}), which no text does; leave it out, or "
+        "unpack it yourself"
+    )
 
-    def __init__(self, stream: BinaryIO, name: str) -> None:
+
+class _Counted(io.RawIOBase):
+    """A stream that knows how much was read of it."""
+
+    def __init__(self, inner: BinaryIO) -> None:
         super().__init__()
-        self._library = need("zstandard", name)
-        self._stream = stream
-        self._frame: Any = None
-        self._held = b""
-        self._rest = b""
+        self._inner = inner
+        self.count = 0
 
     def readable(self) -> bool:
         """It is."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The next plain bytes."""
-        while not self._held:
-            packed = self._rest or self._stream.read(_CHUNK)
-            self._rest = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("compressed file ended before the end-of-frame marker was reached")
-                return 0
-            if self._frame is None:
-                self._frame = self._library.ZstdDecompressor().decompressobj()
-            self._held = self._frame.decompress(packed)
-            if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
-        taken = self._held[: len(buffer)]
-        self._held = self._held[len(buffer) :]
-        buffer[: len(taken)] = taken
-        return len(taken)
+        """The next bytes."""
+        count: int = cast(Any, self._inner).readinto(buffer)
+        self.count += count
+        return count
 
     def close(self) -> None:
-        """Close the file below."""
-        self._stream.close()
+        """Close the stream below."""
+        self._inner.close()
         super().close()
+
+
+class _Judged(_Counted):
+    """What is unpacked, refused where it is out of all proportion to the file."""
+
+    def __init__(self, plain: BinaryIO, packed: _Counted, name: str) -> None:
+        super().__init__(plain)
+        self._packed, self._name = packed, name
+
+    def readinto(self, buffer: Any) -> int:
+        """The next plain bytes."""
+        count = super().readinto(buffer)
+        if self.count > JUDGED_FROM_BYTES and self.count > LARGEST_RATIO * self._packed.count:
+            raise out_of_proportion(self._name, f"its first {self._packed.count:,} bytes to {self.count:,}")
+        return count
+
+    def close(self) -> None:
+        """Close both streams."""
+        super().close()
+        self._packed.close()

@@ -2,15 +2,16 @@
 
 import csv
 import io
-import itertools
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
+from meshwright.data.lines import LONGEST_RECORD_BYTES, lines_of
+from meshwright.data.raw.archives import samples_of
 from meshwright.data.raw.bad import EMPTY, NOT_UTF8, TOO_LONG, WRONG_FIELD
 from meshwright.data.raw.inputs import InputFile, unreadable
-from meshwright.data.raw.items import Bad, Item, Taking, Text, checked
+from meshwright.data.raw.items import BOM, Bad, Item, Taking, Text, checked, from_bytes
 from meshwright.data.raw.packed import unpacked
 from meshwright.data.raw.tables import table_rows
 from meshwright.data.raw.units import Piece, Unit
@@ -18,10 +19,9 @@ from meshwright.errors import UserError
 
 TEXT_BYTES = 1 << 20
 """A longer text file is handed on in pieces of this size."""
-LONGEST_DOCUMENT_BYTES = 256 << 20
 _LOOK_AHEAD_BYTES = 1 << 16
-_BOM = b"\xef\xbb\xbf"
-_TEXT_MEMBERS = frozenset({"txt", "text", "md"})
+_LONGEST_ROW = LONGEST_RECORD_BYTES >> 2
+"""In characters, each of which takes up to four bytes; and a row of nothing but commas takes eight for each."""
 
 Watch = Callable[[int, int], None]
 """Told the bytes just read from the input and the retries just made."""
@@ -73,11 +73,16 @@ def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | C
                 elif file.format == "jsonl":
                     yield from _jsonl(piece, stream, taking)
                 elif file.format == "tar":
-                    yield from _tar(file, stream, taking)
+                    yield from samples_of(file.name, stream, taking)
                 else:
                     yield from _csv(file, stream, taking)
     except UserError:
         raise
+    except MemoryError as error:
+        raise UserError(
+            f"{file.name} holds something that takes more memory to read than there is; leave it out, or write it "
+            "again in smaller records"
+        ) from error
     except (OSError, EOFError, zlib.error, tarfile.TarError, csv.Error) as error:
         raise unreadable(file.name, error) from error
     except Exception as error:
@@ -88,7 +93,7 @@ def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | C
 
 def _is_readers(error: Exception) -> bool:
     """Whether an optional reader's library raised it: the file is damaged, the program is not."""
-    return type(error).__module__.partition(".")[0] in ("pyarrow", "zstandard")
+    return type(error).__module__.partition(".")[0] == "pyarrow"
 
 
 class _Watched(io.RawIOBase):
@@ -136,25 +141,18 @@ def _go_to_line(piece: Piece, stream: BinaryIO) -> int:
     return place
 
 
-def _jsonl(piece: Piece, stream: BinaryIO, taking: Taking) -> Iterator[Item | Callable[[], Item]]:
+def _jsonl(piece: Piece, stream: io.BufferedReader, taking: Taking) -> Iterator[Item | Callable[[], Item]]:
     place = _go_to_line(piece, stream)
     # A piece that is not the first cannot know how many lines came before it.
     name, plain = piece.file.name, piece.file.compression == "none"
-    for number in itertools.count(1):
-        if plain and not piece.whole and place >= piece.stop:
+    for line in lines_of(stream, place):
+        if plain and not piece.whole and line.place >= piece.stop:
             return
-        line = stream.readline(LONGEST_DOCUMENT_BYTES)
-        if not line:
-            return
-        where = f"{name}:{number}" if piece.first else f"{name} at byte {place}"
-        place += len(line)
-        if len(line) == LONGEST_DOCUMENT_BYTES and not line.endswith(b"\n"):
-            while (part := stream.readline(TEXT_BYTES)) and not part.endswith(b"\n"):
-                place += len(part)
-            place += len(part)
+        where = f"{name}:{line.number}" if piece.first else f"{name} at byte {line.place}"
+        if line.raw is None:
             yield Bad(TOO_LONG, where)
-        elif line.strip():
-            yield lambda line=line, where=where: taking.from_json(line, where)  # type: ignore[misc]
+        else:
+            yield lambda raw=line.raw, where=where: taking.from_json(raw, where)  # type: ignore[misc]
 
 
 # ---- text files: one document each, in pieces when long ----
@@ -178,7 +176,7 @@ def _text(piece: Piece, stream: BinaryIO) -> Iterator[Item]:
         ends = at_end and last_part
         text: str | None
         try:
-            text = raw.removeprefix(_BOM if place == 0 else b"").decode("utf-8")
+            text = raw.removeprefix(BOM if place == 0 else b"").decode("utf-8")
         except UnicodeDecodeError as error:
             if piece.file.skip_if_not_utf8:
                 return
@@ -232,25 +230,29 @@ def _table(piece: Piece, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
             yield taking.from_record(record, where)
         elif record is None:
             yield Bad(EMPTY, where)
+        elif len(record) > LONGEST_RECORD_BYTES:
+            yield Bad(TOO_LONG, where)
         else:
-            yield _from_bytes(record, where)
+            yield from_bytes(record, where)
 
 
 def _csv(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
-    csv.field_size_limit(LONGEST_DOCUMENT_BYTES)
-    lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    csv.field_size_limit(LONGEST_RECORD_BYTES)
+    lines = _RowLines(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=""), file.name)
     rows = csv.reader(lines, delimiter="\t" if file.format == "tsv" else ",")
     header = next(rows, [])
     if taking.chat is None:
         for field in taking.fields:
             if header.count(field) != 1:
                 raise UserError(
-                    f'{file.name} has no column "{field}" (its first line has {", ".join(header[:5]) or "nothing"}); '
+                    f'{file.name} has no column "{field}" (its first line has '
+                    f"{', '.join(header[:5])[:200] or 'nothing'}); "
                     f"set {'--join' if field == taking.key_field else '--text-field'} to the one that holds the "
                     f"{'key' if field == taking.key_field else 'text'}"
                 )
     column = header.index(taking.text_field) if taking.chat is None else 0
     for row in rows:
+        lines.begin_row()
         where = f"{file.name}:{rows.line_num}"
         if not row:
             continue
@@ -262,36 +264,29 @@ def _csv(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
             yield taking.from_record(dict(zip(header, row, strict=False)), where)
 
 
-def _tar(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
-    """WebDataset: neighbouring members with one key are a sample; its text is its .txt, else its .json's field."""
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        members = (member for member in archive if member.isfile())
-        for key, group in itertools.groupby(members, key=lambda member: _key_and_suffix(member.name)[0]):
-            found: dict[str, Item] = {}
-            for member in group:
-                suffix = _key_and_suffix(member.name)[1]
-                where = f"{file.name}:{member.name}"
-                if suffix != "json" and not (taking.plain and suffix in _TEXT_MEMBERS):
-                    continue
-                if member.size > LONGEST_DOCUMENT_BYTES:
-                    found[suffix] = Bad(TOO_LONG, where)
-                    continue
-                raw = cast(BinaryIO, archive.extractfile(member)).read()
-                if len(raw) != member.size:
-                    raise tarfile.ReadError(f"{member.name} is cut short")
-                found[suffix] = taking.from_json(raw, where) if suffix == "json" else _from_bytes(raw, where)
-            texts = [item for suffix, item in found.items() if suffix != "json"] or list(found.values())
-            yield texts[0] if texts else Bad(WRONG_FIELD, f"{file.name}:{key}")
+class _RowLines:
+    """The lines of a CSV file, whose rows may hold several: a row without end is refused before it fills memory."""
 
+    def __init__(self, stream: io.TextIOWrapper, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._line = self._held = 0
 
-def _key_and_suffix(name: str) -> tuple[str, str]:
-    folder, slash, base = name.rpartition("/")
-    stem, _, suffix = base.partition(".")
-    return folder + slash + stem, suffix.lower()
+    def begin_row(self) -> None:
+        """What comes now belongs to a new row."""
+        self._held = 0
 
+    def __iter__(self) -> "_RowLines":
+        return self
 
-def _from_bytes(raw: bytes, where: str) -> Item:
-    try:
-        return checked(raw.removeprefix(_BOM).decode("utf-8"), where)
-    except UnicodeDecodeError:
-        return Bad(NOT_UTF8, where)
+    def __next__(self) -> str:
+        self._line += 1
+        line = self._stream.readline(_LONGEST_ROW + 1 - self._held)
+        if not line:
+            raise StopIteration
+        self._held += len(line)
+        if self._held > _LONGEST_ROW:
+            raise UserError(
+                f"{self._name}:{self._line} is in a row of more than {_LONGEST_ROW >> 20} Mi characters, perhaps for "
+                "want of a closing quotation mark; mend it or leave the file out"
+            )
+        return line

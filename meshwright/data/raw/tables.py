@@ -6,9 +6,10 @@ from typing import Any, BinaryIO
 from meshwright.data.raw.extras import need
 from meshwright.data.raw.inputs import InputFile
 from meshwright.data.raw.items import Taking
+from meshwright.data.raw.packed import JUDGED_FROM_BYTES, LARGEST_RATIO, out_of_proportion
 from meshwright.errors import UserError
 
-_ROWS = 256
+_ROWS = 64
 Row = bytes | dict[str, Any] | None
 """The text, or the fields that have a value."""
 
@@ -43,8 +44,17 @@ def _parquet_rows(file: InputFile, stream: BinaryIO, start: int, stop: int, taki
     opened = parquet.ParquetFile(stream, buffer_size=1 << 20)
     names = _columns(file, opened.schema_arrow, taking)
     groups = range(start, min(stop, opened.metadata.num_row_groups))
+    _require_likely_sizes(file, opened.metadata, groups)
     for batch in opened.iter_batches(_ROWS, row_groups=list(groups), columns=names, use_threads=False):
         yield from _values(batch, taking)
+
+
+def _require_likely_sizes(file: InputFile, metadata: Any, groups: range) -> None:
+    """Refuse, before it is unpacked, what by its own account is out of all proportion to the file."""
+    for number in groups:
+        group = metadata.row_group(number)
+        if group.total_byte_size > max(JUDGED_FROM_BYTES, LARGEST_RATIO * file.size_bytes):
+            raise out_of_proportion(file.name, f"its row group {number} has {group.total_byte_size:,} bytes")
 
 
 def _open_arrow(file: InputFile, stream: BinaryIO) -> Any:
@@ -89,15 +99,39 @@ def _require_text(file: InputFile, schema: Any, field: str) -> None:
 
 def _values(batch: Any, taking: Taking) -> Iterator[Row]:
     """A text alone as bytes, since a writer may have put anything into a column of text."""
+    if taking.plain:
+        yield from _texts(batch.column(0))
+        return
+    batch.validate(full=True)
+    for first in range(0, batch.num_rows, _ROWS):
+        for row in batch.slice(first, _ROWS).to_pylist():
+            yield {name: value for name, value in row.items() if value is not None}
+
+
+def _texts(column: Any) -> Iterator[bytes | None]:
+    """The values of a column of text; what a file says of where they lie is checked before anything is read there."""
     import pyarrow as pa
 
-    if not taking.plain:
-        for first in range(0, batch.num_rows, _ROWS):
-            for row in batch.slice(first, _ROWS).to_pylist():
-                yield {name: value for name, value in row.items() if value is not None}
-        return
-    column = batch.column(0)
+    column.validate()
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    for first in range(0, len(column), _ROWS):
-        yield from column.slice(first, _ROWS).cast(pa.large_binary()).to_pylist()
+        # Decoded as a whole, one long value that all rows share would be held for every row.
+        column.indices.validate(full=True)
+        texts = _as_bytes(column.dictionary)
+        for index in column.indices.to_pylist():
+            if index is not None and not 0 <= index < len(texts):
+                raise pa.ArrowInvalid(f"a row has entry {index} of a dictionary of {len(texts)}")
+            yield None if index is None else texts[index].as_py()
+        return
+    for value in _as_bytes(column):
+        yield value.as_py()
+
+
+def _as_bytes(column: Any) -> Any:
+    import pyarrow as pa
+
+    if pa.types.is_string_view(column.type):
+        column.validate(full=True)
+        return column.cast(pa.large_binary())
+    found = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+    found.validate(full=True)
+    return found

@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch.utils.data import IterableDataset, get_worker_info
 
 from meshwright.data.batch import Step, stack_samples
-from meshwright.data.readers import Readers
+from meshwright.data.readers import Readers, WorkerDied, failure_of
 from meshwright.data.samples import Sample
 from meshwright.data.streaming.flow import Flow
 from meshwright.data.streaming.shard import START, Cursor, VirtualShard
@@ -70,8 +70,8 @@ class StreamLoader:
         self.start()
         found: _Part = []
         for _ in range(max(1, self._workers)):
-            part: _Part | UserError = self.readers.next()
-            if isinstance(part, UserError):
+            part: _Part | UserError | WorkerDied = self.readers.next()
+            if isinstance(part, UserError | WorkerDied):
                 self.close()
                 raise part
             found += part
@@ -116,7 +116,7 @@ class _Parts(IterableDataset[Any]):
         """Where iterating will begin."""
         self.position, self.cursors = position, cursors
 
-    def __iter__(self) -> Iterator[_Part | UserError]:
+    def __iter__(self) -> Iterator[_Part | UserError | WorkerDied]:
         info = get_worker_info()
         worker = 0 if info is None else info.id
         assert self.cursors is not None
@@ -140,3 +140,8 @@ class _Parts(IterableDataset[Any]):
                 first += self.global_batch
         except UserError as error:
             yield error
+        except Exception as error:
+            if info is None:
+                raise
+            files = {piece.file.name for shard in shards.values() for piece in shard.unit.pieces}
+            yield failure_of(self.roll, worker, error, f"one of {', '.join(sorted(files)[:3]) or 'data.sources'}")

@@ -129,6 +129,11 @@ class VirtualShard:
         names = ", ".join(sorted({piece.file.name for unit in self._units for piece in unit.pieces})[:3])
         raise UserError(f"data.sources: {names} hold no text to train on; put some there or remove them from the list")
 
+    @property
+    def unit(self) -> Unit:
+        """The unit that the block at hand begins in."""
+        return self.unit_at(self.cursor.turn)
+
     def unit_at(self, turn: int) -> Unit:
         """The unit of a turn."""
         round_, place = divmod(turn, len(self._units))
