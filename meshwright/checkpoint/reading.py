@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record
+from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record, is_whole
 from meshwright.checkpoint.shares import INDEX, JOB, MANIFEST, seal_of
 from meshwright.checkpoint.tensorfile import DTYPE_NAMES, hash_file
 from meshwright.errors import UserError
@@ -190,16 +190,8 @@ def _require_files(path: Path, manifest: Manifest) -> None:
 def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
     """Refuse an index whose boxes are not those of its tensors; whoever writes one can also seal it."""
     for name, tensor in index.tensors.items():
-        fits = all(
-            piece.file in manifest.files
-            and len(piece.offsets) == len(piece.shape) == len(tensor.shape)
-            and all(
-                at + size <= whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)
-            )
-            for piece in tensor.pieces
-        )
-        entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-        if not fits or entries != math.prod(tensor.shape) or tensor.dtype not in _DTYPES:
+        here = all(piece.file in manifest.files for piece in tensor.pieces)
+        if not here or not is_whole(tensor) or tensor.dtype not in _DTYPES:
             raise Damaged(f"{path / INDEX} is not what this program wrote (tensors.{name} is no tensor of its files)")
 
 

@@ -73,7 +73,7 @@ def launch(
     require_layout(job, nproc)
     require_devices(job, nproc)
     path = run_path(loaded, resume)
-    continues = resume and path.exists()
+    continues = resume and not RunFolder.is_free(path)
     if not continues:
         require_room(job, path, resume)
     corpus = prepare_data(job, console)

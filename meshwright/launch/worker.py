@@ -110,7 +110,7 @@ def _open(
 
     def prepare_all() -> tuple[Corpus, Path, bool]:
         path = Path(launched_in) if launched_in else run_path(loaded, resume)
-        continues = resume and path.exists()
+        continues = resume and not RunFolder.is_free(path)
         if launched_in is None and not continues:
             require_room(job, path, resume)
         corpus = prepare_data(job, console)
