@@ -121,8 +121,8 @@ def logs(
     """Print what a run's jobs and ranks wrote."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
+    from meshwright.launch.slurm import NoAnswer, log_files, status_of
     from meshwright.launch.slurm import follow as read
-    from meshwright.launch.slurm import log_files, status_of
 
     if as_json:
         if follow:
@@ -131,8 +131,16 @@ def logs(
         print_json({"run": str(run), "files": texts})
         return
 
+    state = ""
+
     def alive() -> bool:
-        return follow and status_of(run).state in ("pending", "running", "requeued")
+        nonlocal state
+        try:
+            state = status_of(run).state if follow else ""
+        except NoAnswer:
+            if not state:
+                raise
+        return state in ("pending", "running", "requeued")  # of a Slurm that is away for a while, as it was before
 
     def found() -> list[Path]:
         try:

@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
-from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
+from meshwright.launch.failures import ERROR_FILE, NoMeetingPoint, RankFailure, explain
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heart import WATCH
@@ -49,10 +49,6 @@ from meshwright.train import require_enough_text
 
 # The agent's own answer to a signal ends the ranks within 30 s, saved or not; after ours they are let finish.
 _AGENTS = (signal.SIGHUP, signal.SIGQUIT)
-
-
-class NoMeetingPoint(Exception):
-    """The ranks were never started: what they would have found each other by failed."""
 
 
 def launch(
@@ -138,7 +134,7 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
         explained = ended_by(error, logs, nproc)
         return explained if watch is None or watch.hang is None else watch.hang
     except (dist.DistError, RendezvousError) as error:  # a port was taken, or the agent's own store failed
-        return NoMeetingPoint(f"the ranks' meeting point could not be opened: {str(error.__cause__ or error).strip()}")
+        return NoMeetingPoint("a port of this machine", error)
     finally:
         folder.close()  # the ranks write between the launcher's lines
     return None

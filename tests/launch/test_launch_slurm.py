@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -84,6 +85,9 @@ RUNS = {
     "tried": (["--sbatch", LEFT, "--ladder", "--budget", "0.3"], ["layout.dp_replicate=2", "run.steps=10000000"]),
 }
 
+OUTLIVED = (["--sbatch", LEFT], ["run.steps=80"])
+MESHWRIGHT = [sys.executable, "-m", "meshwright"]
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -129,7 +133,7 @@ def meshwright(*words: str) -> str:
 
 
 def submit(run: str) -> list[str]:
-    words, settings = RUNS[run]
+    words, settings = {**RUNS, "outlived": OUTLIVED}[run]
     site = "singles.toml" if run == "moved" else "pairs.toml"
     sets = [word for setting in (*settings, f"run.folder={run}") for word in ("--set", setting)]
     return json.loads(meshwright("submit", "job.toml", *sets, "--site", site, *words, "--json"))["jobs"]
@@ -142,6 +146,14 @@ def until(condition: Callable[[], bool], run: str, seconds: float = 240, every_s
             texts = [f"{path}:\n{path.read_text()[-2000:]}" for path in Path(run).glob("slurm/*.out")]
             raise AssertionError("\n".join([told("scontrol", "show", "job"), str(status_of(Path(run))), *texts]))
         time.sleep(every_s)
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    """As `until`, while nobody can ask Slurm."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
 
 
 def rows(run: str) -> list[dict]:
@@ -262,6 +274,42 @@ def test_a_trial_that_costs_too_much_lets_no_run_start(ended: dict[str, "Future[
     status = status_of(Path("tried"))
     assert status.state == "failed" and "trial on 1 says no-go: the run would take" in status.why
     assert not rows("tried") and len(rows("tried/ladder/1")) == 20
+
+
+def batch_script(job: str) -> int:
+    """The process of a job's script, wherever it runs on this machine."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if any(word.endswith(b"/slurm_script") and f"job{int(job):05d}/".encode() in word for word in words):
+                return int(entry.name)
+    raise AssertionError(f"no script of job {job} runs")
+
+
+def test_a_run_outlives_a_controller_that_dies_and_its_requeue_waits_for_the_next_one(
+    ended: dict[str, "Future[Any]"], cluster: Cluster
+) -> None:
+    for run in RUNS:  # nobody else is asking Slurm now
+        ended[run].result()
+    [job] = submit("outlived")
+    until(lambda: len(rows("outlived")) > 2, "outlived")
+    cluster.kill_controller()
+    try:
+        made = len(rows("outlived"))
+        asked = subprocess.run([*MESHWRIGHT, "status", "outlived"], capture_output=True, text=True, check=False)
+        assert asked.returncode == 2 and len(asked.stderr.splitlines()) == 1
+        assert f"Slurm does not say how job {job} is" in asked.stderr and "ask again" in asked.stderr
+        assert f"job {job}, start 0" in meshwright("logs", "outlived")
+        wait_for(lambda: len(rows("outlived")) > made, "steps are made without a controller")
+        os.kill(batch_script(job), signal.SIGUSR1)  # as before its time limit
+        log = Path(f"outlived/slurm/job-{job}.out")
+        wait_for(lambda: "Unable to contact slurm controller" in log.read_text(), "requeue is tried in vain")
+    finally:
+        cluster.start_controller()
+    until(lambda: Path("outlived/slurm/over").exists(), "outlived")
+    assert status_of(Path("outlived")).state == "done" and starts("outlived") == 2
+    run_local(load_job("job.toml", ["run.folder=quiet-long", *OUTLIVED[1]]), Console(quiet=True))
+    assert losses("outlived") == losses("quiet-long")
 
 
 @pytest.mark.parametrize("name", known_sites())
