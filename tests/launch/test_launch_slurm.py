@@ -78,15 +78,13 @@ device = "cpu"
 # Kept apart, so that a node one run loses is not another's.
 LEFT, RIGHT = "--exclude=node03,node04,node05", "--exclude=node01,node02"
 RUNS = {
+    "outlived": (["--sbatch", LEFT], ["run.steps=80"]),
     "signalled": (["--sbatch", LEFT], ["layout.dp_replicate=4"]),
     "moved": (["--sbatch", RIGHT, "--per-rank"], ["layout.dp_replicate=2", "checkpoint.every_steps=2"]),
     "chained": (["--sbatch", LEFT, "--chain", "3"], []),
     "cancelled": (["--sbatch", LEFT, "--chain", "2"], ["run.steps=100000"]),
     "tried": (["--sbatch", LEFT, "--ladder", "--budget", "0.3"], ["layout.dp_replicate=2", "run.steps=10000000"]),
 }
-
-OUTLIVED = (["--sbatch", LEFT], ["run.steps=80"])
-MESHWRIGHT = [sys.executable, "-m", "meshwright"]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +131,7 @@ def meshwright(*words: str) -> str:
 
 
 def submit(run: str) -> list[str]:
-    words, settings = {**RUNS, "outlived": OUTLIVED}[run]
+    words, settings = RUNS[run]
     site = "singles.toml" if run == "moved" else "pairs.toml"
     sets = [word for setting in (*settings, f"run.folder={run}") for word in ("--set", setting)]
     return json.loads(meshwright("submit", "job.toml", *sets, "--site", site, *words, "--json"))["jobs"]
@@ -192,8 +190,16 @@ def signal_before_the_limit(job: str) -> None:
 @pytest.fixture(scope="module")
 def ended(cluster: Cluster, work: Path) -> dict[str, "Future[Any]"]:
     """What became of every run; they go side by side, since each waits for Slurm most of the time."""
-    jobs = {run: submit(run) for run in RUNS}
+    [outlived] = submit("outlived")
+    told_meanwhile = controller_dies(outlived, cluster)  # before the others, who ask Slurm all the time
+    jobs = {run: submit(run) for run in RUNS if run != "outlived"}
+
+    def outlives() -> Any:
+        until(lambda: Path("outlived/slurm/over").exists(), "outlived")
+        return told_meanwhile
+
     scenarios = {
+        "outlived": outlives,
         "signalled": lambda: signalled(jobs["signalled"][0]),
         "moved": lambda: moved(jobs["moved"][0], cluster),
         "chained": lambda: chained(jobs["chained"]),
@@ -202,6 +208,33 @@ def ended(cluster: Cluster, work: Path) -> dict[str, "Future[Any]"]:
     }
     with ThreadPoolExecutor(len(scenarios)) as pool:
         return {name: pool.submit(scenario) for name, scenario in scenarios.items()}
+
+
+def batch_script(cluster: Cluster, job: str) -> int:
+    """The process of a job's script; other clusters on this machine have jobs of the same number."""
+    start = f"{cluster.folder}/spool/".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            ours = [word for word in words if word.startswith(start) and word.endswith(b"/slurm_script")]
+            if any(f"/job{int(job):05d}/".encode() in word for word in ours):
+                return int(entry.name)
+    raise AssertionError(f"no script of job {job} runs")
+
+
+def controller_dies(job: str, cluster: Cluster) -> tuple["subprocess.CompletedProcess[str]", str, str]:
+    """Steps are made without a controller, and a job that is to be queued again waits for the next one."""
+    until(lambda: len(rows("outlived")) > 2, "outlived")
+    cluster.kill_controller()
+    made, log = len(rows("outlived")), Path(f"outlived/slurm/job-{job}.out")
+    words = [sys.executable, "-m", "meshwright", "status", "outlived"]
+    asked = subprocess.run(words, capture_output=True, text=True, check=False)
+    logged = meshwright("logs", "outlived")
+    wait_for(lambda: len(rows("outlived")) > made, "steps")
+    os.kill(batch_script(cluster, job), signal.SIGUSR1)  # as before its time limit
+    wait_for(lambda: log.read_text().count(f"for job {job}\n") > 1, "a requeue is tried in vain")
+    cluster.start_controller()
+    return asked, logged, job
 
 
 def signalled(job: str) -> tuple[Status, Status, int]:
@@ -276,39 +309,15 @@ def test_a_trial_that_costs_too_much_lets_no_run_start(ended: dict[str, "Future[
     assert not rows("tried") and len(rows("tried/ladder/1")) == 20
 
 
-def batch_script(job: str) -> int:
-    """The process of a job's script, wherever it runs on this machine."""
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if any(word.endswith(b"/slurm_script") and f"job{int(job):05d}/".encode() in word for word in words):
-                return int(entry.name)
-    raise AssertionError(f"no script of job {job} runs")
-
-
 def test_a_run_outlives_a_controller_that_dies_and_its_requeue_waits_for_the_next_one(
-    ended: dict[str, "Future[Any]"], cluster: Cluster
+    ended: dict[str, "Future[Any]"],
 ) -> None:
-    for run in RUNS:  # nobody else is asking Slurm now
-        ended[run].result()
-    [job] = submit("outlived")
-    until(lambda: len(rows("outlived")) > 2, "outlived")
-    cluster.kill_controller()
-    try:
-        made = len(rows("outlived"))
-        asked = subprocess.run([*MESHWRIGHT, "status", "outlived"], capture_output=True, text=True, check=False)
-        assert asked.returncode == 2 and len(asked.stderr.splitlines()) == 1
-        assert f"Slurm does not say how job {job} is" in asked.stderr and "ask again" in asked.stderr
-        assert f"job {job}, start 0" in meshwright("logs", "outlived")
-        wait_for(lambda: len(rows("outlived")) > made, "steps are made without a controller")
-        os.kill(batch_script(job), signal.SIGUSR1)  # as before its time limit
-        log = Path(f"outlived/slurm/job-{job}.out")
-        wait_for(lambda: "Unable to contact slurm controller" in log.read_text(), "requeue is tried in vain")
-    finally:
-        cluster.start_controller()
-    until(lambda: Path("outlived/slurm/over").exists(), "outlived")
+    asked, logged, job = ended["outlived"].result()
+    assert asked.returncode == 2 and len(asked.stderr.splitlines()) == 1
+    assert f"Slurm does not say how job {job} is" in asked.stderr and "ask again" in asked.stderr
+    assert f"job {job}, start 0" in logged
     assert status_of(Path("outlived")).state == "done" and starts("outlived") == 2
-    run_local(load_job("job.toml", ["run.folder=quiet-long", *OUTLIVED[1]]), Console(quiet=True))
+    run_local(load_job("job.toml", ["run.folder=quiet-long", *RUNS["outlived"][1]]), Console(quiet=True))
     assert losses("outlived") == losses("quiet-long")
 
 

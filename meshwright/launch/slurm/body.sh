@@ -45,12 +45,14 @@ continue_later() { # from the newest checkpoint, in the next job or in this one 
   fi
   trap - TERM USR1
   if [ "$mode" = requeue ]; then
-    for _ in $(seq 60); do # a controller that is started again is away for a while
+    for _ in $(seq 60); do
+      answers=$(scontrol ping | grep " UP")
       if scontrol requeue "$SLURM_JOB_ID"; then
         sleep 60 # until Slurm ends this script
         break
       fi
-      sleep 5
+      if [ -n "$answers" ]; then break; fi
+      sleep 5 # a controller that is started again comes back
     done
   fi
   exit 85
