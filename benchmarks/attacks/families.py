@@ -5,8 +5,10 @@ from attacks.case import Family
 from attacks.chat_templates import CHAT_TEMPLATES
 from attacks.command_lines import COMMAND_LINES
 from attacks.documents import DOCUMENTS
+from attacks.full_disk import FULL_DISK
 from attacks.hugging_face import HUGGING_FACE
 from attacks.job_files import JOB_FILES
+from attacks.kills import KILLS
 from attacks.prepared_data import PREPARED_DATA
 from attacks.shell_strings import SHELL_STRINGS
 from attacks.tokenizers_given import TOKENIZERS
@@ -21,4 +23,6 @@ FAMILIES: list[Family] = [
     CHAT_TEMPLATES,
     TOKENIZERS,
     DOCUMENTS,
+    KILLS,
+    FULL_DISK,
 ]

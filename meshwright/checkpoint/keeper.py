@@ -154,15 +154,15 @@ class Keeper:
         save.pause_s = time.perf_counter() - began
         self._interval.saved()
         self._save = save
-        self._run(self._write, save, staged)
+        self._run(self._write, save, staged, state.held)
 
-    def _write(self, save: _Save, parts: list[Part]) -> None:
+    def _write(self, save: _Save, parts: list[Part], held: Sequence[str]) -> None:
         """In the writing thread: this rank's share."""
         began = time.perf_counter()
         try:
             save.folder.mkdir(exist_ok=True)
             _require_space(save.folder, sum(part.values.nbytes for part in parts))
-            write_share(save.folder, parts, self._rank, self._ranks)
+            write_share(save.folder, parts, self._rank, self._ranks, held)
             sync(save.folder)
             save.write_s = time.perf_counter() - began
             save.written = True

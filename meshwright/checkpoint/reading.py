@@ -6,7 +6,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record, TensorRecord
+from meshwright.checkpoint.records import FORMAT, Facts, Index, Manifest, PieceRecord, Record, TensorRecord, is_whole
 from meshwright.checkpoint.shares import INDEX, JOB, MANIFEST, seal_of
 from meshwright.checkpoint.tensorfile import DTYPE_NAMES, hash_file
 from meshwright.errors import UserError
@@ -211,30 +210,16 @@ def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
 
 
 def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
-    """Whether boxes lie inside a tensor, beside each other, make up all of it, and find room in their files."""
+    """Whether boxes make up a tensor, each once, and find room in their files."""
+    if not is_whole(tensor):
+        return False
     for piece in tensor.pieces:
-        if piece.file not in room or not len(piece.offsets) == len(piece.shape) == len(tensor.shape):
-            return False
-        if any(at + size > whole for at, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)):
+        if piece.file not in room:
             return False
         room[piece.file] -= math.prod(piece.shape) * _DTYPES[tensor.dtype].itemsize
         if room[piece.file] < 0:
             return False
-    entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-    return entries == math.prod(tensor.shape) and not _overlap(tensor.pieces)
-
-
-def _overlap(pieces: Sequence[PieceRecord]) -> bool:
-    """Whether any two boxes share an entry; then another one, which no box covers, would be left as memory had it."""
-    ordered = sorted((piece for piece in pieces if math.prod(piece.shape)), key=lambda piece: piece.offsets)
-    for place, one in enumerate(ordered):
-        for other in islice(ordered, place + 1, None):
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.shape[0]:
-                break  # and so do all that follow
-            spans = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
-            if all(a < b + more and b < a + size for a, size, b, more in spans):
-                return True
-    return False
+    return True
 
 
 @contextmanager

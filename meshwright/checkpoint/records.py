@@ -1,7 +1,9 @@
 """What a checkpoint's JSON files say, and nothing else: unknown names, wrong types and odd file names are refused."""
 
+import math
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -75,6 +77,30 @@ class TensorRecord(Record):
     pieces: tuple[PieceRecord, ...]
 
 
+def is_whole(tensor: TensorRecord) -> bool:
+    """Whether a tensor's boxes lie within it, do not overlap and leave nothing out."""
+    if not all(len(piece.offsets) == len(piece.shape) == len(tensor.shape) for piece in tensor.pieces):
+        return False
+    ends = [
+        (piece, [at + size for at, size in zip(piece.offsets, piece.shape, strict=True)]) for piece in tensor.pieces
+    ]
+    if any(end > whole for _, stops in ends for end, whole in zip(stops, tensor.shape, strict=True)):
+        return False
+    if sum(math.prod(piece.shape) for piece in tensor.pieces) != math.prod(tensor.shape):
+        return False
+    # As many entries as the whole has, so only an overlap can leave something out. In order of their first rows, a box
+    # is compared with those that begin before it ends.
+    ordered = sorted(ends, key=lambda box: box[0].offsets)
+    for number, (piece, stops) in enumerate(ordered):
+        for other, others_stops in islice(ordered, number + 1, None):
+            if stops and other.offsets[0] >= stops[0]:
+                break
+            shared = zip(piece.offsets, stops, other.offsets, others_stops, strict=True)
+            if all(max(a, c) < min(b, d) for a, b, c, d in shared):
+                return False
+    return True
+
+
 class FileRecord(Record):
     """A file as it was written."""
 
@@ -87,6 +113,8 @@ class Share(Record):
 
     files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
+    held: tuple[str, ...] = ()
+    """Tensors of which this rank has a part, whoever of its holders is to write it."""
 
 
 class Index(Record):
@@ -139,3 +167,5 @@ class State:
 
     facts: Facts
     parts: list[Part]
+    held: tuple[str, ...] = ()
+    """The names of all tensors this rank has a part of, those that others write among them: each must be written."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.checkpoint.records import FORMAT, Facts, FileRecord, Index, Manifest, Part, PieceRecord, Share
+from meshwright.checkpoint.records import FORMAT, Facts, FileRecord, Index, Manifest, Part, PieceRecord, Share, is_whole
 from meshwright.checkpoint.records import TensorRecord as Whole
 from meshwright.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
 
@@ -31,8 +31,11 @@ class Incomplete(Exception):
     """The shares of all ranks do not make up the whole state."""
 
 
-def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int) -> int:
-    """Write one rank's boxes, which are in host memory, and a record of them; returns the bytes written."""
+def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int, held: Sequence[str] = ()) -> int:
+    """Write one rank's boxes, which are in host memory, and a record of them; returns the bytes written.
+
+    `held` names the tensors that this rank has a part of and that some rank must write.
+    """
     planned = list(_files(parts, rank, ranks))
     with ThreadPoolExecutor(WRITERS) as pool:
         written = list(
@@ -42,17 +45,20 @@ def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int) -> i
             )
         )
     tensors: dict[str, Whole] = {}
-    for name, held in planned:
-        for part in held:
+    for name, some in planned:
+        for part in some:
             piece = PieceRecord(file=name, offsets=part.offsets, shape=tuple(part.values.shape))
             tensors[part.name] = Whole(shape=part.shape, dtype=DTYPE_NAMES[part.values.dtype], pieces=(piece,))
-    record_share(folder, rank, {name: record for (name, _), record in zip(planned, written, strict=True)}, tensors)
+    files = {name: record for (name, _), record in zip(planned, written, strict=True)}
+    record_share(folder, rank, files, tensors, held)
     return sum(record.bytes for record in written)
 
 
-def record_share(folder: Path, rank: int, files: dict[str, FileRecord], tensors: dict[str, Whole]) -> None:
+def record_share(
+    folder: Path, rank: int, files: dict[str, FileRecord], tensors: dict[str, Whole], held: Sequence[str] = ()
+) -> None:
     """Note for `seal` what one rank has written."""
-    _write_text(folder / _share_name(rank), Share(files=files, tensors=tensors).model_dump_json())
+    _write_text(folder / _share_name(rank), Share(files=files, tensors=tensors, held=tuple(held)).model_dump_json())
 
 
 def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, Any]) -> Manifest:
@@ -64,10 +70,13 @@ def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, An
             known = tensors.get(name)
             pieces = (*known.pieces, *found.pieces) if known else found.pieces
             tensors[name] = Whole(shape=found.shape, dtype=found.dtype, pieces=pieces)
+    if missing := {name for share in shares for name in share.held} - tensors.keys():
+        raise Incomplete(f"{min(missing)} was written by no rank")
     for name, tensor in tensors.items():
-        entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-        if entries != math.prod(tensor.shape):
-            raise Incomplete(f"{name} has {math.prod(tensor.shape)} entries and {entries} were written")
+        if not is_whole(tensor):
+            entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
+            told = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
+            raise Incomplete(f"{told}, some of them twice" if entries == math.prod(tensor.shape) else told)
     files = {name: record for share in shares for name, record in share.files.items()}
     index = Index(format=FORMAT, attempt=attempt, ranks=ranks, facts=facts, tensors=tensors)
     files[INDEX] = _write_text(folder / INDEX, json.dumps(index.model_dump(mode="python"), separators=(",", ":")))

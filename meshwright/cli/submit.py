@@ -126,7 +126,7 @@ def logs(
     """Print what a run's jobs and ranks wrote."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
-    from meshwright.launch.slurm import end_of, log_files, status_of
+    from meshwright.launch.slurm import NoAnswer, end_of, log_files, status_of
     from meshwright.launch.slurm import follow as read
 
     if as_json:
@@ -136,8 +136,16 @@ def logs(
         print_json({"run": str(run), "files": texts})
         return
 
+    state = ""
+
     def alive() -> bool:
-        return follow and status_of(run).state in ("pending", "running", "requeued")
+        nonlocal state
+        try:
+            state = status_of(run).state if follow else ""
+        except NoAnswer:
+            if not state:
+                raise
+        return state in ("pending", "running", "requeued")  # of a Slurm that is away for a while, as it was before
 
     def found() -> list[Path]:
         try:

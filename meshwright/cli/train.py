@@ -31,7 +31,7 @@ def train(
     as_json: bool = JSON,
 ) -> None:
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
-    from meshwright.cli.output import stderr_console, stdout_console
+    from meshwright.cli.output import rank_failures_told, stderr_console, stdout_console
     from meshwright.errors import UserError
     from meshwright.launch.ranks import find_place, slurm_variables
 
@@ -46,7 +46,8 @@ def train(
     if place is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
-        _as_rank(job, overrides, resume, trust, place, console, as_json)
+        with rank_failures_told():
+            _as_rank(job, overrides, resume, trust, place, console, as_json)
     elif nproc is not None and nproc > 1:
         _with_ranks(job, overrides, resume, trust, nproc, console, as_json)
     else:

@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
-from meshwright.launch.failures import ERROR_FILE, RankFailure, explain
+from meshwright.launch.failures import ERROR_FILE, NoMeetingPoint, RankFailure, explain
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heart import WATCH
@@ -51,10 +51,6 @@ from meshwright.train import require_enough_text
 _AGENTS = (signal.SIGHUP, signal.SIGQUIT)
 
 
-class NoMeetingPoint(Exception):
-    """The ranks were never started: what they would have found each other by failed."""
-
-
 def launch(
     loaded: LoadedJob,
     nproc: int,
@@ -73,7 +69,7 @@ def launch(
     require_layout(job, nproc)
     require_devices(job, nproc)
     path = run_path(loaded, resume)
-    continues = resume and path.exists()
+    continues = resume and not RunFolder.is_free(path)
     if not continues:
         require_room(job, path, resume)
     corpus = prepare_data(job, console)
@@ -138,7 +134,7 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
         explained = ended_by(error, logs, nproc)
         return explained if watch is None or watch.hang is None else watch.hang
     except (dist.DistError, RendezvousError) as error:  # a port was taken, or the agent's own store failed
-        return NoMeetingPoint(f"the ranks' meeting point could not be opened: {str(error.__cause__ or error).strip()}")
+        return NoMeetingPoint("a port of this machine", error)
     finally:
         folder.close()  # the ranks write between the launcher's lines
     return None

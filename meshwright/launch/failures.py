@@ -24,11 +24,25 @@ _LOST_PEER = ("by peer", "Connection refused", "Broken pipe", "connectFullMesh",
 
 
 class RankFailure(Exception):
-    """A rank crashed; the message is one sentence, the rank's own traceback is kept beside it."""
+    """A rank crashed; the message is one sentence, the rank's own traceback is kept beside it.
 
-    def __init__(self, sentence: str, rank: int, rank_traceback: str) -> None:
+    `rank` is None where none of them is to blame.
+    """
+
+    def __init__(self, sentence: str, rank: int | None, rank_traceback: str) -> None:
         super().__init__(sentence)
         self.rank, self.rank_traceback = rank, rank_traceback
+
+
+class NoMeetingPoint(RankFailure):
+    """The ranks never met: the port they would have found each other at is taken, or nobody answered there."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        told = " ".join(str(error.__cause__ or error).split())
+        if "EADDRINUSE" in told:
+            told = "the port is in use"
+        sentence = f"the ranks cannot meet at {place} ({told}); see that all machines are up, or give another port"
+        super().__init__(sentence, None, "".join(traceback.format_exception(error)))
 
 
 class Hang(RankFailure):

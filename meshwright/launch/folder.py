@@ -98,11 +98,14 @@ class RunFolder:
         return cls(path)
 
     @staticmethod
-    def require_free(path: Path) -> None:
+    def is_free(path: Path) -> bool:
+        """Whether nothing is there, or an empty folder."""
+        return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+    @classmethod
+    def require_free(cls, path: Path) -> None:
         """Refuse a place that holds something already; an empty folder is welcome."""
-        if path.is_dir() and not any(path.iterdir()):
-            return
-        if path.exists():
+        if not cls.is_free(path):
             raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another or remove it')
 
     @classmethod

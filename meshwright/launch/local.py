@@ -93,7 +93,7 @@ def run_local(
     require_layout(job, 1)
     world = World(choose_device(job))
     path = run_path(loaded, resume)
-    continues = resume and path.exists()
+    continues = resume and not RunFolder.is_free(path)
     if not continues:
         require_room(job, path, resume)
     prepare_device(job, world.device)

@@ -1,5 +1,6 @@
 """One machine of several: torch's agent on each, met at an address known beforehand."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -23,7 +24,7 @@ class Node:
         if not 0 <= self.rank < self.nodes:
             raise UserError(f"--node-rank {self.rank} is not one of --nodes {self.nodes}; machines count from 0")
         host, colon, port = (self.master or "alone:1").rpartition(":")
-        if not (host and colon and port.isdigit()):
+        if not (host and colon and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
             raise UserError(f"--master {self.master} is not host:port; give the first machine's name and a free port")
 
     @property

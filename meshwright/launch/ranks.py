@@ -47,6 +47,7 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     # Two steps of a job may run at once and must not meet at one port.
     number = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    number += 101 * int(environment.get("SLURM_RESTART_COUNT", "0"))  # where a port was taken, another the next time
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": size,

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from meshwright.job import LoadedJob
 from meshwright.launch.devices import require_devices
 from meshwright.launch.elastic import ended_by, run_agent
+from meshwright.launch.failures import NoMeetingPoint
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.local import OnEnd, record_failure, run_path
 from meshwright.launch.nodes import Node
@@ -32,6 +35,8 @@ def launch_node(
         if folder.state() == "running":
             record_failure(folder, cause, str(cause), on_end)
         raise cause from None
+    except (dist.DistError, RendezvousError) as error:
+        raise NoMeetingPoint(f"--master {node.master}", error) from None
     finally:
         for rank in range(node.rank * nproc, (node.rank + 1) * nproc):
             for log in logs.glob(f"rank-{rank}.*"):

@@ -17,6 +17,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.begin import Found, Start, begin, find_checkpoint, require_same_run
 from meshwright.launch.devices import with_own_device
+from meshwright.launch.failures import NoMeetingPoint
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.gather import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.launch.local import (
@@ -74,7 +75,7 @@ def run_rank(
         device = choose_device(job)
         prepare_device(job, device)
         pulse.at("meeting the other ranks")
-        world = join_world(job, device)
+        world = _met(job, device)
         life.met()
         pulse.at("preparing data and looking for a checkpoint")
         corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
@@ -95,6 +96,17 @@ def run_rank(
     return Finished(start.lease.run, outcome, stop.signal)
 
 
+def _met(job: Job, device: torch.device) -> World:
+    """The world, once all ranks have met; a port that another program has is no fault of the job's."""
+    try:
+        return join_world(job, device)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):  # the echo of a peer that died
+            raise
+        place = f"MASTER_ADDR:MASTER_PORT = {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise NoMeetingPoint(place, error) from None
+
+
 def run_here(loaded: LoadedJob, resume: bool = False, dtype: torch.dtype | None = None) -> Finished:
     """Train a job in silence as the rank this process is among torchrun's, or alone where it is none."""
     console, place = Console(quiet=True), find_place(os.environ)
@@ -110,7 +122,7 @@ def _open(
 
     def prepare_all() -> tuple[Corpus, Path, bool]:
         path = Path(launched_in) if launched_in else run_path(loaded, resume)
-        continues = resume and path.exists()
+        continues = resume and not RunFolder.is_free(path)
         if launched_in is None and not continues:
             require_room(job, path, resume)
         corpus = prepare_data(job, console)

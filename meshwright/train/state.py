@@ -7,10 +7,11 @@ import torch
 
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
 from meshwright.data import Cursor, StreamLoader
+from meshwright.errors import UserError
 from meshwright.parallel import CompressedWeights, Piece, World
 from meshwright.train.bad_steps import RecentLosses
 from meshwright.train.feedback import restore_feedback, saved_feedback
-from meshwright.train.optimizer import restore_states, saved_states
+from meshwright.train.optimizer import missing_states, parameter_of, restore_states, saved_states
 
 if TYPE_CHECKING:
     from meshwright.train.run import TrainingRun
@@ -19,15 +20,12 @@ if TYPE_CHECKING:
 def capture(run: "TrainingRun[Any]") -> State:
     """This rank's share of the run's state, as it is now: the tensors themselves, not copies of them."""
     masters, pieces = run.weights.masters, run.weights.pieces()
-    owned = owned_pieces(pieces)
-    parts = []
-    for name in owned:
-        box = pieces[name].box()
-        rows = box[0].stop - box[0].start
-        if rows:
-            starts = tuple(span.start for span in box)
-            parts.append(Part(f"model/{name}", pieces[name].shape, starts, masters[name].detach()[:rows]))
-    parts += saved_states(run.optimizer, masters, pieces, owned)
+    owned = set(owned_pieces(pieces))
+    weights = [part for name in pieces for part in _saved_weights(name, pieces[name], masters[name])]
+    states = saved_states(run.optimizer, masters, pieces)
+    held = [part.name for part in (*weights, *states)]
+    parts = [part for part in weights if part.name.removeprefix("model/") in owned]
+    parts += [part for part in states if parameter_of(part.name) in owned]
     if isinstance(run.weights, CompressedWeights):
         parts += saved_feedback(run.weights)
     if isinstance(run.loader, StreamLoader) and run.world.leads_data:
@@ -35,8 +33,9 @@ def capture(run: "TrainingRun[Any]") -> State:
             Part(cursor_name(number), (len(cursor),), (0,), torch.tensor(cursor))
             for number, cursor in run.loader.own_cursors().items()
         ]
+        held += [cursor_name(number) for number in run.loader.cursors]
     parts += [
-        Part(f"rng/{run.world.rank:05d}/{kind}", tuple(state.shape), (0,), state)
+        Part(_generator_name(run.world, kind), tuple(state.shape), (0,), state)
         for kind, state in _generators(run.world).items()
     ]
     scale, outcome = run.scaling.state_dict(), run.outcome
@@ -54,7 +53,15 @@ def capture(run: "TrainingRun[Any]") -> State:
         replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
         data=run.fingerprint,
     )
-    return State(facts, parts)
+    return State(facts, parts, tuple(held))
+
+
+def _saved_weights(name: str, piece: Piece, master: torch.Tensor) -> list[Part]:
+    """A rank's box of a parameter, if it has rows of it."""
+    box = piece.box()
+    rows = box[0].stop - box[0].start
+    starts = tuple(span.start for span in box)
+    return [Part(f"model/{name}", piece.shape, starts, master.detach()[:rows])] if rows else []
 
 
 @torch.no_grad()
@@ -62,6 +69,7 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
     """Give a run that was just built the state of a checkpoint, whatever layout saved it."""
     masters, pieces, facts = run.weights.masters, run.weights.pieces(), checkpoint.facts
     require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=False)
+    _require_states(run, checkpoint)
     with checkpoint:
         for name, master in masters.items():
             values = checkpoint.read(f"model/{name}", pieces[name].box())
@@ -79,6 +87,24 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
     outcome = run.outcome
     outcome.step, outcome.tokens, outcome.loss = facts.step, facts.tokens, facts.loss
     outcome.first_val_loss, outcome.val_loss = facts.first_val_loss, facts.val_loss
+
+
+def _require_states(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that lacks a state of the optimizer or of this rank's generator, which would begin anew."""
+    facts, saved = checkpoint.facts, checkpoint.names("optimizer/")
+    lacking = missing_states(run.optimizer, run.weights.masters, run.weights.pieces(), saved)
+    if not saved and (facts.skipped >= facts.step or run.job.run.on_bad_step == "skip"):
+        lacking = []  # no update was made yet
+    if run.job.model.file:  # a parameter that its model does not use has no gradient, and so no state
+        kept = {parameter_of(name) for name in saved}
+        lacking = [name for name in lacking if parameter_of(name) in kept]
+    if checkpoint.index.ranks == run.world.size:
+        lacking += sorted({_generator_name(run.world, "cpu")} - checkpoint.index.tensors.keys())
+    if lacking:
+        raise UserError(
+            f"{checkpoint.path} lacks {lacking[0]}, without which the run would not go on as it was; remove this "
+            "checkpoint to resume from the one before it"
+        )
 
 
 CURSORS = "data/cursor/"
@@ -129,12 +155,16 @@ def _generators(world: World) -> dict[str, torch.Tensor]:
     return states
 
 
+def _generator_name(world: World, kind: str) -> str:
+    return f"rng/{world.rank:05d}/{kind}"
+
+
 def _restore_generators(world: World, checkpoint: Checkpoint) -> None:
     """Only to as many ranks as there were: another number has other streams anyway."""
     if checkpoint.index.ranks != world.size:
         return
     for kind in _generators(world):
-        name = f"rng/{world.rank:05d}/{kind}"
+        name = _generator_name(world, kind)
         if name in checkpoint.index.tensors:
             state = checkpoint.whole(name)
             torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state, world.device)

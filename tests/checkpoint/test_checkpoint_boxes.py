@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from meshwright.checkpoint import Checkpoint, Facts, Part
+from meshwright.checkpoint.records import PieceRecord, TensorRecord, is_whole
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 
 WHOLE = torch.arange(7 * 12 * 2, dtype=torch.float32).view(7, 12, 2)
@@ -75,3 +78,46 @@ def test_a_missing_or_doubled_share_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(Incomplete, match="model/w has 168 entries and 144 were written"):
         seal(folder, Facts(step=1, tokens=1, position=1), 0, 2, {})
     assert not (folder / "manifest.json").exists()
+
+
+def test_a_tensor_that_no_rank_wrote_is_no_checkpoint(tmp_path: Path) -> None:
+    part = Part("model/w", (7, 12, 2), (0, 0, 0), WHOLE)
+    write_share(tmp_path, [part], 0, 2, held=["model/w", "optimizer/w/first"])
+    write_share(tmp_path, [], 1, 2, held=["model/w", "optimizer/w/first"])
+    with pytest.raises(Incomplete, match="optimizer/w/first was written by no rank"):
+        seal(tmp_path, Facts(step=1, tokens=1, position=1), 0, 2, {})
+
+
+def test_boxes_written_twice_do_not_make_up_for_one_that_is_missing(tmp_path: Path) -> None:
+    for rank, first in enumerate((0, 0, 6)):
+        part = Part("model/w", (7, 12, 2), (0, first, 0), WHOLE[:, first : first + 4])
+        write_share(tmp_path, [part], rank, 3)
+    with pytest.raises(Incomplete, match="model/w has 168 entries and 168 were written, some of them twice"):
+        seal(tmp_path, Facts(step=1, tokens=1, position=1), 0, 3, {})
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.integers(0, 8),
+    st.integers(0, 8),
+)
+def test_a_tensor_is_whole_when_every_entry_lies_in_one_box(
+    rows: list[int], columns: list[int], moved: int, to: int
+) -> None:
+    """Boxes of a grid, one of which is put where another is."""
+    starts = [[sum(sizes[:n]) for n in range(len(sizes))] for sizes in (rows, columns)]
+    boxes = [
+        ((r, c), (h, w)) for r, h in zip(starts[0], rows, strict=True) for c, w in zip(starts[1], columns, strict=True)
+    ]
+    boxes[moved % len(boxes)] = (boxes[to % len(boxes)][0], boxes[moved % len(boxes)][1])
+    counted = torch.zeros(sum(rows), sum(columns))
+    inside = all(
+        at + size <= whole for at_, size_ in boxes for at, size, whole in zip(at_, size_, counted.shape, strict=True)
+    )
+    for (r, c), (h, w) in boxes:
+        counted[r : r + h, c : c + w] += 1
+    pieces = tuple(PieceRecord(file="model.safetensors", offsets=at, shape=size) for at, size in boxes)
+    record = TensorRecord(shape=tuple(counted.shape), dtype="F32", pieces=pieces)
+    assert is_whole(record) == (inside and bool((counted == 1).all()))

@@ -86,11 +86,21 @@ class Cluster:
         places = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
         self._spawn("munged", ["munged", "--foreground", f"--socket={munge}/sock", *places])
         self._until(lambda: (munge / "sock").exists(), "munged")
-        self._spawn("slurmctld", ["slurmctld", "-D", "-f", f"{self.folder}/slurm.conf"])
-        self._until(lambda: "UP" in told("scontrol", "ping"), "slurmctld")
+        self.start_controller()
         for name in self.nodes:
             self.boot(name)
         self._until(lambda: idle() == len(self.nodes), "all nodes")
+
+    def start_controller(self) -> None:
+        """Start slurmctld, which goes on with what it had saved of itself."""
+        self._spawn("slurmctld", ["slurmctld", "-D", "-f", f"{self.folder}/slurm.conf"])
+        self._until(lambda: "UP" in told("scontrol", "ping"), "slurmctld")
+
+    def kill_controller(self) -> None:
+        """Let slurmctld die without a word; jobs run on."""
+        process = self.processes.pop("slurmctld")
+        process.kill()
+        process.wait()
 
     def boot(self, node: str) -> None:
         """Switch a node on."""

@@ -11,7 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from meshwright.checkpoint import Checkpoint, checkpoint_path, newest
+from meshwright.checkpoint import Checkpoint, Part, checkpoint_path, newest
+from meshwright.checkpoint.shares import seal, write_share
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.job import load_job
@@ -92,6 +93,56 @@ def test_the_numbers_of_a_resumed_run_are_those_of_one_left_alone(case: str, mon
     assert [event["attempt"] for event in events("run", "start")] == [0, 1]
     assert RunFolder.open(Path("run")).state() == "done"
     assert not [entry for entry in Path("run/checkpoints").iterdir() if entry.name.startswith(".")]
+
+
+LOST = {
+    "adamw": "optimizer/layers.0.ffn.down.weight/",
+    "adafactor": "optimizer/final_norm.weight/",
+    "muon": "optimizer/layers.0.attention.q.weight/",
+    "lion": "optimizer/",
+    "sgd": "rng/",
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_checkpoint_that_lacks_a_state_is_refused_by_its_name(name: str) -> None:
+    lost = LOST[name]
+    train("run", f"optimizer.name={name}", "run.steps=2")
+    without(checkpoint_path(Path("run"), 2), lost)
+    with pytest.raises(UserError, match=rf"step-00000002 lacks {lost}.*; remove this checkpoint"):
+        train("run", f"optimizer.name={name}", "run.steps=4", resume=True)
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "final_norm.weight"])
+def test_no_checkpoint_is_made_of_a_state_that_no_rank_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.train import state
+
+    owned = state.owned_pieces
+    monkeypatch.setattr(state, "owned_pieces", lambda pieces: [held for held in owned(pieces) if held != name])
+    monkeypatch.setattr("meshwright.checkpoint.room.WAITS_S", ())
+    with pytest.raises(UserError, match=rf"model/{name} was written by no rank"):
+        train("run", "run.steps=2")
+    assert not list(Path("run/checkpoints").glob("step-*"))
+
+
+def without(path: Path, lost: str) -> None:
+    """Seal a checkpoint anew without the first of its tensors whose name begins so, or all of a group's."""
+    with Checkpoint.open(path) as checkpoint:
+        names = checkpoint.names(lost)
+        assert names
+        gone = set(names if lost == "optimizer/" else names[-1:])
+        wholes = {name: checkpoint.whole(name) for name in checkpoint.names() if name not in gone}
+        facts, job = checkpoint.facts, checkpoint.job()
+    shutil.rmtree(path)
+    path.mkdir()
+    write_share(path, [Part(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in wholes.items()], 0, 1)
+    seal(path, facts, 0, 1, job)
+
+
+def test_an_empty_folder_is_begun_and_not_refused_as_no_run() -> None:
+    Path("run").mkdir()
+    train("run", "run.steps=2", resume=True)
+    assert RunFolder.open(Path("run")).state() == "done"
 
 
 def test_a_finished_run_resumed_does_nothing_and_a_longer_one_goes_on() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,7 @@ device = "cpu"
 # Kept apart, so that a node one run loses is not another's.
 LEFT, RIGHT = "--exclude=node03,node04,node05", "--exclude=node01,node02"
 RUNS = {
+    "outlived": (["--sbatch", LEFT], ["run.steps=80"]),
     "signalled": (["--sbatch", LEFT], ["layout.dp_replicate=4"]),
     "moved": (["--sbatch", RIGHT, "--per-rank"], ["layout.dp_replicate=2", "checkpoint.every_steps=2"]),
     "chained": (["--sbatch", LEFT, "--chain", "3"], []),
@@ -144,6 +146,14 @@ def until(condition: Callable[[], bool], run: str, seconds: float = 240, every_s
         time.sleep(every_s)
 
 
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    """As `until`, while nobody can ask Slurm."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
 def rows(run: str) -> list[dict]:
     path = Path(run, "metrics.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -180,8 +190,16 @@ def signal_before_the_limit(job: str) -> None:
 @pytest.fixture(scope="module")
 def ended(cluster: Cluster, work: Path) -> dict[str, "Future[Any]"]:
     """What became of every run; they go side by side, since each waits for Slurm most of the time."""
-    jobs = {run: submit(run) for run in RUNS}
+    [outlived] = submit("outlived")
+    told_meanwhile = controller_dies(outlived, cluster)  # before the others, who ask Slurm all the time
+    jobs = {run: submit(run) for run in RUNS if run != "outlived"}
+
+    def outlives() -> Any:
+        until(lambda: Path("outlived/slurm/over").exists(), "outlived")
+        return told_meanwhile
+
     scenarios = {
+        "outlived": outlives,
         "signalled": lambda: signalled(jobs["signalled"][0]),
         "moved": lambda: moved(jobs["moved"][0], cluster),
         "chained": lambda: chained(jobs["chained"]),
@@ -190,6 +208,33 @@ def ended(cluster: Cluster, work: Path) -> dict[str, "Future[Any]"]:
     }
     with ThreadPoolExecutor(len(scenarios)) as pool:
         return {name: pool.submit(scenario) for name, scenario in scenarios.items()}
+
+
+def batch_script(cluster: Cluster, job: str) -> int:
+    """The process of a job's script; other clusters on this machine have jobs of the same number."""
+    start = f"{cluster.folder}/spool/".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            ours = [word for word in words if word.startswith(start) and word.endswith(b"/slurm_script")]
+            if any(f"/job{int(job):05d}/".encode() in word for word in ours):
+                return int(entry.name)
+    raise AssertionError(f"no script of job {job} runs")
+
+
+def controller_dies(job: str, cluster: Cluster) -> tuple["subprocess.CompletedProcess[str]", str, str]:
+    """Steps are made without a controller, and a job that is to be queued again waits for the next one."""
+    until(lambda: len(rows("outlived")) > 2, "outlived")
+    cluster.kill_controller()
+    made, log = len(rows("outlived")), Path(f"outlived/slurm/job-{job}.out")
+    words = [sys.executable, "-m", "meshwright", "status", "outlived"]
+    asked = subprocess.run(words, capture_output=True, text=True, check=False)
+    logged = meshwright("logs", "outlived")
+    wait_for(lambda: len(rows("outlived")) > made, "steps")
+    os.kill(batch_script(cluster, job), signal.SIGUSR1)  # as before its time limit
+    wait_for(lambda: log.read_text().count(f"for job {job}\n") > 1, "a requeue is tried in vain")
+    cluster.start_controller()
+    return asked, logged, job
 
 
 def signalled(job: str) -> tuple[Status, Status, int]:
@@ -262,6 +307,18 @@ def test_a_trial_that_costs_too_much_lets_no_run_start(ended: dict[str, "Future[
     status = status_of(Path("tried"))
     assert status.state == "failed" and "trial on 1 says no-go: the run would take" in status.why
     assert not rows("tried") and len(rows("tried/ladder/1")) == 20
+
+
+def test_a_run_outlives_a_controller_that_dies_and_its_requeue_waits_for_the_next_one(
+    ended: dict[str, "Future[Any]"],
+) -> None:
+    asked, logged, job = ended["outlived"].result()
+    assert asked.returncode == 2 and len(asked.stderr.splitlines()) == 1
+    assert f"Slurm does not say how job {job} is" in asked.stderr and "ask again" in asked.stderr
+    assert f"job {job}, start 0" in logged
+    assert status_of(Path("outlived")).state == "done" and starts("outlived") == 2
+    run_local(load_job("job.toml", ["run.folder=quiet-long", *RUNS["outlived"][1]]), Console(quiet=True))
+    assert losses("outlived") == losses("quiet-long")
 
 
 @pytest.mark.parametrize("name", known_sites())

@@ -276,13 +276,28 @@ def test_ranks_that_were_asked_to_end_and_saved_go_on_later(tmp_path: Path, monk
     (tmp_path / "run/slurm").mkdir(parents=True)
     for code, requeued in ((85, True), (1, False)):
         step = f'case "$*" in *train*) exit {code};; esac'
-        programs(tmp_path / f"{code}", monkeypatch, srun=step, scontrol=f'echo "$*" >{tmp_path}/asked; exit 1')
+        refuses = f'[ $1 = ping ] && echo "Slurmctld(primary) at x is UP"; echo "$*" >{tmp_path}/asked; exit 1'
+        programs(tmp_path / f"{code}", monkeypatch, srun=step, scontrol=refuses)
         ended = subprocess.run(
             ["/bin/bash", "-c", script], env={"PATH": f"{tmp_path}/{code}:{path}", "SLURM_JOB_ID": "7"}
         )
         assert ended.returncode == code and (tmp_path / "run/slurm/over").exists() is not requeued
         assert (tmp_path / "asked").exists() is requeued
         (tmp_path / "asked").unlink(missing_ok=True)
+
+
+def test_a_requeue_waits_for_a_controller_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.environ["PATH"]
+    script = batch_script(tmp_path / "run", "x", SITE, Shape(1, 1), request(), "requeue")
+    (tmp_path / "run/slurm").mkdir(parents=True)
+    count = f'echo "$*" >>{tmp_path}/asked; grep -c requeue {tmp_path}/asked'
+    back = f'[ $1 = ping ] && echo "Slurmctld(primary) at x is DOWN"; [ $({count}) -gt 3 ]'
+    step = 'case "$*" in *train*) exit 85;; esac'
+    programs(tmp_path / "bin", monkeypatch, srun=step, scontrol=back, sleep="exit 0")
+    subprocess.run(
+        ["/bin/bash", "-c", script], env={"PATH": f"{tmp_path}/bin:{path}", "SLURM_JOB_ID": "7"}, check=False
+    )
+    assert (tmp_path / "asked").read_text().count("requeue 7") == 4, "tried until it was heard"
 
 
 def test_logs_of_a_job_that_waits(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def save(path: Path, cuts: int) -> list[dict[str, Tensor]]:
         optimizer = build_optimizer(masters, JOB, pieces)
         optimizer.step()
         states.append(states_of(optimizer, masters)[NAME])
-        write_share(path, saved_states(optimizer, masters, pieces, [NAME]), place, cuts)
+        write_share(path, saved_states(optimizer, masters, pieces), place, cuts)
     seal(path, Facts(step=1, tokens=1, position=1), 0, cuts, {})
     return states
 

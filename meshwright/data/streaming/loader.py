@@ -40,8 +40,11 @@ class StreamLoader:
         ranks: int = 1,
         total: Callable[[int], float] | None = None,
     ) -> None:
-        if position and not cursors:
-            raise UserError(f"the stream cannot go on at sample {position} without its cursors; start a new run")
+        if position and (lacking := sorted(set(range(flow.shards)) - set(cursors or ()))):
+            raise UserError(
+                f"the stream cannot go on at sample {position} without the cursor of shard {lacking[0]}; resume from "
+                "an earlier checkpoint or start a new run"
+            )
         self.cursors: dict[int, Cursor] = {**dict.fromkeys(range(flow.shards), START), **(cursors or {})}
         """Of every virtual shard, a block from which the next sample of it can be reached."""
         roll = Roll(workers)

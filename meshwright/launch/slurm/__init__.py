@@ -1,12 +1,14 @@
 """Runs on a Slurm site: one readable batch script each, its state in a word, its logs, its end; needs no torch."""
 
 from meshwright.launch.slurm.cancel import cancel
+from meshwright.launch.slurm.commands import NoAnswer
 from meshwright.launch.slurm.logs import end_of, follow, log_files
 from meshwright.launch.slurm.record import Submission
 from meshwright.launch.slurm.script import Request, Shape, batch_script, request_of
 from meshwright.launch.slurm.status import Status, status_of, statuses
 
 __all__ = [
+    "NoAnswer",
     "Request",
     "Shape",
     "Status",

@@ -45,7 +45,15 @@ continue_later() { # from the newest checkpoint, in the next job or in this one 
   fi
   trap - TERM USR1
   if [ "$mode" = requeue ]; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60 # until Slurm ends this script
+    for _ in $(seq 60); do
+      answers=$(scontrol ping | grep " UP")
+      if scontrol requeue "$SLURM_JOB_ID"; then
+        sleep 60 # until Slurm ends this script
+        break
+      fi
+      if [ -n "$answers" ]; then break; fi
+      sleep 5 # a controller that is started again comes back
+    done
   fi
   exit 85
 }

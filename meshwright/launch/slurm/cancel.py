@@ -5,7 +5,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.slurm.commands import job_state, scancel
+from meshwright.launch.slurm.commands import NoAnswer, SlurmJob, job_state, scancel
 from meshwright.launch.slurm.record import OVER, Submission
 from meshwright.launch.slurm.status import Status, status_of
 
@@ -28,10 +28,20 @@ def cancel(run: Path, wait_s: float) -> Status:
         else:
             scancel(job.id, "--batch", "--signal=TERM")  # to the script alone, which lets the ranks save
     deadline = time.monotonic() + wait_s
-    while left := [job for job in map(job_state, (job.id for job in jobs)) if job is not None and job.active]:
+    while left := _still_active(jobs, patient=time.monotonic() < deadline):
         if time.monotonic() > deadline:
             for job in left:
                 scancel(job.id)
             break
         time.sleep(_POLL_S)
     return status_of(run)
+
+
+def _still_active(jobs: list[SlurmJob], patient: bool) -> list[SlurmJob]:
+    """Those that wait or run; while Slurm is away, for as long as we are patient, all of them."""
+    try:
+        return [job for job in map(job_state, (job.id for job in jobs)) if job is not None and job.active]
+    except NoAnswer:
+        if not patient:
+            raise
+        return jobs

@@ -216,7 +216,7 @@ def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str],
     elif shape.ranks > 1:
         lines = [
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "export master=$head:$((15000 + SLURM_JOB_ID % 16000))",
+            "export master=$head:$((15000 + (SLURM_JOB_ID + 101 * ${SLURM_RESTART_COUNT:-0}) % 16000))",
         ]
         agent = f"--nproc {shape.ranks_per_node} --nodes {shape.nodes} --node-rank $SLURM_NODEID --master $master"
         train = f"bash -c {shlex.quote(f'exec {train} {agent}')}"  # a task knows its own number only inside

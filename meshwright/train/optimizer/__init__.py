@@ -9,7 +9,7 @@ from meshwright.train.optimizer.build import (
     states_of,
 )
 from meshwright.train.optimizer.onepass import OnePassAdamW
-from meshwright.train.optimizer.saved import restore_states, saved_states
+from meshwright.train.optimizer.saved import missing_states, parameter_of, restore_states, saved_states
 
 __all__ = [
     "OnePassAdamW",
@@ -17,6 +17,8 @@ __all__ = [
     "build_optimizer",
     "clip_factor",
     "clip_gradients",
+    "missing_states",
+    "parameter_of",
     "restore_states",
     "saved_states",
     "set_learning_rate",

@@ -54,6 +54,10 @@ class Adafactor(torch.optim.Optimizer):
             rate = group["lr"] * scale.clamp(min=LEAST_SCALE) / size.clamp(min=1.0)
             master.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction.mul_(rate))
 
+    def state_names(self, master: nn.Parameter) -> set[str]:
+        """The tensors kept for a parameter."""
+        return {"step", "rows", "columns"} if master.dim() == 2 else {"step", "second"}
+
     def _precondition(
         self, master: nn.Parameter, gradient: Tensor, sums: tuple[Tensor, Tensor] | None, eps: float
     ) -> None:

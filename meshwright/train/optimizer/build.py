@@ -116,6 +116,13 @@ def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict
     return {name: dict(optimizer.state.get(master, {})) for name, master in masters.items()}
 
 
+def state_names(part: torch.optim.Optimizer, master: nn.Parameter) -> set[str]:
+    """The tensors that one of an optimizer's parts keeps for a parameter once it was updated."""
+    if isinstance(part, Elementwise | Muon | Adafactor):
+        return part.state_names(master)
+    return {"step", "exp_avg", "exp_avg_sq"}  # AdamW's, torch's and ours alike
+
+
 def _elementwise(
     name: str, groups: list[dict[str, Any]], job: Job, pieces: Mapping[nn.Parameter, Piece]
 ) -> torch.optim.Optimizer:

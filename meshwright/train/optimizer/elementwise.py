@@ -78,6 +78,13 @@ class Kept:
         state["step"] += 1
         return int(state["step"])
 
+    def names(self) -> set[str]:
+        """What the state of the parameter holds."""
+        state: State = {}
+        for moment in self._moments:
+            self._form.make(state, moment, torch.empty_like(self._master, device="meta"))
+        return {"step", *state}
+
     def read(self, state: State, rows: slice) -> list[Tensor]:
         """The moments of some rows."""
         return [self._form.read(state, moment, rows, self._master.dtype) for moment in self._moments]
@@ -109,6 +116,10 @@ class Elementwise(torch.optim.Optimizer):
             for master in group["params"]:
                 if master.grad is not None:
                     self._update(master, master.grad.to(master.dtype), group)
+
+    def state_names(self, master: nn.Parameter) -> set[str]:
+        """The tensors kept for a parameter."""
+        return self._kept[master].names()
 
     def _update(self, master: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
         kept, state = self._kept[master], self.state[master]

@@ -52,6 +52,10 @@ class Muon(torch.optim.Optimizer):
             master.mul_(1 - rate * group["weight_decay"])
             master.add_(direction.to(master), alpha=-rate * stretch)
 
+    def state_names(self, master: nn.Parameter) -> set[str]:
+        """The tensors kept for a matrix."""
+        return self._kept[master].names()
+
     def _directions(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> Iterator[Tensor]:
         return self._holders.on_wholes(
             [partial(self._momentum, master, groups[master]) for master in masters],

@@ -5,6 +5,7 @@ something every holder has whole (a count of steps, Adafactor's means). The name
 ("@131x128": runs of 128 in every 131); those saved with other blocks than today's are rounded anew when they are read.
 """
 
+import math
 from collections.abc import Collection, Mapping
 
 import torch
@@ -12,21 +13,19 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import Checkpoint, Part
 from meshwright.parallel import Piece
-from meshwright.train.optimizer.build import Optimizer, parts_of, states_of
+from meshwright.train.optimizer.build import Optimizer, parts_of, state_names, states_of
 from meshwright.train.optimizer.states import Blocks, block_length, encode
 
-CODES, SCALES = ".codes", ".scales"
+STATES, CODES, SCALES = "optimizer/", ".codes", ".scales"
 
 
-def saved_states(
-    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece], owned: Collection[str]
-) -> list[Part]:
-    """The states of the parameters this rank saves; what every holder has whole, the first of them saves."""
+def saved_states(optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> list[Part]:
+    """This rank's boxes of its parameters' states; what every holder has whole is the first one's."""
     parts, cuts = [], _cuts(optimizer)
     for name, states in states_of(optimizer, masters).items():
         piece, master = pieces[name], masters[name]
-        for key, values in states.items() if name in owned else ():
-            full = f"optimizer/{name}/{key}"
+        for key, values in states.items():
+            full = f"{STATES}{name}/{key}"
             if key.endswith(SCALES):
                 blocks = Blocks.of(piece.shape[1], cuts[master])
                 parts.append(_part(full + _tag(blocks, piece.shape[1]), *_place(blocks, piece), values))
@@ -43,8 +42,8 @@ def restore_states(
     """Give an optimizer the states a checkpoint holds of this rank's parameters, whatever layout saved them."""
     owners = {master: part for part in parts_of(optimizer) for group in part.param_groups for master in group["params"]}
     cuts, saved = _cuts(optimizer), dict[str, list[str]]()
-    for full in checkpoint.names("optimizer/"):
-        saved.setdefault(full.removeprefix("optimizer/").rpartition("/")[0], []).append(full)
+    for full in checkpoint.names(STATES):
+        saved.setdefault(parameter_of(full), []).append(full)
     for name, master in masters.items():
         reader = _Reader(checkpoint, pieces[name], master.shape[0], cuts[master])
         for full in saved.get(name, ()):
@@ -52,6 +51,26 @@ def restore_states(
                 # Torch's fused AdamW counts steps on the device, the others count on the host.
                 on_host = values.dim() == 0 and not isinstance(owners[master], torch.optim.AdamW)
                 owners[master].state[master][key] = values if on_host else values.to(master.device)
+
+
+def parameter_of(full: str) -> str:
+    """The parameter that a saved state belongs to."""
+    return full.removeprefix(STATES).rpartition("/")[0]
+
+
+def missing_states(
+    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece], saved: Collection[str]
+) -> list[str]:
+    """Of the states an optimizer keeps for parameters that were updated, those that are not among the saved ones."""
+    known = {full.partition("@")[0] for full in saved}
+    parts = {master: part for part in parts_of(optimizer) for group in part.param_groups for master in group["params"]}
+    return [
+        full
+        for name, master in masters.items()
+        if math.prod(pieces[name].shape)
+        for key in sorted(state_names(parts[master], master))
+        if (full := f"{STATES}{name}/{key}") not in known
+    ]
 
 
 class _Reader:

@@ -1,0 +1,134 @@
+"""A training of a second: run in this process, and compared with the same one left alone, bit for bit."""
+
+import functools
+import gc
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from attacks.case import InternalError, LostSteps
+
+STEPS = 20
+JOB = f"""
+[model]
+preset = "tiny-llama"
+vocab_size = 64
+width = 16
+layers = 1
+heads = 2
+kv_heads = 1
+ffn_width = 32
+max_sequence_length = 32
+[data]
+sources = ["builtin:synthetic"]
+workers = 0
+[batch]
+sequence_length = 8
+global_batch = 2
+micro_batch = 2
+[evaluation]
+every_steps = 0
+[checkpoint]
+every_steps = 5
+[run]
+steps = {STEPS}
+device = "cpu"
+folder = "run"
+"""
+Numbers = tuple[list[tuple[str, ...]], dict[str, str]]
+
+
+def train(resume: bool = False) -> None:
+    """The tiny job in the working directory, from its start or from where it was left."""
+    from meshwright.job import load_job
+    from meshwright.launch.local import run_local
+
+    if not Path("job.toml").exists():
+        Path("job.toml").write_text(JOB)
+    run_local(load_job("job.toml", []), Console(quiet=True), resume=resume)
+
+
+def finished() -> bool:
+    """Whether the run in the working directory made all its steps and said so."""
+    from meshwright.launch import RunFolder
+
+    return Path("run").exists() and RunFolder.open(Path("run")).state() == "done"
+
+
+def numbers(run: Path) -> Numbers:
+    """All that must be equal: every step's numbers to the last bit, and the hash of the last state."""
+    from meshwright.checkpoint import newest
+    from meshwright.launch import RunFolder
+
+    names = ("step", "loss", "grad_norm", "lr", "tokens")
+    rows = [tuple(repr(row.get(name)) for name in names) for row in RunFolder.open(run).metrics()]
+    last = newest(run)
+    last.verify()
+    hashes = {name: record.sha256 for name, record in last.manifest.files.items() if name.endswith(".safetensors")}
+    return rows, hashes
+
+
+@functools.cache
+def left_alone() -> Numbers:
+    """The numbers of a run that nothing happens to; what is the same in every run is found out here, once for all."""
+    from meshwright.launch import folder
+
+    packages, code = folder.describe_packages(), folder.describe_code()
+    folder.describe_packages, folder.describe_code = lambda: packages, lambda: code
+    gc.collect()
+    gc.freeze()
+    with tempfile.TemporaryDirectory(prefix="attack-") as name:
+        where = Path(name)
+
+        def run() -> None:
+            os.chdir(where)
+            train()
+            (where / "numbers").write_bytes(pickle.dumps(numbers(Path("run"))))
+
+        if why := in_child(run)[1]:
+            raise InternalError(why)
+        found: Numbers = pickle.loads((where / "numbers").read_bytes())
+    return found
+
+
+def in_child(work: Callable[[], Any], meanwhile: Callable[[int], None] = lambda process: None) -> tuple[int, str]:
+    """Do something in a forked process, so that this one never has torch's threads or is killed; its status, its error.
+
+    `meanwhile` is called with the process's id.
+    """
+    with tempfile.TemporaryFile() as said:
+        process = os.fork()
+        if process == 0:
+            code = 0
+            try:
+                work()
+            except BaseException:
+                os.write(said.fileno(), traceback.format_exc()[-3000:].encode())
+                code = 1
+            os._exit(code)
+        meanwhile(process)
+        _, status = os.waitpid(process, 0)
+        said.seek(0)
+        return status, said.read().decode()
+
+
+def require_equal(run: Path) -> None:
+    """Raise LostSteps where a run did not end as the one left alone."""
+    from meshwright.launch import RunFolder
+
+    (rows, hashes), (expected, wanted) = numbers(run), left_alone()
+    for row, other in zip(rows, expected, strict=False):
+        if row != other:
+            raise LostSteps(f"{row} instead of {other}")
+    if len(rows) != len(expected):
+        raise LostSteps(f"{len(rows)} rows instead of {len(expected)}")
+    if hashes != wanted:
+        raise LostSteps(f"the last state differs: {[name for name in wanted if hashes.get(name) != wanted[name]]}")
+    if (state := RunFolder.open(run).state()) != "done":
+        raise LostSteps(f"a run that was finished says {state}")
