@@ -17,6 +17,7 @@ from test_studio_attacks import ask
 from meshwright.errors import UserError
 from meshwright.launch import RunFolder
 from meshwright.studio import Studio, write_report
+from meshwright.studio.expectations import expectations
 from meshwright.studio.follow import Follower
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.runs import Runs
@@ -188,6 +189,15 @@ def test_a_clock_that_is_set_calls_no_live_run_dead(tmp_path: Path, monkeypatch:
     os.utime(run.path / "metrics.jsonl", (real() + year, real() + year))  # of a file server whose clock is ahead
     monkeypatch.setattr(time, "time", real)
     assert Runs(tmp_path).listed()[0]["state"] == "running"
+
+
+@pytest.mark.parametrize("section", [{"model": {"layers": 10**9}}, {"layout": {"pp": 4096}, "model": {"layers": 4096}}])
+def test_a_job_that_nobody_could_run_is_not_predicted(section: dict[str, Any]) -> None:
+    start = {"kind": "start", "device": "NVIDIA H100 80GB HBM3", "ranks": section.get("layout", {}).get("pp", 1)}
+    job = {"batch": {"global_batch": 64, "micro_batch": 1}, **section}
+    began = time.monotonic()
+    assert expectations(job, [metric(step) for step in range(1, 5)], [start]) == ""
+    assert time.monotonic() - began < 5
 
 
 def test_times_of_other_centuries_are_shown(tmp_path: Path) -> None:
