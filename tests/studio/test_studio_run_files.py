@@ -136,17 +136,17 @@ def test_a_report_replaces_links_and_pipes_of_a_run_folder(tmp_path: Path) -> No
 
 def test_a_very_long_run_is_read_in_bounded_memory(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
-    steps = 60_000
+    steps = 40_000
     with (run.path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            loss = "nan" if step == 40_000 else 99.5 if step == 31_234 else 2.0
+            loss = "nan" if step == 30_000 else 99.5 if step == 21_234 else 2.0
             file.write(json.dumps(metric(step, loss=loss, step_s=0.5)) + "\n")
     folder = RunFolder.open(run.path)
     numbers = folder.numbers()
-    assert len(numbers.rows) <= 1 << 14 and numbers.sums == (steps, steps / 2, 1, 40_000)
+    assert len(numbers.rows) <= 1 << 14 and numbers.sums == (steps, steps / 2, 1, 30_000)
     assert max(row["loss"] for row in numbers.rows if row["loss"] == row["loss"]) == 99.5
-    assert any(row["step"] == 40_000 for row in numbers.rows) and numbers.rows[-1]["step"] == steps
-    assert "one step without a finite loss, the first at step 40,000" in write_report(run.path).read_text()
+    assert any(row["step"] == 30_000 for row in numbers.rows) and numbers.rows[-1]["step"] == steps
+    assert "one step without a finite loss, the first at step 30,000" in write_report(run.path).read_text()
 
 
 def test_a_restart_takes_back_what_a_long_run_made(tmp_path: Path) -> None:
