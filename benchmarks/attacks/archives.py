@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from attacks.accidents import ODD, damaged, odd_json
 from attacks.case import Case, Family
-from attacks.damage import ODD, damaged, odd_json
 
 TEXTS = [f"document {n} of a few words and more of them, {n * n}" for n in range(50)]
 BOMB_MIB = (1, 30, 300)

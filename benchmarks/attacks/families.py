@@ -3,6 +3,7 @@
 from attacks.archives import ARCHIVES
 from attacks.case import Family
 from attacks.chat_templates import CHAT_TEMPLATES
+from attacks.checkpoint_files import CHECKPOINT_FILES
 from attacks.command_lines import COMMAND_LINES
 from attacks.documents import DOCUMENTS
 from attacks.full_disk import FULL_DISK
@@ -10,6 +11,8 @@ from attacks.hugging_face import HUGGING_FACE
 from attacks.job_files import JOB_FILES
 from attacks.kills import KILLS
 from attacks.prepared_data import PREPARED_DATA
+from attacks.requests import SERVER_REQUESTS
+from attacks.run_files import RUN_FILES
 from attacks.shell_strings import SHELL_STRINGS
 from attacks.tokenizers_given import TOKENIZERS
 
@@ -23,6 +26,9 @@ FAMILIES: list[Family] = [
     CHAT_TEMPLATES,
     TOKENIZERS,
     DOCUMENTS,
+    RUN_FILES,
+    CHECKPOINT_FILES,
+    SERVER_REQUESTS,
     KILLS,
     FULL_DISK,
 ]

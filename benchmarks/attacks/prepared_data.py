@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from attacks.accidents import damaged, odd_json
 from attacks.archives import TEXTS
 from attacks.case import Case, Family, command
-from attacks.damage import damaged, odd_json
 
 
 @functools.cache

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from attacks.accidents import damaged, odd_json
 from attacks.archives import TEXTS
 from attacks.case import Case, Family
-from attacks.damage import damaged, odd_json
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 

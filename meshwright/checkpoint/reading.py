@@ -239,6 +239,8 @@ def _parsed(path: Path, record: type[R]) -> R:
     try:
         return record.model_validate_json(read_plain(path, RECORD_BYTES))
     except Unfit as unfit:
+        if isinstance(unfit.__cause__, PermissionError):
+            raise unfit.__cause__ from None
         raise Damaged(f"{path} is not what this program wrote ({unfit})") from None
     except ValidationError as error:
         problem = error.errors()[0]

@@ -19,6 +19,7 @@ from meshwright.launch.metrics import Metrics, read_metrics
 from meshwright.launch.outbox import Outbox, disk_errors, refusal
 from meshwright.launch.provenance import describe_code, describe_environment, describe_packages
 from meshwright.reading import (
+    ATTEMPTS,
     EVENTS,
     MEMORY,
     METRICS,
@@ -42,6 +43,7 @@ _STATES: dict[Any, State] = {"finished": "done", "interrupted": "stopped", "fail
 _SAMPLE = re.compile(r"step-(\d{1,15})\.txt")
 _MOST_SAMPLES = 1000
 _SAMPLE_BYTES = 1 << 16
+_NEWEST_BYTES = 1 << 18
 # What readers take these files' fields for, where they are there.
 _ENVIRONMENT = {"time": str, "argv": list, "variables": dict}
 _CODE = {"package": dict | None, "working_directory": dict | None}
@@ -122,8 +124,14 @@ class RunFolder:
 
         starts = [event.get("attempt", 0) for event in self.events("start")]
         with disk_errors(self.path):
-            self.lease = Lease.claim(self.path, max(starts, default=-1) + 1)
-        return self.lease
+            lease = Lease.claim(self.path, max(starts, default=-1) + 1)
+        if lease.attempt >= ATTEMPTS:  # whose rows nobody would read
+            lease.give_up()
+            raise UserError(
+                f"run.folder = {self.path} says it had {lease.attempt} attempts, more than any run has; start a new run"
+            )
+        self.lease = lease
+        return lease
 
     def end_attempt(self) -> None:
         """Let go of what only a running attempt needs."""
@@ -205,6 +213,13 @@ class RunFolder:
         """The rows of numbers so far, of a very long run the extremes of every stretch, and what they come to."""
         with _damage_told(path := self.path / "metrics.jsonl"):
             metrics = read_metrics(path)
+        self.unread[path.name] = metrics.tally
+        return metrics
+
+    def newest(self) -> Metrics:
+        """The newest rows of numbers alone, whatever the length of the file."""
+        with _damage_told(path := self.path / "metrics.jsonl"):
+            metrics = read_metrics(path, _NEWEST_BYTES)
         self.unread[path.name] = metrics.tally
         return metrics
 

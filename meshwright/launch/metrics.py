@@ -38,10 +38,10 @@ class Metrics:
         return next((row for row in reversed(self.rows) if "loss" in row), None)
 
 
-def read_metrics(path: Path) -> Metrics:
-    """Read a run's numbers, however long the file is."""
+def read_metrics(path: Path, newest_bytes: int | None = None) -> Metrics:
+    """Read a run's numbers, however long the file is, or the newest of them alone."""
     metrics, thinned, attempt = Metrics(), _Thinned(), 0
-    for row in stream_rows(path, METRICS, metrics.tally):
+    for row in stream_rows(path, METRICS, metrics.tally, newest_bytes):
         number = row.get("attempt", 0)
         if number > attempt:  # it begins where a checkpoint was: what earlier ones did beyond, or still do, is void
             attempt = number

@@ -43,7 +43,7 @@ class Restarts:
         before a step is made. But what a restart is refused for before its first step was no mistake when the run
         began: a disk that is read-only for a while may come back.
         """
-        step, attempt = last_step(folder), max((row.get("attempt", 0) for row in folder.numbers().rows), default=-1)
+        step, attempt = last_step(folder), max((row.get("attempt", 0) for row in folder.newest().rows), default=-1)
         refused = self.used > 0 and attempt == self._attempt
         self._attempt = attempt
         self._barren = 0 if step > self._step else self._barren + 1
@@ -127,7 +127,7 @@ def _with_degrees(job: Job, replicas: int, shards: int) -> Job | None:
 
 def last_step(folder: RunFolder) -> int:
     """The last step that was recorded by any attempt; -1 before the first."""
-    steps: Sequence[int] = [row["step"] for row in folder.numbers().rows if "loss" in row]
+    steps: Sequence[int] = [row["step"] for row in folder.newest().rows if "loss" in row]
     return max(steps, default=-1)
 
 

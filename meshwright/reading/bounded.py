@@ -30,7 +30,7 @@ def open_plain(path: Path | str, holder: int | None = None) -> int:
         raise
     except OSError as error:
         link = error.errno == errno.ELOOP
-        raise Unfit("it is a link" if link else f"it cannot be opened: {error.strerror}") from None
+        raise Unfit("it is a link" if link else f"it cannot be opened: {error.strerror}") from error
     except ValueError:  # a name with a zero byte
         raise Unfit("its name is no file's name") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

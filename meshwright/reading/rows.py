@@ -57,10 +57,15 @@ class Tally:
         return f"{self.left_out:,} rows in the middle of {self.name} are left out" if self.left_out else None
 
 
-def stream_rows(path: Path, kind: Kind, tally: Tally) -> Iterator[Row]:
-    """Every fit row of a file, holding a stretch of it at a time; a last line without an end is left out."""
+def stream_rows(path: Path, kind: Kind, tally: Tally, newest_bytes: int | None = None) -> Iterator[Row]:
+    """Every fit row of a file, or of its last bytes, holding a stretch of it at a time; a last line without an end is
+    left out."""
     descriptor = open_plain(path)
     try:
+        if newest_bytes is not None and (start := os.fstat(descriptor).st_size - newest_bytes) > 0:
+            tally.whole = False
+            os.lseek(descriptor, start, os.SEEK_SET)
+            _skip_line(descriptor, newest_bytes)
         for batch in batches_of(descriptor, kind, tally):
             yield from batch
     finally:
@@ -121,6 +126,13 @@ def _stretches(descriptor: int, tally: Tally) -> Iterator[list[bytes]]:
                 tally.lines += 1
                 tally.count_bad(_TOO_LONG, tally.lines)
             rest, skipping = b"", True
+
+
+def _skip_line(descriptor: int, most: int) -> None:
+    """Go on behind the next line's end."""
+    place = os.lseek(descriptor, 0, os.SEEK_CUR)
+    newline = os.pread(descriptor, most, place).find(b"\n")
+    os.lseek(descriptor, place + (most if newline < 0 else newline + 1), os.SEEK_SET)
 
 
 def _read(descriptor: int) -> bytes:

@@ -11,7 +11,8 @@ from meshwright.plan import Term, beside
 from meshwright.studio.curves import curve, finite
 from meshwright.studio.numbers import size
 
-_MOST_RANKS = 1 << 20
+_MOST_RANKS, _MOST_LAYERS, _MOST_STAGES = 1 << 20, 4096, 64
+"""Beyond what anybody trains, a prediction only takes time and memory: the job may be a stranger's."""
 
 
 def expectations(job: dict[str, Any], metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> str:
@@ -24,6 +25,8 @@ def expectations(job: dict[str, Any], metrics: list[dict[str, Any]], events: lis
         return ""
     try:
         run = Job.model_validate(job)
+        if run.model.layers > _MOST_LAYERS or run.layout.pp > _MOST_STAGES:
+            return ""
         terms = beside(run, start["device"], ranks, median(steps), stop.get("peak_memory_bytes"))
     except (ValidationError, UserError):  # a job of another version
         return ""

@@ -196,6 +196,70 @@ def test_an_index_whose_boxes_are_not_its_tensors_is_refused_when_opened(
         Checkpoint.open(path)
 
 
+def boxes(*rows: tuple[int, int], file: str = WEIGHTS) -> list[dict[str, object]]:
+    return [{"file": file, "offsets": [start, 0], "shape": [count, 64]} for start, count in rows]
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces"),
+    [
+        ([512, 64], boxes((0, 256), (0, 256))),  # half of it would be as memory had it
+        ([512, 64], boxes((0, 300), (299, 212))),
+        ([2**40, 64], boxes((0, 2**40))),  # more than its file holds
+        ([2**62, 64], boxes((0, 2**61), (2**61, 2**61))),
+        ([2**70, 64], boxes((0, 2**70))),
+        ([1] * 40, [{"file": WEIGHTS, "offsets": [0] * 40, "shape": [1] * 40}]),
+        ([512, 64], boxes((0, 512), file="../../secret")),
+    ],
+)
+def test_boxes_that_overlap_or_have_no_room_are_refused_when_opened(
+    tmp_path: Path, shape: list[int], pieces: list[dict[str, object]]
+) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    index = json.loads((path / "index.json").read_text())
+    index["tensors"]["model/embed.weight"] = {"shape": shape, "dtype": "F32", "pieces": pieces}
+    (path / "index.json").write_text(json.dumps(index))
+    forge(path, "index.json")
+    with pytest.raises(Damaged, match=r"index\.json is not what this program wrote"):
+        Checkpoint.open(path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "job.json", WEIGHTS])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_plain_file_is_damage_and_not_waited_for(
+    tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    save_model(tmp_path, 1, tiny(1))
+    path = save_model(tmp_path, 2, tiny(2))
+    (path / name).unlink()
+    make(path / name)
+    assert [type(found) for found in checkpoints(tmp_path)] == [Damaged, Checkpoint]
+    assert newest_weights(tmp_path).facts.step == 1
+
+
+@pytest.mark.parametrize("job", ["[]", '{"layout": 3}', "[" * 3000, '{"run": {"steps": ' + "9" * 400 + "}}"])
+def test_a_job_that_is_none_is_damage(tmp_path: Path, job: str) -> None:
+    path = save_model(tmp_path, 1, tiny(1))
+    (path / "job.json").write_text(job)
+    forge(path, "job.json")
+    with pytest.raises(Damaged, match=r"job\.json is not what this program wrote"):
+        Checkpoint.open(path).job()
+
+
+def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = save_model(tmp_path, 1, tiny(1)), os.open
+
+    def refused(name: Path, *args: int, **more: int | None) -> int:
+        if Path(name).name == "manifest.json":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(name))
+        return real(name, *args, **more)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(UserError, match=r"manifest\.json may not be read \(Permission denied\); give") as caught:
+        Checkpoint.open(path)
+    assert not isinstance(caught.value, Damaged)
+
+
 def test_altered_weights_are_passed_over_by_whoever_uses_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

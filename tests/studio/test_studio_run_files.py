@@ -17,6 +17,7 @@ from test_studio_attacks import ask
 from meshwright.errors import UserError
 from meshwright.launch import RunFolder
 from meshwright.studio import Studio, write_report
+from meshwright.studio.expectations import expectations
 from meshwright.studio.follow import Follower
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.runs import Runs
@@ -135,17 +136,17 @@ def test_a_report_replaces_links_and_pipes_of_a_run_folder(tmp_path: Path) -> No
 
 def test_a_very_long_run_is_read_in_bounded_memory(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
-    steps = 60_000
+    steps = 40_000
     with (run.path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            loss = "nan" if step == 40_000 else 99.5 if step == 31_234 else 2.0
+            loss = "nan" if step == 30_000 else 99.5 if step == 21_234 else 2.0
             file.write(json.dumps(metric(step, loss=loss, step_s=0.5)) + "\n")
     folder = RunFolder.open(run.path)
     numbers = folder.numbers()
-    assert len(numbers.rows) <= 1 << 14 and numbers.sums == (steps, steps / 2, 1, 40_000)
+    assert len(numbers.rows) <= 1 << 14 and numbers.sums == (steps, steps / 2, 1, 30_000)
     assert max(row["loss"] for row in numbers.rows if row["loss"] == row["loss"]) == 99.5
-    assert any(row["step"] == 40_000 for row in numbers.rows) and numbers.rows[-1]["step"] == steps
-    assert "one step without a finite loss, the first at step 40,000" in write_report(run.path).read_text()
+    assert any(row["step"] == 30_000 for row in numbers.rows) and numbers.rows[-1]["step"] == steps
+    assert "one step without a finite loss, the first at step 30,000" in write_report(run.path).read_text()
 
 
 def test_a_restart_takes_back_what_a_long_run_made(tmp_path: Path) -> None:
@@ -188,6 +189,15 @@ def test_a_clock_that_is_set_calls_no_live_run_dead(tmp_path: Path, monkeypatch:
     os.utime(run.path / "metrics.jsonl", (real() + year, real() + year))  # of a file server whose clock is ahead
     monkeypatch.setattr(time, "time", real)
     assert Runs(tmp_path).listed()[0]["state"] == "running"
+
+
+@pytest.mark.parametrize("section", [{"model": {"layers": 10**9}}, {"layout": {"pp": 4096}, "model": {"layers": 4096}}])
+def test_a_job_that_nobody_could_run_is_not_predicted(section: dict[str, Any]) -> None:
+    start = {"kind": "start", "device": "NVIDIA H100 80GB HBM3", "ranks": section.get("layout", {}).get("pp", 1)}
+    job = {"batch": {"global_batch": 64, "micro_batch": 1}, **section}
+    began = time.monotonic()
+    assert expectations(job, [metric(step) for step in range(1, 5)], [start]) == ""
+    assert time.monotonic() - began < 5
 
 
 def test_times_of_other_centuries_are_shown(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def status_of(path: Path) -> Status:
             raise
         job = None  # how it ended is known without Slurm
     word, why = _state(folder, submission, job)
-    step = max((row["step"] for row in folder.numbers().rows), default=0)
+    step = max((row["step"] for row in folder.newest().rows), default=0)
     attempt = max((event.get("attempt", 0) for event in folder.events("start")), default=0)
     unread = [told for tally in folder.unread.values() if (told := tally.sentence())]
     nodes = job.nodes if job and job.active else ""
@@ -130,7 +130,7 @@ def _stopped(folder: RunFolder, submission: Submission | None, error: str) -> tu
 
 
 def _place(folder: RunFolder) -> str:
-    last, steps = folder.numbers().last(), folder.steps()
+    last, steps = folder.newest().last(), folder.steps()
     if last is None:
         return f"before step 1 of {steps}"
     return f"step {last['step']} of {steps}" + ("" if last["loss"] is None else f", loss {last['loss']:.4f}")

@@ -1,0 +1,72 @@
+"""A real finished run, trained once a process, for families that damage copies of it."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+STEPS, RESUMED_FROM = 6, 4
+JOB = f"""
+[model]
+preset = "tiny-llama"
+layers = 1
+vocab_size = 512
+
+[data]
+sources = ["builtin:synthetic"]
+workers = 0
+
+[batch]
+sequence_length = 16
+global_batch = 4
+micro_batch = 2
+
+[evaluation]
+every_steps = 3
+batches = 1
+
+[checkpoint]
+every_steps = 2
+keep_last = 3
+
+[run]
+steps = {STEPS}
+device = "cpu"
+folder = "run"
+"""
+
+
+@cache
+def finished_run() -> Path:
+    """The folder of a run of six steps with three checkpoints; nobody writes into it."""
+    from attacks.case import command
+
+    place = Path(tempfile.mkdtemp(prefix="attack-run-"))
+    owner = os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(place, ignore_errors=True))
+    if (process := os.fork()) == 0:  # training starts threads, which a process that forks cases must not have
+        code = 1
+        try:
+            os.chdir(place)
+            os.environ["XDG_CACHE_HOME"] = str(place / ".cache")
+            Path("job.toml").write_text(JOB)
+            command("train", "job.toml")
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(process, 0)
+    if status:
+        raise RuntimeError(f"the small run that is to be damaged could not be made (status {status})")
+    run = place / "run"
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "rank-0.err").write_text("warming up\n" * 20)
+    return run
+
+
+def copy_run(into: Path, checkpoints: bool = False) -> Path:
+    """A copy of the run, with its checkpoints only where they are wanted."""
+    left_out = () if checkpoints else ("checkpoints",)
+    shutil.copytree(finished_run(), into, ignore=shutil.ignore_patterns(*left_out), symlinks=True)
+    return into
