@@ -1,22 +1,40 @@
 """Everything a run needs to go on as it would have: collected on every rank, and given back in any layout."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
-from meshwright.data import Cursor, StreamLoader
-from meshwright.parallel import CompressedWeights, Piece, World
-from meshwright.train.bad_steps import RecentLosses
+from meshwright.data import Cursor, Loader, StreamLoader
+from meshwright.parallel import CompressedWeights, Piece, Weights, World
+from meshwright.train.bad_steps import BadSteps, RecentLosses
 from meshwright.train.feedback import restore_feedback, saved_feedback
-from meshwright.train.optimizer import restore_states, saved_states
+from meshwright.train.optimizer import Optimizer, restore_states, saved_states
+from meshwright.train.outcome import Outcome
+from meshwright.train.recorder import Recorder
+from meshwright.train.scaling import LossScale
 
-if TYPE_CHECKING:
-    from meshwright.train.run import TrainingRun
+
+class Trained(Protocol):
+    """What a trainer has that a checkpoint keeps."""
+
+    weights: Weights
+    optimizer: Optimizer
+    scaling: LossScale
+    bad_steps: BadSteps
+    outcome: Outcome
+    position: int
+    loader: Loader | StreamLoader | None
+    recorder: Recorder
+    world: World
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens it is trained on."""
 
 
-def capture(run: "TrainingRun[Any]") -> State:
+def capture(run: Trained) -> State:
     """This rank's share of the run's state, as it is now: the tensors themselves, not copies of them."""
     masters, pieces = run.weights.masters, run.weights.pieces()
     owned = owned_pieces(pieces)
@@ -50,7 +68,7 @@ def capture(run: "TrainingRun[Any]") -> State:
         loss_scale=float(scale["scale"]) if run.scaling.dynamic else None,
         good_steps=int(scale["good_steps"]),
         skipped=int(scale["skipped"]),
-        recent_losses=run.losses.values(),
+        recent_losses=run.bad_steps.losses.values(),
         replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
         data=run.fingerprint,
     )
@@ -58,7 +76,7 @@ def capture(run: "TrainingRun[Any]") -> State:
 
 
 @torch.no_grad()
-def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+def restore(run: Trained, checkpoint: Checkpoint) -> None:
     """Give a run that was just built the state of a checkpoint, whatever layout saved it."""
     masters, pieces, facts = run.weights.masters, run.weights.pieces(), checkpoint.facts
     require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=False)
@@ -68,13 +86,13 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
             master[: len(values)].copy_(values)
             master[len(values) :].zero_()
         restore_states(run.optimizer, masters, pieces, checkpoint)
-        restore_feedback(run, checkpoint)
+        restore_feedback(run.weights, run.recorder, checkpoint)
         _restore_generators(run.world, checkpoint)
     run.weights.refresh()
     if run.scaling.dynamic and facts.loss_scale is not None:
         scale = {"scale": facts.loss_scale, "good_steps": facts.good_steps, "skipped": facts.skipped}
         run.scaling.load_state_dict(scale)
-    run.losses = RecentLosses(facts.recent_losses)
+    run.bad_steps.losses = RecentLosses(facts.recent_losses)
     run.position = facts.position
     outcome = run.outcome
     outcome.step, outcome.tokens, outcome.loss = facts.step, facts.tokens, facts.loss
