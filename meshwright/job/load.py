@@ -65,9 +65,11 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
         require_tokenizer(folder, merged)
 
     job = _validate(merged, origins, path)
-    if path.name != RESOLVED:
-        for sentence in unused_fields(job, [field for field in origins if origins[field] in ("file", "override")]):
-            warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
+    # A run's own record has every field, and a recipe's author knew.
+    shipped = path.name == RESOLVED or path == recipe_path(source)
+    given = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
+    for sentence in unused_fields(job, given):
+        warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
     comments = "".join(f"# --set {_in_one_line(override)}\n" for override in overrides)
     return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
 
