@@ -67,8 +67,8 @@ def load_job(source: str, overrides: Sequence[str] = ()) -> LoadedJob:
     job = _validate(merged, origins, path)
     # A run's own record has every field, and a recipe's author knew.
     shipped = path.name == RESOLVED or path == recipe_path(source)
-    given = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
-    for sentence in unused_fields(job, given):
+    chosen = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
+    for sentence in unused_fields(job, chosen):
         warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
     comments = "".join(f"# --set {_in_one_line(override)}\n" for override in overrides)
     return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins)
