@@ -27,7 +27,7 @@ from meshwright.checkpoint import Keeper, Lease, newest
 from meshwright.data import prepare
 from meshwright.job import load_job
 from meshwright.parallel import World, build, host_buffer
-from meshwright.train import choose_device, device_name, make_training, prepare_device, states_of
+from meshwright.train import choose_device, device_name, make_trainer, prepare_device, states_of
 
 
 class Recorder:
@@ -63,7 +63,7 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
     world, recorder, run = World(device), Recorder(), folder / "run"
     engine, weights = build(job, world)
     corpus = prepare(job.data, job.model.vocab_size)
-    training = make_training(job, corpus, engine, weights, recorder, recorder, world)
+    training = make_trainer(job, corpus, engine, weights, recorder, recorder, world)
     buffers = lambda size: host_buffer(size, torch.uint8, device)  # noqa: E731
     keeper = Keeper(job, Lease.claim(run), recorder.event, recorder.message, buffers)
     training.keep(keeper)

@@ -67,7 +67,7 @@ def train(job: dict[str, Any], interface: str | None, forgets: bool = False) -> 
     from meshwright.data import prepare
     from meshwright.job import Job
     from meshwright.parallel import CompressedWeights, build, join_world
-    from meshwright.train import make_training
+    from meshwright.train import make_trainer
 
     torch.set_num_threads(1)
     checked = Job.model_validate(job)
@@ -80,7 +80,7 @@ def train(job: dict[str, Any], interface: str | None, forgets: bool = False) -> 
         reduction.reduce = lambda masters: (reduce(masters), reduction.forget())
     rows = Rows(interface)
     corpus = prepare(checked.data, checked.model.vocab_size)
-    make_training(checked, corpus, engine, weights, rows, rows, world).run()
+    make_trainer(checked, corpus, engine, weights, rows, rows, world).run()
     return rows.rows
 
 

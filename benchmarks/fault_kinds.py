@@ -93,9 +93,9 @@ def arm() -> None:
     for fault in faults:
         if fault.kind == "rendezvous port taken":
             take_port(fault)
-    from meshwright.train.loop import Training
+    from meshwright.train import Trainer
 
-    step_of = Training._step
+    step_of = Trainer.step
 
     def step_with_faults(training: Any, step: int, *given: Any) -> bool:
         for fault in faults:
@@ -108,7 +108,7 @@ def arm() -> None:
                 lock(Path("run/checkpoints"), locked=False)
         return step_of(training, step, *given)
 
-    Training._step = step_with_faults  # type: ignore[method-assign]
+    Trainer.step = step_with_faults  # type: ignore[method-assign]
 
 
 def strikes_now(fault: Fault) -> bool:

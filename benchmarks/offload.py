@@ -106,7 +106,7 @@ def train(name: str, steps: int) -> dict[str, Any]:
     from meshwright.layout import require_layout
     from meshwright.model import count_parameters
     from meshwright.parallel import World, build
-    from meshwright.train import choose_device, device_name, make_training, prepare_device, training_loader
+    from meshwright.train import choose_device, device_name, make_trainer, prepare_device, training_loader
 
     cap_gib, sections = SETTINGS[name]
     common = {
@@ -134,7 +134,7 @@ def train(name: str, steps: int) -> dict[str, Any]:
     engine, weights = build(job, world)
     build_s = time.perf_counter() - started
     rows = Rows()
-    outcome = make_training(job, corpus, engine, weights, rows, rows, world).run(loader=loader)
+    outcome = make_trainer(job, corpus, engine, weights, rows, rows, world).run(loader=loader)
     timed = rows.rows[1:]
 
     def middle(field: str) -> float:

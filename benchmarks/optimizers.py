@@ -7,7 +7,7 @@ States: the bytes of all tensors the optimizer holds after some steps over rando
 a step is the median after the first; on a GPU also what the step holds beside masters, gradients and states at its
 peak, from the allocator. Muon's step is matrix products (bf16 on a GPU), the others' is memory traffic.
 
-Training: a Llama of 0.2M parameters on the Python standard library, the same batches for every optimizer, float32;
+Trainer: a Llama of 0.2M parameters on the Python standard library, the same batches for every optimizer, float32;
 the loss is the held-out one after the last step. Each optimizer runs at the best of the rates it was tried at
 (--rates tries them again); smaller formats run at the rate of their fp32 form.
 """
@@ -29,7 +29,7 @@ from meshwright.job import Job
 from meshwright.job.load import load_job
 from meshwright.model import build_architecture
 from meshwright.parallel import World, build
-from meshwright.train import Silent, Training, build_optimizer, states_of
+from meshwright.train import Silent, Trainer, build_optimizer, states_of
 
 RATES = {"adamw": 3e-3, "sgd": 0.03, "lion": 1e-3, "adafactor": 0.1, "muon": 1e-2}
 TRIED = {
@@ -109,7 +109,7 @@ def train(corpus: Corpus, name: str, states: str, rate: float, steps: int) -> fl
     job = training_job(name, states, rate, steps)
     world = World(torch.device("cpu"))
     engine, weights = build(job, world)
-    outcome = Training(job, corpus, engine, weights, Silent(), Silent(), world).run()
+    outcome = Trainer(job, corpus, engine, weights, Silent(), Silent(), world).run()
     assert outcome.val_loss is not None
     return outcome.val_loss
 

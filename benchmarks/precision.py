@@ -80,7 +80,7 @@ def run(setting: dict[str, Any]) -> dict[str, Any]:
     from meshwright.data import prepare
     from meshwright.job import Job, model_preset
     from meshwright.parallel import World, build
-    from meshwright.train import Training, choose_device, device_name, prepare_device
+    from meshwright.train import Trainer, choose_device, device_name, prepare_device
 
     shape = setting["model"]
     if name := shape.get("preset"):
@@ -91,7 +91,7 @@ def run(setting: dict[str, Any]) -> dict[str, Any]:
     try:
         world, seen = World(device), Rows()
         engine, weights = build(job, world)
-        Training(job, prepare(job.data, job.model.vocab_size), engine, weights, seen, seen, world).run()
+        Trainer(job, prepare(job.data, job.model.vocab_size), engine, weights, seen, seen, world).run()
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
     timed = seen.rows[2:]

@@ -25,7 +25,7 @@ from meshwright.job import Job, load_job
 from meshwright.layout import recompute_modes, stages_of_rank
 from meshwright.parallel import World, build
 from meshwright.parallel.inputs import Inputs
-from meshwright.train import choose_device, device_name, make_training, prepare_device
+from meshwright.train import choose_device, device_name, make_trainer, prepare_device
 from meshwright.train.feed import training_loader
 
 GIB = 2**30
@@ -60,7 +60,7 @@ def measure(job: Job, corpus: Corpus, device: torch.device) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     world, rows = World(device), Rows()
     engine, weights = build(job, world)
-    training = make_training(job, corpus, engine, weights, rows, rows, world)
+    training = make_trainer(job, corpus, engine, weights, rows, rows, world)
     outcome = training.run()
     timed = rows.rows[2:]
     peak = torch.cuda.max_memory_allocated()

@@ -151,7 +151,7 @@ def train(job: Any, seconds: float) -> dict[str, Any]:
 
     from meshwright.data import prepare
     from meshwright.parallel import build, join_world
-    from meshwright.train import choose_device, make_training, prepare_device
+    from meshwright.train import choose_device, make_trainer, prepare_device
 
     device = choose_device(job)
     prepare_device(job, device)
@@ -170,7 +170,7 @@ def train(job: Any, seconds: float) -> dict[str, Any]:
     def over() -> bool:
         return len(speeds.tokens_per_s) >= 2 and time.monotonic() - started > seconds
 
-    outcome = make_training(job, corpus, engine, weights, speeds, speeds, world).run(over)
+    outcome = make_trainer(job, corpus, engine, weights, speeds, speeds, world).run(over)
     peak, steady = resident_bytes("VmHWM"), None
     if device.type == "cuda":
         assert outcome.peak_memory_bytes is not None and outcome.steady_memory_bytes is not None

@@ -47,11 +47,11 @@ Numbers = tuple[list[tuple[str, ...]], dict[str, str]]
 def train(resume: bool = False) -> None:
     """The tiny job in the working directory, from its start or from where it was left."""
     from meshwright.job import load_job
-    from meshwright.launch.local import run_local
+    from meshwright.launch.worker import run_job
 
     if not Path("job.toml").exists():
         Path("job.toml").write_text(JOB)
-    run_local(load_job("job.toml", []), Console(quiet=True), resume=resume)
+    run_job(load_job("job.toml", []), Console(quiet=True), resume=resume)
 
 
 def finished() -> bool:

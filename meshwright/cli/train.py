@@ -62,10 +62,10 @@ def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "
         _with_ranks(job, overrides, resume, trust, 1, console, as_json)
         return
 
-    from meshwright.launch.local import run_local
     from meshwright.launch.signals import exit_code
+    from meshwright.launch.worker import run_job
 
-    finished = run_local(loaded, console, on_end=_write_report, resume=resume)
+    finished = run_job(loaded, console, on_end=_write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(exit_code(finished.signal))
@@ -122,7 +122,7 @@ def _as_rank(
     from meshwright.launch.failures import failures_written_down, leave
     from meshwright.launch.gather import SharedRefusal
     from meshwright.launch.signals import exit_code
-    from meshwright.launch.worker import RUN_FOLDER, run_rank
+    from meshwright.launch.worker import RUN_FOLDER, run_job
 
     console.quiet = place.rank > 0
     launched = RUN_FOLDER in os.environ
@@ -132,7 +132,7 @@ def _as_rank(
                 loaded = load_job(job, overrides, trust=trust)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
-            finished = run_rank(loaded, place, console, on_end=_write_report, resume=resume)
+            finished = run_job(loaded, console, place, on_end=_write_report, resume=resume)
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1
         if launched:

@@ -211,7 +211,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
     import time
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
-    from meshwright.launch.worker import run_here
+    from meshwright.launch.worker import run_quietly
     from meshwright.verify import run_matrix
     from meshwright.verify.run_compare import ROUNDING
 
@@ -225,7 +225,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
         lines = without
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731
-        for result in run_matrix(lines, dtype, device, record, began=show, train=run_here):
+        for result in run_matrix(lines, dtype, device, record, began=show, train=run_quietly):
             results.append(_line(result))
             ok = ok and result.ok
             if not as_json:

@@ -16,7 +16,7 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
     """Run a job small through `train` and print what came of comparing it; whether it is equal."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.cli.verify import as_row, print_verdict, say
-    from meshwright.launch.worker import run_here
+    from meshwright.launch.worker import run_quietly
     from meshwright.layout import ranks_of, require_layout
     from meshwright.verify import RankError
     from meshwright.verify.run_check import check_run
@@ -34,7 +34,7 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
     hiding = [change.text for change in changes if change.hides]
     with stderr_console().status(f"{_path(legs)}, {steps} steps in {dtype}, beside one process"):
         try:
-            verdict = check_run(small, run_here, dtype, is_prepared_data(loaded.job.data))
+            verdict = check_run(small, run_quietly, dtype, is_prepared_data(loaded.job.data))
         except RankError as error:
             print(f"meshwright: {error}", file=sys.stderr)
             return False

@@ -12,7 +12,6 @@ class UnusedFieldWarning(UserWarning):
 _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     ("model.rope_theta model.rope_scaling", 'model.positions = "rope"', lambda job: job.model.positions == "rope"),
     ("data.virtual_shards data.shuffle_buffer", "data.stream = true", lambda job: job.data.stream),
-    ("data.prefetch", "data.workers above 0", lambda job: job.data.workers > 0),
     (
         "data.chat_template",
         'data.format = "conversations"',
@@ -55,20 +54,11 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     ),
     ("schedule.decay_steps", 'schedule.name = "wsd"', lambda job: job.schedule.name == "wsd"),
     ("schedule.min_lr_ratio", 'schedule.name = "cosine" or "wsd"', lambda job: job.schedule.name != "constant"),
-    (
-        "evaluation.batches evaluation.sets evaluation.sample_tokens",
-        "evaluation.every_steps above 0",
-        lambda job: job.evaluation.every_steps > 0,
-    ),
-    (
-        "evaluation.sample_prompt",
-        "evaluation.every_steps and evaluation.sample_tokens above 0",
-        lambda job: job.evaluation.every_steps > 0 and job.evaluation.sample_tokens > 0,
-    ),
     ("run.may_shrink", "run.max_restarts above 0", lambda job: job.run.max_restarts > 0),
 ]
 READERS = {field: (words, reads) for fields, words, reads in _READERS for field in fields.split()}
-"""Fields that only some jobs read: which jobs in words, and whether a job is one of them."""
+"""Fields that only some jobs read: which jobs in words, and whether a job is one of them. What a switch turns off on
+purpose (evaluation.every_steps = 0, data.workers = 0) is not among them."""
 
 
 def unused_fields(job: Job, given: Iterable[str]) -> list[str]:

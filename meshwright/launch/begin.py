@@ -1,15 +1,15 @@
 """How a process of a run begins: at the first step, or where the newest sound checkpoint left off."""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from meshwright.checkpoint import Checkpoint, Damaged, Lease, checkpoints, require_shapes, restore
-from meshwright.data import Corpus, Cursor
+from meshwright.checkpoint import Checkpoint, Damaged, checkpoints, require_shapes, restore
+from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.folder import RunFolder
@@ -17,7 +17,7 @@ from meshwright.launch.gather import from_rank_zero, on_rank_zero
 from meshwright.launch.sinks import require_sinks
 from meshwright.model import build_architecture
 from meshwright.parallel import World
-from meshwright.train import Pulse, fingerprint, saved_cursors
+from meshwright.train import Start, fingerprint
 
 # What decides which samples come next, and what the saved states of the optimizer are.
 _FIXED = (
@@ -29,28 +29,6 @@ _FIXED = (
     ("optimizer", "name"),
     ("precision", "optimizer_states"),
 )
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a rank begins with."""
-
-    lease: Lease
-    checkpoint: Checkpoint | None
-    pulse: Pulse = field(default_factory=Pulse)
-    pass_over: frozenset[int] = frozenset()
-    """Positions of batches that came out bad again and again."""
-    dtype: torch.dtype | None = None
-    """Format of masters, gradients and computation where it is not the job's: a proof's."""
-
-    @property
-    def position(self) -> int:
-        """The first sample of the global stream to read."""
-        return 0 if self.checkpoint is None else self.checkpoint.facts.position
-
-    def cursors(self) -> dict[int, Cursor] | None:
-        """Where a stream goes on, shard by shard."""
-        return None if self.checkpoint is None else saved_cursors(self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -147,25 +125,6 @@ def begin(folder: RunFolder, job: Job, found: Found, console: Console) -> Start:
         console.print(f"resuming {told} (attempt {lease.attempt})", markup=False, highlight=False)
     folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
-
-
-def rewound(
-    folder: RunFolder | None, job: Job, world: World, console: Console, start: Start, step: int, bad: list[int]
-) -> Start:
-    """The start of a new attempt after a bad step, from the last checkpoint; all ranks call this together."""
-    found = find_checkpoint(start.lease.run, world, job.checkpoint.backup_to)
-    checkpoint = found.checkpoint
-
-    def begin_again() -> Start:
-        assert folder is not None
-        to = 0 if checkpoint is None else checkpoint.facts.step
-        folder.event("rewind", step=step, to=to, pass_over=sorted(set(bad)))
-        return begin(folder, job, found, console)
-
-    begun = on_rank_zero(world, begin_again)
-    attempt = from_rank_zero(world, 0 if begun is None else begun.lease.attempt)
-    lease = Lease(start.lease.run, attempt) if begun is None else begun.lease
-    return Start(lease, checkpoint, start.pulse, frozenset(bad), start.dtype)
 
 
 def _damage(path: Path, world: World) -> str | None:

@@ -20,6 +20,9 @@ class Place:
     """Ranks on this machine; None where nobody says."""
 
 
+ALONE = Place(0, 1, 0, 1)
+
+
 def find_place(environment: Mapping[str, str]) -> Place | None:
     """The place torchrun's variables give this process; None when it is alone."""
     alone = int(environment.get("WORLD_SIZE", "1")) < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment

@@ -16,7 +16,7 @@ from meshwright.launch.folder import RunFolder
 from meshwright.launch.local import prepare_data
 from meshwright.layout import require_layout
 from meshwright.parallel import World, build
-from meshwright.train import Silent, Training, choose_device, make_training, prepare_device, training_loader
+from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader
 
 _TEXT = 200
 """Characters shown of a sample."""
@@ -63,8 +63,8 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     corpus = prepare_data(job, console)
     checkpoint = next((one for one in _sound(run) if one.facts.step < step), None)
     engine, weights = build(job, world)
-    training = make_training(job, corpus, engine, weights, Silent(), Silent(), world)
-    assert isinstance(training, Training)
+    training = make_trainer(job, corpus, engine, weights, Silent(), Silent(), world)
+    assert isinstance(training, Trainer)
     if checkpoint is not None:
         training.resume(checkpoint)
     passed_over = [event for event in folder.events("passed_over") if event.get("position") is not None]
@@ -84,7 +84,7 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
 
 
 def _look(
-    training: Training, corpus: Corpus, step: int, position: int
+    training: Trainer, corpus: Corpus, step: int, position: int
 ) -> tuple[float, float, tuple[ReplayedSample, ...]]:
     """The step's loss and gradient norm, and its samples one by one without dropout."""
     job, engine, weights = training.job, training.engine, training.weights

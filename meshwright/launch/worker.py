@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from meshwright.checkpoint import Lease
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.begin import Found, Start, begin, find_checkpoint, require_same_run
+from meshwright.launch.begin import Found, begin, find_checkpoint, require_same_run
 from meshwright.launch.devices import with_own_device
 from meshwright.launch.failures import NoMeetingPoint
 from meshwright.launch.folder import RunFolder
@@ -28,18 +29,29 @@ from meshwright.launch.local import (
     made_for_backup,
     prepare_data,
     print_headline,
+    record_end,
     record_failure,
+    reports,
     require_room,
-    run_local,
     run_path,
-    train_with_rewinds,
 )
-from meshwright.launch.ranks import Place, find_place
+from meshwright.launch.ranks import ALONE, Place, find_place
+from meshwright.launch.rewinds import Rewinds
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
-from meshwright.layout import require_layout
+from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World, join_world
-from meshwright.train import Pulse, choose_device, prepare_device, require_enough_text
+from meshwright.train import (
+    Pulse,
+    Rewind,
+    Start,
+    choose_device,
+    memory_errors_explained,
+    prepare_device,
+    require_enough_text,
+    set_up_trainer,
+    training_loader,
+)
 
 RUN_FOLDER = "MESHWRIGHT_RUN_FOLDER"
 """Set for ranks that our own launcher started: the folder it made for them."""
@@ -51,39 +63,52 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Set by torch's agents: how often they have started these ranks again."""
 
 
-def run_rank(
+def run_job(
     loaded: LoadedJob,
-    place: Place,
     console: Console,
+    place: Place | None = None,
     on_end: OnEnd = lambda path: None,
     resume: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Finished:
-    """Train a job as one of its ranks; rank 0 alone prepares, prints and records, each saves its share.
+    """Train a job in this process, alone or as one of its ranks; what can be refused is refused before anything is
+    written.
 
-    Ranks that their agent has started again resume, whatever was asked for. `dtype` is as in `run_local`.
+    Rank 0 alone prepares, prints and records; each rank saves its share. With `resume`, or where an agent has started
+    the ranks again, a run folder that is there is continued. However the run ends, `on_end` is called with its folder
+    (to write the report, which lives in a higher room). `dtype` overrides the formats of masters and computation.
     """
-    try:
-        require_layout(loaded.job, place.size)
-    except UserError as error:
-        raise SharedRefusal(str(error)) from None
-    launched_in = os.environ.get(RUN_FOLDER)
-    resume = resume or int(os.environ.get(RESTARTS, "0")) > 0
+    _require_ranks(loaded.job, place)
+    launched_in = os.environ.get(RUN_FOLDER) if place else None
     pulse = Pulse()
-    with signs_of_life(loaded.job.run.watchdog_s, place, pulse) as life:
-        job = with_own_device(loaded.job, place)
+    with signs_of_life(loaded.job.run.watchdog_s, place or ALONE, pulse) as life:
+        job = with_own_device(loaded.job, place) if place else loaded.job
         device = choose_device(job)
         prepare_device(job, device)
         pulse.at("meeting the other ranks")
-        world = _met(job, device)
+        world = _met(job, device) if place else World(device)
         life.met()
         pulse.at("preparing data and looking for a checkpoint")
-        corpus, folder, start = _open(loaded, job, world, console, launched_in, resume)
-        life.found(start.lease.run)
+        corpus, folder, start = _open(loaded, job, world, console, launched_in, resume or _restarts(place) > 0)
         start = replace(start, pulse=pulse, dtype=dtype)
+        life.found(start.lease.run)
+        rewinds = Rewinds(folder, job, world, console)
         try:
             with _stop(launched_in) as stop:
-                outcome = train_with_rewinds(folder, job, corpus, world, console, stop, start)
+                while True:
+                    try:
+                        with reports(folder, job, corpus, start, console) as to, memory_errors_explained(job, world):
+                            loader = training_loader(job, corpus, world, start.position, start.cursors())
+                            with closing(loader):
+                                loader.start()  # its workers read while the model is built
+                                trainer = set_up_trainer(job, corpus, world, start, *to)
+                                outcome = trainer.run(stop, loader)
+                        break
+                    except Rewind as rewind:
+                        bad = (rewind.step, rewind.position)
+                    del trainer  # its weights, before there are new ones
+                    start = rewinds.start_again(start, *bad)
+                record_end(folder, world, outcome, stop, pulse)
         except BaseException as error:
             if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
                 record_failure(folder, error, f"{type(error).__name__}: {error}", on_end)
@@ -91,7 +116,7 @@ def run_rank(
         if folder is not None:
             on_end(folder.path)
     # Only now: after a failure the connections must outlive what this rank has to say about it.
-    if dist.is_initialized():
+    if place and dist.is_initialized():
         dist.destroy_process_group()
     return Finished(start.lease.run, outcome, stop.signal)
 
@@ -107,12 +132,23 @@ def _met(job: Job, device: torch.device) -> World:
         raise NoMeetingPoint(place, error) from None
 
 
-def run_here(loaded: LoadedJob, resume: bool = False, dtype: torch.dtype | None = None) -> Finished:
+def run_quietly(loaded: LoadedJob, resume: bool = False, dtype: torch.dtype | None = None) -> Finished:
     """Train a job in silence as the rank this process is among torchrun's, or alone where it is none."""
-    console, place = Console(quiet=True), find_place(os.environ)
-    if place is None:
-        return run_local(loaded, console, resume=resume, dtype=dtype)
-    return run_rank(loaded, place, console, resume=resume, dtype=dtype)
+    return run_job(loaded, Console(quiet=True), find_place(os.environ), resume=resume, dtype=dtype)
+
+
+def _require_ranks(job: Job, place: Place | None) -> None:
+    if place is None and (needed := ranks_of(job.layout)) > 1:
+        raise UserError(f"layout needs {needed} ranks; add --nproc {needed} or start it with torchrun")
+    try:
+        require_layout(job, place.size if place else 1)
+    except UserError as error:
+        raise (SharedRefusal(str(error)) if place else error) from None
+
+
+def _restarts(place: Place | None) -> int:
+    """How often torch's agent has started these ranks again."""
+    return int(os.environ.get(RESTARTS, "0")) if place else 0
 
 
 def _open(
@@ -139,7 +175,7 @@ def _open(
         if found.checkpoint is not None:
             require_same_run(job, corpus, found.checkpoint)
         folder = RunFolder.open(path) if launched_in or continues else create_folder(loaded, path)
-        if (restart := int(os.environ.get(RESTARTS, "0"))) and launched_in is None:
+        if world.size > 1 and launched_in is None and (restart := int(os.environ.get(RESTARTS, "0"))):
             folder.event("restart", restart=restart, cause=_last_failure(folder), ranks=world.size)
         start = begin(folder, job, found, console)
         folder.require_written()

@@ -20,11 +20,11 @@ from meshwright.parallel import World, build
 from meshwright.plan import beside
 from meshwright.train import (
     Silent,
-    Training,
+    Trainer,
     choose_attention,
     device_name,
     device_peak_flops,
-    make_training,
+    make_trainer,
     training_loader,
 )
 
@@ -102,8 +102,8 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     watch = _Watch(warmup, warmup + steps, world.device, profile)
     watch.attention = choose_attention(timed_job, world)
     engine, weights = build(timed_job, world)
-    training = make_training(timed_job, corpus, engine, weights, watch, watch, world)
-    if isinstance(training, Training):
+    training = make_trainer(timed_job, corpus, engine, weights, watch, watch, world)
+    if isinstance(training, Trainer):
         watch.phases = Phases(training)
     outcome = training.run(loader=loader)
     return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes)

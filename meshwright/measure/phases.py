@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.parallel import OneStage
-from meshwright.train import Training
+from meshwright.train import Trainer
 
 PHASES = ("data", "forward", "loss", "backward", "forward and backward", "reduce", "optimizer", "other")
 """`forward and backward` stands for its three parts where a pipeline interleaves them; gradients are reduced over ranks
@@ -19,7 +19,7 @@ inside backward as far as they overlap with it; `reduce` is what ranks agree on 
 class Phases:
     """Stop-watches around the parts of a training's steps, while asked for."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Trainer) -> None:
         self._training = training
         self._undo: list[Callable[[], None]] = []
         self._steps: list[dict[str, float]] = []
@@ -29,7 +29,7 @@ class Phases:
     def begin(self) -> None:
         """Watch from the next step on."""
         training, engine = self._training, self._training.engine
-        self._around(training, "_step", self._whole_step)
+        self._around(training, "step", self._whole_step)
         self._around(training, "_next", self._timed("data"))
         self._around(engine, "accumulate", self._accumulate)
         if isinstance(engine, OneStage):

@@ -1,6 +1,6 @@
 """Training: the loops, the optimizer, evaluation and generation."""
 
-from meshwright.train.asynchronous import AsynchronousTraining, make_training, windows
+from meshwright.train.asynchronous import AsynchronousTrainer, windows
 from meshwright.train.bad_steps import Rewind
 from meshwright.train.device import (
     choose_device,
@@ -21,19 +21,21 @@ from meshwright.train.feed import (
 )
 from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
-from meshwright.train.loop import Training
+from meshwright.train.meter import FLOPS_CONVENTION
 from meshwright.train.optimizer import build_optimizer, clip_gradients, states_of
+from meshwright.train.outcome import Outcome
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder, Silent
-from meshwright.train.run import FLOPS_CONVENTION, Outcome
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
-from meshwright.train.state import saved_cursors
+from meshwright.train.setup import make_trainer, set_up_trainer
+from meshwright.train.start import Start
+from meshwright.train.trainer import Trainer
 
 __all__ = [
     "FLOPS_CONVENTION",
-    "AsynchronousTraining",
+    "AsynchronousTrainer",
     "ConsoleProgress",
     "LossScale",
     "OutOfMemory",
@@ -44,7 +46,8 @@ __all__ = [
     "Rewind",
     "Score",
     "Silent",
-    "Training",
+    "Start",
+    "Trainer",
     "build_optimizer",
     "choose_attention",
     "choose_device",
@@ -58,13 +61,13 @@ __all__ = [
     "generate",
     "held_out_batches",
     "learning_rate",
-    "make_training",
+    "make_trainer",
     "memory_errors_explained",
     "open_corpus",
     "prepare_device",
     "require_enough_text",
-    "saved_cursors",
     "score",
+    "set_up_trainer",
     "states_of",
     "training_loader",
     "windows",

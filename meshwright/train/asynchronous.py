@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from meshwright.data import Corpus, Step
+from meshwright.data import Loader, Step, StreamLoader
 from meshwright.job import Job
-from meshwright.parallel import Engine, PipeDream, Weights, World
+from meshwright.parallel import PipeDream
 from meshwright.pipeline import Kind
 from meshwright.train.feed import evaluation_due
-from meshwright.train.loop import Training
 from meshwright.train.optimizer import clip_gradients, set_learning_rate
-from meshwright.train.recorder import Progress, Recorder
-from meshwright.train.run import StepNumbers, TrainingRun
+from meshwright.train.outcome import Outcome, StepNumbers
 from meshwright.train.schedule import learning_rate
+from meshwright.train.trainer import Trainer
 
 LONGEST_WINDOW = 100
 """Steps after which the pipeline is emptied even where nothing asks for it, so that a stop is noticed."""
@@ -35,20 +34,25 @@ def windows(job: Job, done: int = 0) -> Iterator[range]:
             first = step + 1
 
 
-class AsynchronousTraining(TrainingRun[PipeDream]):
+class AsynchronousTrainer(Trainer):
     """One stage's run; a step's row is written when its backward reaches rank 0, the last to see it."""
 
-    def _train(self, data: Iterator[Step], stop: Callable[[], bool]) -> None:
-        for window in windows(self.job, self.outcome.step):
-            stopping = self._agree(self._run_window(window, data), stop)
-            last = window[-1]
-            if evaluation_due(self.job, last):
-                self._evaluate(last)
-            self._save_if_due(last)
-            if stopping:
-                self.outcome.reason = "interrupted" if last < self.job.run.steps else "finished"
-                break
-        self._record_versions()
+    engine: PipeDream  # type: ignore[assignment]  # which runs by actions, and is never asked to accumulate
+
+    def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | StreamLoader | None = None) -> Outcome:
+        """Train window by window until run.steps, or until `stop` says so."""
+        with self._running(loader) as data:
+            for window in windows(self.job, self.outcome.step):
+                stopping = self._agree(self._run_window(window, data), stop)
+                last = window[-1]
+                if evaluation_due(self.job, last):
+                    self._evaluate(last)
+                self._save_if_due(last)
+                if stopping:
+                    self.outcome.reason = "interrupted" if last < self.job.run.steps else "finished"
+                    break
+            self._record_versions()
+        return self.outcome
 
     def _run_window(self, window: range, data: Iterator[Step]) -> list[StepNumbers]:
         """All of this stage's work on some steps; on ranks other than 0 losses and norms lack the stages before."""
@@ -91,7 +95,8 @@ class AsynchronousTraining(TrainingRun[PipeDream]):
         told = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
         sums = self.world.sum_over_world([*self._ballot(), *(told if leads else [0.0] * len(told)), float(stop())])
         ballots, known, stopping = sums[:3], sums[3:-1], sums[-1]
-        self._count(ballots)
+        if self.keeper is not None:
+            self.keeper.count(ballots)
         if not leads:
             for numbers, loss, norm in zip(steps, known[::2], known[1::2], strict=True):
                 self._record(replace(numbers, loss=loss, norm=norm))
@@ -102,18 +107,3 @@ class AsynchronousTraining(TrainingRun[PipeDream]):
         own = self.engine.weights.most_versions
         counts = self.world.sum_over_world([own * (rank == self.world.rank) for rank in range(self.world.size)])
         self.recorder.event("weight_versions", most=[int(count) for count in counts])
-
-
-def make_training(
-    job: Job,
-    corpus: Corpus,
-    engine: Engine | PipeDream,
-    weights: Weights,
-    recorder: Recorder,
-    progress: Progress,
-    world: World,
-) -> Training | AsynchronousTraining:
-    """The loop that fits the engine `build` made."""
-    if isinstance(engine, PipeDream):
-        return AsynchronousTraining(job, corpus, engine, weights, recorder, progress, world)
-    return Training(job, corpus, engine, weights, recorder, progress, world)

@@ -5,6 +5,10 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.train.recorder import Recorder
+
 WINDOW, FEWEST = 64, 16
 """Losses a new one is compared with: the last so many, and no verdict on fewer."""
 _NORMAL = 1.4826
@@ -43,3 +47,32 @@ class RecentLosses:
     def values(self) -> tuple[float, ...]:
         """What a checkpoint must keep, so that a resumed run judges alike."""
         return tuple(self._losses)
+
+
+class BadSteps:
+    """run.on_bad_step at work: what a loss or gradient norm that is not finite does, and a loss that leaps."""
+
+    def __init__(self, job: Job, recorder: Recorder, losses: Iterable[float] = ()) -> None:
+        self._job, self._recorder = job, recorder
+        self.losses = RecentLosses(losses)
+
+    def may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
+        """Whether the step's update is made; where the job says so, a bad one ends the run or goes back instead."""
+        settings = self._job.run
+        score = self.losses.score(loss) if settings.spike_score else None
+        if math.isfinite(loss) and math.isfinite(norm) and (score is None or score <= settings.spike_score):
+            if settings.spike_score:
+                self.losses.add(loss)
+            return True
+        policy = settings.on_bad_step
+        data = {"position": position, "samples": self._job.batch.global_batch}
+        self._recorder.event("bad_step", step=step, loss=loss, grad_norm=norm, score=score, policy=policy, **data)
+        if policy == "rewind":
+            raise Rewind(step, position)
+        if policy == "stop":
+            leap = "" if score is None else f" ({score:.1f} robust deviations above the last ones)"
+            raise UserError(
+                f"step {step} gave loss {loss}{leap} and gradient norm {norm}; lower optimizer.lr = "
+                f'{self._job.optimizer.lr} or set run.on_bad_step = "skip"'
+            )
+        return policy == "keep"

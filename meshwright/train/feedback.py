@@ -1,12 +1,8 @@
 """Gradient compression's memories in a checkpoint: what each replica has not sent yet, and powersgd's directions."""
 
-from typing import TYPE_CHECKING, Any
-
 from meshwright.checkpoint import Checkpoint, Part
-from meshwright.parallel import CompressedWeights, Piece
-
-if TYPE_CHECKING:
-    from meshwright.train.run import TrainingRun
+from meshwright.parallel import CompressedWeights, Piece, Weights
+from meshwright.train.recorder import Recorder
 
 
 def saved_feedback(weights: CompressedWeights) -> list[Part]:
@@ -26,17 +22,16 @@ def saved_feedback(weights: CompressedWeights) -> list[Part]:
     return parts
 
 
-def restore_feedback(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+def restore_feedback(weights: Weights, recorder: Recorder, checkpoint: Checkpoint) -> None:
     """Hand each replica its own memory back; to another number of replicas an equal share of the sum of all.
 
     Directions belong to a shard's own rows and columns: where those changed, powersgd's search begins anew.
     """
     step, before = checkpoint.facts.step, checkpoint.facts.replicas
     saved = any(not name.startswith("feedback/start/") for name in checkpoint.names("feedback/"))
-    weights = run.weights
     if not isinstance(weights, CompressedWeights):
         if saved:
-            run.recorder.event("feedback_dropped", step=step, reason="gradients are sent whole now")
+            recorder.event("feedback_dropped", step=step, reason="gradients are sent whole now")
         return
     anew = 0
     for name in weights.reduction.memories:
@@ -45,7 +40,7 @@ def restore_feedback(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
     if before != weights.reduction.replicas or anew:
         told = "its sum is shared out" if saved else "there was none"
         replicas = [before, weights.reduction.replicas]
-        run.recorder.event("feedback_changed", step=step, memory=told, replicas=replicas, searches_begun_anew=anew)
+        recorder.event("feedback_changed", step=step, memory=told, replicas=replicas, searches_begun_anew=anew)
 
 
 def _restore_memory(weights: CompressedWeights, name: str, checkpoint: Checkpoint, before: int) -> None:

@@ -1,23 +1,43 @@
 """Everything a run needs to go on as it would have: collected on every rank, and given back in any layout."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
 from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
-from meshwright.data import Cursor, StreamLoader
+from meshwright.data import Cursor, Loader, StreamLoader
 from meshwright.errors import UserError
-from meshwright.parallel import CompressedWeights, Piece, World
-from meshwright.train.bad_steps import RecentLosses
+from meshwright.job import Job
+from meshwright.parallel import CompressedWeights, Piece, Weights, World
+from meshwright.train.bad_steps import BadSteps, RecentLosses
 from meshwright.train.feedback import restore_feedback, saved_feedback
-from meshwright.train.optimizer import missing_states, parameter_of, restore_states, saved_states
+from meshwright.train.optimizer import Optimizer, missing_states, parameter_of, restore_states, saved_states
+from meshwright.train.outcome import Outcome
+from meshwright.train.recorder import Recorder
+from meshwright.train.scaling import LossScale
 
-if TYPE_CHECKING:
-    from meshwright.train.run import TrainingRun
+
+class Trained(Protocol):
+    """What a trainer has that a checkpoint keeps."""
+
+    job: Job
+    weights: Weights
+    optimizer: Optimizer
+    scaling: LossScale
+    bad_steps: BadSteps
+    outcome: Outcome
+    position: int
+    loader: Loader | StreamLoader | None
+    recorder: Recorder
+    world: World
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the tokens it is trained on."""
 
 
-def capture(run: "TrainingRun[Any]") -> State:
+def capture(run: Trained) -> State:
     """This rank's share of the run's state, as it is now: the tensors themselves, not copies of them."""
     masters, pieces = run.weights.masters, run.weights.pieces()
     owned = set(owned_pieces(pieces))
@@ -49,7 +69,7 @@ def capture(run: "TrainingRun[Any]") -> State:
         loss_scale=float(scale["scale"]) if run.scaling.dynamic else None,
         good_steps=int(scale["good_steps"]),
         skipped=int(scale["skipped"]),
-        recent_losses=run.losses.values(),
+        recent_losses=run.bad_steps.losses.values(),
         replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
         data=run.fingerprint,
     )
@@ -65,7 +85,7 @@ def _saved_weights(name: str, piece: Piece, master: torch.Tensor) -> list[Part]:
 
 
 @torch.no_grad()
-def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+def restore(run: Trained, checkpoint: Checkpoint) -> None:
     """Give a run that was just built the state of a checkpoint, whatever layout saved it."""
     masters, pieces, facts = run.weights.masters, run.weights.pieces(), checkpoint.facts
     require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=False)
@@ -76,20 +96,20 @@ def restore(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
             master[: len(values)].copy_(values)
             master[len(values) :].zero_()
         restore_states(run.optimizer, masters, pieces, checkpoint)
-        restore_feedback(run, checkpoint)
+        restore_feedback(run.weights, run.recorder, checkpoint)
         _restore_generators(run.world, checkpoint)
     run.weights.refresh()
     if run.scaling.dynamic and facts.loss_scale is not None:
         scale = {"scale": facts.loss_scale, "good_steps": facts.good_steps, "skipped": facts.skipped}
         run.scaling.load_state_dict(scale)
-    run.losses = RecentLosses(facts.recent_losses)
+    run.bad_steps.losses = RecentLosses(facts.recent_losses)
     run.position = facts.position
     outcome = run.outcome
     outcome.step, outcome.tokens, outcome.loss = facts.step, facts.tokens, facts.loss
     outcome.first_val_loss, outcome.val_loss = facts.first_val_loss, facts.val_loss
 
 
-def _require_states(run: "TrainingRun[Any]", checkpoint: Checkpoint) -> None:
+def _require_states(run: Trained, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that lacks a state of the optimizer or of this rank's generator, which would begin anew."""
     facts, saved = checkpoint.facts, checkpoint.names("optimizer/")
     lacking = missing_states(run.optimizer, run.weights.masters, run.weights.pieces(), saved)

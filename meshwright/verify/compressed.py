@@ -22,7 +22,7 @@ from meshwright.parallel.codecs import Codec
 from meshwright.parallel.compress import make_codec
 from meshwright.parallel.engine import OneStage
 from meshwright.parallel.replicas import cut
-from meshwright.train import Training
+from meshwright.train import Trainer
 from meshwright.verify.observe import Observation, observe
 
 COMPRESSED_REFERENCE = "reference: one process that compresses as the replicas do"
@@ -47,7 +47,7 @@ def observe_compressed(job: Job, master: torch.dtype | None, device: str = "cpu"
     return observe(alone, master, device, partial(_CompressedTraining, layout=job.layout))
 
 
-class _CompressedTraining(Training):
+class _CompressedTraining(Trainer):
     """The usual loop over all replicas' gradients."""
 
     def __init__(self, job: Job, corpus: Any, engine: OneStage, weights: WholeWeights, *rest: Any, layout: Layout):

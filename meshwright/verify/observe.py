@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.job import Job
 from meshwright.parallel import Piece, Weights, build, join_world
-from meshwright.train import LossScale, make_training
+from meshwright.train import LossScale, make_trainer
 from meshwright.verify.documents import unequal_corpus
 
 MATRIX_SCALE = 8.0
@@ -42,7 +42,7 @@ class Observation:
 
 
 def observe(
-    job: Job, master: torch.dtype | None, device: str = "cpu", make: Callable[..., Any] = make_training
+    job: Job, master: torch.dtype | None, device: str = "cpu", make: Callable[..., Any] = make_trainer
 ) -> Observation:
     """Train the job on this rank, in its place in the world and in the loop that `make` makes; return what was seen."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower

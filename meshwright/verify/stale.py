@@ -20,7 +20,7 @@ from meshwright.model import build_architecture
 from meshwright.parallel import WholeWeights
 from meshwright.parallel.engine import OneStage
 from meshwright.parallel.precision import square_sum
-from meshwright.train import Training, clip_gradients, windows
+from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe
 
 STALE_REFERENCE = "reference: one process with the same staleness"
@@ -49,7 +49,7 @@ def _stages(job: Job) -> list[set[str]]:
     return stages
 
 
-class _StaleTraining(Training):
+class _StaleTraining(Trainer):
     """The usual loop over stale weights, each stage clipped by its own norm."""
 
     def __init__(

@@ -27,9 +27,8 @@ from meshwright.checkpoint import keeper as keeping
 from meshwright.checkpoint.staging import Staging
 from meshwright.job import load_job
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import run_local
 from meshwright.launch.ranks import find_place
-from meshwright.launch.worker import run_rank
+from meshwright.launch.worker import run_job
 from meshwright.verify.ranks import RankError, RankGroup
 
 STEPS = 12
@@ -118,7 +117,7 @@ def alone(folder: str, point: str | None, after: int) -> None:
     os.chdir(folder)
     if point is not None:
         arm(point, after)
-    run_local(load_job("job.toml"), Console(quiet=True), resume=True)
+    run_job(load_job("job.toml"), Console(quiet=True), resume=True)
 
 
 def as_rank(folder: str, point: str | None, after: int, victim: int) -> None:
@@ -128,7 +127,7 @@ def as_rank(folder: str, point: str | None, after: int, victim: int) -> None:
     if point is not None and place.rank == victim:
         arm(point, after)
     loaded = load_job("job.toml", [f"layout.dp_shard={place.size}", "layout.zero=2", "batch.micro_batch=1"])
-    run_rank(loaded, place, Console(quiet=True), resume=True)
+    run_job(loaded, Console(quiet=True), place, resume=True)
 
 
 def attempt(folder: Path, ranks: int, point: str | None, after: int, victim: int, delay_s: float | None) -> bool:

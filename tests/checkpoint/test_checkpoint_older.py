@@ -9,7 +9,7 @@ from rich.console import Console
 from meshwright.checkpoint import newest
 from meshwright.job import load_job
 from meshwright.launch import RunFolder
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 
 OLD = Path(__file__).parent / "version-0.1/run"
 
@@ -18,7 +18,7 @@ def test_a_run_of_version_0_1_goes_on_as_it_did_then(tmp_path: Path, monkeypatch
     shutil.copytree(OLD, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     newest(Path("run")).verify()
-    run_local(load_job("run", ["run.folder=run"]), Console(quiet=True), resume=True)
+    run_job(load_job("run", ["run.folder=run"]), Console(quiet=True), resume=True)
     then = {row["step"]: row for row in RunFolder.open(OLD).metrics()}
     now = {row["step"]: row for row in RunFolder.open(Path("run")).metrics()}
     assert [now[step]["attempt"] for step in sorted(now)] == [0] * 4 + [1] * 4

@@ -18,7 +18,7 @@ SMALL += ["evaluation.every_steps=2", "evaluation.sample_tokens=4", "checkpoint.
 READ_ELSEWHERE = {
     **dict.fromkeys(["model.preset", "model.init_from"], "where the job is loaded"),
     **dict.fromkeys(["layout.zero", "schedule.warmup_steps"], "by a property of the job"),
-    **dict.fromkeys(["run.max_restarts", "run.watchdog_s"], "by what starts the ranks"),
+    **dict.fromkeys(["run.max_restarts"], "by what starts the ranks"),
     "run.on_bad_step": "when a step is bad",
     "data.stages": "with data.weights, without which it is refused",
     **dict.fromkeys(["cluster.name", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"], "by plan and submit"),
@@ -50,6 +50,7 @@ def test_a_field_that_acts_is_not_named(recwarn: pytest.WarningsRecorder) -> Non
     assert not [warning for warning in recwarn if issubclass(warning.category, UnusedFieldWarning)]
 
 
+@pytest.mark.filterwarnings("default")
 def test_the_command_says_it_in_one_line(cli) -> None:  # type: ignore[no-untyped-def]
     done = cli("job", "explain", "demo", "--set", "optimizer.momentum=0.5")
     assert done.code == 0
@@ -60,7 +61,7 @@ def test_the_command_says_it_in_one_line(cli) -> None:  # type: ignore[no-untype
 
 
 def test_a_training_reads_every_other_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.launch.local import run_local
+    from meshwright.launch.worker import run_job
 
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("some words to learn from\n\n" * 3000)
@@ -72,7 +73,7 @@ def test_a_training_reads_every_other_field(tmp_path: Path, monkeypatch: pytest.
         return plain(self, name)
 
     monkeypatch.setattr(Section, "__getattribute__", recorded)
-    run_local(loaded, Console(quiet=True))
+    run_job(loaded, Console(quiet=True))
     monkeypatch.undo()
     without = {field for field in field_names() if field not in read}
     unread = {field for field, (_, reads) in READERS.items() if not reads(loaded.job)}

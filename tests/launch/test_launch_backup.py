@@ -13,9 +13,8 @@ from meshwright.checkpoint import StoredWeights, backups, checkpoint_path, newes
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import run_local
 from meshwright.launch.ranks import find_place
-from meshwright.launch.worker import run_rank
+from meshwright.launch.worker import run_job
 from meshwright.verify.ranks import run_ranks
 
 QUIET = Console(quiet=True)
@@ -32,7 +31,7 @@ def _here(tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(*overrides: str, resume: bool = False, folder: str = "run") -> None:
-    run_local(load_job("job.toml", [*SETTINGS, f"run.folder={folder}", *overrides]), QUIET, resume=resume)
+    run_job(load_job("job.toml", [*SETTINGS, f"run.folder={folder}", *overrides]), QUIET, resume=resume)
 
 
 def rows(folder: str) -> dict[int, list[str]]:
@@ -94,7 +93,7 @@ def _rank(*overrides: str) -> None:
     place = find_place(os.environ)
     assert place is not None
     words = [*SETTINGS, "run.folder=run", "batch.micro_batch=1", "layout.dp_shard=2", *overrides]
-    run_rank(load_job("job.toml", words), place, QUIET, resume=True)
+    run_job(load_job("job.toml", words), QUIET, place, resume=True)
 
 
 def test_ranks_share_what_rank_zero_brought_back() -> None:
@@ -125,6 +124,6 @@ def test_list_and_restore(cli) -> None:  # type: ignore[no-untyped-def]
     assert listed.code == 0 and "complete" in listed.out
     assert "backup: checkpoint.backup_to = store cannot be read" in listed.out
     plain = [word for word in SETTINGS if "backup_to" not in word]
-    run_local(load_job("job.toml", [*plain, "run.folder=plain", "run.steps=1"]), QUIET)
+    run_job(load_job("job.toml", [*plain, "run.folder=plain", "run.steps=1"]), QUIET)
     refused = cli("checkpoint", "restore", "plain")
     assert refused.code == 2 and "sets no checkpoint.backup_to" in refused.err

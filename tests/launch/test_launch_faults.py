@@ -21,7 +21,7 @@ import fault_runs
 
 RESTARTED = {
     "kill -9 a rank": "rank 1 was killed by SIGKILL",
-    "exception on a rank": "rank 1 failed at meshwright/train/loop.py",
+    "exception on a rank": "rank 1 failed at meshwright/train/trainer.py",
     "a rank exits 0 early": "rank 1 ended with exit code 0 before the run was over",
     "out of memory on a rank": "rank 1: CPU ran out of memory",
     "loader worker killed": "it may have run out of memory or of space in /dev/shm: try fewer data.workers",

@@ -15,7 +15,7 @@ from meshwright.data import prepare, training_stream
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.job import load_job
 from meshwright.launch.huggingface import export_run
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 
 WORDS = ("apple", "bread", "cloud", "drum", "eagle", "fern", "grape", "house", "island", "jacket")
 TEMPLATE = (
@@ -85,7 +85,7 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "talk.jsonl").write_text("\n".join(lines))
     job = path / "job.toml"
     job.write_text(JOB.format(folder=folder, path=path))
-    run_local(load_job(str(job)), Console(quiet=True))
+    run_job(load_job(str(job)), Console(quiet=True))
     return path
 
 

@@ -12,14 +12,14 @@ CODE = """
 import torch
 from rich.console import Console
 from meshwright.job import load_job
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 from meshwright.train import OutOfMemory
 torch.cuda.set_per_process_memory_fraction(0.02)
 words = ["run.device=cuda", "run.folder=run", "model.width=1024", "model.heads=8", "model.kv_heads=8",
          "model.layers=16",
          "model.ffn_width=8192", "batch.global_batch=64", "batch.micro_batch=64", "data.cache=cache"]
 try:
-    run_local(load_job("job.toml", words), Console(quiet=True))
+    run_job(load_job("job.toml", words), Console(quiet=True))
 except OutOfMemory as error:
     print(error)
 """

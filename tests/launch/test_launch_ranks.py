@@ -15,9 +15,8 @@ from meshwright.checkpoint import newest
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.launch.devices import require_devices, with_own_device
-from meshwright.launch.local import run_local
 from meshwright.launch.ranks import Place, find_place, first_host, slurm_variables
-from meshwright.launch.worker import run_rank
+from meshwright.launch.worker import run_job
 from meshwright.verify.ranks import run_ranks
 
 STEP = {
@@ -78,7 +77,7 @@ def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
 def _train(*overrides: str) -> tuple[str, int]:
     place = find_place(os.environ)
     assert place is not None
-    finished = run_rank(load_job("job.toml", overrides), place, Console(quiet=True))
+    finished = run_job(load_job("job.toml", overrides), Console(quiet=True), place)
     return finished.outcome.reason, finished.outcome.step
 
 
@@ -87,7 +86,7 @@ def test_ranks_that_something_else_started_train_what_one_process_trains(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = ["data.cache=cache", "optimizer.eps=1e-3", "batch.micro_batch=1"]
-    run_local(load_job("job.toml", [*settings, "run.folder=alone"]), Console(quiet=True))
+    run_job(load_job("job.toml", [*settings, "run.folder=alone"]), Console(quiet=True))
     layout = ["layout.dp_shard=2", "layout.zero=2", "layout.tp=2"]
     assert run_ranks(_train, 4, *settings, *layout) == [("finished", 10)] * 4
     alone, ranks = (newest(Path(folder)) for folder in ("alone", "run"))
@@ -126,8 +125,8 @@ def test_data_workers_are_forked_before_there_are_weights_to_copy(
         workers.append(len(multiprocessing.active_children()))
         return parallel.build(*given)
 
-    monkeypatch.setattr("meshwright.launch.local.build", build)
+    monkeypatch.setattr("meshwright.train.setup.build", build)
     small = ["run.steps=1", "batch.global_batch=2", "batch.micro_batch=2", "evaluation.every_steps=0", "data.workers=2"]
     small += ['data.sources=["builtin:synthetic"]', f"run.folder={tmp_path / 'run'}"]
-    run_local(load_job("demo", small), Console(quiet=True))
+    run_job(load_job("demo", small), Console(quiet=True))
     assert workers == [2] and not multiprocessing.active_children()

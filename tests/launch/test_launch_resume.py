@@ -17,11 +17,10 @@ from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import run_local
 from meshwright.launch.ranks import find_place
-from meshwright.launch.worker import RESTARTS, RUN_FOLDER, run_rank
+from meshwright.launch.worker import RESTARTS, RUN_FOLDER, run_job
 from meshwright.parallel import CompressedWeights, build, join_world
-from meshwright.train import LossScale, make_training
+from meshwright.train import LossScale, make_trainer
 from meshwright.verify.ranks import run_ranks
 
 QUIET = Console(quiet=True)
@@ -38,7 +37,7 @@ def _here(tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: str, *overrides: str, resume: bool = False) -> None:
-    run_local(load_job("job.toml", [*SETTINGS, *overrides, f"run.folder={folder}"]), QUIET, resume=resume)
+    run_job(load_job("job.toml", [*SETTINGS, *overrides, f"run.folder={folder}"]), QUIET, resume=resume)
 
 
 def rows(folder: str) -> list[list[str]]:
@@ -160,16 +159,16 @@ def test_a_finished_run_resumed_does_nothing_and_a_longer_one_goes_on() -> None:
 
 
 def test_a_run_that_fails_while_a_save_is_under_way_still_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.train.loop import Training
+    from meshwright.train import Trainer
 
-    step_of = Training._step
+    step_of = Trainer.step
 
     def breaks(training: Any, step: int, *given: Any) -> bool:
         if step == 5:
             raise UserError("the fifth step")
         return step_of(training, step, *given)
 
-    monkeypatch.setattr(Training, "_step", breaks)
+    monkeypatch.setattr(Trainer, "step", breaks)
     with pytest.raises(UserError, match="the fifth step"):
         train("run")
     assert newest(Path("run")).facts.step == 4
@@ -184,7 +183,7 @@ def test_without_a_checkpoint_it_starts_and_without_a_folder_too() -> None:
     assert events("run", "resume")[0]["step"] == 0
     assert [row["step"] for row in RunFolder.open(Path("run")).metrics() if "loss" in row] == [1, 2, 3]
     with pytest.raises(UserError, match=r"--resume needs run\.folder"):
-        run_local(load_job("demo", ["run.device=cpu"]), QUIET, resume=True)
+        run_job(load_job("demo", ["run.device=cpu"]), QUIET, resume=True)
 
 
 def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:  # type: ignore[no-untyped-def]
@@ -246,7 +245,7 @@ def _ranks(folder: str, *overrides: str) -> None:
     place = find_place(os.environ)
     assert place is not None
     loaded = load_job("job.toml", [*SETTINGS, *overrides, f"run.folder={folder}", "batch.micro_batch=1"])
-    run_rank(loaded, place, QUIET, resume=True)
+    run_job(loaded, QUIET, place, resume=True)
 
 
 def _restarted(folder: str, *overrides: str) -> None:
@@ -255,7 +254,7 @@ def _restarted(folder: str, *overrides: str) -> None:
     assert place is not None
     os.environ |= {RESTARTS: "1", RUN_FOLDER: str(Path(folder).absolute())}
     loaded = load_job("job.toml", [*SETTINGS, *overrides, f"run.folder={folder}", "batch.micro_batch=1"])
-    run_rank(loaded, place, QUIET)
+    run_job(loaded, QUIET, place)
 
 
 COMPRESSED = ["layout.dp_replicate=2", "checkpoint.keep_last=9"]
@@ -286,7 +285,7 @@ def _memories(folder: str, *overrides: str) -> dict[str, torch.Tensor]:
     engine, weights = build(job, world)
     assert isinstance(weights, CompressedWeights)
     progress = SimpleNamespace(event=lambda *_, **__: None)
-    training = make_training(job, prepare(job.data, job.model.vocab_size), engine, weights, progress, progress, world)
+    training = make_trainer(job, prepare(job.data, job.model.vocab_size), engine, weights, progress, progress, world)
     training.resume(Checkpoint.open(checkpoint_path(Path(folder), 4)))
     return weights.reduction.memories
 
@@ -323,9 +322,9 @@ def test_pipedream_goes_on_where_its_pipeline_was_empty() -> None:
 
 def test_a_stale_process_stops_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was believed dead wakes up in the middle of its run, after another has finished it."""
-    from meshwright.train.loop import Training
+    from meshwright.train import Trainer
 
-    step_of = Training._step
+    step_of = Trainer.step
     seen = []
 
     def sleeps(training: Any, step: int, *given: Any) -> bool:
@@ -334,7 +333,7 @@ def test_a_stale_process_stops_without_harm(monkeypatch: pytest.MonkeyPatch) -> 
             train("run", resume=True)  # meanwhile
         return step_of(training, step, *given)
 
-    monkeypatch.setattr(Training, "_step", sleeps)
+    monkeypatch.setattr(Trainer, "step", sleeps)
     with pytest.raises(UserError, match="was taken over by a later attempt"):
         train("run")
     assert RunFolder.open(Path("run")).state() == "done"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from meshwright.job import load_job
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 
 
 def rows(folder: str) -> list[tuple[str, ...]]:
@@ -22,9 +22,9 @@ def test_a_resumed_gpu_run_is_exact(tiny_job: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tiny_job.parent)
     settings = ["data.cache=cache", "run.device=cuda", "run.deterministic=true", f"precision.compute={compute}"]
     settings += ["checkpoint.every_steps=4", "checkpoint.keep_last=9", "evaluation.sample_tokens=0"]
-    run_local(load_job("job.toml", [*settings, "run.folder=whole"]), Console(quiet=True))
+    run_job(load_job("job.toml", [*settings, "run.folder=whole"]), Console(quiet=True))
     shutil.copytree("whole", "run")
     for step in (8, 10):
         shutil.rmtree(f"run/checkpoints/step-{step:08d}")
-    run_local(load_job("job.toml", [*settings, "run.folder=run"]), Console(quiet=True), resume=True)
+    run_job(load_job("job.toml", [*settings, "run.folder=run"]), Console(quiet=True), resume=True)
     assert rows("run") == rows("whole") and len(rows("run")) == 10

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import meshwright.launch.elastic
-import meshwright.launch.local
 import meshwright.launch.worker
+import meshwright.train.setup
 from meshwright.checkpoint import newest
 from meshwright.launch.folder import RunFolder
-from meshwright.train.loop import Training
+from meshwright.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import fault_runs
@@ -62,7 +62,7 @@ def lose_the_last_of(ranks: int = 4) -> None:
     Every rank also writes down which samples it has taken; all compute in float64, so that layouts agree closely.
     """
     lost = ranks - 1
-    step_of, meet, build = Training._step, meshwright.launch.worker.join_world, meshwright.launch.local.build
+    step_of, meet, build = Trainer.step, meshwright.launch.worker.join_world, meshwright.train.setup.build
 
     def hurt(rank: int, size: int) -> None:
         if (rank, size) == (lost, ranks):
@@ -91,9 +91,9 @@ def lose_the_last_of(ranks: int = 4) -> None:
             hurt(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         return meet(*given)
 
-    Training._step = step  # type: ignore[method-assign]
+    Trainer.step = step  # type: ignore[method-assign]
     meshwright.launch.worker.join_world = join
-    meshwright.launch.local.build = lambda job, world, dtype: build(job, world, torch.float64)
+    meshwright.train.setup.build = lambda job, world, dtype: build(job, world, torch.float64)
 
 
 class Run:

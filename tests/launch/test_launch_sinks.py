@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshwright.job import load_job
 from meshwright.launch import RunFolder
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 
 SHORT = ["run.steps=3", "evaluation.every_steps=0", "data.cache=cache", "run.folder=run"]
 
@@ -42,7 +42,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, name: str, calls: Any) -> None:
 
 
 def train(*settings: str, resume: bool = False) -> list[dict]:
-    run_local(load_job("run" if resume else "job.toml", [*SHORT, *settings]), Console(quiet=True), resume=resume)
+    run_job(load_job("run" if resume else "job.toml", [*SHORT, *settings]), Console(quiet=True), resume=resume)
     return RunFolder.open(Path("run")).metrics()
 
 

@@ -24,12 +24,11 @@ from meshwright.errors import UserError
 from meshwright.hardware import known_sites
 from meshwright.job import load_job
 from meshwright.launch import RunFolder
-from meshwright.launch.local import run_local
 from meshwright.launch.ranks import find_place
 from meshwright.launch.slurm import Status, cancel, status_of
 from meshwright.launch.slurm.commands import SlurmJob, job_state
 from meshwright.launch.slurm.commands import test_only as require_accepted
-from meshwright.launch.worker import run_rank
+from meshwright.launch.worker import run_job
 from meshwright.verify.ranks import run_ranks
 
 PROFILE = """
@@ -180,7 +179,7 @@ def state(job: str) -> SlurmJob:
 def _train(*overrides: str) -> None:
     place = find_place(os.environ)
     assert place is not None
-    run_rank(load_job("job.toml", overrides), place, Console(quiet=True))
+    run_job(load_job("job.toml", overrides), Console(quiet=True), place)
 
 
 def signal_before_the_limit(job: str) -> None:
@@ -291,7 +290,7 @@ def test_a_chain_of_three_jobs_ends_as_one_quiet_job(ended: dict[str, "Future[An
     assert ended["chained"].result() == ["85:0", "85:0", "0:0"]
     assert status_of(Path("chained")).state == "done" and starts("chained") == 3
     assert left_over(f"{Path.cwd()}/") == [], "of no run a process is left"
-    run_local(load_job("job.toml", ["run.folder=quiet-1"]), Console(quiet=True))
+    run_job(load_job("job.toml", ["run.folder=quiet-1"]), Console(quiet=True))
     assert losses("chained") == losses("quiet-1")
 
 
@@ -317,7 +316,7 @@ def test_a_run_outlives_a_controller_that_dies_and_its_requeue_waits_for_the_nex
     assert f"Slurm does not say how job {job} is" in asked.stderr and "ask again" in asked.stderr
     assert f"job {job}, start 0" in logged
     assert status_of(Path("outlived")).state == "done" and starts("outlived") == 2
-    run_local(load_job("job.toml", ["run.folder=quiet-long", *RUNS["outlived"][1]]), Console(quiet=True))
+    run_job(load_job("job.toml", ["run.folder=quiet-long", *RUNS["outlived"][1]]), Console(quiet=True))
     assert losses("outlived") == losses("quiet-long")
 
 

@@ -11,10 +11,10 @@ from meshwright.launch.failures import RankFailure
 from meshwright.launch.folder import RunFolder
 from meshwright.launch.heart import Beat
 from meshwright.launch.judge import COLDEST_S, Judge, Verdict
-from meshwright.launch.links import slow_groups
 from meshwright.launch.restarts import Restarts, shrunk
 from meshwright.launch.signals import exit_code
 from meshwright.train import OutOfMemory
+from meshwright.train.links import slow_groups
 
 BEAT = Beat(1, 10, 7, "forward and backward", "meshwright/x.py:1", "all_reduce", True, 4711, "here")
 

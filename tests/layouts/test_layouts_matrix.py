@@ -5,7 +5,7 @@ import pytest
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.worker import run_here
+from meshwright.launch.worker import run_quietly
 from meshwright.layout import ranks_of, require_layout, table_of
 from meshwright.pipeline import SCHEDULES, require_schedule
 from meshwright.verify import LineResult, load_matrix, run_matrix
@@ -19,7 +19,7 @@ QUICK = load_matrix("quick")
 @pytest.fixture(scope="module")
 def results() -> dict[str, LineResult]:
     """All quick lines, run together as far as there are cores."""
-    return {result.line.name: result for result in run_matrix(QUICK, train=run_here)}
+    return {result.line.name: result for result in run_matrix(QUICK, train=run_quietly)}
 
 
 @pytest.mark.parametrize("name", [line.name for line in QUICK])

@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoint, Keeper, Lease, checkpoint_path, di
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
-from meshwright.train import make_training
+from meshwright.train import make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
@@ -88,7 +88,7 @@ def some_steps(
     """Load what was saved, save it again elsewhere if asked to, make some steps, save that."""
     memory = Memory()
     engine, weights = build(job, world, dtype)
-    training = make_training(job, unequal_corpus(job), engine, weights, memory, memory, world)
+    training = make_trainer(job, unequal_corpus(job), engine, weights, memory, memory, world)
 
     def keeper(folder: Path) -> Keeper:
         place = {"rank": world.rank, "ranks": world.size, "sums": world.sum_over_world}
@@ -129,7 +129,7 @@ def alone(steps: int, changes: dict[str, Any], wide: bool, run: Path | None = No
     """One process that never changes; its last state is saved where a folder is given."""
     job, memory, world = make_job({}, steps, **changes), Memory(), World(torch.device("cpu"))
     engine, weights = build(job, world, torch.float64 if wide else None)
-    training = make_training(job, unequal_corpus(job), engine, weights, memory, memory, world)
+    training = make_trainer(job, unequal_corpus(job), engine, weights, memory, memory, world)
     training.run()
     if run is not None:
         buffer = partial(torch.empty, dtype=torch.uint8)

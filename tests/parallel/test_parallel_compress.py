@@ -15,7 +15,7 @@ from meshwright.layout import require_layout
 from meshwright.parallel import CompressedWeights, build, join_world, replicas
 from meshwright.parallel.codecs import Cast, Int8, TopK
 from meshwright.parallel.compress import Reduction
-from meshwright.train import make_training
+from meshwright.train import make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
@@ -278,7 +278,7 @@ def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, tuple[int, ...]], d
     """A run's rows, and the shapes of this rank's masters and memories."""
     world, rows = join_world(job, torch.device("cpu")), Rows()
     engine, weights = build(job, world)
-    make_training(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
+    make_trainer(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
     assert isinstance(weights, CompressedWeights)
     shapes = {name: tuple(master.shape) for name, master in weights.masters.items()}
     return rows.rows, shapes, {name: tuple(memory.shape) for name, memory in weights.reduction.memories.items()}

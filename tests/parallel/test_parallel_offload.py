@@ -16,7 +16,7 @@ from meshwright.layout import require_layout
 from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic, update
 from meshwright.parallel.host import host_buffer
 from meshwright.parallel.offload_sharded import groups_of
-from meshwright.train import build_optimizer, make_training
+from meshwright.train import build_optimizer, make_trainer
 from meshwright.verify import check, shrink
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
@@ -90,7 +90,7 @@ def train(
     world = World(device)
     engine, weights = build(job, world, dtype)
     rows = Rows()
-    make_training(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
+    make_trainer(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
     steps = [row for row in rows.rows if "loss" in row]
     return steps, {name: master.detach().cpu().clone() for name, master in weights.masters.items()}
 
@@ -216,7 +216,7 @@ def shards_on_the_host(job: Job) -> list[dict[str, Any]]:
     world = join_world(job, CPU)
     engine, weights = build(job, world)
     rows = Rows()
-    make_training(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
+    make_trainer(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
     size = sum(4 * master.numel() for master in weights.masters.values())
     groups = [g for module in engine.modules[0].modules() if isinstance(module, FSDPModule) for g in groups_of(module)]
     told = all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)

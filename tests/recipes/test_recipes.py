@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from meshwright.job import load_job, recipes
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 
 GOLDEN = Path(__file__).parent / "golden"
 # The structure of the recipe stays (preset, ties, precision, schedule, masks, memory); sizes and data become small and
@@ -39,7 +39,7 @@ def losses(name: str, folder: Path) -> list[float]:
         (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, talks)))
         sources[0] = "data.sources=[" + json.dumps(str(folder / "talk.jsonl")) + "]"
     loaded = load_job(name, [*SHRUNK, *sources, f"run.folder={folder / name}"])
-    run_local(loaded, Console(quiet=True))
+    run_job(loaded, Console(quiet=True))
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 

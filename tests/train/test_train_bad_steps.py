@@ -9,9 +9,9 @@ from rich.console import Console
 
 from meshwright.errors import UserError
 from meshwright.job import load_job
-from meshwright.launch import local
+from meshwright.launch import rewinds
 from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import run_local
+from meshwright.launch.worker import run_job
 from meshwright.parallel.engine import OneStage
 from meshwright.train.bad_steps import FEWEST, RecentLosses
 from meshwright.train.gpu_meter import parse_smi
@@ -49,7 +49,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch):
 
 
 def train(folder: str, *overrides: str) -> list[dict[str, Any]]:
-    run_local(load_job("job.toml", [*SETTINGS, *overrides, f"run.folder={folder}"]), Console(quiet=True))
+    run_job(load_job("job.toml", [*SETTINGS, *overrides, f"run.folder={folder}"]), Console(quiet=True))
     return RunFolder.open(Path(folder)).events()
 
 
@@ -100,7 +100,7 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
     assert rows("run") == rows("quiet")
     whole = OneStage.accumulate
     monkeypatch.setattr(OneStage, "accumulate", lambda *given: whole(*given) * float("nan"))
-    monkeypatch.setattr(local, "MOST_REWINDS", 2)
+    monkeypatch.setattr(rewinds, "MOST_REWINDS", 2)
     with pytest.raises(UserError, match="step 1 came out bad after 2 rewinds; look at it with `meshwright replay"):
         train("hopeless", "run.on_bad_step=rewind", "run.steps=3")
 

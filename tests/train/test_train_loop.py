@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.model import Decoder, initialise
 from meshwright.parallel import WholeWeights, World, build
-from meshwright.train import Outcome, Training, build_optimizer, clip_gradients
+from meshwright.train import Outcome, Trainer, build_optimizer, clip_gradients
 
 
 class Memory:
@@ -48,13 +48,13 @@ class Memory:
 def run(tiny_job: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tiny_job.parent)
 
-    def train(*overrides: str, change=lambda training: None) -> tuple[Memory, Outcome, Training]:  # type: ignore[no-untyped-def]
+    def train(*overrides: str, change=lambda training: None) -> tuple[Memory, Outcome, Trainer]:  # type: ignore[no-untyped-def]
         job = load_job(str(tiny_job), ["data.cache=cache", *overrides]).job
         corpus = prepare(job.data, job.model.vocab_size)
         memory = Memory()
         world = World(torch.device("cpu"))
         engine, weights = build(job, world)
-        training = Training(job, corpus, engine, weights, memory, memory, world)
+        training = Trainer(job, corpus, engine, weights, memory, memory, world)
         change(training)
         return memory, training.run(), training
 
@@ -105,7 +105,7 @@ def test_dropout_and_micro_batches_draw_the_same_masks(run) -> None:  # type: ig
     assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=2e-5)
 
 
-def _poison(training: Training) -> None:
+def _poison(training: Trainer) -> None:
     with torch.no_grad():
         training.weights.masters["layers.0.ffn.down.weight"].fill_(float("nan"))
 

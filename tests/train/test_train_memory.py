@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
-from meshwright.train import Training, make_training
+from meshwright.train import Trainer, make_trainer
 from meshwright.train.memory import WATCHED_STEPS
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
@@ -52,12 +52,12 @@ def make_job(**sections: dict[str, Any]) -> Job:
     return Job.model_validate({"model": MODEL, **merged})
 
 
-def train(job: Job, watch: bool = True, device: str = "cpu") -> tuple[Training, Losses, Rows]:
+def train(job: Job, watch: bool = True, device: str = "cpu") -> tuple[Trainer, Losses, Rows]:
     world = join_world(job, torch.device(device))
     engine, weights = build(job, world)
     losses, rows = Losses(), Rows()
-    training = make_training(job, unequal_corpus(job), engine, weights, losses, losses, world)
-    assert isinstance(training, Training)
+    training = make_trainer(job, unequal_corpus(job), engine, weights, losses, losses, world)
+    assert isinstance(training, Trainer)
     if watch:
         training.watch_memory(rows.append)
     training.run()
@@ -138,7 +138,7 @@ def test_a_failing_step_is_let_go_of() -> None:
     with torch.no_grad():
         weights.masters["layers.0.ffn.down.weight"].fill_(float("nan"))
     quiet = Losses()
-    training = make_training(job, unequal_corpus(job), engine, weights, quiet, quiet, world)
+    training = make_trainer(job, unequal_corpus(job), engine, weights, quiet, quiet, world)
     training.watch_memory(lambda row: None)
     with pytest.raises(UserError, match="step 1 gave loss nan"):
         training.run()
@@ -254,7 +254,7 @@ def test_on_a_gpu_kinds_add_up_to_what_the_allocator_says() -> None:
     world = World(device)
     engine, weights = build(job, world)
     quiet, rows = Losses(), Rows()
-    training = make_training(job, unequal_corpus(job), engine, weights, quiet, quiet, world)
+    training = make_trainer(job, unequal_corpus(job), engine, weights, quiet, quiet, world)
     training.watch_memory(lambda row: rows.append({**row, "allocated_bytes": torch.cuda.memory_allocated()}))
     outcome = training.run()
     for row in rows:

@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.data import prepare
 from meshwright.job import Job
 from meshwright.parallel import World, build
-from meshwright.train import Silent, Training
+from meshwright.train import Silent, Trainer
 from meshwright.train.optimizer import OnePassAdamW, clip_gradients
 from meshwright.train.optimizer import build as optimizers
 
@@ -73,7 +73,7 @@ def test_a_run_goes_as_with_torchs_own(compute: str, accumulation: int, monkeypa
         world, seen = World(torch.device("cuda")), Losses()
         engine, weights = build(job, world)
         corpus = prepare(job.data, job.model.vocab_size)
-        training = Training(job, corpus, engine, weights, seen, seen, world)  # type: ignore[arg-type]
+        training = Trainer(job, corpus, engine, weights, seen, seen, world)  # type: ignore[arg-type]
         training.run()
         return [row["loss"] for row in seen.rows], type(training.optimizer).__name__
 

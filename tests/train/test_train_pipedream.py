@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import build, join_world
-from meshwright.train import make_training, windows
+from meshwright.train import make_trainer, windows
 from meshwright.verify import run_ranks
 from meshwright.verify.documents import UnequalDocuments
 
@@ -62,7 +62,7 @@ def on_rank(
     engine, weights = build(given, world)
     memory = Memory()
     few = UnequalDocuments(given.model.vocab_size, 65, seed=0)  # so few tokens can be learned by heart
-    training = make_training(given, Corpus(None, few, few, None), engine, weights, memory, memory, world)
+    training = make_trainer(given, Corpus(None, few, few, None), engine, weights, memory, memory, world)
     change(training)
     before = {name: master.detach().clone() for name, master in weights.masters.items()}
     outcome = training.run(stop)

@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build
-from meshwright.train import LossScale, Training, choose_device, emulated_format
+from meshwright.train import LossScale, Trainer, choose_device, emulated_format
 from meshwright.train.feed import training_loader
 from meshwright.verify import Observation, compare, observe, run_ranks, worst
 from meshwright.verify.observe import LOSS_SCALE
@@ -61,7 +61,7 @@ def test_what_no_scale_can_mend_is_left_to_the_policy_for_bad_steps() -> None:
     assert not LossScale.of(make_job("bf16")).overflowed(1.0, math.inf)
 
 
-class Overflowing(Training):
+class Overflowing(Trainer):
     """A run in which one rank's gradients overflow at one step."""
 
     def __init__(self, *args: Any, rank: int, step: int) -> None:
@@ -83,7 +83,7 @@ class Overflowing(Training):
         return outcome
 
 
-class Without(Training):
+class Without(Trainer):
     """A run that sees every batch and leaves out one step's update."""
 
     def __init__(self, *args: Any, step: int) -> None:
@@ -147,10 +147,10 @@ class Told:
     def evaluation(self, step: int, val_loss: float) -> None: ...
 
 
-def training(job: Job, scale: LossScale) -> tuple[Training, Told]:
+def training(job: Job, scale: LossScale) -> tuple[Trainer, Told]:
     world, told = World(torch.device("cpu")), Told()
     engine, weights = build(job, world)
-    made = Training(job, prepare(job.data, job.model.vocab_size), engine, weights, told, told, world)
+    made = Trainer(job, prepare(job.data, job.model.vocab_size), engine, weights, told, told, world)
     made.scaling = scale
     return made, told
 
@@ -185,7 +185,7 @@ def test_without_a_scale_fp16_loses_gradients_that_it_keeps_with_one() -> None:
     assert right == pytest.approx(exact, rel=0.01) and wrong != pytest.approx(exact, rel=0.01)
 
 
-def _one_batch(made: Training) -> Any:
+def _one_batch(made: Trainer) -> Any:
     return next(iter(training_loader(made.job, made.corpus, made.world))).batch
 
 

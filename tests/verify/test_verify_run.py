@@ -16,7 +16,7 @@ from meshwright.data.streaming import StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.job.devices import Layout
-from meshwright.launch.worker import run_here
+from meshwright.launch.worker import run_quietly
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World
 from meshwright.train import held_out_batches, open_corpus, training_loader
@@ -112,7 +112,7 @@ def test_a_worker_that_forgets_what_others_read_is_caught(monkeypatch: pytest.Mo
         "meshwright.data.loader.make_parcel", lambda samples, ids, _, tokens: whole(samples, ids, 0, tokens)
     )
     shortened(monkeypatch, first_leg)
-    assert wrong(run_check.check_run(small(layout={"dp_shard": 2}), run_here)) == "loss of dp_shard 2: step 1"
+    assert wrong(run_check.check_run(small(layout={"dp_shard": 2}), run_quietly)) == "loss of dp_shard 2: step 1"
 
 
 def test_a_stream_divided_by_a_ranks_own_count_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_a_stream_divided_by_a_ranks_own_count_is_caught(monkeypatch: pytest.Mon
     )
     shortened(monkeypatch, first_leg)
     job = small(layout={"dp_shard": 2}, data={"stream": True})
-    assert wrong(run_check.check_run(job, run_here)) == "loss of dp_shard 2: step 1"
+    assert wrong(run_check.check_run(job, run_quietly)) == "loss of dp_shard 2: step 1"
 
 
 def test_ranks_that_part_after_the_first_epoch_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_ranks_that_part_after_the_first_epoch_are_caught(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Stream, "place", place)
     shortened(monkeypatch, first_leg)
-    where = wrong(run_check.check_run(small(layout={"dp_shard": 2}), run_here))
+    where = wrong(run_check.check_run(small(layout={"dp_shard": 2}), run_quietly))
     assert where == "loss of dp_shard 2: step 3", "the text ends in the third step"
 
 
@@ -146,7 +146,7 @@ def test_states_that_come_back_wrong_are_caught(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Checkpoint, "read", view)
     shortened(monkeypatch, lambda job: [Leg(alone(job), 0), Leg(job, 1)])
-    verdict = run_check.check_run(small(layout={"tp": 2}), run_here)
+    verdict = run_check.check_run(small(layout={"tp": 2}), run_quietly)
     assert wrong(verdict) == "evaluation of tp 2 from step 1: step 2", "behind the first update"
     assert {row.ok for row in verdict.rows if row.name.startswith("one process")} == {True}
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel import World
-from meshwright.train import Progress, Pulse, Recorder
+from meshwright.train.pulse import Pulse
+from meshwright.train.recorder import Progress, Recorder
 
 BYTES, TRIES = 1 << 18, 4
 """Of a message, and how often it is sent: the first opens connections, and the least time counts."""

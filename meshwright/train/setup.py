@@ -1,0 +1,79 @@
+"""How a trainer comes to be: the model in its layout, the optimizer, who saves checkpoints, and what to resume from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import Keeper
+from meshwright.data import Corpus
+from meshwright.job import Job
+from meshwright.parallel import Engine, PipeDream, Weights, World, build, host_buffer
+from meshwright.train.asynchronous import AsynchronousTrainer
+from meshwright.train.kernels import choose_attention
+from meshwright.train.links import try_links
+from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.start import Start
+from meshwright.train.trainer import Trainer
+
+
+def set_up_trainer(
+    job: Job,
+    corpus: Corpus,
+    world: World,
+    start: Start,
+    recorder: Recorder,
+    progress: Progress,
+    record_memory: Callable[[dict[str, Any]], None] | None = None,
+    attention: dict[str, Any] | None = None,
+) -> Trainer:
+    """Build this rank's share of the model and everything that trains it, and resume; all ranks call this together.
+
+    `attention` is the kernel an earlier attempt chose, `record_memory` takes the memory curve of the first steps.
+    """
+    start.pulse.at("building the model")
+    kernels = choose_attention(job, world, attention)
+    engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world, start.dtype)
+    if kernels is not None:
+        recorder.event("attention", **kernels)
+    trainer = make_trainer(job, corpus, engine, weights, recorder, progress, world)
+    trainer.attempt, trainer.pulse, trainer.pass_over = start.lease.attempt, start.pulse, start.pass_over
+    if record_memory is not None:
+        trainer.watch_memory(record_memory)
+    trainer.keeper = Keeper(
+        job,
+        start.lease,
+        recorder.event,
+        progress.message,
+        lambda size: host_buffer(size, torch.uint8, world.device),
+        rank=world.rank,
+        ranks=world.size,
+        sums=world.sum_over_world,
+        saved_step=start.step,
+        flush=recorder.flush,
+        alive=lambda: start.pulse.at("waiting for room on the disk"),
+    )
+    if start.checkpoint is not None:
+        trainer.resume(start.checkpoint)
+    try_links(world, recorder, progress, start.pulse)
+    return trainer
+
+
+def make_trainer(
+    job: Job,
+    corpus: Corpus,
+    engine: Engine | PipeDream,
+    weights: Weights,
+    recorder: Recorder,
+    progress: Progress,
+    world: World,
+) -> Trainer:
+    """The trainer that fits the engine `build` made."""
+    if isinstance(engine, PipeDream):
+        return AsynchronousTrainer(job, corpus, engine, weights, recorder, progress, world)  # type: ignore[arg-type]
+    return Trainer(job, corpus, engine, weights, recorder, progress, world)
+
+
+def _without_first_weights(job: Job) -> Job:
+    """A resumed run needs the folder it once started from no more."""
+    return job.model_copy(update={"model": job.model.model_copy(update={"init_from": None})})

@@ -1,0 +1,291 @@
+"""One rank's training on one page: build, resume, loop, evaluate, save, end.
+
+`set_up_trainer` (setup.py) builds the model and resumes; `Trainer.run` is the loop; `Trainer.step` is one optimizer
+step, line by line in the order in which things happen.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint import Checkpoint, Keeper, State
+from meshwright.data import Corpus, Loader, Step, StreamLoader
+from meshwright.job import Job
+from meshwright.parallel import CompressedWeights, Engine, Weights, WholeWeights, World, take_traffic, update
+from meshwright.train.bad_steps import BadSteps, Rewind
+from meshwright.train.evaluations import Evaluations
+from meshwright.train.feed import evaluation_due, fingerprint, training_loader
+from meshwright.train.garbage import collect_if_due, collected_by_schedule
+from meshwright.train.memory import MemoryCurve
+from meshwright.train.meter import Meter
+from meshwright.train.optimizer import OnePassAdamW, build_optimizer, clip_factor, clip_gradients, set_learning_rate
+from meshwright.train.outcome import Outcome, StepNumbers
+from meshwright.train.pulse import Pulse
+from meshwright.train.recorder import Progress, Recorder
+from meshwright.train.scaling import LossScale
+from meshwright.train.schedule import learning_rate
+from meshwright.train.state import capture, restore
+from meshwright.train.stragglers import Stragglers, slow_ranks
+
+
+class Trainer:
+    """One rank's run in the usual way: all ranks make every step together."""
+
+    def __init__(
+        self,
+        job: Job,
+        corpus: Corpus,
+        engine: Engine,
+        weights: Weights,
+        recorder: Recorder,
+        progress: Progress,
+        world: World,
+    ) -> None:
+        self.job, self.corpus, self.engine, self.weights = job, corpus, engine, weights
+        self.recorder, self.progress, self.world = recorder, progress, world
+        self.device = world.device
+        working = weights.working if isinstance(weights, WholeWeights) else None
+        self.optimizer = build_optimizer(weights.masters, job, weights.pieces(), world, working)
+        self.scaling = LossScale.of(job)
+        self.meter = Meter(job, world)
+        self.evaluations = Evaluations(job, corpus, engine, recorder, progress, world)
+        self.bad_steps = BadSteps(job, recorder)
+        self.outcome = Outcome()
+        self.attempt = 0
+        """How often the run was begun before."""
+        self.position = 0
+        """Samples of the global stream this run has used."""
+        self.pass_over: frozenset[int] = frozenset()
+        """Positions of batches that are not trained on, since they came out bad again and again."""
+        self.pulse = Pulse()
+        self.keeper: Keeper | None = None
+        """Saves checkpoints on the way."""
+        self.loader: Loader | StreamLoader | None = None
+        self._stragglers = Stragglers(world)
+        self._memory_curve: MemoryCurve | None = None
+        self._resumed_step = 0
+        self._step_tokens = 0
+        self._ended = 0.0
+        """When the last step ended, on the host's clock."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokens the run is trained on."""
+        return fingerprint(self.corpus)
+
+    def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
+        """Have the memory curve of the first steps recorded, a row a sample; an asynchronous pipeline has none."""
+        parts = (self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank)
+        self._memory_curve = MemoryCurve(*parts, record)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint instead of from the first weights."""
+        restore(self, checkpoint)
+        self._resumed_step = checkpoint.facts.step
+
+    def capture(self) -> State:
+        """This rank's share of the state after the last step."""
+        return capture(self)
+
+    def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | StreamLoader | None = None) -> Outcome:
+        """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
+        with self._running(loader) as data:
+            self._ended = time.perf_counter()
+            for step in range(self.outcome.step + 1, self.job.run.steps + 1):
+                with self._watched(step):
+                    stopping = self.step(step, data, stop)
+                evaluating, saving = evaluation_due(self.job, step), self._save_due(step)
+                with self._between_steps(evaluating or saving):
+                    if evaluating:
+                        self._evaluate(step)
+                    self._save_if_due(step)
+                if stopping:
+                    self.outcome.reason = "interrupted" if step < self.job.run.steps else "finished"
+                    break
+        return self.outcome
+
+    def step(self, step: int, data: Iterator[Step], stop: Callable[[], bool]) -> bool:
+        """One optimizer step; true when some rank was asked to stop."""
+        self.pulse.at("reading data", step)
+        given, data_wait_s = self._next(data)
+
+        self.pulse.at("forward and backward")
+        rate = learning_rate(self.job, step)
+        set_learning_rate(self.optimizer, rate)
+        if isinstance(self.weights, CompressedWeights):
+            self.weights.reduction.begin(step)
+        loss = self.engine.accumulate(self.scaling.applied_to(given), step)
+
+        self.pulse.at("sum of loss and gradient norm over all ranks")
+        # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
+        scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
+            [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
+        )
+        self._sample_memory("reduced")
+        loss_value = scaled_loss / self.scaling.scale
+        norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN has no root
+
+        self.pulse.at("update")
+        self._clip(norm_value)
+        position = self.position - self.job.batch.global_batch
+        if not self._overflowed(step, loss_value, norm_value) and self._may_update(
+            step, loss_value, norm_value, position
+        ):
+            update(self.optimizer, self.weights)
+        self._sample_memory("updated")
+        self.weights.zero_gradients()
+        self._sample_memory("end")
+
+        # A GPU still has the update to do: the host prepares the next step meanwhile, and a step's time is that from
+        # one end on the host to the next.
+        began, self._ended = self._ended, time.perf_counter()
+        numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
+        self._record(numbers)
+        self._compare_ranks(numbers)
+        if self.keeper is not None:
+            self.keeper.count(ballots)
+        return stopping > 0
+
+    @contextmanager
+    def _running(self, loader: Loader | StreamLoader | None) -> Iterator[Iterator[Step]]:
+        """The run around its loop: its start is recorded, its data read, its last state saved."""
+        self.recorder.event("start", **self.meter.facts(), attempt=self.attempt, step=self._resumed_step)
+        self.loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
+        try:
+            with _reading(self.loader, self._report_slow_data), collected_by_schedule(), self.meter.reading():
+                if self._resumed_step == 0:
+                    self._evaluate(0)
+                yield iter(self.loader)
+        except Rewind:
+            if self.keeper is not None:
+                self.keeper.settle()
+            raise
+        except Exception:
+            if self.keeper is not None:
+                self.keeper.abandon()
+            raise
+        self.meter.end(self.outcome, watched=self._memory_curve is not None)
+        if self.keeper is not None:
+            self.keeper.finish(self.outcome.step, self.capture)
+
+    def _next(self, data: Iterator[Step]) -> tuple[Step, float]:
+        """The next step's data, and how long it kept us waiting."""
+        take_traffic()  # what moved before, in an evaluation, is no step's
+        started = time.perf_counter()
+        while self.position in self.pass_over:
+            next(data)
+            self.recorder.event("passed_over", position=self.position, samples=self.job.batch.global_batch)
+            self.position += self.job.batch.global_batch
+        given = next(data)
+        self.position += self.job.batch.global_batch
+        self._step_tokens = given.tokens
+        return given, time.perf_counter() - started
+
+    def _clip(self, norm: float) -> None:
+        if isinstance(self.optimizer, OnePassAdamW):
+            self.optimizer.factor = clip_factor(norm, self.job.optimizer.clip, self.scaling.scale)
+            return
+        clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
+
+    def _overflowed(self, step: int, loss: float, norm: float) -> bool:
+        """Whether a step is skipped because its scaled gradients left the format's range."""
+        before = self.scaling.scale
+        if not self.scaling.overflowed(loss, norm):
+            return False
+        now, skipped = self.scaling.scale, self.scaling.skipped
+        self.recorder.event("overflow", step=step, loss_scale=now, skipped_steps=skipped)
+        scales = f"loss scale {before:,.0f} → {now:,.0f}"
+        self.progress.message(f"step {step}: gradients overflowed; update skipped, {scales}")
+        return True
+
+    def _may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
+        return self.bad_steps.may_update(step, loss, norm, position)
+
+    def _evaluate(self, step: int) -> None:
+        self.pulse.at("evaluation")
+        self.evaluations.run(step, self.outcome, self.attempt)
+
+    def _ballot(self) -> list[float]:
+        """What this rank has to say of checkpoints, for the sums all ranks make in a step."""
+        return [0.0, 0.0, 0.0] if self.keeper is None else self.keeper.ballot()
+
+    def _save_due(self, step: int) -> bool:
+        return self.keeper is not None and self.keeper.due(step)
+
+    def _save_if_due(self, step: int) -> None:
+        if self.keeper is not None:
+            self.pulse.at("checkpoint")
+            self.keeper.after_step(step, self.capture)
+
+    def _record(self, numbers: StepNumbers) -> None:
+        """Write a step's row and remember it as the last."""
+        outcome, made = self.outcome, numbers.step - self._resumed_step
+        outcome.step, outcome.loss, outcome.tokens = numbers.step, numbers.loss, outcome.tokens + self._step_tokens
+        row: dict[str, Any] = {
+            "step": numbers.step,
+            "loss": numbers.loss,
+            "grad_norm": numbers.norm,
+            "lr": numbers.rate,
+            "tokens": outcome.tokens,
+            "attempt": self.attempt,
+            **self.meter.row(numbers, made, self._step_tokens, self.weights, self.scaling),
+        }
+        if self.job.data.weights is not None and self.loader is not None:
+            row["epochs"] = list(self.loader.epochs)
+        self.recorder.metric(row)
+        self.progress.step(row)
+        collect_if_due(numbers.step)
+
+    def _compare_ranks(self, numbers: StepNumbers) -> None:
+        """Now and then look for a rank that keeps the others waiting."""
+        self._stragglers.step(numbers.data_wait_s)
+        if self._stragglers.due(numbers.step - self._resumed_step):
+            times = self._stragglers.compare()
+            slow = slow_ranks(times)
+            self.recorder.event("stragglers", step=numbers.step, slow=slow, **times)
+            for clause in slow:
+                self.progress.message(f"step {numbers.step}: {clause}")
+
+    def _report_slow_data(self, sentence: str) -> None:
+        """Only rank 0 records and shows; what another waits for is said in its own log."""
+        if self.world.rank:
+            sys.stderr.write(f"rank {self.world.rank}: {sentence}\n")
+        self.recorder.event("slow_data", waiting=sentence)
+        self.progress.message(sentence)
+
+    @contextmanager
+    def _between_steps(self, something_to_do: bool) -> Iterator[None]:
+        """Around work that is no step's: its time is not the next one's, what a GPU still does of the last one is."""
+        if something_to_do and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        left_s = time.perf_counter() - self._ended
+        yield
+        if something_to_do:
+            self._ended = time.perf_counter() - left_s
+
+    def _watched(self, step: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._memory_curve is None else self._memory_curve.step(step)
+
+    def _sample_memory(self, at: str) -> None:
+        if self._memory_curve is not None:
+            self._memory_curve.sample(at)
+
+
+@contextmanager
+def _reading(loader: Loader | StreamLoader, on_slow: Callable[[str], None]) -> Iterator[None]:
+    """Inside, a worker that is slow is reported and one that failed is explained; at the end all are gone."""
+    loader.readers.on_slow = on_slow
+    try:
+        yield
+    except RuntimeError as error:
+        if (explained := loader.readers.explained(error)) is error:
+            raise
+        raise explained from error
+    finally:
+        loader.close()
