@@ -34,10 +34,10 @@ class Kill:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Trainings killed up to three times each."""
+    """Trainings killed once or twice."""
     left_alone()  # once, and for all processes that are forked from here
     while True:
-        kills = [_kill(chance) for _ in range(chance.choice((1, 1, 2, 3)))]
+        kills = [_kill(chance) for _ in range(chance.choice((1, 1, 1, 2)))]
         yield Case(", ".join(map(str, kills)), partial(_run, kills), seconds=60.0)
 
 
