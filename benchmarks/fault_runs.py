@@ -100,7 +100,7 @@ class Run:
 
     def numbers(self) -> list[tuple[str, ...]]:
         """What must be equal, as text, so that every bit counts."""
-        from meshwright.launch.folder import RunFolder
+        from meshwright.runs.folder import RunFolder
 
         rows = [row for row in RunFolder.open(self.folder / "run").metrics() if "loss" in row]
         return [tuple(repr(row[name]) for name in ("step", "loss", "grad_norm", "lr", "tokens")) for row in rows]

@@ -26,7 +26,7 @@ LINE = (
 
 def make_run(path: Path, megabytes: float) -> int:
     """A run whose metrics.jsonl has so many megabytes; its number of steps."""
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     run = RunFolder.create(path, "[run]\n", {"run": {"steps": 10**9}}, ["meshwright"])
     run.event("start", device="CPU", parameters=1_000_000, gpu=None, ranks=1, attempt=0, step=0)

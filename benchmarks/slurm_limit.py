@@ -22,7 +22,7 @@ LIMIT_MINUTES, SIGNAL_S, STEP_S, STEPS = 4, 120, 0.5, 240
 PROFILE = 'title = "here"\ngpus_per_node = 2\npartition = "main"\ngpu_request = "none"\n'
 SLOW = f"""
 import time
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 metric = RunFolder.metric
 def slow(self, row):
     metric(self, row)
@@ -41,7 +41,7 @@ def meshwright(folder: Path, *words: str, slow: bool = True) -> str:
 
 def losses(run: Path) -> list[tuple[float, ...]]:
     """What must not depend on interruptions."""
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     names = ("step", "loss", "grad_norm", "lr")
     return [tuple(row[name] for name in names) for row in RunFolder.open(run).metrics()]

@@ -36,7 +36,7 @@ def main() -> None:
 
 def make_runs(folder: Path, count: int, steps: int) -> list[str]:
     """Runs that differ, written once line by line and copied with another noise."""
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     names = [f"run-{number:03}" for number in range(count)]
     for number, name in enumerate(names):

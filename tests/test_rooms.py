@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "meshwright"
 # From the ground up; a room may import itself and what stands before it.
 ORDER = ["version", "errors", "reading", "job", "hardware", "pipeline", "cost", "layout", "model", "data"]
-ORDER += ["checkpoint", "parallel", "plan", "train", "launch", "measure", "studio", "verify", "cli"]
+ORDER += ["checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "cli"]
 
 
 def imported_rooms(path: Path) -> set[str]:

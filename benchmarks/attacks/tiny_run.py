@@ -56,7 +56,7 @@ def train(resume: bool = False) -> None:
 
 def finished() -> bool:
     """Whether the run in the working directory made all its steps and said so."""
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     return Path("run").exists() and RunFolder.open(Path("run")).state() == "done"
 
@@ -64,7 +64,7 @@ def finished() -> bool:
 def numbers(run: Path) -> Numbers:
     """All that must be equal: every step's numbers to the last bit, and the hash of the last state."""
     from meshwright.checkpoint import newest
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     names = ("step", "loss", "grad_norm", "lr", "tokens")
     rows = [tuple(repr(row.get(name)) for name in names) for row in RunFolder.open(run).metrics()]
@@ -77,7 +77,7 @@ def numbers(run: Path) -> Numbers:
 @functools.cache
 def left_alone() -> Numbers:
     """The numbers of a run that nothing happens to; what is the same in every run is found out here, once for all."""
-    from meshwright.launch import folder
+    from meshwright.runs import folder
 
     packages, code = folder.describe_packages(), folder.describe_code()
     folder.describe_packages, folder.describe_code = lambda: packages, lambda: code
@@ -120,7 +120,7 @@ def in_child(work: Callable[[], Any], meanwhile: Callable[[int], None] = lambda 
 
 def require_equal(run: Path) -> None:
     """Raise LostSteps where a run did not end as the one left alone."""
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     (rows, hashes), (expected, wanted) = numbers(run), left_alone()
     for row, other in zip(rows, expected, strict=False):

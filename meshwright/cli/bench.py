@@ -74,10 +74,10 @@ def _here(
     from meshwright.cli.output import print_json
     from meshwright.launch.devices import with_own_device
     from meshwright.launch.failures import failures_written_down
-    from meshwright.launch.local import prepare_data
     from meshwright.layout import require_layout
     from meshwright.measure import bench as measure
     from meshwright.parallel import join_world
+    from meshwright.runs.lifecycle import prepare_data
     from meshwright.train import choose_device, memory_errors_explained, prepare_device
 
     console.quiet = place is not None and place.rank > 0

@@ -27,7 +27,7 @@ def list_(run: Path = RUN, as_json: bool = JSON) -> None:
     """List a run's checkpoints and their backups, newest first, with what is wrong with those that are not complete."""
     from meshwright.checkpoint import Checkpoint, backup_target, backups, checkpoints
     from meshwright.errors import UserError
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     RunFolder.open(run)
     rows: list[dict[str, Any]] = []
@@ -69,7 +69,7 @@ def restore(run: Path = RUN, as_json: bool = JSON) -> None:
     from meshwright.checkpoint import backup_target
     from meshwright.checkpoint import restore as bring_back
     from meshwright.errors import UserError
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     RunFolder.open(run)
     target = backup_target(run)
@@ -136,7 +136,7 @@ def verify(run: Path = RUN, as_json: bool = JSON) -> None:
     """Read every byte of a run's checkpoints; exit code 1 where one is not as it was written."""
     from meshwright.checkpoint import Checkpoint, Damaged, checkpoints
     from meshwright.cli.output import stderr_console
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     RunFolder.open(run)
     rows: list[dict[str, Any]] = []
@@ -199,7 +199,7 @@ def prune(
     """Remove checkpoints that need not be kept; the newest one whose every byte is as it was written always stays."""
     from meshwright.checkpoint import remove, surplus
     from meshwright.errors import UserError
-    from meshwright.launch import RunFolder
+    from meshwright.runs import RunFolder
 
     RunFolder.open(run)
     paths = surplus(run, keep_last, keep_every, damaged=damaged, verify=True)
@@ -237,7 +237,7 @@ def _size(size_bytes: int) -> str:
 
 def _print_json(value: Any) -> None:
     from meshwright.cli.output import print_json
-    from meshwright.launch.folder import jsonable
+    from meshwright.runs.folder import jsonable
 
     print_json(jsonable(value))
 

@@ -16,7 +16,7 @@ def import_(
 ) -> None:
     """Make a run folder at step 0 from a Hugging Face folder; no file of it is ever executed."""
     from meshwright.cli.output import print_json
-    from meshwright.launch.huggingface import import_folder
+    from meshwright.runs.huggingface import import_folder
 
     with _progress(f"importing {folder}") as report:
         done = import_folder(folder, out, report)
@@ -36,7 +36,7 @@ def export(
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json
-    from meshwright.launch.huggingface import export_run
+    from meshwright.runs.huggingface import export_run
 
     with _progress(f"exporting {run}") as report:
         done = export_run(run, folder, dtype, report)

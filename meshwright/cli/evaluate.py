@@ -23,7 +23,7 @@ def evaluate(
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
-    from meshwright.launch.evaluate import evaluate_run
+    from meshwright.runs.evaluate import evaluate_run
 
     with stderr_console().status("evaluating"):
         scores, step = evaluate_run(run, _named(data), device, batches, trust)

@@ -21,7 +21,7 @@ def generate(
 ) -> None:
     """Write text with the newest weights of a run."""
     from meshwright.cli.output import print_json
-    from meshwright.launch.generate import generate_from_run
+    from meshwright.runs.generate import generate_from_run
 
     text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device)
     if as_json:

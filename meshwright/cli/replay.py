@@ -21,7 +21,7 @@ def replay(
     from rich.text import Text
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
-    from meshwright.launch.replay import replay as make_again
+    from meshwright.runs.replay import replay as make_again
 
     found = make_again(run, step, device, stderr_console(), trust)
     if as_json:

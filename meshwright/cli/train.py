@@ -13,8 +13,8 @@ from meshwright.cli.job import JOB, JSON, SET, TRUST
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.launch.local import Finished
     from meshwright.launch.ranks import Place
+    from meshwright.runs.lifecycle import Finished
 
 
 def train(
@@ -120,9 +120,9 @@ def _as_rank(
     from meshwright.errors import UserError
     from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down, leave
-    from meshwright.launch.gather import SharedRefusal
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_job
+    from meshwright.runs.gather import SharedRefusal
 
     console.quiet = place.rank > 0
     launched = RUN_FOLDER in os.environ

@@ -1,6 +1,1 @@
-"""Starting runs and keeping what they leave behind; `meshwright.launch.local` trains, this face needs no torch."""
-
-from meshwright.launch.folder import RunFolder, state_of
-from meshwright.launch.metrics import Metrics
-
-__all__ = ["Metrics", "RunFolder", "state_of"]
+"""Starting runs: one process, ranks under torch's agent, several machines, Slurm; what watches and restarts them."""

@@ -22,13 +22,19 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.begin import require_resumable
 from meshwright.launch.devices import require_devices
 from meshwright.launch.failures import ERROR_FILE, NoMeetingPoint, RankFailure, explain
-from meshwright.launch.folder import RunFolder
 from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heart import WATCH
-from meshwright.launch.local import (
+from meshwright.launch.nodes import ALONE, Node
+from meshwright.launch.restarts import Restarts, cause_of, last_step
+from meshwright.launch.signals import STOPS
+from meshwright.launch.watchdog import Watch
+from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import World
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.lifecycle import (
     OnEnd,
     create_folder,
     prepare_data,
@@ -37,14 +43,8 @@ from meshwright.launch.local import (
     run_path,
     wait_until_written,
 )
-from meshwright.launch.nodes import ALONE, Node
-from meshwright.launch.outbox import disk_errors
-from meshwright.launch.restarts import Restarts, cause_of, last_step
-from meshwright.launch.signals import STOPS
-from meshwright.launch.watchdog import Watch
-from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
-from meshwright.layout import ranks_of, require_layout
-from meshwright.parallel import World
+from meshwright.runs.outbox import disk_errors
+from meshwright.runs.resume import require_resumable
 from meshwright.train import require_enough_text
 
 # The agent's own answer to a signal ends the ranks within 30 s, saved or not; after ours they are let finish.

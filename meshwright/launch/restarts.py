@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.failures import RankFailure
-from meshwright.launch.folder import RunFolder
 from meshwright.layout import ranks_of, require_layout
+from meshwright.runs.folder import RunFolder
 from meshwright.train import OutOfMemory
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0

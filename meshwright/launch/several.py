@@ -10,10 +10,10 @@ from meshwright.job import LoadedJob
 from meshwright.launch.devices import require_devices
 from meshwright.launch.elastic import ended_by, run_agent
 from meshwright.launch.failures import NoMeetingPoint
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import OnEnd, record_failure, run_path
 from meshwright.launch.nodes import Node
 from meshwright.layout import require_layout
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.lifecycle import OnEnd, record_failure, run_path
 
 
 def launch_node(

@@ -18,10 +18,10 @@ from typing import Any, Self
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.launch.failures import Hang, write_failure
-from meshwright.launch.folder import RunFolder
 from meshwright.launch.heart import ANSWER_S, WATCH, Board, Heart, beat_interval_s
 from meshwright.launch.judge import COLD, COLDEST_S, VERDICT, Judge, Verdict
 from meshwright.launch.ranks import Place
+from meshwright.runs.folder import RunFolder
 from meshwright.train import Pulse
 
 _LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1

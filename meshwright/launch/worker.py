@@ -16,12 +16,16 @@ from meshwright.checkpoint import Lease
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.begin import Found, begin, find_checkpoint, require_same_run
 from meshwright.launch.devices import with_own_device
 from meshwright.launch.failures import NoMeetingPoint
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import SharedRefusal, from_rank_zero, on_rank_zero
-from meshwright.launch.local import (
+from meshwright.launch.ranks import ALONE, Place, find_place
+from meshwright.launch.signals import stop_on_signal
+from meshwright.launch.watchdog import signs_of_life
+from meshwright.layout import ranks_of, require_layout
+from meshwright.parallel import World, join_world
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.gather import SharedRefusal, from_rank_zero, on_rank_zero
+from meshwright.runs.lifecycle import (
     Finished,
     OnEnd,
     Stop,
@@ -35,12 +39,8 @@ from meshwright.launch.local import (
     require_room,
     run_path,
 )
-from meshwright.launch.ranks import ALONE, Place, find_place
-from meshwright.launch.rewinds import Rewinds
-from meshwright.launch.signals import stop_on_signal
-from meshwright.launch.watchdog import signs_of_life
-from meshwright.layout import ranks_of, require_layout
-from meshwright.parallel import World, join_world
+from meshwright.runs.resume import Found, begin, find_checkpoint, require_same_run
+from meshwright.runs.rewinds import Rewinds
 from meshwright.train import (
     Pulse,
     Rewind,

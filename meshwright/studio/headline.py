@@ -5,7 +5,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from meshwright.launch import Metrics
+from meshwright.runs import Metrics
 from meshwright.studio.curves import Point, curve, finite, smooth
 from meshwright.studio.numbers import count, duration, size
 

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch import Metrics, RunFolder
+from meshwright.runs import Metrics, RunFolder
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations

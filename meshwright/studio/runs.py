@@ -9,8 +9,8 @@ from threading import Lock
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.launch import state_of
 from meshwright.reading import EVENTS, FILE_BYTES, MEMORY, METRICS, Tally, Unfit, is_number, parse_json, rows_in
+from meshwright.runs import state_of
 from meshwright.studio.follow import AXES, Follower
 from meshwright.studio.inside import Outside, names_inside, open_inside, read_inside
 from meshwright.studio.memory import memory_chart

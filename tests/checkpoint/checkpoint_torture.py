@@ -26,9 +26,9 @@ from meshwright.checkpoint import Checkpoint, checkpoints, tensorfile
 from meshwright.checkpoint import keeper as keeping
 from meshwright.checkpoint.staging import Staging
 from meshwright.job import load_job
-from meshwright.launch.folder import RunFolder
 from meshwright.launch.ranks import find_place
 from meshwright.launch.worker import run_job
+from meshwright.runs.folder import RunFolder
 from meshwright.verify.ranks import RankError, RankGroup
 
 STEPS = 12

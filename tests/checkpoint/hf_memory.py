@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from meshwright.job import Job, model_of_folder
-from meshwright.launch.huggingface import export_run, import_folder
 from meshwright.model import count_parameters
 from meshwright.parallel import build, join_world
+from meshwright.runs.huggingface import export_run, import_folder
 from meshwright.verify import run_ranks
 
 

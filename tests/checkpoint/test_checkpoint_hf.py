@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from meshwright.checkpoint import Export, load_weights, newest
 from meshwright.job import Job, load_job, model_from_hf_config
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.huggingface import export_run, import_folder
 from meshwright.model import Decoder
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.huggingface import export_run, import_folder
 
 transformers = pytest.importorskip("transformers")
 from hf_folders import FAMILIES, TEXT, make_folder  # noqa: E402

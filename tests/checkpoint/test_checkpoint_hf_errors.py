@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.errors import UserError
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.huggingface import export_run, import_folder
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.huggingface import export_run, import_folder
 
 pytest.importorskip("transformers")
 from hf_folders import make_folder

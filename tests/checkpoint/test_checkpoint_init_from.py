@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from meshwright.checkpoint import newest
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
-from meshwright.launch.begin import require_same_run
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.huggingface import import_folder
 from meshwright.model import Decoder, load_hf_state
 from meshwright.parallel import build, join_world
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.huggingface import import_folder
+from meshwright.runs.resume import require_same_run
 from meshwright.train import open_corpus
 from meshwright.verify import run_ranks, shrink
 

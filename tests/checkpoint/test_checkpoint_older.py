@@ -8,8 +8,8 @@ from rich.console import Console
 
 from meshwright.checkpoint import newest
 from meshwright.job import load_job
-from meshwright.launch import RunFolder
 from meshwright.launch.worker import run_job
+from meshwright.runs import RunFolder
 
 OLD = Path(__file__).parent / "version-0.1/run"
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from meshwright.data import prepare, training_stream
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.job import load_job
-from meshwright.launch.huggingface import export_run
 from meshwright.launch.worker import run_job
+from meshwright.runs.huggingface import export_run
 
 WORDS = ("apple", "bread", "cloud", "drum", "eagle", "fern", "grape", "house", "island", "jacket")
 TEMPLATE = (

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from meshwright.errors import UserError
-from meshwright.launch import RunFolder
-from meshwright.launch.local import record_failure
+from meshwright.runs import RunFolder
+from meshwright.runs.lifecycle import record_failure
 
 JOB = {"model": {"width": 64}, "run": {"steps": 3, "folder": None}}
 

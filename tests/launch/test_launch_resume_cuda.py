@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from meshwright.job import load_job
-from meshwright.launch.folder import RunFolder
 from meshwright.launch.worker import run_job
+from meshwright.runs.folder import RunFolder
 
 
 def rows(folder: str) -> list[tuple[str, ...]]:

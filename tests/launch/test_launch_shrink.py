@@ -17,7 +17,7 @@ import meshwright.launch.elastic
 import meshwright.launch.worker
 import meshwright.train.setup
 from meshwright.checkpoint import newest
-from meshwright.launch.folder import RunFolder
+from meshwright.runs.folder import RunFolder
 from meshwright.train import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

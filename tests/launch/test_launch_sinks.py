@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from meshwright.job import load_job
-from meshwright.launch import RunFolder
 from meshwright.launch.worker import run_job
+from meshwright.runs import RunFolder
 
 SHORT = ["run.steps=3", "evaluation.every_steps=0", "data.cache=cache", "run.folder=run"]
 
@@ -62,7 +62,7 @@ def test_every_attempt_is_described(here: Path) -> None:
 
 
 def test_a_sink_whose_package_is_missing_is_refused_by_name(cli, tiny_job: Path, monkeypatch) -> None:
-    monkeypatch.setattr("meshwright.launch.sinks.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.runs.sinks.find_spec", lambda name: None)
     refused = cli("train", "job.toml", "--set", 'log.sinks=["mlflow"]', *(w for s in SHORT for w in ("--set", s)))
     assert refused.code == 2 and refused.err.count("\n") == 1, refused
     assert 'log.sinks has "mlflow", which is not installed; pip install mlflow' in refused.err

@@ -11,13 +11,13 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.hardware import Site, find_site
 from meshwright.job import LoadedJob, load_job
-from meshwright.launch import RunFolder
 from meshwright.launch.slurm import Shape, Submission, batch_script, log_files, request_of, status_of, statuses
 from meshwright.launch.slurm import status as status_module
 from meshwright.launch.slurm.commands import SlurmJob
 from meshwright.launch.slurm.ladder import make_rungs, shrunk, verdict
 from meshwright.launch.slurm.script import seconds_of
 from meshwright.launch.slurm.submit import shape_of
+from meshwright.runs import RunFolder
 
 SITE = Site(name="here", title="here", gpus_per_node=2, partition="p", container_command="apptainer exec --nv")
 

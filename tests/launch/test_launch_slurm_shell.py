@@ -14,8 +14,8 @@ from attacks.shell_strings import CONTROLS, PIECES, executed
 from meshwright.errors import UserError
 from meshwright.hardware import Site, find_site
 from meshwright.job import load_job
-from meshwright.launch.local import run_path
 from meshwright.launch.slurm import Shape, batch_script, request_of
+from meshwright.runs.lifecycle import run_path
 
 hostile = st.lists(st.sampled_from([*PIECES, *CONTROLS, "b", "c"]), min_size=1, max_size=5).map("".join)
 

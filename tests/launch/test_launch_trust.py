@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.job import load_job
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 
 OWN = """
 from meshwright.model.decoder import Decoder as build

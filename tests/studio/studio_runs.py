@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 

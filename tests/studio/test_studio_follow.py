@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from studio_runs import make_run, metric
 
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.studio import follow
 from meshwright.studio.follow import Follower
 from meshwright.studio.runs import Runs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.studio import write_report
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.numbers import size

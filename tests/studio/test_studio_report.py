@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.studio import write_report
 
 NASTY = "<script>alert('x')</script> & \"quoted\" <b>"

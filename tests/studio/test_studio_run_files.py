@@ -15,7 +15,7 @@ from studio_runs import make_run, metric
 from test_studio_attacks import ask
 
 from meshwright.errors import UserError
-from meshwright.launch import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.studio import Studio, write_report
 from meshwright.studio.expectations import expectations
 from meshwright.studio.follow import Follower

@@ -16,9 +16,9 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.hardware import Site
 from meshwright.job import Job, LoadedJob, code_of
-from meshwright.launch.folder import RunFolder
 from meshwright.launch.slurm.record import FOLDER, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
+from meshwright.runs.folder import RunFolder
 
 TRIAL_STEPS = 20
 TRIAL_TIME = "00:15:00"
@@ -39,7 +39,7 @@ class Rung:
 
     def make(self) -> None:
         """Make the trial's run folder."""
-        from meshwright.launch.local import create_folder
+        from meshwright.runs.lifecycle import create_folder
 
         create_folder(self.loaded, self.run)
         (self.run / FOLDER).mkdir()

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.launch.folder import RunFolder
 from meshwright.launch.slurm.record import Submission
+from meshwright.runs.folder import RunFolder
 
 _CHUNK = 1 << 16
 _LONGEST = 16 << 20

@@ -9,13 +9,13 @@ from meshwright.errors import UserError
 from meshwright.hardware import Site, find_site
 from meshwright.job import LoadedJob, code_of
 from meshwright.job.devices import Cluster
-from meshwright.launch.local import create_folder, require_room, run_path
 from meshwright.launch.slurm.commands import sbatch, scancel
 from meshwright.launch.slurm.ladder import Rung, make_rungs
 from meshwright.launch.slurm.record import FOLDER, OVER, Submission
 from meshwright.launch.slurm.script import Mode, Request, Shape, batch_script
 from meshwright.launch.slurm.status import active_job
 from meshwright.layout import ranks_of, require_layout
+from meshwright.runs.lifecycle import create_folder, require_room, run_path
 
 
 @dataclass(frozen=True)

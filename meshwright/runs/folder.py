@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
 from meshwright.job.plain import without_secrets
-from meshwright.launch.metrics import Metrics, read_metrics
-from meshwright.launch.outbox import Outbox, disk_errors, refusal
-from meshwright.launch.provenance import describe_code, describe_environment, describe_packages
+from meshwright.runs.metrics import Metrics, read_metrics
+from meshwright.runs.outbox import Outbox, disk_errors, refusal
+from meshwright.runs.provenance import describe_code, describe_environment, describe_packages
 from meshwright.reading import (
     ATTEMPTS,
     EVENTS,

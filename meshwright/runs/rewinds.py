@@ -7,9 +7,9 @@ from rich.console import Console
 from meshwright.checkpoint import Lease
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.begin import begin, find_checkpoint
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import from_rank_zero, on_rank_zero
+from meshwright.runs.resume import begin, find_checkpoint
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.gather import from_rank_zero, on_rank_zero
 from meshwright.parallel import World
 from meshwright.train import Start
 

@@ -7,7 +7,7 @@ import torch
 from meshwright.checkpoint import load_weights, newest_weights
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
-from meshwright.launch.folder import RunFolder
+from meshwright.runs.folder import RunFolder
 from meshwright.model import Decoder
 from meshwright.train import choose_device, generate
 

@@ -12,7 +12,7 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, model_of_folder, start_folder
 from meshwright.job.training import Batch
-from meshwright.launch.folder import RunFolder
+from meshwright.runs.folder import RunFolder
 from meshwright.model import count_parameters
 
 Report = Callable[[int, int], None]

@@ -12,8 +12,8 @@ from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout, Memory
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.local import prepare_data
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.lifecycle import prepare_data
 from meshwright.layout import require_layout
 from meshwright.parallel import World, build
 from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader

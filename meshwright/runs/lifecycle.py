@@ -16,10 +16,10 @@ from meshwright.checkpoint import backups, require_backup, tries
 from meshwright.data import Corpus, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
-from meshwright.launch.folder import RunFolder
-from meshwright.launch.gather import from_rank_zero, on_rank_zero
-from meshwright.launch.huggingface import keep_start, require_start
-from meshwright.launch.sinks import recorded_everywhere, require_sinks
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.gather import from_rank_zero, on_rank_zero
+from meshwright.runs.huggingface import keep_start, require_start
+from meshwright.runs.sinks import recorded_everywhere, require_sinks
 from meshwright.model import count_parameters
 from meshwright.parallel import World
 from meshwright.train import (

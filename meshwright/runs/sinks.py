@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.folder import RunFolder
+from meshwright.runs.folder import RunFolder
 
 _LONGEST_PARAMETER = 500
 """Characters MLflow keeps of one."""
