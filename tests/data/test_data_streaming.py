@@ -148,7 +148,7 @@ def test_resuming_reads_no_unit_before_the_cursor(flow, monkeypatch) -> None:
 
 
 def test_a_stream_that_cannot_be_read_is_refused(data: Data, tmp_path: Path, flow) -> None:
-    with pytest.raises(UserError, match="without its cursors"):
+    with pytest.raises(UserError, match="without the cursor of shard 0"):
         loader(flow, position=5)
     (tmp_path / "bad.jsonl").write_text('{"body": "x"}\n' * 2000)
     with pytest.raises(UserError, match=r"of the last 1000 documents cannot be used \(1000 wrong field, first at"):

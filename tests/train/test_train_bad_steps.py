@@ -9,9 +9,9 @@ from rich.console import Console
 
 from meshwright.errors import UserError
 from meshwright.job import load_job
-from meshwright.runs import rewinds
 from meshwright.launch.worker import run_job
 from meshwright.parallel.engine import OneStage
+from meshwright.runs import rewinds
 from meshwright.runs.folder import RunFolder
 from meshwright.train.bad_steps import FEWEST, RecentLosses
 from meshwright.train.gpu_meter import parse_smi

@@ -15,7 +15,7 @@ from meshwright.job import Job
 from meshwright.parallel import inputs, tensor, zero
 from meshwright.parallel.engine import OneStage
 from meshwright.parallel.staged_weights import StagedWeights
-from meshwright.train import loop
+from meshwright.train import trainer
 from meshwright.verify import Verdict, check
 from meshwright.verify.check import reference
 
@@ -96,13 +96,13 @@ def test_gradients_divided_by_the_ranks_a_second_time(monkeypatch: Patch, layout
 
 
 def test_replicas_that_drift_apart_in_the_update_alone(monkeypatch: Patch) -> None:
-    set_rate = loop.set_learning_rate
+    set_rate = trainer.set_learning_rate
 
     def drifting(optimizer: Any, rate: float) -> None:
         set_rate(optimizer, rate * (1.0 + 1e-6 * dist.get_rank()))
 
     job = llama_job(dp_replicate=2, steps=1)
-    verdict = broken(job, lambda: monkeypatch.setattr(loop, "set_learning_rate", drifting))
+    verdict = broken(job, lambda: monkeypatch.setattr(trainer, "set_learning_rate", drifting))
     assert kinds(verdict) == {"update"}
 
 

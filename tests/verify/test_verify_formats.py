@@ -15,7 +15,7 @@ from meshwright.layout import require_layout
 from meshwright.model.block import Block
 from meshwright.model.feedforward import FeedForward
 from meshwright.parallel import apply, fp8, zero
-from meshwright.train import loop
+from meshwright.train import trainer
 from meshwright.verify import Verdict, check, check_job, shrink
 from meshwright.verify.check import _reference, reference
 from meshwright.verify.formats import ALL, BLOCK_ROUNDINGS, END_ROUNDINGS, UNITS, in_format, own_format
@@ -91,7 +91,7 @@ def broken(job: Job, name: str, breaking: Callable[[], None], everywhere: bool) 
 
 
 def test_masters_kept_in_16_bits(monkeypatch: Patch) -> None:
-    update = loop.update
+    update = trainer.update
 
     def rounding(optimizer: Any, weights: Any) -> None:
         update(optimizer, weights)
@@ -99,14 +99,16 @@ def test_masters_kept_in_16_bits(monkeypatch: Patch) -> None:
             if master.dtype == torch.float32:
                 master.data.copy_(master.data.bfloat16())
 
-    verdict = broken(job_of(dp_shard=2), "bf16", lambda: monkeypatch.setattr(loop, "update", rounding), True)
+    verdict = broken(job_of(dp_shard=2), "bf16", lambda: monkeypatch.setattr(trainer, "update", rounding), True)
     assert wrong(verdict) == {"update"}
 
 
 def test_a_loss_scale_that_is_not_taken_out(monkeypatch: Patch) -> None:
-    clip = loop.clip_gradients
+    clip = trainer.clip_gradients
     forgetful = lambda masters, norm, limit, scale=1.0: clip(masters, norm, limit)  # noqa: E731
-    verdict = broken(job_of(dp_shard=2), "fp16", lambda: monkeypatch.setattr(loop, "clip_gradients", forgetful), True)
+    verdict = broken(
+        job_of(dp_shard=2), "fp16", lambda: monkeypatch.setattr(trainer, "clip_gradients", forgetful), True
+    )
     assert "update" in wrong(verdict) and "gradient" not in wrong(verdict)
 
 
