@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Keeper, Lease, newest
+from meshwright.checkpoint import Lease, Saver, newest
 from meshwright.data import prepare
 from meshwright.job import load_job
 from meshwright.parallel import World, build, host_buffer
@@ -65,10 +65,10 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
     corpus = prepare(job.data, job.model.vocab_size)
     training = make_trainer(job, corpus, engine, weights, recorder, recorder, world)
     buffers = lambda size: host_buffer(size, torch.uint8, device)  # noqa: E731
-    keeper = Keeper(job, Lease.claim(run), recorder.event, recorder.message, buffers)
-    training.keep(keeper)
+    saver = Saver(job, Lease.claim(run), recorder.event, recorder.message, buffers)
+    training.keep(saver)
     training.run()
-    keeper.finish(steps, training.capture)
+    saver.finish(steps, training.capture)
 
     saved = [event for event in recorder.events if event["kind"] == "checkpoint"]
     during, between = split(recorder.rows, [event["step"] for event in saved])

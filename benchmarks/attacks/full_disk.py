@@ -60,9 +60,9 @@ class Refusing:
         self.lock = threading.Lock()
 
     def __enter__(self) -> None:
-        from meshwright.checkpoint import room
+        from meshwright.checkpoint import retries
 
-        room.WAITS_S = (0.01,) * 5
+        retries.WAITS_S = (0.01,) * 5
         for name in ("write", "rename", "replace", "mkdir", "fsync"):
             setattr(os, name, partial(self._call, getattr(os, name)))
         trouble = self
@@ -113,9 +113,9 @@ class Filled:
         self.thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        from meshwright.checkpoint import room
+        from meshwright.checkpoint import retries
 
-        room.WAITS_S = (0.1,) * 20
+        retries.WAITS_S = (0.1,) * 20
         libc = ctypes.CDLL(None, use_errno=True)
         # In a mount namespace of this process, which goes with it.
         if libc.unshare(CLONE_NEWNS) or libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):

@@ -1,7 +1,7 @@
 """Durable state of a run: checkpoints that are whole or absent, and that any layout can read."""
 
+from meshwright.checkpoint.atomic import whole_folder
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
-from meshwright.checkpoint.beside import whole_folder
 from meshwright.checkpoint.catalogue import (
     backup_target,
     checkpoint_path,
@@ -15,11 +15,11 @@ from meshwright.checkpoint.hf_files import keep_companions
 from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.hf_write import Export, Exported
-from meshwright.checkpoint.keeper import Keeper
 from meshwright.checkpoint.lease import Fenced, Lease
 from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
 from meshwright.checkpoint.records import Facts, Part, State
-from meshwright.checkpoint.room import tries
+from meshwright.checkpoint.retries import tries
+from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.weights import StoredWeights, load_weights, require_shapes
 
 __all__ = [
@@ -31,9 +31,9 @@ __all__ = [
     "Facts",
     "Fenced",
     "HfWeights",
-    "Keeper",
     "Lease",
     "Part",
+    "Saver",
     "State",
     "StoredWeights",
     "backup_target",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.beside import refusal
+from meshwright.checkpoint.atomic import refusal
 from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, spare_steps
 from meshwright.checkpoint.lease import RESTORING
 from meshwright.checkpoint.reading import Checkpoint, Damaged, parse_manifest

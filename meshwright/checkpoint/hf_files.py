@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.beside import refusal
+from meshwright.checkpoint.atomic import refusal
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.job import Model, read_hf_config
 

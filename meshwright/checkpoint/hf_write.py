@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.beside import whole_folder
+from meshwright.checkpoint.atomic import whole_folder
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
 from meshwright.checkpoint.hf_read import INDEX, SINGLE, parameter_sizes
 from meshwright.checkpoint.streamed import Planned, Report, write_safetensors

@@ -103,7 +103,7 @@ def _as_node(
     loaded = load_job(job, overrides, trust=trust)
 
     from meshwright.cli.output import rank_failures_told
-    from meshwright.launch.several import launch_node
+    from meshwright.launch.multi_node import launch_node
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]

@@ -3,15 +3,7 @@
 from meshwright.cost.cost import Cost, flops_per_token
 from meshwright.cost.head import chunk_rows, in_whole_lines
 from meshwright.cost.interval import best_interval_s
-from meshwright.cost.parameters import (
-    block_parameters,
-    block_products,
-    block_tensors,
-    matmul_parameters,
-    parameter_count,
-    tensor_count,
-)
-from meshwright.cost.pieces import (
+from meshwright.cost.modules import (
     attention_cost,
     block_cost,
     decoder_cost,
@@ -19,6 +11,14 @@ from meshwright.cost.pieces import (
     feedforward_cost,
     head_cost,
     norm_cost,
+)
+from meshwright.cost.parameters import (
+    block_parameters,
+    block_products,
+    block_tensors,
+    matmul_parameters,
+    parameter_count,
+    tensor_count,
 )
 from meshwright.cost.recompute import KEPT_OPERATIONS, MODES, PROJECTIONS, Mode, remade_bytes
 

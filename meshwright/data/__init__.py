@@ -2,12 +2,12 @@
 
 from meshwright.data.batch import Batch, Step
 from meshwright.data.corpus import Corpus
-from meshwright.data.judged import evaluation_windows
+from meshwright.data.evaluation_sets import evaluation_windows
 from meshwright.data.loader import Loader, validation_batches
-from meshwright.data.mixture import training_index, training_stream, validation_windows
 from meshwright.data.prepare import prepare
 from meshwright.data.readers import WorkerDied
 from meshwright.data.samples import IGNORE, RunningWindows
+from meshwright.data.sequences import training_index, training_stream, validation_windows
 from meshwright.data.store import TokenStore
 from meshwright.data.stream import Stream
 from meshwright.data.streaming import Cursor, MemoryTokens, StreamLoader, open_flow

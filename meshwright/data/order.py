@@ -1,6 +1,6 @@
 """Which window sample i reads: a shuffle that is a formula, so that no table and no history is needed."""
 
-from meshwright.data.mixing import mix
+from meshwright.data.hashing import mix
 
 _ROUNDS = 8
 

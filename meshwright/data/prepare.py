@@ -18,8 +18,8 @@ from meshwright.data.chat import ChatTemplate, load_chat_template
 from meshwright.data.corpus import Corpus
 from meshwright.data.files import read_json
 from meshwright.data.grouping import grouped_by_size
+from meshwright.data.hashing import fraction_of
 from meshwright.data.join import joined
-from meshwright.data.mixing import fraction_of
 from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document

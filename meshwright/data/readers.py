@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.data.deaths import deaths_told, workers_starting
 from meshwright.data.watch import Report, Roll, Watch, to_stderr
+from meshwright.data.worker_failures import deaths_told, workers_starting
 
 STUCK_S = 900.0
 """How long training waits for one worker: a server is given up long before, so only what never ends takes so long."""

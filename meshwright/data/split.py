@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from meshwright.data.mixing import fraction_of
+from meshwright.data.hashing import fraction_of
 from meshwright.data.sources import Document
 from meshwright.data.store import TokenWriter
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.files import open_regular
-from meshwright.data.mixing import mix_array
+from meshwright.data.hashing import mix_array
 from meshwright.errors import UserError
 
 Int64Array = NDArray[np.int64]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.data.blend import Blend
-from meshwright.data.mixing import mix
+from meshwright.data.hashing import mix
 from meshwright.data.order import window_of
 from meshwright.data.samples import Sample, Windows
 

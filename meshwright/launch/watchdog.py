@@ -18,11 +18,11 @@ from typing import Any, Self
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.launch.failures import Hang, write_failure
-from meshwright.launch.heart import ANSWER_S, WATCH, Board, Heart, beat_interval_s
-from meshwright.launch.judge import COLD, COLDEST_S, VERDICT, Judge, Verdict
+from meshwright.launch.heartbeat import ANSWER_S, WATCH, Board, Heartbeat, beat_interval_s
 from meshwright.launch.ranks import Place
+from meshwright.launch.stalls import COLD, COLDEST_S, VERDICT, Judge, Verdict
 from meshwright.runs.folder import RunFolder
-from meshwright.train import Pulse
+from meshwright.train import Activity
 
 _LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1
 """Of run.watchdog_s: when a rank that stands still looks at the others, when it takes their store for lost, and how
@@ -107,9 +107,9 @@ def report(folder: RunFolder, verdict: Verdict, shown: Mapping[int, str], watchd
 
 
 @contextmanager
-def signs_of_life(watchdog_s: float, place: Place, pulse: Pulse) -> Iterator["Life"]:
+def signs_of_life(watchdog_s: float, place: Place, activity: Activity) -> Iterator["Life"]:
     """While inside, this rank's heart beats for whoever watches; without a watchdog nothing does."""
-    life = Life(watchdog_s, place, pulse)
+    life = Life(watchdog_s, place, activity)
     if watchdog_s and WATCH in os.environ:
         life.begin(Board.at(os.environ[WATCH]))
     yield life
@@ -119,14 +119,14 @@ def signs_of_life(watchdog_s: float, place: Place, pulse: Pulse) -> Iterator["Li
 class Life:
     """A rank's heart, once there is a store to beat into."""
 
-    def __init__(self, watchdog_s: float, place: Place, pulse: Pulse) -> None:
-        self._watchdog_s, self._place, self._pulse = watchdog_s, place, pulse
-        self._heart: Heart | None = None
+    def __init__(self, watchdog_s: float, place: Place, activity: Activity) -> None:
+        self._watchdog_s, self._place, self._pulse = watchdog_s, place, activity
+        self._heart: Heartbeat | None = None
         self._peers: _Peers | None = None
 
     def begin(self, board: Board) -> None:
         """Start to beat."""
-        self._heart = Heart(board, self._place.rank, self._place.size, self._pulse, self._watchdog_s)
+        self._heart = Heartbeat(board, self._place.rank, self._place.size, self._pulse, self._watchdog_s)
         self._heart.start()
 
     def met(self) -> None:
@@ -155,8 +155,8 @@ class Life:
 class _Peers:
     """A rank's own watchdog, for ranks without a launcher of ours."""
 
-    def __init__(self, heart: Heart, place: Place, pulse: Pulse, watchdog_s: float) -> None:
-        self._heart, self._place, self._pulse, self._watchdog_s = heart, place, pulse, watchdog_s
+    def __init__(self, heart: Heartbeat, place: Place, activity: Activity, watchdog_s: float) -> None:
+        self._heart, self._place, self._pulse, self._watchdog_s = heart, place, activity, watchdog_s
         self.run: Path | None = None
         self.ended = threading.Event()
 

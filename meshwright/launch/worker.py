@@ -42,7 +42,7 @@ from meshwright.runs.lifecycle import (
 from meshwright.runs.resume import Found, begin, find_checkpoint, require_same_run
 from meshwright.runs.rewinds import Rewinds
 from meshwright.train import (
-    Pulse,
+    Activity,
     Rewind,
     Start,
     choose_device,
@@ -80,17 +80,17 @@ def run_job(
     """
     _require_ranks(loaded.job, place)
     launched_in = os.environ.get(RUN_FOLDER) if place else None
-    pulse = Pulse()
-    with signs_of_life(loaded.job.run.watchdog_s, place or ALONE, pulse) as life:
+    activity = Activity()
+    with signs_of_life(loaded.job.run.watchdog_s, place or ALONE, activity) as life:
         job = with_own_device(loaded.job, place) if place else loaded.job
         device = choose_device(job)
         prepare_device(job, device)
-        pulse.at("meeting the other ranks")
+        activity.at("meeting the other ranks")
         world = _met(job, device) if place else World(device)
         life.met()
-        pulse.at("preparing data and looking for a checkpoint")
+        activity.at("preparing data and looking for a checkpoint")
         corpus, folder, start = _open(loaded, job, world, console, launched_in, resume or _restarts(place) > 0)
-        start = replace(start, pulse=pulse, dtype=dtype)
+        start = replace(start, activity=activity, dtype=dtype)
         life.found(start.lease.run)
         rewinds = Rewinds(folder, job, world, console)
         try:
@@ -108,7 +108,7 @@ def run_job(
                         bad = (rewind.step, rewind.position)
                     del trainer  # its weights, before there are new ones
                     start = rewinds.start_again(start, *bad)
-                record_end(folder, world, outcome, stop, pulse)
+                record_end(folder, world, outcome, stop, activity)
         except BaseException as error:
             if folder is not None and launched_in is None:  # a launcher knows better which rank was the cause
                 record_failure(folder, error, f"{type(error).__name__}: {error}", on_end)

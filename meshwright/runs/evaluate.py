@@ -10,8 +10,8 @@ from meshwright.data import evaluation_windows, validation_batches
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.devices import Layout
-from meshwright.runs.folder import RunFolder
 from meshwright.parallel import Weights, World, build
+from meshwright.runs.folder import RunFolder
 from meshwright.train import Score, choose_device, evaluated_sequences, held_out_batches, open_corpus, score
 
 HELD_OUT = "held-out"

@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.errors import UserError
 from meshwright.job.plain import without_secrets
-from meshwright.runs.metrics import Metrics, read_metrics
-from meshwright.runs.outbox import Outbox, disk_errors, refusal
-from meshwright.runs.provenance import describe_code, describe_environment, describe_packages
 from meshwright.reading import (
     ATTEMPTS,
     EVENTS,
@@ -31,6 +28,9 @@ from meshwright.reading import (
     read_text,
     stream_rows,
 )
+from meshwright.runs.metrics import Metrics, read_metrics
+from meshwright.runs.outbox import Outbox, disk_errors, refusal
+from meshwright.runs.provenance import describe_code, describe_environment, describe_packages
 
 if TYPE_CHECKING:
     from meshwright.checkpoint import Lease

@@ -7,8 +7,8 @@ import torch
 from meshwright.checkpoint import load_weights, newest_weights
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
-from meshwright.runs.folder import RunFolder
 from meshwright.model import Decoder
+from meshwright.runs.folder import RunFolder
 from meshwright.train import choose_device, generate
 
 

@@ -12,8 +12,8 @@ from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, model_of_folder, start_folder
 from meshwright.job.training import Batch
-from meshwright.runs.folder import RunFolder
 from meshwright.model import count_parameters
+from meshwright.runs.folder import RunFolder
 
 Report = Callable[[int, int], None]
 """Called with the bytes done and those to do."""

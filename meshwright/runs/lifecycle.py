@@ -16,17 +16,17 @@ from meshwright.checkpoint import backups, require_backup, tries
 from meshwright.data import Corpus, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
+from meshwright.model import count_parameters
+from meshwright.parallel import World
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.gather import from_rank_zero, on_rank_zero
 from meshwright.runs.huggingface import keep_start, require_start
 from meshwright.runs.sinks import recorded_everywhere, require_sinks
-from meshwright.model import count_parameters
-from meshwright.parallel import World
 from meshwright.train import (
+    Activity,
     ConsoleProgress,
     Outcome,
     Progress,
-    Pulse,
     Recorder,
     Silent,
     Start,
@@ -136,7 +136,7 @@ def _attention_of(folder: RunFolder) -> dict[str, Any] | None:
     return {name: chosen[-1][name] for name in ("kernel", "groups", "milliseconds")} if chosen else None
 
 
-def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: Stop, pulse: Pulse) -> None:
+def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: Stop, activity: Activity) -> None:
     """Record how the run ended, and wait until the disk has taken all of it; all ranks call this together."""
 
     def record() -> None:
@@ -151,7 +151,7 @@ def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: S
         folder.end_attempt()
 
     on_rank_zero(world, record)
-    for _ in tries(lambda: pulse.at("waiting for room on the disk")):
+    for _ in tries(lambda: activity.at("waiting for room on the disk")):
         if from_rank_zero(world, on_rank_zero(world, lambda: folder is None or folder.written())):
             break
     on_rank_zero(world, end)

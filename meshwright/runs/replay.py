@@ -12,10 +12,10 @@ from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout, Memory
-from meshwright.runs.folder import RunFolder
-from meshwright.runs.lifecycle import prepare_data
 from meshwright.layout import require_layout
 from meshwright.parallel import World, build
+from meshwright.runs.folder import RunFolder
+from meshwright.runs.lifecycle import prepare_data
 from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader
 
 _TEXT = 200

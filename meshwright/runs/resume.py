@@ -12,11 +12,11 @@ from meshwright.checkpoint import Checkpoint, Damaged, checkpoints, require_shap
 from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.model import build_architecture
+from meshwright.parallel import World
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.gather import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import require_sinks
-from meshwright.model import build_architecture
-from meshwright.parallel import World
 from meshwright.train import Start, fingerprint
 
 # What decides which samples come next, and what the saved states of the optimizer are.

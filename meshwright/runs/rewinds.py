@@ -7,10 +7,10 @@ from rich.console import Console
 from meshwright.checkpoint import Lease
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.runs.resume import begin, find_checkpoint
+from meshwright.parallel import World
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.gather import from_rank_zero, on_rank_zero
-from meshwright.parallel import World
+from meshwright.runs.resume import begin, find_checkpoint
 from meshwright.train import Start
 
 MOST_REWINDS = 8
@@ -27,7 +27,7 @@ class Rewinds:
 
     def start_again(self, start: Start, step: int, position: int) -> Start:
         """The start of a new attempt after a step that came out bad; all ranks call this together."""
-        start.pulse.begin()
+        start.activity.begin()
         gc.collect()  # the old weights, before there are new ones
         self._bad.append(position)
         if len(self._bad) > MOST_REWINDS:
@@ -47,4 +47,4 @@ class Rewinds:
         begun = on_rank_zero(self._world, begin_again)
         attempt = from_rank_zero(self._world, 0 if begun is None else begun.lease.attempt)
         lease = Lease(start.lease.run, attempt) if begun is None else begun.lease
-        return Start(lease, found.checkpoint, start.pulse, pass_over, start.dtype)
+        return Start(lease, found.checkpoint, start.activity, pass_over, start.dtype)

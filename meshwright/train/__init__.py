@@ -1,5 +1,6 @@
 """Training: the loops, the optimizer, evaluation and generation."""
 
+from meshwright.train.activity import Activity
 from meshwright.train.asynchronous import AsynchronousTrainer, windows
 from meshwright.train.bad_steps import Rewind
 from meshwright.train.device import (
@@ -10,7 +11,6 @@ from meshwright.train.device import (
     prepare_device,
 )
 from meshwright.train.evaluate import Score, evaluate, score
-from meshwright.train.exhausted import OutOfMemory, memory_errors_explained
 from meshwright.train.feed import (
     evaluated_sequences,
     fingerprint,
@@ -23,9 +23,9 @@ from meshwright.train.generate import generate
 from meshwright.train.kernels import choose_attention
 from meshwright.train.meter import FLOPS_CONVENTION
 from meshwright.train.optimizer import build_optimizer, clip_gradients, states_of
+from meshwright.train.out_of_memory import OutOfMemory, memory_errors_explained
 from meshwright.train.outcome import Outcome
 from meshwright.train.progress import ConsoleProgress
-from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
@@ -35,13 +35,13 @@ from meshwright.train.trainer import Trainer
 
 __all__ = [
     "FLOPS_CONVENTION",
+    "Activity",
     "AsynchronousTrainer",
     "ConsoleProgress",
     "LossScale",
     "OutOfMemory",
     "Outcome",
     "Progress",
-    "Pulse",
     "Recorder",
     "Rewind",
     "Score",

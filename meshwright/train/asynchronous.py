@@ -60,9 +60,9 @@ class AsynchronousTrainer(Trainer):
         ended = time.perf_counter()
         for kind, step in self.engine.actions(window):
             if kind is Kind.FORWARD:
-                self.pulse.at("reading data", step)
+                self.activity.at("reading data", step)
                 given, waits_s[step] = self._next(data)
-                self.pulse.at("forward")
+                self.activity.at("forward")
                 self.engine.forward(given, step)
                 continue
             loss, norm, rate = self._backward_and_update(step)
@@ -74,14 +74,14 @@ class AsynchronousTrainer(Trainer):
 
     def _backward_and_update(self, step: int) -> tuple[float, float, float]:
         """The step's loss, the gradient norm of this stage and all after it, and the rate of this stage's update."""
-        self.pulse.at("backward")
+        self.activity.at("backward")
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
         result = self.engine.backward(step)
         # The norm over all stages would be known only after waiting for every one of them.
         clip_gradients(self.weights.masters.values(), math.sqrt(result.own_squares), self.job.optimizer.clip)
         norm = math.sqrt(result.squares)
-        ahead = max(self.pulse.step, step) - step + 1  # batches read since, and the step's own
+        ahead = max(self.activity.step, step) - step + 1  # batches read since, and the step's own
         if self._may_update(step, result.loss, norm, self.position - ahead * self.job.batch.global_batch):
             self.optimizer.step()
             self.weights.refresh()
@@ -90,13 +90,13 @@ class AsynchronousTrainer(Trainer):
 
     def _agree(self, steps: list[StepNumbers], stop: Callable[[], bool]) -> bool:
         """Bring rank 0's losses and norms to the others, which record them; true when some rank was asked to stop."""
-        self.pulse.at("sum of losses and norms over all stages")
+        self.activity.at("sum of losses and norms over all stages")
         leads = self.world.rank == 0
         told = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
         sums = self.world.sum_over_world([*self._ballot(), *(told if leads else [0.0] * len(told)), float(stop())])
         ballots, known, stopping = sums[:3], sums[3:-1], sums[-1]
-        if self.keeper is not None:
-            self.keeper.count(ballots)
+        if self.saver is not None:
+            self.saver.count(ballots)
         if not leads:
             for numbers, loss, norm in zip(steps, known[::2], known[1::2], strict=True):
                 self._record(replace(numbers, loss=loss, norm=norm))

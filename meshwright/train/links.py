@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel import World
-from meshwright.train.pulse import Pulse
+from meshwright.train.activity import Activity
 from meshwright.train.recorder import Progress, Recorder
 
 BYTES, TRIES = 1 << 18, 4
@@ -17,7 +17,7 @@ SLOW, LEAST_S = 3.0, 1e-3
 """A group of ranks is slow from so many times the median of its axis on, where the difference is worth a word."""
 
 
-def try_links(world: World, recorder: Recorder, progress: Progress, pulse: Pulse) -> None:
+def try_links(world: World, recorder: Recorder, progress: Progress, activity: Activity) -> None:
     """All-reduce over every axis, timed; rank 0 records it. One that hangs is named by the watchdog, by its phase."""
     if world.size == 1:
         return
@@ -25,10 +25,10 @@ def try_links(world: World, recorder: Recorder, progress: Progress, pulse: Pulse
     own = {}
     for axis, group in groups.items():
         ranks = dist.get_process_group_ranks(group)
-        pulse.at(f"testing the link of axis {axis} between ranks {', '.join(map(str, ranks))}")
+        activity.at(f"testing the link of axis {axis} between ranks {', '.join(map(str, ranks))}")
         own[axis] = _least_s(lambda message, group=group: dist.all_reduce(message, group=group), world.device)
     first = {axis: min(dist.get_process_group_ranks(group)) for axis, group in groups.items()}
-    pulse.at("comparing the links")
+    activity.at("comparing the links")
     slots = [seconds * (rank == world.rank) for seconds in own.values() for rank in range(world.size)]
     leaders = [float(first[axis] * (rank == world.rank)) for axis in own for rank in range(world.size)]
     sums = world.sum_over_world([*slots, *leaders])

@@ -11,9 +11,9 @@ from meshwright.job import Job
 from meshwright.model import count_parameters
 from meshwright.parallel import CompressedWeights, Weights, World, take_traffic
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
-from meshwright.train.gauge import MemoryGauge
 from meshwright.train.gpu_meter import GpuMeter
-from meshwright.train.memory import WATCHED_STEPS
+from meshwright.train.memory_curve import WATCHED_STEPS
+from meshwright.train.memory_usage import MemoryUsage
 from meshwright.train.outcome import Outcome, StepNumbers
 from meshwright.train.scaling import LossScale
 
@@ -27,7 +27,7 @@ class Meter:
         self._job, self._world = job, world
         self.flops_per_token = _flops_per_token(job, "full")
         self.peak_flops = device_peak_flops(job, world.device)
-        self._memory = MemoryGauge(world.device)
+        self._memory = MemoryUsage(world.device)
         self._gpu = GpuMeter(world.device)
         self._throughputs: list[float] = []
 

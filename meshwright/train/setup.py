@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Keeper
+from meshwright.checkpoint import Saver
 from meshwright.data import Corpus
 from meshwright.job import Job
 from meshwright.parallel import Engine, PipeDream, Weights, World, build, host_buffer
@@ -31,16 +31,16 @@ def set_up_trainer(
 
     `attention` is the kernel an earlier attempt chose, `record_memory` takes the memory curve of the first steps.
     """
-    start.pulse.at("building the model")
+    start.activity.at("building the model")
     kernels = choose_attention(job, world, attention)
     engine, weights = build(job if start.checkpoint is None else _without_first_weights(job), world, start.dtype)
     if kernels is not None:
         recorder.event("attention", **kernels)
     trainer = make_trainer(job, corpus, engine, weights, recorder, progress, world)
-    trainer.attempt, trainer.pulse, trainer.pass_over = start.lease.attempt, start.pulse, start.pass_over
+    trainer.attempt, trainer.activity, trainer.pass_over = start.lease.attempt, start.activity, start.pass_over
     if record_memory is not None:
         trainer.watch_memory(record_memory)
-    trainer.keeper = Keeper(
+    trainer.saver = Saver(
         job,
         start.lease,
         recorder.event,
@@ -51,11 +51,11 @@ def set_up_trainer(
         sums=world.sum_over_world,
         saved_step=start.step,
         flush=recorder.flush,
-        alive=lambda: start.pulse.at("waiting for room on the disk"),
+        alive=lambda: start.activity.at("waiting for room on the disk"),
     )
     if start.checkpoint is not None:
         trainer.resume(start.checkpoint)
-    try_links(world, recorder, progress, start.pulse)
+    try_links(world, recorder, progress, start.activity)
     return trainer
 
 

@@ -6,7 +6,7 @@ import torch
 
 from meshwright.checkpoint import Checkpoint, Lease
 from meshwright.data import Cursor
-from meshwright.train.pulse import Pulse
+from meshwright.train.activity import Activity
 from meshwright.train.state import saved_cursors
 
 
@@ -16,7 +16,7 @@ class Start:
 
     lease: Lease
     checkpoint: Checkpoint | None
-    pulse: Pulse = field(default_factory=Pulse)
+    activity: Activity = field(default_factory=Activity)
     pass_over: frozenset[int] = frozenset()
     """Positions of batches that came out bad again and again."""
     dtype: torch.dtype | None = None

@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, Keeper, State
+from meshwright.checkpoint import Checkpoint, Saver, State
 from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.job import Job
 from meshwright.parallel import CompressedWeights, Engine, Weights, WholeWeights, World, take_traffic, update
+from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
 from meshwright.train.evaluations import Evaluations
 from meshwright.train.feed import evaluation_due, fingerprint, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
-from meshwright.train.memory import MemoryCurve
+from meshwright.train.memory_curve import MemoryCurve
 from meshwright.train.meter import Meter
 from meshwright.train.optimizer import OnePassAdamW, build_optimizer, clip_factor, clip_gradients, set_learning_rate
 from meshwright.train.outcome import Outcome, StepNumbers
-from meshwright.train.pulse import Pulse
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
@@ -63,8 +63,8 @@ class Trainer:
         """Samples of the global stream this run has used."""
         self.pass_over: frozenset[int] = frozenset()
         """Positions of batches that are not trained on, since they came out bad again and again."""
-        self.pulse = Pulse()
-        self.keeper: Keeper | None = None
+        self.activity = Activity()
+        self.saver: Saver | None = None
         """Saves checkpoints on the way."""
         self.loader: Loader | StreamLoader | None = None
         self._stragglers = Stragglers(world)
@@ -112,17 +112,17 @@ class Trainer:
 
     def step(self, step: int, data: Iterator[Step], stop: Callable[[], bool]) -> bool:
         """One optimizer step; true when some rank was asked to stop."""
-        self.pulse.at("reading data", step)
+        self.activity.at("reading data", step)
         given, data_wait_s = self._next(data)
 
-        self.pulse.at("forward and backward")
+        self.activity.at("forward and backward")
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
         if isinstance(self.weights, CompressedWeights):
             self.weights.reduction.begin(step)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
 
-        self.pulse.at("sum of loss and gradient norm over all ranks")
+        self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
         scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
             [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
@@ -131,7 +131,7 @@ class Trainer:
         loss_value = scaled_loss / self.scaling.scale
         norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN has no root
 
-        self.pulse.at("update")
+        self.activity.at("update")
         self._clip(norm_value)
         position = self.position - self.job.batch.global_batch
         if not self._overflowed(step, loss_value, norm_value) and self._may_update(
@@ -148,8 +148,8 @@ class Trainer:
         numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
         self._record(numbers)
         self._compare_ranks(numbers)
-        if self.keeper is not None:
-            self.keeper.count(ballots)
+        if self.saver is not None:
+            self.saver.count(ballots)
         return stopping > 0
 
     @contextmanager
@@ -163,16 +163,16 @@ class Trainer:
                     self._evaluate(0)
                 yield iter(self.loader)
         except Rewind:
-            if self.keeper is not None:
-                self.keeper.settle()
+            if self.saver is not None:
+                self.saver.settle()
             raise
         except Exception:
-            if self.keeper is not None:
-                self.keeper.abandon()
+            if self.saver is not None:
+                self.saver.abandon()
             raise
         self.meter.end(self.outcome, watched=self._memory_curve is not None)
-        if self.keeper is not None:
-            self.keeper.finish(self.outcome.step, self.capture)
+        if self.saver is not None:
+            self.saver.finish(self.outcome.step, self.capture)
 
     def _next(self, data: Iterator[Step]) -> tuple[Step, float]:
         """The next step's data, and how long it kept us waiting."""
@@ -208,20 +208,20 @@ class Trainer:
         return self.bad_steps.may_update(step, loss, norm, position)
 
     def _evaluate(self, step: int) -> None:
-        self.pulse.at("evaluation")
+        self.activity.at("evaluation")
         self.evaluations.run(step, self.outcome, self.attempt)
 
     def _ballot(self) -> list[float]:
         """What this rank has to say of checkpoints, for the sums all ranks make in a step."""
-        return [0.0, 0.0, 0.0] if self.keeper is None else self.keeper.ballot()
+        return [0.0, 0.0, 0.0] if self.saver is None else self.saver.ballot()
 
     def _save_due(self, step: int) -> bool:
-        return self.keeper is not None and self.keeper.due(step)
+        return self.saver is not None and self.saver.due(step)
 
     def _save_if_due(self, step: int) -> None:
-        if self.keeper is not None:
-            self.pulse.at("checkpoint")
-            self.keeper.after_step(step, self.capture)
+        if self.saver is not None:
+            self.activity.at("checkpoint")
+            self.saver.after_step(step, self.capture)
 
     def _record(self, numbers: StepNumbers) -> None:
         """Write a step's row and remember it as the last."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import Facts, Keeper, Lease, Part, State
+from meshwright.checkpoint import Facts, Lease, Part, Saver, State
 from meshwright.job import Job, Model, model_preset
 from meshwright.model import Decoder, initialise
 
@@ -22,7 +22,7 @@ def state_of(model: Decoder, step: int) -> State:
 
 
 class Told:
-    """What a keeper had to say."""
+    """What a saver had to say."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -32,11 +32,11 @@ class Told:
         self.events.append({"kind": kind, **fields})
 
 
-def make_keeper(run: Path, told: Told | None = None, lease: Lease | None = None, **settings: Any) -> Keeper:
+def make_keeper(run: Path, told: Told | None = None, lease: Lease | None = None, **settings: Any) -> Saver:
     told = told or Told()
     callbacks = {name: settings.pop(name) for name in ("flush", "alive") if name in settings}
     job = Job.model_validate({"checkpoint": {"keep_last": 100, **settings}, "cluster": {"mtbf_hours": 1.0}})
-    return Keeper(
+    return Saver(
         job,
         lease or Lease.claim(run),
         told.event,

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from meshwright.checkpoint import Checkpoint, checkpoints, tensorfile
-from meshwright.checkpoint import keeper as keeping
+from meshwright.checkpoint import saver as keeping
 from meshwright.checkpoint.staging import Staging
 from meshwright.job import load_job
 from meshwright.launch.ranks import find_place

@@ -21,9 +21,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def saved_steps(run: Path, store: str, steps: range | list[int], **settings) -> Told:
     told = Told()
-    keeper = make_keeper(run, told, backup_to=store, **settings)
+    saver = make_keeper(run, told, backup_to=store, **settings)
     for step in steps:
-        keeper.finish(step, lambda step=step: state_of(tiny(step), step))
+        saver.finish(step, lambda step=step: state_of(tiny(step), step))
     return told
 
 

@@ -118,7 +118,7 @@ def test_no_checkpoint_is_made_of_a_state_that_no_rank_saved(name: str, monkeypa
 
     owned = state.owned_pieces
     monkeypatch.setattr(state, "owned_pieces", lambda pieces: [held for held in owned(pieces) if held != name])
-    monkeypatch.setattr("meshwright.checkpoint.room.WAITS_S", ())
+    monkeypatch.setattr("meshwright.checkpoint.retries.WAITS_S", ())
     with pytest.raises(UserError, match=rf"model/{name} was written by no rank"):
         train("run", "run.steps=2")
     assert not list(Path("run/checkpoints").glob("step-*"))

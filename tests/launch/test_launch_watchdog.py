@@ -8,10 +8,10 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.failures import RankFailure
-from meshwright.launch.heart import Beat
-from meshwright.launch.judge import COLDEST_S, Judge, Verdict
+from meshwright.launch.heartbeat import Beat
 from meshwright.launch.restarts import Restarts, shrunk
 from meshwright.launch.signals import exit_code
+from meshwright.launch.stalls import COLDEST_S, Judge, Verdict
 from meshwright.runs.folder import RunFolder
 from meshwright.train import OutOfMemory
 from meshwright.train.links import slow_groups

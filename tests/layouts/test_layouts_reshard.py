@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint import Checkpoint, Keeper, Lease, checkpoint_path, differences
+from meshwright.checkpoint import Checkpoint, Lease, Saver, checkpoint_path, differences
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
@@ -90,9 +90,9 @@ def some_steps(
     engine, weights = build(job, world, dtype)
     training = make_trainer(job, unequal_corpus(job), engine, weights, memory, memory, world)
 
-    def keeper(folder: Path) -> Keeper:
+    def saver(folder: Path) -> Saver:
         place = {"rank": world.rank, "ranks": world.size, "sums": world.sum_over_world}
-        return Keeper(
+        return Saver(
             job, Lease(folder, 0), memory.event, memory.message, lambda n: torch.empty(n, dtype=torch.uint8), **place
         )
 
@@ -103,9 +103,9 @@ def some_steps(
             if world.rank == 0:
                 Lease.claim(folder)
             world.barrier()
-            keeper(folder).finish(done, training.capture)
+            saver(folder).finish(done, training.capture)
     training.run(stop=lambda: len(memory.rows) == count - 1)  # asked before the step's row is written
-    keeper(run).finish(done + count, training.capture)
+    saver(run).finish(done + count, training.capture)
     assert len(memory.rows) == count
     return memory.rows
 
@@ -133,7 +133,7 @@ def alone(steps: int, changes: dict[str, Any], wide: bool, run: Path | None = No
     training.run()
     if run is not None:
         buffer = partial(torch.empty, dtype=torch.uint8)
-        Keeper(job, Lease.claim(run), memory.event, memory.message, buffer).finish(steps, training.capture)
+        Saver(job, Lease.claim(run), memory.event, memory.message, buffer).finish(steps, training.capture)
     return memory.rows
 
 

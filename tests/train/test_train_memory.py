@@ -15,7 +15,7 @@ from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
 from meshwright.train import Trainer, make_trainer
-from meshwright.train.memory import WATCHED_STEPS
+from meshwright.train.memory_curve import WATCHED_STEPS
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.mixing import mix
+from meshwright.data.hashing import mix
 from meshwright.data.prepared.folder import SPLITS, TOKENIZER, Manifest, Prepared, open_prepared, read_manifest
 from meshwright.data.prepared.shard import sha256_of
 from meshwright.data.store import Int64Array

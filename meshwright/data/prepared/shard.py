@@ -9,8 +9,8 @@ from pathlib import Path
 
 from meshwright.data.files import open_regular, read_json
 from meshwright.data.grouping import grouped_by_size
+from meshwright.data.hashing import fraction_of, mix
 from meshwright.data.join import Joined
-from meshwright.data.mixing import fraction_of, mix
 from meshwright.data.prepared.folder import PARTIAL, SPLITS, FileRecord, Part, Shard, shard_name
 from meshwright.data.raw import Bad, BadDocuments, Item, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.raw.reading import Watch

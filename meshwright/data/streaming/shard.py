@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.mixing import mix
+from meshwright.data.hashing import mix
 from meshwright.data.order import permute
 from meshwright.data.prepared.shard import held_out
 from meshwright.data.raw import Bad, BadDocuments, Taking, Text, Unit, in_parts, read_unit

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.launch.heart import Beat
+from meshwright.launch.heartbeat import Beat
 
 COLD, COLDEST_S = 10.0, 60.0
 """Until a rank has made its first step it may take so many times longer for a phase, and at least so long."""

@@ -1,7 +1,7 @@
 """Where a rank's main thread is, for whoever watches it from another thread."""
 
 
-class Pulse:
+class Activity:
     """A phase and a step, and a number that grows with every move from one to the next."""
 
     def __init__(self) -> None:

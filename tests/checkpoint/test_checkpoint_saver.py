@@ -13,28 +13,28 @@ import pytest
 import torch
 from checkpoint_states import Told, make_keeper, save_model, state_of, tiny
 
-from meshwright.checkpoint import Checkpoint, Fenced, Keeper, Lease, checkpoint_path, checkpoints, newest, surplus
+from meshwright.checkpoint import Checkpoint, Fenced, Lease, Saver, checkpoint_path, checkpoints, newest, surplus
 from meshwright.checkpoint.interval import Interval
 from meshwright.cost import best_interval_s
 from meshwright.errors import UserError
 from meshwright.job.running import Checkpoint as Settings
 
 
-def wait(keeper: Keeper) -> None:
+def wait(saver: Saver) -> None:
     """Let a save end as a run's next steps would."""
     deadline = time.monotonic() + 20
-    while keeper._save is not None:
-        keeper.count(keeper.ballot())
+    while saver._save is not None:
+        saver.count(saver.ballot())
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    if keeper._thread is not None:
-        keeper._thread.join()
-    keeper.count(keeper.ballot())
+    if saver._thread is not None:
+        saver._thread.join()
+    saver.count(saver.ballot())
 
 
 def hold_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written until this is set."""
-    from meshwright.checkpoint import keeper as module
+    from meshwright.checkpoint import saver as module
 
     gate = threading.Event()
     write = module.write_share
@@ -46,16 +46,16 @@ def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkey
     gate = hold_back(monkeypatch)
     told, model = Told(), tiny(1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    keeper = make_keeper(tmp_path, told, every_steps=2)
+    saver = make_keeper(tmp_path, told, every_steps=2)
     for step in (1, 2, 3):
-        keeper.after_step(step, lambda: state_of(model, 2))
-        keeper.count(keeper.ballot())
+        saver.after_step(step, lambda: state_of(model, 2))
+        saver.count(saver.ballot())
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0) if step > 1 else None
     assert told.events == [] and list(checkpoints(tmp_path)) == [], "training went on, nothing is visible"
     gate.set()
-    wait(keeper)
+    wait(saver)
     saved = newest(tmp_path)
     assert saved.facts.step == 2
     assert all(torch.equal(saved.whole(f"model/{name}"), value) for name, value in before.items())
@@ -67,11 +67,11 @@ def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkey
 def test_a_save_due_during_another_waits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = hold_back(monkeypatch)
     told, model = Told(), tiny(1)
-    keeper = make_keeper(tmp_path, told, every_steps=1)
-    keeper.after_step(1, lambda: state_of(model, 1))
+    saver = make_keeper(tmp_path, told, every_steps=1)
+    saver.after_step(1, lambda: state_of(model, 1))
     threading.Timer(0.2, gate.set).start()
-    keeper.after_step(2, lambda: state_of(model, 2))
-    wait(keeper)
+    saver.after_step(2, lambda: state_of(model, 2))
+    wait(saver)
     first, second = told.events
     assert first["waited_s"] < 0.1 < second["waited_s"]
     assert second["total_s"] > second["pause_s"], "the wait is told apart from the save's own time"
@@ -79,15 +79,15 @@ def test_a_save_due_during_another_waits_and_says_so(tmp_path: Path, monkeypatch
 
 def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, model = Told(), tiny(1)
-    keeper = make_keeper(tmp_path, told, every_steps=1)
-    keeper.after_step(1, lambda: state_of(model, 1))
-    wait(keeper)
+    saver = make_keeper(tmp_path, told, every_steps=1)
+    saver.after_step(1, lambda: state_of(model, 1))
+    wait(saver)
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # the system itself refuses to write on
     try:
-        keeper.after_step(2, lambda: state_of(model, 2))
-        wait(keeper)
+        saver.after_step(2, lambda: state_of(model, 2))
+        wait(saver)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert [event["kind"] for event in told.events] == ["checkpoint", "checkpoint_failed"]
@@ -99,19 +99,19 @@ def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monke
     newest(tmp_path).verify()
     assert newest(tmp_path).facts.step == 1 and not any(Lease(tmp_path, 0).folder.iterdir())
 
-    monkeypatch.setattr("meshwright.checkpoint.room.WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("meshwright.checkpoint.retries.WAITS_S", (0.01, 0.01))
     usage = SimpleNamespace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"the last checkpoint could not be written .* MB free"):
-        keeper.finish(3, lambda: state_of(model, 3))
+        saver.finish(3, lambda: state_of(model, 3))
     assert [event["step"] for event in told.events[2:]] == [3, 3, 3], "tried again, and not for ever"
     usage.free = 10**12
-    keeper.finish(3, lambda: state_of(model, 3))
+    saver.finish(3, lambda: state_of(model, 3))
     assert newest(tmp_path).facts.step == 3
 
 
 def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.checkpoint.room.WAITS_S", (0.05, 0.05))
+    monkeypatch.setattr("meshwright.checkpoint.retries.WAITS_S", (0.05, 0.05))
     beats, usage = [], SimpleNamespace(free=10)
 
     def alive() -> None:
@@ -119,8 +119,8 @@ def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.
         usage.free = 10**12
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    keeper = make_keeper(tmp_path, told := Told(), alive=alive)
-    keeper.finish(3, lambda: state_of(tiny(1), 3))
+    saver = make_keeper(tmp_path, told := Told(), alive=alive)
+    saver.finish(3, lambda: state_of(tiny(1), 3))
     assert [event["kind"] for event in told.events] == ["checkpoint_failed", "checkpoint"] and beats
 
 
@@ -132,20 +132,20 @@ def test_a_failure_whose_note_does_not_fit_on_the_disk_is_told_all_the_same(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    monkeypatch.setattr("meshwright.checkpoint.keeper.write_share", full)
+    monkeypatch.setattr("meshwright.checkpoint.saver.write_share", full)
     told = Told()
-    keeper = make_keeper(tmp_path, told, every_steps=1)
-    keeper.after_step(1, lambda: state_of(tiny(1), 1))
-    wait(keeper)
+    saver = make_keeper(tmp_path, told, every_steps=1)
+    saver.after_step(1, lambda: state_of(tiny(1), 1))
+    wait(saver)
     assert "the checkpoint of step 1 failed (No space left on device)" in told.messages[0]
 
 
 def test_rows_go_to_the_disk_before_the_checkpoint_that_makes_up_for_them(tmp_path: Path) -> None:
     seen: list[int] = []
-    keeper = make_keeper(tmp_path, every_steps=1, flush=lambda: seen.append(len(list(checkpoints(tmp_path)))))
+    saver = make_keeper(tmp_path, every_steps=1, flush=lambda: seen.append(len(list(checkpoints(tmp_path)))))
     for step in (1, 2):
-        keeper.after_step(step, lambda step=step: state_of(tiny(step), step))
-        wait(keeper)
+        saver.after_step(step, lambda step=step: state_of(tiny(step), step))
+        wait(saver)
     assert seen == [0, 1]
 
 
@@ -160,16 +160,16 @@ def test_a_disk_that_does_not_answer_is_no_later_attempt(tmp_path: Path, monkeyp
 
 
 def test_no_room_for_the_manifest_is_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshwright.checkpoint import keeper as module
+    from meshwright.checkpoint import saver as module
 
     def full(*given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "seal", full)
     told = Told()
-    keeper = make_keeper(tmp_path, told, every_steps=1)
-    keeper.after_step(1, lambda: state_of(tiny(1), 1))
-    wait(keeper)
+    saver = make_keeper(tmp_path, told, every_steps=1)
+    saver.after_step(1, lambda: state_of(tiny(1), 1))
+    wait(saver)
     assert told.events == [{"kind": "checkpoint_failed", "step": 1, "error": "No space left on device"}]
     assert "none is complete yet" in told.messages[0] and list(checkpoints(tmp_path)) == []
 
@@ -223,15 +223,15 @@ def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -
 
 def test_a_backup_is_a_checkpoint_elsewhere_and_its_failure_harms_nothing(tmp_path: Path) -> None:
     told, run, store = Told(), tmp_path / "a-run", tmp_path / "store"
-    keeper = make_keeper(run, told, backup_to=f"file://{store}", keep_last=1)
+    saver = make_keeper(run, told, backup_to=f"file://{store}", keep_last=1)
     for step in (1, 2):
-        keeper.finish(step, lambda step=step: state_of(tiny(step), step))
+        saver.finish(step, lambda step=step: state_of(tiny(step), step))
     assert [event["kind"] for event in told.events] == ["checkpoint", "backup"] * 2
     Checkpoint.open(store / "a-run" / "step-00000002").verify()
     assert [one.facts.step for one in checkpoints(run)] == [2]
     shutil.rmtree(store)
     store.write_text("a file is in the way")
-    keeper.finish(3, lambda: state_of(tiny(3), 3))
+    saver.finish(3, lambda: state_of(tiny(3), 3))
     assert told.events[-1]["kind"] == "backup_failed" and "not copied to" in told.messages[-1]
     assert newest(run).facts.step == 3
 

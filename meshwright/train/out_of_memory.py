@@ -11,7 +11,7 @@ from meshwright.job.devices import Cluster
 from meshwright.parallel import World
 from meshwright.plan import predict
 from meshwright.train.device import device_name
-from meshwright.train.gauge import MemoryGauge
+from meshwright.train.memory_usage import MemoryUsage
 
 
 class OutOfMemory(UserError):
@@ -24,7 +24,7 @@ def memory_errors_explained(job: Job, world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        held = f"{MemoryGauge(world.device).after_step(0):,} bytes held at most"
+        held = f"{MemoryUsage(world.device).after_step(0):,} bytes held at most"
         if (predicted := predicted_bytes(job, world)) is not None:
             held += f" and {predicted:,} predicted"
         if world.device.type == "cuda":

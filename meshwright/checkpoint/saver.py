@@ -20,7 +20,7 @@ from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, r
 from meshwright.checkpoint.interval import Interval
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.records import Facts, Part, State
-from meshwright.checkpoint.room import tries
+from meshwright.checkpoint.retries import tries
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 from meshwright.checkpoint.staging import Allocate, Staging
 from meshwright.data.store import sync
@@ -47,7 +47,7 @@ class _Save:
         return self.facts.step
 
 
-class Keeper:
+class Saver:
     """One rank's part in saving a run's checkpoints."""
 
     def __init__(

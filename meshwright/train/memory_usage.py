@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 
-class MemoryGauge:
+class MemoryUsage:
     """Reads the device's memory after every step: allocated by torch on a GPU, resident in the process on a CPU."""
 
     def __init__(self, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from typing import Self
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 import meshwright
-from meshwright.train import Pulse
+from meshwright.train import Activity
 
 WATCH = "MESHWRIGHT_WATCH"
 """Set for ranks that our own launcher started with run.watchdog_s: where it listens, HOST:PORT."""
@@ -100,11 +100,11 @@ class Board:
         return {rank: self._store.get(f"stacks/{alarm}/{rank}").decode(errors="replace") for rank in shown}
 
 
-class Heart:
+class Heartbeat:
     """Beats until it is stopped, and reads what others left: nobody else waits for a store that may be out of reach."""
 
-    def __init__(self, board: Board, rank: int, ranks: int, pulse: Pulse, watchdog_s: float) -> None:
-        self._board, self._rank, self._ranks, self._pulse = board, rank, ranks, pulse
+    def __init__(self, board: Board, rank: int, ranks: int, activity: Activity, watchdog_s: float) -> None:
+        self._board, self._rank, self._ranks, self._pulse = board, rank, ranks, activity
         self._interval_s = beat_interval_s(watchdog_s)
         self.curious = False
         """Set to have the others' beats read."""
@@ -153,11 +153,13 @@ class Heart:
             self.shown = self._board.stacks(1, self._ranks)
 
     def _beat(self) -> Beat:
-        pulse = self._pulse
+        activity = self._pulse
         self._number += 1
         place, collective = _whereabouts(sys._current_frames().get(threading.main_thread().ident or 0))
         here = (os.getpid(), socket.gethostname())
-        return Beat(self._number, pulse.moves, pulse.step, pulse.phase, place, collective, pulse.warm, *here)
+        return Beat(
+            self._number, activity.moves, activity.step, activity.phase, place, collective, activity.warm, *here
+        )
 
 
 def beat_interval_s(watchdog_s: float) -> float:
