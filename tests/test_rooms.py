@@ -7,8 +7,20 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "meshwright"
 # From the ground up; a room may import itself and what stands before it.
-ORDER = ["version", "errors", "reading", "job", "hardware", "pipeline", "cost", "layout", "model", "data"]
-ORDER += ["checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "cli"]
+ORDER = [
+    "version",
+    "errors",
+    "reading",
+    "torch_private",
+    "job",
+    "hardware",
+    "pipeline",
+    "cost",
+    "layout",
+    "model",
+    "data",
+]
+ORDER += ["data", "checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "cli"]
 
 
 def imported_rooms(path: Path) -> set[str]:
@@ -44,3 +56,37 @@ def test_light_rooms_import_no_torch() -> None:
     light = ", ".join(f"meshwright.{room}" for room in rooms)
     code = f"import sys, {light}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# Attributes of torch's objects that it keeps to itself, beside those found by their path.
+PRIVATE = {"_local_tensor", "_spec", "_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups", "_all_gather_result"}
+PRIVATE |= {"_sharded_param_data", "_set_unshard_async_op", "_base", "_is_view", "_cdata", "_compiled_call_impl"}
+PRIVATE |= {"_call_impl", "_dispatch_cache", "_register_backend", "_set_default_backend"}
+
+
+def private_names(path: Path) -> set[str]:
+    """The underscores of torch that a file names."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("torch") and "._" in alias.name}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name for name in whole if "._" in name}
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            own = isinstance(root, ast.Name) and root.id == "self"
+            if (isinstance(root, ast.Name) and root.id in ("torch", "dist", "c10d")) or (
+                node.attr in PRIVATE and not own
+            ):
+                found.add(node.attr)
+    return found
+
+
+def test_what_torch_keeps_to_itself_is_named_behind_one_door() -> None:
+    outside = [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "torch_private"]
+    assert {str(path.relative_to(PACKAGE)): names for path in outside if (names := private_names(path))} == {}
+    inside = {name for path in (PACKAGE / "torch_private").glob("*.py") for name in private_names(path)}
+    assert len(inside) > 20  # or nothing is found any more

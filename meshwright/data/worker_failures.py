@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails  # type: ignore[attr-defined]
+from meshwright.torch_private.processes import raise_if_a_worker_failed
 
 _torchs_handler: Any = None
 """torch sets it once in a process, when the first workers start."""
@@ -31,7 +31,7 @@ def workers_starting() -> Iterator[None]:
 @contextmanager
 def deaths_told() -> Iterator[None]:
     """Inside, where the next step is waited for, the death of a worker is raised at once, and an earlier one first."""
-    _error_if_any_worker_fails()
+    raise_if_a_worker_failed()
     if _torchs_handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from meshwright.job import Job
+from meshwright.torch_private.compiler import preload
 
 
 def can_fork(job: Job) -> bool:
@@ -31,9 +32,7 @@ def can_fork(job: Job) -> bool:
 @contextmanager
 def ranks_forked() -> Iterator[None]:
     """Inside, torch's agent forks the ranks of `python -m meshwright ARGUMENTS` where else it starts new programs."""
-    # torch imports these on first use, which every rank would do anew.
-    import torch._dynamo
-    import torch._inductor.utils
+    preload()
 
     torch.set_num_threads(1)  # a fork has none of the threads that compute, and would wait for them
     agent: Any = api  # where it looks up how a rank is started

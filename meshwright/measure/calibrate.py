@@ -20,6 +20,7 @@ from meshwright.measure.stopwatch import Stopwatch
 from meshwright.model import attend
 from meshwright.model.head import add_product, loss_of_logits
 from meshwright.parallel.fp8 import FORWARD, GRADIENT
+from meshwright.torch_private.arithmetic import scaled_mm
 from meshwright.train.kernels import BACKENDS
 
 LIMIT_S = 100.0
@@ -255,7 +256,7 @@ class Calibration:
 
         def call(n: int) -> torch.Tensor:
             right_t = right[n % rounds].t()
-            made: torch.Tensor = torch._scaled_mm(
+            made: torch.Tensor = scaled_mm(
                 left[n % rounds], right_t, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast
             )
             return made

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from meshwright.torch_private.processes import is_cuda_event
 
 TOP = 40
 KINDS = {
@@ -57,7 +58,7 @@ class Kernels:
         kernels = []
         for event in self._profile.key_averages():
             # The profiler puts the names torch's optimizers give their steps on the device's line too.
-            if self._cuda and (event.device_type != DeviceType.CUDA or event.key.startswith("Optimizer.")):
+            if self._cuda and (not is_cuda_event(event) or event.key.startswith("Optimizer.")):
                 continue
             microseconds = event.self_device_time_total if self._cuda else event.self_cpu_time_total
             if microseconds > 0:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.documents import Documents
+from meshwright.torch_private.attention import cpu_flash
 
 EXPAND_GROUPS = False
 """On CUDA: whether kernels get a key-value head for every query head, where that was measured to be faster."""
@@ -41,7 +42,7 @@ class CausalAttend:
             return self._on_cuda(q_BSHE, k_BTKE, v_BTKE, documents), None
         visible = self.visible(q_BSHE, k_BTKE, documents)
         mask = None if visible is None else _additive(visible, q_BSHE.dtype)
-        out_BHSE, lse_BHS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out_BHSE, lse_BHS = cpu_flash(
             q_BSHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), 0.0, mask is None, attn_mask=mask
         )
         return out_BHSE.transpose(1, 2), lse_BHS

@@ -6,15 +6,15 @@ compiled backward would be refused its own forward's result. Only proofs compute
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+
+from meshwright.torch_private.attention import cpu_flash
+from meshwright.torch_private.compiler import set_shapes
 
 
 def correct_attention_shapes() -> None:
     """Tell the compiler the true format of what attention returns."""
     if torch.__version__ < "2.13":  # a comparison of versions, not of text
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        attention.py_kernels[DispatchKey.Meta] = _results
-        attention._dispatch_cache.clear()
+        set_shapes(cpu_flash.default, _results)
 
 
 def _results(

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.model.documents import Documents
 from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.context_order import Block
+from meshwright.torch_private.attention import cpu_flash, cpu_flash_backward, varlen_flash, varlen_flash_backward
 
 PIECE_ELEMENTS = 2**22
 """Masks and scores that kernels do not avoid are made for so few queries at a time that they have no more elements."""
@@ -68,9 +69,7 @@ def cpu_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) ->
     q, k, v = (t.transpose(1, 2) for t in (q_BQHE, k_BTKE, v_BTKE))
     outs, lses = [], []
     for rows, visible, mask in _cpu_masks(q_BQHE, block):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[:, :, rows], k, v, 0.0, block.diagonal and mask is None, attn_mask=mask
-        )
+        out, lse = cpu_flash(q[:, :, rows], k, v, 0.0, block.diagonal and mask is None, attn_mask=mask)
         if visible is not None:
             lse = torch.where(visible.any(-1).unsqueeze(1), lse, float("-inf"))  # the kernel says 0, and 0 for out
         outs.append(out)
@@ -93,7 +92,7 @@ def cpu_backward(
     wide = wide_dtype(q.dtype)
     grad_k, grad_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows, _, mask in _cpu_masks(q_BQHE, block):
-        grad_q, more_k, more_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_q, more_k, more_v = cpu_flash_backward(
             grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse_BHQ[:, :, rows], 0.0,
             block.diagonal and mask is None, attn_mask=mask,
         )  # fmt: skip
@@ -138,7 +137,7 @@ def flash_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) 
     """`block_forward` on CUDA in 16 bits."""
     batch, queries, heads, _ = q_BQHE.shape
     spans_q, spans_t, seeing, _ = flash_spans(block, batch)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = varlen_flash(
         q_BQHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1), spans_q, spans_t, queries, k_BTKE.shape[1],
         0.0, block.diagonal, False,
     )  # fmt: skip
@@ -161,7 +160,7 @@ def flash_backward(
     """`block_backward` on CUDA in 16 bits."""
     spans_q, spans_t, seeing, seen = flash_spans(block, q_BQHE.shape[0])
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BQHE.device), torch.empty(0, device=q_BQHE.device)
-    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+    grad_q, grad_k, grad_v = varlen_flash_backward(
         grad_BQHE.flatten(0, 1), q_BQHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1),
         out_BQHE.flatten(0, 1), lse_BHQ.transpose(0, 1).flatten(1, 2).contiguous(), spans_q, spans_t,
         q_BQHE.shape[1], k_BTKE.shape[1], 0.0, block.diagonal, *no_dropout,

@@ -6,27 +6,21 @@ other (arXiv:2412.19437). To torch they are one row of stages with a gap in it.
 
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_reduce_grad,
-    _add_unshard_reshard,
-    _ComputationType,
-)
-
 from meshwright.parallel.staged_weights import Copy
 from meshwright.pipeline import Action, Kind, Table, share_times, simulate
+from meshwright.torch_private.pipelining import Action as TorchAction
+from meshwright.torch_private.pipelining import ComputationType, add_reduce_grad, add_unshard_reshard, with_send_waits
 
 _TORCH_KINDS = {
-    Kind.FORWARD: _ComputationType.FORWARD,
-    Kind.BACKWARD: _ComputationType.FULL_BACKWARD,
-    Kind.INPUT: _ComputationType.BACKWARD_INPUT,
-    Kind.WEIGHT: _ComputationType.BACKWARD_WEIGHT,
+    Kind.FORWARD: ComputationType.FORWARD,
+    Kind.BACKWARD: ComputationType.FULL_BACKWARD,
+    Kind.INPUT: ComputationType.BACKWARD_INPUT,
+    Kind.WEIGHT: ComputationType.BACKWARD_WEIGHT,
 }
 _TORCH_TRANSFERS = {
-    Kind.FORWARD: (_ComputationType.SEND_F, _ComputationType.RECV_F),
-    Kind.BACKWARD: (_ComputationType.SEND_B, _ComputationType.RECV_B),
-    Kind.INPUT: (_ComputationType.SEND_B, _ComputationType.RECV_B),
+    Kind.FORWARD: (ComputationType.SEND_F, ComputationType.RECV_F),
+    Kind.BACKWARD: (ComputationType.SEND_B, ComputationType.RECV_B),
+    Kind.INPUT: (ComputationType.SEND_B, ComputationType.RECV_B),
 }
 
 
@@ -51,20 +45,20 @@ def torch_ranks(table: Table) -> dict[int, int]:
     return {number: ranks.get(number, ranks.get(number - 1, 0)) for number in range(torch_numbers(table))}
 
 
-def in_torchs_words(table: Table, action: Action) -> _Action:
+def in_torchs_words(table: Table, action: Action) -> TorchAction:
     """An action with torch's stage number, its micro-batch counted within the chain."""
     micro_batch = action.micro_batch - table.micro_batches_of(action.stage).start
-    return _Action(torch_number(table, action.stage), _TORCH_KINDS[action.kind], micro_batch)
+    return TorchAction(torch_number(table, action.stage), _TORCH_KINDS[action.kind], micro_batch)
 
 
-def lower(table: Table) -> dict[int, list[_Action]]:
+def lower(table: Table) -> dict[int, list[TorchAction]]:
     """Every rank's actions in torch's words, with what moves activations, gradients and shards between ranks.
 
     A receive stands where its rank is when the simulated step sends it: two ranks then meet their transfers in the
     same order, and about when they happen.
     """
-    orders: dict[int, list[_Action | None]] = {rank: [] for rank in range(table.ranks)}
-    sends: dict[_Action, _Action] = {}
+    orders: dict[int, list[TorchAction | None]] = {rank: [] for rank in range(table.ranks)}
+    sends: dict[TorchAction, TorchAction] = {}
     for span in sorted(simulate(table, share_times(table)).spans, key=lambda span: span.end_s):
         action = in_torchs_words(table, span.action)
         orders[span.rank].append(action)
@@ -72,16 +66,14 @@ def lower(table: Table) -> dict[int, list[_Action]]:
         if target is not None:
             send, receive = _TORCH_TRANSFERS[span.action.kind]
             sends[action] = action._replace(computation_type=send)
-            arriving = _Action(torch_number(table, target), receive, action.microbatch_index)
+            arriving = TorchAction(torch_number(table, target), receive, action.microbatch_index)
             orders[table.stage_ranks[target]].append(arriving)
     share = table.micro_batches // table.parameter_copies
     lowered = {
-        rank: _with_sends(_add_reduce_grad([*_add_unshard_reshard(order)], share), sends)
+        rank: _with_sends(add_reduce_grad([*add_unshard_reshard(order)], share), sends)
         for rank, order in orders.items()
     }
-    # Torch 2.15 wants to be told when a send is waited for; versions before it wait at the step's end by themselves.
-    add_waits = getattr(schedules, "_add_wait_send", None)
-    return add_waits(lowered) if add_waits else lowered
+    return with_send_waits(lowered)
 
 
 def copies_of_chains(table: Table, names: Mapping[int, Sequence[str]], tied: Sequence[Copy]) -> list[Copy]:
@@ -107,7 +99,7 @@ def _sent_to(table: Table, action: Action) -> int | None:
     return target if target in table.chain_of(action.stage) else None
 
 
-def _with_sends(order: list[_Action | None], sends: Mapping[_Action, _Action]) -> list[_Action]:
+def _with_sends(order: list[TorchAction | None], sends: Mapping[TorchAction, TorchAction]) -> list[TorchAction]:
     """Each send right behind what makes its tensor, ahead of a reduction of gradients that may follow."""
     steps = [step for action in order if action is not None for step in (action, sends.get(action))]
     return [step for step in steps if step is not None]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from meshwright.errors import UserError
 from meshwright.hardware.triton import HAS_TRITON
 from meshwright.layout import FP8_MULTIPLE
+from meshwright.torch_private.arithmetic import scaled_mm
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -159,4 +160,4 @@ def _scaled(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, out: torch.dtype, fast: bool
 ) -> Tensor:
     """left × rightᵀ; the hardware wants both with the summed dim last in memory."""
-    return torch._scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=out, use_fast_accum=fast)
+    return scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=out, use_fast_accum=fast)

@@ -16,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.host import SMALL_BYTES, TRAFFIC, Lane, host_buffer
+from meshwright.torch_private.autograd import base_of, call_attribute
+from meshwright.torch_private.sharding import local_tensor, spec_of
 
 Key = tuple[int, torch.dtype, int]
 
@@ -24,10 +26,9 @@ def offload_activations(model: nn.Module, device: torch.device) -> None:
     """Let every block of a model keep what it saves for backward in host memory."""
     activations = _Activations(device)
     for place, block in enumerate(cast(nn.ModuleDict, model.layers).values()):
-        call: Any = block
         # Around a compiled block as a whole: inside, it would be compiled too.
-        attribute = "forward" if call._compiled_call_impl is None else "_compiled_call_impl"
-        setattr(call, attribute, activations.around(getattr(call, attribute), first=place == 0))
+        attribute = call_attribute(block, "forward")
+        setattr(block, attribute, activations.around(getattr(block, attribute), first=place == 0))
 
 
 class _Activations:
@@ -59,19 +60,18 @@ class _Activations:
         return keeping
 
     def _pack(self, visit: "_Visit", saved: Tensor) -> Any:
-        tensor = saved._local_tensor if isinstance(saved, DTensor) else saved
+        tensor = local_tensor(saved)
         if not self._travels(saved, tensor):
             return saved
         tensor = tensor.detach()
         key = (tensor.data_ptr(), tensor.dtype, tensor.numel())  # dense, so that this says which memory it is
         if key not in visit.seen:
             visit.seen[key] = (self._send(visit, tensor), tensor)  # kept: its address must not become another's
-        spec = saved._spec if isinstance(saved, DTensor) else None
-        return _Packed(visit.seen[key][0], tensor.shape, tensor.stride(), spec)
+        return _Packed(visit.seen[key][0], tensor.shape, tensor.stride(), spec_of(saved))
 
     def _travels(self, saved: Tensor, tensor: Tensor) -> bool:
         """Whether a saved tensor is an activation worth moving; weights stay, and what lies in memory with gaps."""
-        base = saved._base if saved._is_view() else saved
+        base = base_of(saved)
         return (
             tensor.is_floating_point()
             and tensor.device.type == self.lane.device.type

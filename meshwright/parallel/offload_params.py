@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.host import TRAFFIC, Lane, host_buffer
+from meshwright.torch_private.autograd import call_attribute
 
 ALIGNED_ELEMENTS = 64
 """Parameters in one stretch of memory begin at multiples of this, as the kernels that read them like."""
@@ -32,10 +33,9 @@ class StreamedBlocks:
             for name, home in unit.homes.items():
                 self.homes[f"layers.{key}.{name}"] = home
                 self._unit_of[f"layers.{key}.{name}"] = unit
-            call: Any = block
             # Around a compiled block as a whole: inside, it would be compiled too.
-            attribute = "forward" if call._compiled_call_impl is None else "_compiled_call_impl"
-            setattr(call, attribute, self._around(getattr(call, attribute), unit))
+            attribute = call_attribute(block, "forward")
+            setattr(block, attribute, self._around(getattr(block, attribute), unit))
 
     def views(self) -> dict[int, Tensor]:
         """Where the blocks' parameters lie on the device while they are there, by the id of the parameter on meta."""

@@ -4,7 +4,6 @@ gradients and the optimizer's states; a unit's working copy is made anew from th
 Torch does the copies; here they are only asked for and counted.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from meshwright.job import Job
 from meshwright.parallel.host import TRAFFIC
 from meshwright.parallel.offload import offloads
+from meshwright.torch_private.sharding import is_gathering, parameter_groups, shard_bytes
 
 
 def offload_policy(job: Job, device: torch.device) -> OffloadPolicy:
@@ -35,30 +35,23 @@ def count_traffic(model: nn.Module) -> None:
     """Have every gather from host memory and every gradient that goes there counted."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in groups_of(module):
+            for group in parameter_groups(module):
                 _count(group)
-
-
-def groups_of(module: FSDPModule) -> Iterator[Any]:
-    """Torch's own groups of a unit's parameters."""
-    state: Any = module._get_fsdp_state()
-    many = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has at most one
-    yield from many if many is not None else [each for each in [state._fsdp_param_group] if each is not None]
 
 
 def _count(group: Any) -> None:
     unshard, post_backward = group.unshard, group.post_backward
 
     def counting_unshard(async_op: bool = False) -> None:
-        idle = group._all_gather_result is None
+        idle = not is_gathering(group)
         unshard(async_op)
-        if idle and group._all_gather_result is not None:
-            TRAFFIC.to_device_bytes += sum(each._sharded_param_data.nbytes for each in group.fsdp_params)
+        if idle and is_gathering(group):
+            TRAFFIC.to_device_bytes += sum(shard_bytes(each) for each in group.fsdp_params)
 
     def counting_post_backward(*unused: Any) -> None:
         if group.reduce_grads:
             made = [each for each in group.fsdp_params if _has_gradient(each)]
-            TRAFFIC.to_host_bytes += sum(each._sharded_param_data.nbytes for each in made)
+            TRAFFIC.to_host_bytes += sum(shard_bytes(each) for each in made)
         post_backward(*unused)
 
     group.unshard, group.post_backward = counting_unshard, counting_post_backward

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils.checkpoint import GraphExecGroup
 
 from meshwright.data import Batch, Step
@@ -24,6 +23,7 @@ from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.precision import Weights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, Table
+from meshwright.torch_private.pipelining import PipelineRuntime
 
 Listener = Callable[[Action, float, float, int], None]
 """Told of every action with its start and end and how many micro-batches' activations the rank holds after it."""
@@ -166,7 +166,7 @@ class _Stage(PipelineStage):
         return result
 
 
-class _TableRuntime(_PipelineScheduleRuntime):
+class _TableRuntime(PipelineRuntime):
     """Torch's runtime for any table."""
 
     def follow(self, table: Table) -> None:

@@ -11,6 +11,7 @@ from meshwright.hardware.triton import HAS_TRITON
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
 from meshwright.parallel.pieces import Piece, piece_of
+from meshwright.torch_private.arithmetic import foreach_copy_, foreach_norm
 
 DTYPES = {
     "fp32": torch.float32,
@@ -90,7 +91,7 @@ class WholeWeights:
     def refresh(self) -> None:
         """Derive the working copy anew."""
         if self.working:
-            torch._foreach_copy_(list(self.working.values()), list(self.working))
+            foreach_copy_(list(self.working.values()), list(self.working))
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
@@ -113,7 +114,7 @@ def square_sum(masters: dict[str, nn.Parameter], pieces: dict[str, Piece]) -> Te
     if named[0][1].is_cpu:
         norms = torch.stack([norm(gradient, wide) for _, gradient in named]).double()
     else:
-        norms = torch.stack(torch._foreach_norm([gradient for _, gradient in named], 2, wide)).double()
+        norms = torch.stack(foreach_norm([gradient for _, gradient in named], 2, wide)).double()
     copies = torch.tensor([pieces[name].copies for name, _ in named], dtype=torch.float64, device=norms.device)
     return (norms.square() / copies).sum()
 

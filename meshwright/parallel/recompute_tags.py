@@ -8,15 +8,15 @@ of what surrounds them, before forward and backward are parted.
 from typing import Any
 
 import torch
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils.checkpoint import CheckpointPolicy
+
+from meshwright.torch_private.graph_passes import CustomGraphPass, set_joint_pass
 
 
 def recompute_inside_functions() -> None:
     """Let the compiler make again what autograd functions inside of recomputed blocks made."""
     if torch.__version__ < "2.13":  # a comparison of versions, not of text
-        config.joint_custom_pre_pass = TagFunctions()
+        set_joint_pass(TagFunctions())
 
 
 class TagFunctions(CustomGraphPass):

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -20,6 +19,7 @@ from meshwright.job import Job
 from meshwright.layout import padded_vocabulary
 from meshwright.model import Architecture
 from meshwright.parallel.vocabulary import VocabularyParallelHead
+from meshwright.torch_private.sharding import AsyncCollectiveTensor
 
 
 def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh) -> None:

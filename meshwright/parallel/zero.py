@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.job.devices import Layout
 from meshwright.parallel.pieces import Piece, piece_of
 from meshwright.parallel.precision import move_gradient_to, square_sum
+from meshwright.torch_private.sharding import gather_in_background
 
 
 def apply_zero(
@@ -50,7 +51,7 @@ def apply_zero(
             module.set_force_sum_reduction_for_comms(True)
     if mesh.device_type == "cpu" and layout.prefetch:
         # On a GPU gathers run in a stream of their own; without streams only an asynchronous call lets them run ahead.
-        cast(FSDPModule, model)._set_unshard_async_op(True)
+        gather_in_background(cast(FSDPModule, model))
     _prefetch([cast(FSDPModule, block) for block in blocks], layout.prefetch)
 
 

@@ -9,6 +9,7 @@ from meshwright.data.cache import cache_root
 from meshwright.errors import UserError
 from meshwright.hardware import Gpu, find_gpu, mfu_peak_flops
 from meshwright.job import Job
+from meshwright.torch_private.arithmetic import cpu_multiplies
 
 NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
 """NVIDIA's compute capability from which on a format is part of the hardware: Ampere, and Ada for fp8."""
@@ -67,11 +68,8 @@ def emulated_format(job: Job, device: torch.device) -> str | None:
     compute = job.precision.compute
     if device.type == "cuda" or compute in ("fp32", "tf32"):
         return None
-    if compute == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    if compute == "fp16" and torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        return None
-    return compute
+    numbers = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute)
+    return None if numbers is not None and cpu_multiplies(numbers) else compute
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

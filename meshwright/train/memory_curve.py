@@ -20,10 +20,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from meshwright.parallel import Weights, held_gradients, held_parameters
+from meshwright.torch_private.autograd import (
+    Around,
+    TorchDispatchMode,
+    around_calls,
+    at_end_of_backward,
+    in_backward,
+    is_compiled,
+    is_traceable_wrapper_subclass,
+    storage_key,
+    storage_of_reference,
+    tree_iter,
+)
 from meshwright.train.optimizer import Optimizer
 
 WATCHED_STEPS = 4
@@ -64,11 +74,11 @@ class MemoryCurve:
             return
         with ExitStack() as watching:
             for module in self._modules:
-                watching.enter_context(_around_calls(module, self._around_model))
+                watching.enter_context(around_calls(module, self._around_model))
                 for layer, block in cast(nn.ModuleDict, module.layers).items():
-                    watching.enter_context(_around_calls(block, self._around_block(layer)))
+                    watching.enter_context(around_calls(block, self._around_block(layer)))
                     for part in () if _compiled([block]) else block.children():
-                        watching.enter_context(_around_calls(part, self._around_part(layer)))
+                        watching.enter_context(around_calls(part, self._around_part(layer)))
             if self._results is not None:
                 watching.enter_context(self._results)
             watching.callback(setattr, self, "_step", 0)
@@ -133,9 +143,9 @@ class MemoryCurve:
         for kind, tensors in groups.items():
             for tensor in tensors:
                 storage = tensor.untyped_storage()
-                if storage._cdata in seen:
+                if storage_key(storage) in seen:
                     continue
-                seen.add(storage._cdata)
+                seen.add(storage_key(storage))
                 if tensor.device.type == self._device.type:
                     kinds[kind] += storage.nbytes()
                 else:
@@ -155,7 +165,7 @@ class MemoryCurve:
             result = call(*args, **kwargs)
             self.sample("forward_end", number)
             # The hook runs inside the backward, whose end is told to who asks from there.
-            _on_gradient(result, lambda: _at_end_of_backward(lambda: self.sample("backward_end", number)))
+            _on_gradient(result, lambda: at_end_of_backward(lambda: self.sample("backward_end", number)))
             return result
 
         return watched
@@ -184,31 +194,12 @@ class MemoryCurve:
                     return call(*args, **kwargs)
                 finally:  # torch ends a recomputation by raising, once it has all it needs
                     number = self._micro_batch
-                    if torch._C._current_graph_task_id() != -1 and number <= WATCHED_MICRO_BATCHES:
+                    if in_backward() and number <= WATCHED_MICRO_BATCHES:
                         self.sample("recompute", number, layer)
 
             return watched
 
         return around
-
-
-Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-
-
-@contextmanager
-def _around_calls(module: nn.Module, around: Around) -> Iterator[None]:
-    """Put something around every call of a module: hooks would be compiled with it, what a call ends in is not."""
-    called: Any = module
-    name = "_call_impl" if called._compiled_call_impl is None else "_compiled_call_impl"
-    own = called.__dict__.get(name)
-    setattr(called, name, around(module, getattr(called, name)))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(called, name)
-        else:
-            setattr(called, name, own)
 
 
 def _on_gradient(result: Any, act: Callable[[], None]) -> None:
@@ -217,13 +208,8 @@ def _on_gradient(result: Any, act: Callable[[], None]) -> None:
         result.register_hook(lambda _gradient: act())  # type: ignore[no-untyped-call]
 
 
-def _at_end_of_backward(act: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(act)
-
-
 def _compiled(modules: Sequence[nn.Module]) -> bool:
-    calls: list[Any] = [each for module in modules for each in module.modules()]
-    return any(each._compiled_call_impl is not None for each in calls)
+    return any(is_compiled(each) for module in modules for each in module.modules())
 
 
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -244,8 +230,8 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._living:  # the reference keeps the key from being given to another storage
-            self._living[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if storage_key(storage) not in self._living:  # the reference keeps the key from being given to another storage
+            self._living[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def leave_out_what_stands(self) -> None:
         """Count only what is made from now on."""
@@ -256,7 +242,7 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes of what lives, but for some."""
         total = 0
         for key, reference in list(self._living.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            storage = storage_of_reference(reference)
             if storage is None:
                 del self._living[key]
                 self._standing.discard(key)

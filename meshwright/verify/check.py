@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
+from meshwright.torch_private.compiler import find_cpp_compiler
 from meshwright.verify import formats, staged
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
@@ -188,16 +189,11 @@ def require_compiler(job: Job, device: str) -> None:
     """Refuse compiled blocks where nothing here can compile them."""
     if not job.run.compile or device != "cpu":
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
+    if find_cpp_compiler() is None:
         raise UserError(
             "run.compile = true: blocks are compiled for the CPU to be verified, and there is no C++ compiler here; "
             "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
-        ) from None
+        )
 
 
 def _backend(device: str, ranks: int) -> str:

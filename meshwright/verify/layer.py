@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import UserError
+from meshwright.torch_private.autograd import TorchDispatchMode
 from meshwright.verify.compare import measure
 from meshwright.verify.ranks import RankError, run_ranks
 

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# torch imports these on first use; every forked rank would do so anew, which takes longer than the check itself.
-import torch._dynamo
-import torch._inductor.utils
 import torch.distributed as dist
 
 from meshwright.errors import UserError
+from meshwright.torch_private.compiler import preload
 from meshwright.verify import staged
 from meshwright.verify.collectives import record_groups
+
+preload()  # else every forked rank imports it anew, which takes longer than the check itself
 
 
 class RankError(Exception):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
-from torch.futures import Future
+
+from meshwright.torch_private.processes import finished_work, name_of_group
 
 NAME = "staged"
 
@@ -35,7 +35,7 @@ class PythonGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """Torch's name of this group."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return name_of_group(self)
 
     @property
     def pg_name(self) -> str:
@@ -161,6 +161,4 @@ def _copy_back(tensors: list[Tensor], host: list[Tensor]) -> None:
 
 
 def _finished(result: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return _create_work_from_future(future)
+    return finished_work(result)

@@ -13,6 +13,7 @@ from meshwright.layout import most_tensor_parallel
 from meshwright.model import build_architecture
 from meshwright.parallel import Piece, World, one_pass_here
 from meshwright.parallel.pieces import piece_of
+from meshwright.torch_private.arithmetic import foreach_mul_
 from meshwright.train.optimizer.adafactor import Adafactor
 from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
 from meshwright.train.optimizer.holders import Holders
@@ -98,7 +99,7 @@ def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, s
     """
     factor = clip_factor(norm, limit, scale)
     if factor != 1.0:
-        torch._foreach_mul_([p.grad for p in masters if p.grad is not None], factor)
+        foreach_mul_([p.grad for p in masters if p.grad is not None], factor)
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:

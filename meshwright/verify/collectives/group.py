@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
+from meshwright.torch_private.processes import gloo_group, remember_group, replace_group_maker
 from meshwright.verify import staged
 from meshwright.verify.collectives.record import Writer
 from meshwright.verify.collectives.sites import call_site
@@ -84,39 +84,32 @@ def record_groups(folder: Path, rank: int) -> None:
 
     Torch goes on calling them by the name of the backend they were asked for. NCCL's are left as they are.
     """
-    writer, wanted, make = Writer(folder, rank), list[str](), c10d._new_process_group_helper
-    inner: dict[str, Callable[..., Any]] = {"gloo": _gloo, staged.NAME: staged.StagedGroup}
+    writer, wanted = Writer(folder, rank), list[str]()
+    inner: dict[str, Callable[..., Any]] = {"gloo": gloo_group, staged.NAME: staged.StagedGroup}
 
     def create(options: Any, backend_options: Any) -> dist.ProcessGroup:
         under = inner[wanted[-1]](options.store, options.group_rank, options.group_size, options.timeout)
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         return RecordingGroup(under, str(options.group_id), ranks, writer)
 
-    def make_recording(
-        size: int, place: int, ranks: list[int], backend: Any, store: Any, name: Any, **rest: Any
-    ) -> Any:
-        writer.created(str(name), ranks or range(size), call_site().place)
-        if str(backend) not in inner:
-            return make(size, place, ranks, backend, store, name, **rest)
-        wanted.append(str(backend))
-        group, its_store = make(size, place, ranks, dist.Backend(NAME), store, name, **rest)
-        wanted.pop()
-        if isinstance(group, RecordingGroup):
-            c10d._world.pg_map[group] = (dist.Backend(str(backend)), its_store)
-        return group, its_store
+    def recording(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_recording(
+            size: int, place: int, ranks: list[int], backend: Any, store: Any, name: Any, **rest: Any
+        ) -> Any:
+            writer.created(str(name), ranks or range(size), call_site().place)
+            if str(backend) not in inner:
+                return make(size, place, ranks, backend, store, name, **rest)
+            wanted.append(str(backend))
+            group, its_store = make(size, place, ranks, dist.Backend(NAME), store, name, **rest)
+            wanted.pop()
+            if isinstance(group, RecordingGroup):
+                remember_group(group, str(backend), its_store)
+            return group, its_store
+
+        return make_recording
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    c10d._new_process_group_helper = make_recording
-
-
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The group that torch itself would have made."""
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(
-        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, rank, size, timeout)
-    )
-    return group
+    replace_group_maker(recording)
 
 
 class RecordingGroup(staged.PythonGroup):

@@ -1,0 +1,15 @@
+"""Operations on many tensors at once, fp8 products, and what a CPU can multiply. torch 2.11 to 2.15."""
+
+import torch
+
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+scaled_mm = torch._scaled_mm
+
+
+def cpu_multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has arithmetic of a 16-bit format; elsewhere it is emulated, many times slower."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

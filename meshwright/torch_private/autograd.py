@@ -1,0 +1,69 @@
+"""Where a backward is, and operations seen one by one. torch 2.11 to 2.15."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+__all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_iter"]
+
+
+Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+"""Makes a call of a module into another one."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """Act when the backward that runs now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that another is a view of, or the tensor itself."""
+    base = tensor._base if tensor._is_view() else tensor
+    assert base is not None
+    return base
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has while this one lives."""
+    return int(storage._cdata)
+
+
+def storage_of_reference(reference: Any) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if it lives."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `Module.compile` was called."""
+    return module._compiled_call_impl is not None
+
+
+def call_attribute(module: nn.Module, plain: str) -> str:
+    """The attribute that a call of a module ends in: the compiled call, or `plain`."""
+    return "_compiled_call_impl" if is_compiled(module) else plain
+
+
+@contextmanager
+def around_calls(module: nn.Module, around: Around) -> Iterator[None]:
+    """Put something around every call of a module: hooks would be compiled with it, what a call ends in is not."""
+    name = call_attribute(module, "_call_impl")
+    own = module.__dict__.get(name)
+    setattr(module, name, around(module, getattr(module, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, own)

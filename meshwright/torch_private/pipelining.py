@@ -1,0 +1,16 @@
+"""Torch's pipeline runtime below its ready-made schedules. torch 2.11 to 2.15."""
+
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import _Action as Action
+from torch.distributed.pipelining.schedules import _add_reduce_grad as add_reduce_grad
+from torch.distributed.pipelining.schedules import _add_unshard_reshard as add_unshard_reshard
+from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
+
+__all__ = ["Action", "ComputationType", "PipelineRuntime", "add_reduce_grad", "add_unshard_reshard", "with_send_waits"]
+
+
+def with_send_waits(orders: dict[int, list[Action]]) -> dict[int, list[Action]]:
+    """Every rank's actions with a wait for each send, which torch 2.15 asks for; before, it waits at the step's end."""
+    add = getattr(schedules, "_add_wait_send", None)
+    return add(orders) if add else orders

@@ -1,0 +1,57 @@
+"""Loader workers, works of process groups, events of the profiler. torch 2.11 to 2.15."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.futures import Future
+
+
+def raise_if_a_worker_failed() -> None:
+    """Raise torch's error where a data worker of this process has died."""
+    from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails  # type: ignore[attr-defined]
+
+    _error_if_any_worker_fails()
+
+
+def finished_work(result: Any) -> Any:
+    """A collective's handle that has ended with a result."""
+    from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The process group that torch itself makes for CPU tensors."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def replace_group_maker(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have every process group from now on made by something around torch's own maker."""
+    c10d._new_process_group_helper = around(c10d._new_process_group_helper)
+
+
+def remember_group(group: dist.ProcessGroup, backend: str, store: Any) -> None:
+    """Let torch take a group for one of a backend."""
+    c10d._world.pg_map[group] = (dist.Backend(backend), store)
+
+
+def name_of_group(group: dist.ProcessGroup) -> str:
+    """Torch's name of a group."""
+    return str(c10d._world.pg_names[group])
+
+
+def is_cuda_event(event: Any) -> bool:
+    """Whether a profiler's event ran on the GPU."""
+    from torch._C._autograd import DeviceType
+
+    return bool(event.device_type == DeviceType.CUDA)
