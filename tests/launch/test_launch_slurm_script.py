@@ -367,4 +367,4 @@ def test_a_submission_names_jobs_and_nothing_else(cli, tmp_path: Path, jobs: str
     text = f'{{"site": "x", "jobs": {jobs}, "ladder": [], "nodes": 1, "ranks_per_node": 1, "chain": 1, "time": "1"}}'
     (tmp_path / "run/slurm/submission.json").write_text(text)
     refused = cli("cancel", "run")
-    assert refused.code == 2 and "it names no jobs of Slurm" in refused.err
+    assert refused.code == 2 and "submission.json is damaged" in refused.err
