@@ -27,7 +27,7 @@ RESTARTED = {
     "loader worker killed": "it may have run out of memory or of space in /dev/shm: try fewer data.workers",
     "SIGSTOP a rank": "rank 1 gave no sign for",
     "a rank stuck outside of collectives": "rank 1 made no headway for",
-    "rendezvous port taken": "could not be opened",
+    "rendezvous port taken": "the port is in use",
 }
 KINDS = ["rendezvous port taken", *fault_kinds.KINDS, "agent killed"]
 STEPS = 50
