@@ -11,6 +11,7 @@ from data_texts import text_of
 
 from meshwright.data import Corpus, prepare, training_stream
 from meshwright.data.prepared import Wishes, build, inspect, verify
+from meshwright.data.raw import list_inputs, plan_units
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -131,3 +132,10 @@ def test_tokens_in_the_cache_that_were_altered_are_made_again(tmp_path: Path) ->
     ):
         (folder / name).write_bytes(change((folder / name).read_bytes()))
         assert tokens(prepare(data, 300)) == right, name
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_large_file_under_a_tables_name_is_named_where_it_is_parted(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("no table at all\n" * 20_000)
+    with pytest.raises(UserError, match=rf"{name} "):
+        plan_units(list_inputs([str(tmp_path)]).files, 1 << 16)

@@ -2,15 +2,14 @@
 
 import csv
 import io
-import tarfile
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
 from meshwright.data.lines import LONGEST_RECORD_BYTES, lines_of
 from meshwright.data.raw.archives import samples_of
 from meshwright.data.raw.bad import EMPTY, NOT_UTF8, TOO_LONG, WRONG_FIELD
-from meshwright.data.raw.inputs import InputFile, unreadable
+from meshwright.data.raw.damage import damage_named
+from meshwright.data.raw.inputs import InputFile
 from meshwright.data.raw.items import BOM, Bad, Item, Taking, Text, checked, from_bytes
 from meshwright.data.raw.packed import unpacked
 from meshwright.data.raw.tables import table_rows
@@ -54,46 +53,26 @@ def in_parts(text: Text) -> Iterator[Text]:
 
 def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | Callable[[], Item]]:
     file = piece.file
-    raw = _Watched(file.open(lambda: watch(0, 1)), watch)
-    try:
-        with raw:
-            if file.format in ("parquet", "arrow"):
-                if not file.seekable and file.format == "parquet":
-                    raise UserError(f"{file.name} lies on a server that does not hand out parts; download it first")
-                yield from _table(piece, cast(BinaryIO, raw), taking)
-                return
-            with unpacked(cast(BinaryIO, raw), file.compression, file.name) as stream:
-                if file.format == "text":
-                    if not taking.plain:
-                        raise UserError(
-                            f"{file.name} is plain text, in which there are no fields; give .jsonl, .csv, .parquet, "
-                            ".arrow or .tar files"
-                        )
-                    yield from _text(piece, stream)
-                elif file.format == "jsonl":
-                    yield from _jsonl(piece, stream, taking)
-                elif file.format == "tar":
-                    yield from samples_of(file.name, stream, taking)
-                else:
-                    yield from _csv(file, stream, taking)
-    except UserError:
-        raise
-    except MemoryError as error:
-        raise UserError(
-            f"{file.name} holds something that takes more memory to read than there is; leave it out, or write it "
-            "again in smaller records"
-        ) from error
-    except (OSError, EOFError, zlib.error, tarfile.TarError, csv.Error) as error:
-        raise unreadable(file.name, error) from error
-    except Exception as error:
-        if not _is_readers(error):
-            raise
-        raise unreadable(file.name, error) from error
-
-
-def _is_readers(error: Exception) -> bool:
-    """Whether an optional reader's library raised it: the file is damaged, the program is not."""
-    return type(error).__module__.partition(".")[0] == "pyarrow"
+    with damage_named(file.name), _Watched(file.open(lambda: watch(0, 1)), watch) as raw:
+        if file.format in ("parquet", "arrow"):
+            if not file.seekable and file.format == "parquet":
+                raise UserError(f"{file.name} lies on a server that does not hand out parts; download it first")
+            yield from _table(piece, cast(BinaryIO, raw), taking)
+            return
+        with unpacked(cast(BinaryIO, raw), file.compression, file.name) as stream:
+            if file.format == "text":
+                if not taking.plain:
+                    raise UserError(
+                        f"{file.name} is plain text, in which there are no fields; give .jsonl, .csv, .parquet, "
+                        ".arrow or .tar files"
+                    )
+                yield from _text(piece, stream)
+            elif file.format == "jsonl":
+                yield from _jsonl(piece, stream, taking)
+            elif file.format == "tar":
+                yield from samples_of(file.name, stream, taking)
+            else:
+                yield from _csv(file, stream, taking)
 
 
 class _Watched(io.RawIOBase):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from meshwright.data.raw.damage import damage_named
 from meshwright.data.raw.extras import need
 from meshwright.data.raw.inputs import InputFile
 from meshwright.data.raw.items import Taking
@@ -16,7 +17,7 @@ Row = bytes | dict[str, Any] | None
 
 def count_groups(file: InputFile) -> int:
     """Parts a reader can start at: row groups of Parquet, record batches of an Arrow file (1 of a stream)."""
-    with file.open() as stream:
+    with damage_named(file.name), file.open() as stream:
         if file.format == "parquet":
             return int(need("pyarrow.parquet", file.name).ParquetFile(stream).metadata.num_row_groups)
         opened = _open_arrow(file, stream)
