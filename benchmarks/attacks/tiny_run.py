@@ -1,7 +1,6 @@
 """A training of a second: run in this process, and compared with the same one left alone, bit for bit."""
 
 import functools
-import gc
 import os
 import pickle
 import tempfile
@@ -45,10 +44,13 @@ Numbers = tuple[list[tuple[str, ...]], dict[str, str]]
 
 
 def train(resume: bool = False) -> None:
-    """The tiny job in the working directory, from its start or from where it was left."""
+    """The tiny job in the working directory, from its start or from where it was left; in a process of its own."""
     from meshwright.job import load_job
     from meshwright.launch.worker import run_job
+    from meshwright.runs import folder
 
+    packages, code = described()
+    folder.describe_packages, folder.describe_code = lambda: packages, lambda: code
     if not Path("job.toml").exists():
         Path("job.toml").write_text(JOB)
     run_job(load_job("job.toml", []), Console(quiet=True), resume=resume)
@@ -75,14 +77,17 @@ def numbers(run: Path) -> Numbers:
 
 
 @functools.cache
-def left_alone() -> Numbers:
-    """The numbers of a run that nothing happens to; what is the same in every run is found out here, once for all."""
+def described() -> tuple[Any, Any]:
+    """The packages and the code, the same in every run: found out once, in the process all are forked from."""
     from meshwright.runs import folder
 
-    packages, code = folder.describe_packages(), folder.describe_code()
-    folder.describe_packages, folder.describe_code = lambda: packages, lambda: code
-    gc.collect()
-    gc.freeze()
+    return folder.describe_packages(), folder.describe_code()
+
+
+@functools.cache
+def left_alone() -> Numbers:
+    """The numbers of a run that nothing happens to."""
+    described()  # before the first fork
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
         where = Path(name)
 

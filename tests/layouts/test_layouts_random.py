@@ -5,7 +5,7 @@ import pytest
 from meshwright.verify import Answer, draw, run_draws
 
 SEED = 326
-DRAWS = [draw(SEED, number) for number in range(1, 9)]
+DRAWS = [draw(SEED, number) for number in range(1, 15)]
 
 
 @pytest.fixture(scope="module")

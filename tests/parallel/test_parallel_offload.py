@@ -15,7 +15,7 @@ from meshwright.job import Job, load_job
 from meshwright.layout import require_layout
 from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic, update
 from meshwright.parallel.host import host_buffer
-from meshwright.parallel.offload_sharded import groups_of
+from meshwright.torch_private.sharding import parameter_groups
 from meshwright.train import build_optimizer, make_trainer
 from meshwright.verify import check, shrink
 from meshwright.verify.documents import unequal_corpus
@@ -218,7 +218,9 @@ def shards_on_the_host(job: Job) -> list[dict[str, Any]]:
     rows = Rows()
     make_trainer(job, unequal_corpus(job), engine, weights, rows, rows, world).run()
     size = sum(4 * master.numel() for master in weights.masters.values())
-    groups = [g for module in engine.modules[0].modules() if isinstance(module, FSDPModule) for g in groups_of(module)]
+    groups = [
+        g for module in engine.modules[0].modules() if isinstance(module, FSDPModule) for g in parameter_groups(module)
+    ]
     told = all(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
     return [{**row, "shard_bytes": size, "torch_told": told} for row in rows.rows if "loss" in row]
 
