@@ -75,8 +75,8 @@ def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, An
     for name, tensor in tensors.items():
         if not is_whole(tensor):
             entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-            told = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
-            raise Incomplete(f"{told}, some of them twice" if entries == math.prod(tensor.shape) else told)
+            report = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
+            raise Incomplete(f"{report}, some of them twice" if entries == math.prod(tensor.shape) else report)
     files = {name: record for share in shares for name, record in share.files.items()}
     index = Index(format=FORMAT, attempt=attempt, ranks=ranks, facts=facts, tensors=tensors)
     files[INDEX] = _write_text(folder / INDEX, json.dumps(index.model_dump(mode="python"), separators=(",", ":")))

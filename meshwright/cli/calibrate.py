@@ -57,7 +57,7 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
     from meshwright.job import Job
     from meshwright.launch.devices import with_own_device
     from meshwright.launch.failures import failures_written_down
-    from meshwright.measure import calibrated
+    from meshwright.measure import measure_profile
     from meshwright.train import choose_device
 
     job = Job.model_validate({"run": {"device": device}})
@@ -66,8 +66,8 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
         console = stderr_console() if as_json else stdout_console()
         console.quiet = place is not None and place.rank > 0
         with console.status("measuring") as status:
-            told = (lambda part: status.update(f"measuring {part}")) if console.is_terminal else (lambda part: None)
-            profile = calibrated(chosen, place, quick=quick, told=told)
+            report = (lambda part: status.update(f"measuring {part}")) if console.is_terminal else (lambda part: None)
+            profile = measure_profile(chosen, place, quick=quick, report=report)
     if profile is None:
         return
     path = out or profiles_folder() / f"{profile.gpu}.json"

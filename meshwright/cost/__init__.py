@@ -16,8 +16,10 @@ from meshwright.cost.parameters import (
     block_parameters,
     block_products,
     block_tensors,
+    layer_parameters,
     matmul_parameters,
     parameter_count,
+    stage_parameters,
     tensor_count,
 )
 from meshwright.cost.recompute import KEPT_OPERATIONS, MODES, PROJECTIONS, Mode, remade_bytes
@@ -41,9 +43,11 @@ __all__ = [
     "flops_per_token",
     "head_cost",
     "in_whole_lines",
+    "layer_parameters",
     "matmul_parameters",
     "norm_cost",
     "parameter_count",
     "remade_bytes",
+    "stage_parameters",
     "tensor_count",
 ]

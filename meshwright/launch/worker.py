@@ -191,10 +191,10 @@ def _open(
 
 def _last_failure(folder: RunFolder) -> str:
     """What the ranks wrote down before their agent started them again."""
-    told = folder.events("start", "hang", "stop")
-    if not told or told[-1]["kind"] == "start":
+    report = folder.events("start", "hang", "stop")
+    if not report or report[-1]["kind"] == "start":
         return "a rank died without a word"
-    last = told[-1]
+    last = report[-1]
     return str(last.get("error") or f"ranks {last.get('missing')} stood still; see {last.get('report')}")
 
 

@@ -17,7 +17,7 @@ from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build
-from meshwright.plan import beside
+from meshwright.plan import compare_with_plan
 from meshwright.train import (
     Silent,
     Trainer,
@@ -194,7 +194,7 @@ def _predicted(
     job: Job, world: World, step_s: float, peak_bytes: int | None, phases: Phases | None
 ) -> list[dict[str, Any]]:
     parts = None if phases is None else phases.medians()
-    terms = beside(job, device_name(world.device), world.size, step_s, peak_bytes, parts)
+    terms = compare_with_plan(job, device_name(world.device), world.size, step_s, peak_bytes, parts)
     return [{**asdict(term), "error": term.error} for term in terms]
 
 

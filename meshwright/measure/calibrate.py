@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, find_gpu, today
 from meshwright.hardware.profile import Attention, Copy, Loss, Product, ProductKind, Update
+from meshwright.launch.ranks import Place
 from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
+from meshwright.measure.collectives import collectives
 from meshwright.measure.stopwatch import Stopwatch
 from meshwright.model import attend
 from meshwright.model.head import add_product, loss_of_logits
@@ -32,14 +35,14 @@ _UPDATE_ENTRIES = 16 * 2**20
 _ADAM_BYTES = 28.0
 """AdamW moves for each parameter: gradient, master and moments read, all but the gradient written."""
 
-Told = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Calibration:
     """One device, measured part by part."""
 
-    def __init__(self, device: torch.device, quick: bool, told: Told, shapes: Shapes | None = None) -> None:
-        self.device, self.told = device, told
+    def __init__(self, device: torch.device, quick: bool, report: Report, shapes: Shapes | None = None) -> None:
+        self.device, self.report = device, report
         self.shapes = shapes or shapes_for(device)
         self.cuda = device.type == "cuda"
         self.watch = Stopwatch(device, (0.02 if quick else 0.05) if self.cuda else (0.01 if quick else 0.03))
@@ -49,15 +52,15 @@ class Calibration:
 
     def profile(self) -> Profile:
         """Everything; about two minutes at most."""
-        self.told("launches and copies")
+        self.report("launches and copies")
         fields: dict[str, Any] = {"copies": tuple(self._copies()), "updates": tuple(self._updates())}
         fields |= self._launches() | self._host()
         # Each part may use what is left up to its own share; attention and the loss are few and come first.
-        self.told("attention")
+        self.report("attention")
         fields["attentions"] = tuple(self._until(0.30, self._attentions()))
-        self.told("loss")
+        self.report("loss")
         fields["losses"] = tuple(self._until(0.45, self._losses()))
-        self.told("products")
+        self.report("products")
         fields["products"] = tuple(self._until(1.0, self._products()))
         if not fields["products"] or not fields["copies"]:
             raise UserError(
@@ -296,3 +299,17 @@ def device_words(device: torch.device) -> str:
     import platform
 
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def measure_profile(device: torch.device, place: Place | None, *, quick: bool, report: Report) -> Profile | None:
+    """The profile on rank 0 or in a process alone; None on other ranks."""
+    if place is None:
+        return Calibration(device, quick, report).profile()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    profile = Calibration(device, quick, report).profile() if place.rank == 0 else None
+    dist.barrier()  # nothing else may run while links are measured
+    local = place.local_size or int(os.environ.get("SLURM_NTASKS_PER_NODE", place.size))
+    report("collectives")
+    found = collectives(device, lambda ranks: len({rank // local for rank in ranks}))
+    dist.destroy_process_group()
+    return None if profile is None else profile.model_copy(update={"collectives": tuple(found)})

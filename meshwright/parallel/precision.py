@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.hardware.triton import HAS_TRITON
+from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
-from meshwright.parallel.pieces import Piece, piece_of
+from meshwright.parallel.shard_index import ShardIndex, shard_index_of
 from meshwright.torch_private.arithmetic import foreach_copy_, foreach_norm
 
 DTYPES = {
@@ -37,7 +37,7 @@ class Weights(Protocol):
     masters: dict[str, nn.Parameter]
     """What the optimizer updates, by the parameters' names: plain tensors of this device, or in its host's memory."""
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def start_micro_batch(self, last: bool) -> None:
         """Called before every micro-batch of a step."""
 
     def collect_gradients(self) -> None:
@@ -49,7 +49,7 @@ class Weights(Protocol):
     def zero_gradients(self) -> None:
         """Forget all gradients."""
 
-    def pieces(self) -> dict[str, Piece]:
+    def shards(self) -> dict[str, ShardIndex]:
         """Where each master lies in its whole parameter."""
 
     def square_sum(self) -> Tensor:
@@ -66,7 +66,7 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module, compute: torch.dtype, gradients: torch.dtype | None = None) -> None:
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self._pieces = {name: piece_of(p, tuple(p.shape)) for name, p in self.masters.items()}
+        self._shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self.masters.items()}
         self.working: dict[nn.Parameter, Tensor] = {}
         """What the model computes with, by master, where that is not the master itself."""
         if any(compute != p.dtype for p in self.masters.values()):
@@ -81,7 +81,7 @@ class WholeWeights:
             self.masters[name] = master
             self.working[master] = parameter
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def start_micro_batch(self, last: bool) -> None:
         """Nothing to prepare on one device."""
 
     def collect_gradients(self) -> None:
@@ -98,24 +98,24 @@ class WholeWeights:
         for master in self.masters.values():
             master.grad = None
 
-    def pieces(self) -> dict[str, Piece]:
+    def shards(self) -> dict[str, ShardIndex]:
         """Every master is its whole parameter."""
-        return self._pieces
+        return self._shards
 
     def square_sum(self) -> Tensor:
         """The squared gradient norm."""
-        return square_sum(self.masters, self._pieces)
+        return square_sum(self.masters, self._shards)
 
 
-def square_sum(masters: dict[str, nn.Parameter], pieces: dict[str, Piece]) -> Tensor:
-    """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same piece."""
+def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) -> Tensor:
+    """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same shard."""
     named = [(name, p.grad) for name, p in masters.items() if p.grad is not None]
     wide = masters[named[0][0]].dtype  # a norm in 16 bits would be off in its third digit
     if named[0][1].is_cpu:
         norms = torch.stack([norm(gradient, wide) for _, gradient in named]).double()
     else:
         norms = torch.stack(foreach_norm([gradient for _, gradient in named], 2, wide)).double()
-    copies = torch.tensor([pieces[name].copies for name, _ in named], dtype=torch.float64, device=norms.device)
+    copies = torch.tensor([shards[name].copies for name, _ in named], dtype=torch.float64, device=norms.device)
     return (norms.square() / copies).sum()
 
 

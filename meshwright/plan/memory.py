@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.cost import in_whole_lines
+from meshwright.cost import in_whole_lines, layer_parameters, stage_parameters
 from meshwright.job import Job
 from meshwright.job.model import Model
 from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
-from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.software import Software
 from meshwright.plan.update import state_bytes
 

@@ -157,9 +157,9 @@ def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: S
     on_rank_zero(world, end)
 
 
-def record_failure(folder: RunFolder, error: BaseException, told: str, on_end: OnEnd) -> None:
+def record_failure(folder: RunFolder, error: BaseException, report: str, on_end: OnEnd) -> None:
     """End the record of a failed run, or of one that a second signal ended at once."""
-    end = {"reason": "failed", "error": told}
+    end = {"reason": "failed", "error": report}
     if isinstance(error, KeyboardInterrupt):
         end = {"reason": "interrupted", "error": "a second signal ended it at once, unsaved"}
     # Where the disk is the failure these writes fail too; the first error is the one the user must see.

@@ -79,8 +79,8 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     recorded = bad[-1] if bad else rows[-1] if rows else {}
     position = bad[-1]["position"] if bad else training.position
     loss, norm, samples = _look(training, corpus, step, position)
-    told = (recorded.get("loss"), recorded.get("grad_norm"))
-    return Replay(step, position, loss, norm, *told, began, samples)
+    report = (recorded.get("loss"), recorded.get("grad_norm"))
+    return Replay(step, position, loss, norm, *report, began, samples)
 
 
 def _look(

@@ -27,11 +27,11 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     folder = RunFolder.open(run)
     metrics, events, memory = folder.numbers(), folder.events(), folder.memory_curve()
     name = folder.path.absolute().name
-    unread = [told for tally in folder.unread.values() if (told := tally.sentence())]
+    unread = [report for tally in folder.unread.values() if (report := tally.sentence())]
     body = "\n".join(
         [
             headline(name, _state(folder, metrics), folder.job(), metrics, events, folder.environment()),
-            *(f'<p class="note alarm">{escape(told)}.</p>' for told in unread),
+            *(f'<p class="note alarm">{escape(report)}.</p>' for report in unread),
             _charts(metrics),
             memory_chart(memory),
             expectations(folder.job(), metrics.rows, events),

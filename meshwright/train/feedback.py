@@ -1,24 +1,24 @@
 """Gradient compression's memories in a checkpoint: what each replica has not sent yet, and powersgd's directions."""
 
 from meshwright.checkpoint import Checkpoint, Part
-from meshwright.parallel import CompressedWeights, Piece, Weights
+from meshwright.parallel import CompressedWeights, ShardIndex, Weights
 from meshwright.train.recorder import Recorder
 
 
 def saved_feedback(weights: CompressedWeights) -> list[Part]:
     """This rank's share: its replica's memory, and the directions, which are equal on all replicas."""
-    reduction, pieces, parts = weights.reduction, weights.pieces(), []
+    reduction, shards, parts = weights.reduction, weights.shards(), []
     for name, memory in reduction.memories.items():
-        piece = pieces[name]
-        box = piece.box()
+        shard = shards[name]
+        box = shard.box()
         rows = box[0].stop - box[0].start
-        first_in_replica = piece.holder % (piece.copies // reduction.replicas) == 0
+        first_in_replica = shard.holder % (shard.copies // reduction.replicas) == 0
         if first_in_replica and rows:
             starts = tuple(span.start for span in box)
-            parts.append(Part(_memory_name(reduction.replica, name), piece.shape, starts, memory[:rows]))
-        if piece.holder == 0 and name in reduction.starts:
+            parts.append(Part(_memory_name(reduction.replica, name), shard.shape, starts, memory[:rows]))
+        if shard.holder == 0 and name in reduction.starts:
             start = reduction.starts[name]
-            parts.append(Part(_start_name(name, piece), tuple(start.shape), (0,) * start.dim(), start))
+            parts.append(Part(_start_name(name, shard), tuple(start.shape), (0,) * start.dim(), start))
     return parts
 
 
@@ -38,13 +38,13 @@ def restore_feedback(weights: Weights, recorder: Recorder, checkpoint: Checkpoin
         _restore_memory(weights, name, checkpoint, before)
         anew += name in weights.reduction.starts and not _restore_start(weights, name, checkpoint)
     if before != weights.reduction.replicas or anew:
-        told = "its sum is shared out" if saved else "there was none"
+        report = "its sum is shared out" if saved else "there was none"
         replicas = [before, weights.reduction.replicas]
-        recorder.event("feedback_changed", step=step, memory=told, replicas=replicas, searches_begun_anew=anew)
+        recorder.event("feedback_changed", step=step, memory=report, replicas=replicas, searches_begun_anew=anew)
 
 
 def _restore_memory(weights: CompressedWeights, name: str, checkpoint: Checkpoint, before: int) -> None:
-    reduction, box = weights.reduction, weights.pieces()[name].box()
+    reduction, box = weights.reduction, weights.shards()[name].box()
     same = reduction.replicas == before
     sources = [_memory_name(replica, name) for replica in ([reduction.replica] if same else range(before))]
     for source in sources:
@@ -54,7 +54,7 @@ def _restore_memory(weights: CompressedWeights, name: str, checkpoint: Checkpoin
 
 
 def _restore_start(weights: CompressedWeights, name: str, checkpoint: Checkpoint) -> bool:
-    start, saved = weights.reduction.starts[name], _start_name(name, weights.pieces()[name])
+    start, saved = weights.reduction.starts[name], _start_name(name, weights.shards()[name])
     if saved not in checkpoint.index.tensors or checkpoint.shape(saved) != tuple(start.shape):
         return False
     start.copy_(checkpoint.whole(saved))
@@ -65,6 +65,6 @@ def _memory_name(replica: int, name: str) -> str:
     return f"feedback/{replica:05d}/{name}"
 
 
-def _start_name(name: str, piece: Piece) -> str:
-    edges = ",".join(f"{span.start}:{span.stop}" for span in piece.box())
+def _start_name(name: str, shard: ShardIndex) -> str:
+    edges = ",".join(f"{span.start}:{span.stop}" for span in shard.box())
     return f"feedback/start/{name}@{edges}"

@@ -35,11 +35,11 @@ def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None =
 
 def _agreed(found: dict[str, Any] | None, world: World) -> dict[str, Any]:
     """Rank 0's choice on all ranks: another kernel rounds otherwise."""
-    told = [found]
+    report = [found]
     if world.size > 1:
-        dist.broadcast_object_list(told, src=0)
-    assert told[0] is not None
-    return told[0]
+        dist.broadcast_object_list(report, src=0)
+    assert report[0] is not None
+    return report[0]
 
 
 def _measured(job: Job, device: torch.device) -> dict[str, Any]:

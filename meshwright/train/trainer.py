@@ -51,7 +51,7 @@ class Trainer:
         self.recorder, self.progress, self.world = recorder, progress, world
         self.device = world.device
         working = weights.working if isinstance(weights, WholeWeights) else None
-        self.optimizer = build_optimizer(weights.masters, job, weights.pieces(), world, working)
+        self.optimizer = build_optimizer(weights.masters, job, weights.shards(), world, working)
         self.scaling = LossScale.of(job)
         self.meter = Meter(job, world)
         self.evaluations = Evaluations(job, corpus, engine, recorder, progress, world)

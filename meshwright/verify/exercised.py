@@ -27,14 +27,14 @@ def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
     return {name for name in zeros if name.endswith(keys)}
 
 
-def judge_exercise(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
+def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
     """The rows, with those failed that compare nothing but rounding, and those left unjudged that amplify it."""
     expected = zero_by_mathematics(job, zeros)
-    judged = []
+    compared = []
     for row in rows:
         if row.kind == "gradient" and row.name in zeros and row.name not in expected:
             row = replace(row, note="nothing but rounding arrives here: the check says nothing of this parameter")
         elif row.kind == "update" and row.name in expected and job.optimizer.name in SIGN_LIKE:
             row = replace(row, bound=None)
-        judged.append(row)
-    return judged
+        compared.append(row)
+    return compared

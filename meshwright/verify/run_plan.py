@@ -48,8 +48,8 @@ def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
     kept = [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))]
     formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
     narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if own not in ("fp32", "tf32")]
-    told = "the format of the check; without --run it is judged in its own"
-    return made, kept + [Change(f"{own} → {told}", hides=True) for own in narrow] + more
+    report = "the format of the check; without --run it is judged in its own"
+    return made, kept + [Change(f"{own} → {report}", hides=True) for own in narrow] + more
 
 
 def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, list[Change]]:

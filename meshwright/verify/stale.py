@@ -64,7 +64,7 @@ class _StaleTraining(Trainer):
     def _clip(self, norm: float) -> None:
         for names in self._stages:
             masters = {name: self.weights.masters[name] for name in names}
-            own = math.sqrt(square_sum(masters, self.weights.pieces()))
+            own = math.sqrt(square_sum(masters, self.weights.shards()))
             clip_gradients(masters.values(), own, self.job.optimizer.clip)
 
 

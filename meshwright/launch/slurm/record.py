@@ -68,13 +68,13 @@ def trial_verdict(trial: Path) -> dict[str, Any] | None:
     """What a trial of a ladder said: whether to `go` and `why`, with its numbers; None before it did."""
     path = trial / FOLDER / "verdict.json"
     try:
-        told = read_object(path)
-        if not isinstance(told.get("go"), bool) or not isinstance(told.get("why"), str):
+        report = read_object(path)
+        if not isinstance(report.get("go"), bool) or not isinstance(report.get("why"), str):
             raise Unfit("it says neither go nor why")
-        if told["go"] and not is_number(told.get("tokens_per_s_per_gpu")):
+        if report["go"] and not is_number(report.get("tokens_per_s_per_gpu")):
             raise Unfit("it has no speed")
     except FileNotFoundError:
         return None
     except Unfit as unfit:
         raise UserError(f"{path} is damaged ({unfit}); remove {trial} and submit the ladder again") from None
-    return told
+    return report

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from meshwright.job import Job
 from meshwright.layout import most_tensor_parallel
 from meshwright.model import build_architecture
-from meshwright.parallel import Piece, World, one_pass_here
-from meshwright.parallel.pieces import piece_of
+from meshwright.parallel import ShardIndex, World, one_pass_here
+from meshwright.parallel.shard_index import shard_index_of
 from meshwright.torch_private.arithmetic import foreach_mul_
 from meshwright.train.optimizer.adafactor import Adafactor
 from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
@@ -52,17 +52,17 @@ Optimizer = torch.optim.Optimizer | Together
 def build_optimizer(
     masters: Mapping[str, nn.Parameter],
     job: Job,
-    pieces: Mapping[str, Piece] | None = None,
+    shards: Mapping[str, ShardIndex] | None = None,
     world: World | None = None,
     working: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> Optimizer:
-    """The job's optimizer over named masters, which are `pieces` of whole parameters in a world, or whole without.
+    """The job's optimizer over named masters, which are `shards` of whole parameters in a world, or whole without.
 
     Norms, biases and other vectors are never decayed. Given the working copies of all masters, it may write them in
     the same pass (`OnePassAdamW`). All ranks of a world call this together.
     """
-    whole = {name: piece_of(master, tuple(master.shape)) for name, master in masters.items()}
-    places = {master: (pieces or whole)[name] for name, master in masters.items()}
+    whole = {name: shard_index_of(master, tuple(master.shape)) for name, master in masters.items()}
+    places = {master: (shards or whole)[name] for name, master in masters.items()}
     everything = list(masters.values())
     group = partial(_groups, job, _cut_by_columns(job, masters))
     if job.optimizer.name == "adafactor":
@@ -125,14 +125,14 @@ def state_names(part: torch.optim.Optimizer, master: nn.Parameter) -> set[str]:
 
 
 def _elementwise(
-    name: str, groups: list[dict[str, Any]], job: Job, pieces: Mapping[nn.Parameter, Piece]
+    name: str, groups: list[dict[str, Any]], job: Job, shards: Mapping[nn.Parameter, ShardIndex]
 ) -> torch.optim.Optimizer:
     settings = job.optimizer
     if name == "adamw" and job.precision.optimizer_states == "fp32":
         decays = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
         return torch.optim.AdamW(decays, fused=True, **_adamw_settings(job))
     rule = {"adamw": adamw(), "sgd": sgd(settings.momentum), "lion": lion()}[name]
-    return Elementwise(groups, rule, pieces, momentum=settings.momentum, **_adamw_settings(job))
+    return Elementwise(groups, rule, shards, momentum=settings.momentum, **_adamw_settings(job))
 
 
 def _adamw_settings(job: Job) -> dict[str, Any]:

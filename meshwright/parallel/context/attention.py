@@ -19,11 +19,11 @@ from meshwright.errors import UserError
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.documents import Documents
 from meshwright.model.numbers import wide_dtype
-from meshwright.parallel.context_blocks import block_backward, block_forward
-from meshwright.parallel.context_order import Order, order_of, zigzag_places
+from meshwright.parallel.context.blocks import block_backward, block_forward
+from meshwright.parallel.context.order import Order, order_of, zigzag_places
 from meshwright.parallel.world import all_gather
 
-__all__ = ["METHODS", "make_context_attend", "merge", "ring_backward", "ring_forward", "together", "zigzag_places"]
+__all__ = ["METHODS", "make_context_attend", "merge", "ring_backward", "ring_forward", "run_in_step", "zigzag_places"]
 
 # As world.all_gather: two names of one call.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -216,7 +216,7 @@ def _pass_on(outgoing: Tensor, group: dist.ProcessGroup) -> Arrival:
     return arrival
 
 
-def together(parts: Sequence[Generator[Tensor, Arrival, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
+def run_in_step(parts: Sequence[Generator[Tensor, Arrival, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
     """Run the parts of all ranks, at least two, in this process, a step each in turn: one device can check a ring."""
     results: list[tuple[Tensor, ...]] = []
     outgoing = [next(part) for part in parts]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.host import TRAFFIC, Lane, host_buffer
+from meshwright.parallel.offload.host import TRAFFIC, CopyStream, host_buffer
 from meshwright.torch_private.autograd import call_attribute
 
 ALIGNED_ELEMENTS = 64
@@ -23,9 +23,9 @@ class StreamedBlocks:
     """The blocks of a model with their working copies in host memory."""
 
     def __init__(self, model: nn.Module, compute: torch.dtype, device: torch.device) -> None:
-        self._lane = Lane(device)
+        self._copies = CopyStream(device)
         blocks = cast(nn.ModuleDict, model.layers)
-        self._units = [_Unit(dict(block.named_parameters()), compute, self._lane) for block in blocks.values()]
+        self._units = [_Unit(dict(block.named_parameters()), compute, self._copies) for block in blocks.values()]
         self.homes: dict[str, Tensor] = {}
         """Working values in host memory, by the parameters' names: what is written here is used from then on."""
         self._unit_of: dict[str, _Unit] = {}
@@ -41,7 +41,7 @@ class StreamedBlocks:
         """Where the blocks' parameters lie on the device while they are there, by the id of the parameter on meta."""
         return {place: view for unit in self._units for place, view in unit.views.items()}
 
-    def begin_micro_batch(self) -> None:
+    def start_micro_batch(self) -> None:
         """Nothing of an earlier micro-batch stays: a parameter that had no gradient leaves its block on the device."""
         for unit in self._units:
             unit.in_backward = False
@@ -85,12 +85,12 @@ class StreamedBlocks:
 class _Unit:
     """One block's parameters: a stretch of host memory, and one on the device that has memory only while it is used."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], compute: torch.dtype, lane: Lane) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], compute: torch.dtype, copies: CopyStream) -> None:
         sizes = [-(-p.numel() // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS for p in parameters.values()]
         ends = list(accumulate(sizes))
-        self._lane = lane
-        self._host = host_buffer(ends[-1], compute, lane.device)
-        self._there = torch.empty(ends[-1], dtype=compute, device=lane.device)
+        self._copies = copies
+        self._host = host_buffer(ends[-1], compute, copies.device)
+        self._there = torch.empty(ends[-1], dtype=compute, device=copies.device)
         self.homes, self.views = dict[str, Tensor](), dict[int, Tensor]()
         for (name, p), end, size in zip(parameters.items(), ends, sizes, strict=True):
             span = slice(end - size, end - size + p.numel())
@@ -106,15 +106,15 @@ class _Unit:
         if storage.size():
             return
         storage.resize_(self._host.nbytes)
-        with self._lane.beside():
+        with self._copies.enqueued():
             self._there.data.copy_(self._host, non_blocking=True)  # .data: autograd need not know of it
-        self._mark = self._lane.mark()
+        self._mark = self._copies.mark()
         TRAFFIC.to_device_bytes += self._host.nbytes
 
     def arrive(self) -> None:
         """Let the computation wait for the copy."""
         if self._mark is not None:
-            self._lane.join_at(self._mark)
+            self._copies.join_at(self._mark)
             self._mark = None
 
     def release(self) -> None:

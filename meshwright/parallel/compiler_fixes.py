@@ -1,16 +1,43 @@
-"""Full recomputation of compiled blocks that hold autograd functions of our own, on torch before 2.13.
+"""Fixes for the compiler of torch before 2.13; on later releases they do nothing. Heavy to import.
 
-The compiler is told by tags on operations what to make again. Torch 2.11 gives none to those inside an autograd
-function, and keeps their results: with SwiGLU's the inner width, with fp8's products everything. Here they get the tags
-of what surrounds them, before forward and backward are parted.
+Attention in float64 on the CPU: the compiler takes the kernel's log-sum-exp for float32, and the compiled backward
+would refuse its own forward's result. Only proofs compute in float64.
+
+Full recomputation of blocks that hold autograd functions of our own: tags on operations say what to recompute. Torch
+2.11 gives none to those inside an autograd function, and keeps their results: with SwiGLU's the inner width, with fp8's
+products everything. Here they get the tags of what surrounds them, before forward and backward are parted.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from meshwright.torch_private.attention import cpu_flash
+from meshwright.torch_private.compiler import set_shapes
 from meshwright.torch_private.graph_passes import CustomGraphPass, set_joint_pass
+
+
+def correct_attention_shapes() -> None:
+    """Tell the compiler the true format of what attention returns."""
+    if torch.__version__ < "2.13":  # a comparison of versions, not of text
+        set_shapes(cpu_flash.default, _results)
+
+
+def _results(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _ = query.shape
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return torch.empty_like(query), query.new_empty(batch, queries, heads, dtype=wide).transpose(1, 2)
 
 
 def recompute_inside_functions() -> None:

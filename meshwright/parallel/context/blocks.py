@@ -12,10 +12,10 @@ from torch import Tensor
 
 from meshwright.model.documents import Documents
 from meshwright.model.numbers import wide_dtype
-from meshwright.parallel.context_order import Block
+from meshwright.parallel.context.order import Block
 from meshwright.torch_private.attention import cpu_flash, cpu_flash_backward, varlen_flash, varlen_flash_backward
 
-PIECE_ELEMENTS = 2**22
+SLICE_ELEMENTS = 2**22
 """Masks and scores that kernels do not avoid are made for so few queries at a time that they have no more elements."""
 
 
@@ -45,8 +45,8 @@ def block_backward(
     return math_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
 
 
-def _pieces(queries: int, elements_per_query: int) -> Iterator[slice]:
-    rows = max(1, PIECE_ELEMENTS // elements_per_query)
+def _query_slices(queries: int, elements_per_query: int) -> Iterator[slice]:
+    rows = max(1, SLICE_ELEMENTS // elements_per_query)
     return (slice(start, min(start + rows, queries)) for start in range(0, queries, rows))
 
 
@@ -58,7 +58,7 @@ def _cpu_masks(q_BQHE: Tensor, block: Block) -> Iterator[tuple[slice, Tensor | N
     if block.first_BQ is None:
         yield slice(None), None, None
         return
-    for rows in _pieces(q_BQHE.shape[1], block.first_BQ.shape[0] * len(block.places_T)):
+    for rows in _query_slices(q_BQHE.shape[1], block.first_BQ.shape[0] * len(block.places_T)):
         visible = block.visible(rows)
         mask = torch.zeros(visible.shape, dtype=q_BQHE.dtype).masked_fill_(~visible, float("-inf"))
         yield rows, visible, mask.unsqueeze(1)
@@ -196,7 +196,7 @@ def math_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) -
     out_BQHE = torch.empty_like(q_BQHE, dtype=wide)
     lse_BHQ = torch.empty((batch, heads, queries), dtype=wide, device=q_BQHE.device)
     q, k, v = (t.to(wide) for t in (q_BQHE, k_BTKE, v_BTKE))
-    for rows in _pieces(queries, batch * heads * k.shape[1]):
+    for rows in _query_slices(queries, batch * heads * k.shape[1]):
         scores = _scores(q[:, rows], k, block, rows)
         lse = scores.logsumexp(-1)
         # -inf - -inf is no number; with 0 in its place the weights of a query that sees nothing are exp(-inf) = 0.
@@ -220,7 +220,7 @@ def math_backward(
     batch, queries, heads, head_dim = q_BQHE.shape
     grad, q, k, v, out = (t.to(wide) for t in (grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE))
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows in _pieces(queries, batch * heads * k.shape[1]):
+    for rows in _query_slices(queries, batch * heads * k.shape[1]):
         q_rows, grad_rows = _grouped(q[:, rows], k), _grouped(grad[:, rows], k)
         scores = _scores(q[:, rows], k, block, rows)
         weights = scores.sub_(lse_BHQ[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)).exp_()

@@ -6,7 +6,7 @@ other (arXiv:2412.19437). To torch they are one row of stages with a gap in it.
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.parallel.staged_weights import Copy
+from meshwright.parallel.pipelining.weights import Copy
 from meshwright.pipeline import Action, Kind, Table, share_times, simulate
 from meshwright.torch_private.pipelining import Action as TorchAction
 from meshwright.torch_private.pipelining import ComputationType, add_reduce_grad, add_unshard_reshard, with_send_waits

@@ -11,14 +11,14 @@ from meshwright.parallel.precision import Weights
 from meshwright.torch_private.sharding import local_tensor, parameter_groups
 
 
-def held_parameters(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
+def live_parameters(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
     """Masters and what modules compute with, gathered copies while they stand; some share their memory."""
     yield from weights.masters.values()
     for module in modules:  # `fully_shard` has a gathered copy take the shard's place in its module
         yield from (local_tensor(parameter) for parameter in module.parameters())
 
 
-def held_gradients(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
+def live_gradients(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
     """Gradients of masters and parameters, and sums that wait for their reduction; some share their memory."""
     parameters: list[Tensor] = list(weights.masters.values())
     for module in modules:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from meshwright.parallel.host import SMALL_BYTES, TRAFFIC, Lane, host_buffer
+from meshwright.parallel.offload.host import SMALL_BYTES, TRAFFIC, CopyStream, host_buffer
 from meshwright.torch_private.autograd import base_of, call_attribute
 from meshwright.torch_private.sharding import local_tensor, spec_of
 
@@ -32,10 +32,10 @@ def offload_activations(model: nn.Module, device: torch.device) -> None:
 
 
 class _Activations:
-    """What the blocks of one model have in host memory, and the lane it travels on, out and back in turn."""
+    """What the blocks of one model have in host memory, and the stream it travels on, out and back in turn."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lane = Lane(device)
+        self.copies = CopyStream(device)
         # Small ones would cost more than they free; on a CPU, which gains nothing, all take the way that is tested.
         self._least_bytes = SMALL_BYTES if device.type == "cuda" else 0
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
@@ -74,7 +74,7 @@ class _Activations:
         base = base_of(saved)
         return (
             tensor.is_floating_point()
-            and tensor.device.type == self.lane.device.type
+            and tensor.device.type == self.copies.device.type
             and tensor.nbytes >= max(1, self._least_bytes)
             and not isinstance(base, nn.Parameter)
             and _is_dense(tensor)
@@ -84,11 +84,11 @@ class _Activations:
         """Start copying a tensor's memory out."""
         flat = tensor.as_strided((tensor.numel(),), (1,))
         free = self._free.setdefault((flat.numel(), flat.dtype), [])
-        host = free.pop() if free else host_buffer(flat.numel(), flat.dtype, self.lane.device)
-        with self.lane.beside():
+        host = free.pop() if free else host_buffer(flat.numel(), flat.dtype, self.copies.device)
+        with self.copies.enqueued():
             host.copy_(flat, non_blocking=True)
         TRAFFIC.to_host_bytes += host.nbytes
-        self.lane.hold(tensor)
+        self.copies.hold(tensor)
         kept = _Kept(visit, host)
         visit.kept.add(kept)
         finalize(kept, free.append, host)
@@ -107,7 +107,7 @@ class _Activations:
 
     def _begin(self, visit: "_Visit") -> None:
         """A block's backward begins: let go of what the last one had, and bring this one's and the next one's back."""
-        self.lane.settle()
+        self.copies.settle()
         before = None if visit.before is None else visit.before()
         using = [visit] if before is None else [visit, before]
         for other in self._in_use:
@@ -127,17 +127,17 @@ class _Activations:
         if kept.back is None:
             self._fetch(kept)
         if kept.arrived is not None:
-            self.lane.join_at(kept.arrived)
+            self.copies.join_at(kept.arrived)
             kept.arrived = None
         assert kept.back is not None
         return kept.back
 
     def _fetch(self, kept: "_Kept") -> None:
         # Its memory is the computation's, which waits for the copy before the first use and frees it after the last.
-        kept.back = torch.empty_like(kept.host, device=self.lane.device)
-        with self.lane.beside():
+        kept.back = torch.empty_like(kept.host, device=self.copies.device)
+        with self.copies.enqueued():
             kept.back.copy_(kept.host, non_blocking=True)
-        kept.arrived = self.lane.mark()
+        kept.arrived = self.copies.mark()
         TRAFFIC.to_device_bytes += kept.host.nbytes
 
 

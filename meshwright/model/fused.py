@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def project_together(x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
+def fused_projections(x: Tensor, linears: Sequence[nn.Linear]) -> Sequence[Tensor]:
     """What each linear makes of x; all of them have biases, or none."""
-    return torch.split(joined_product(x, linears), [linear.out_features for linear in linears], dim=-1)
+    return torch.split(fused_product(x, linears), [linear.out_features for linear in linears], dim=-1)
 
 
-def joined_product(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
+def fused_product(x: Tensor, linears: Sequence[nn.Linear]) -> Tensor:
     """The same side by side."""
     weight = torch.cat([linear.weight for linear in linears])
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]

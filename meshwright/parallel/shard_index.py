@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardIndex:
     """Rows and columns of the whole that a local tensor holds; rows past the whole's end are padding."""
 
     rows: Tensor
@@ -22,12 +22,12 @@ class Piece:
     shape: tuple[int, ...]
     """Of the whole parameter, without padding."""
     copies: int
-    """How many ranks hold this same piece."""
+    """How many ranks hold this same shard."""
     holder: int = 0
     """Which of those ranks this one is."""
 
     def box(self) -> tuple[slice, ...]:
-        """The piece as slices of the whole, without padding: whatever cut it, its rows and columns are neighbours."""
+        """The shard as slices of the whole, without padding: whatever cut it, its rows and columns are neighbours."""
         rows = _run(self.rows)
         inside = slice(min(rows.start, self.shape[0]), min(rows.stop, self.shape[0]))
         if len(self.shape) == 1:
@@ -36,7 +36,7 @@ class Piece:
         return inside, columns, *(slice(0, size) for size in self.shape[2:])
 
     def take(self, whole: Tensor) -> Tensor:
-        """The piece's values out of a whole tensor; padding rows become zero."""
+        """The shard's values out of a whole tensor; padding rows become zero."""
         inside = self.rows < self.shape[0]
         taken = whole[self.rows.clamp(max=self.shape[0] - 1)]
         if self.columns is not None:
@@ -44,7 +44,7 @@ class Piece:
         return torch.where(inside.view(-1, *[1] * (taken.dim() - 1)), taken, 0)
 
     def put(self, whole: Tensor, local: Tensor) -> None:
-        """Write the piece's values into a whole tensor, leaving padding rows out."""
+        """Write the shard's values into a whole tensor, leaving padding rows out."""
         inside = self.rows < self.shape[0]
         if self.columns is None:
             whole[self.rows[inside]] = local[inside]
@@ -52,8 +52,8 @@ class Piece:
             whole[self.rows[inside].unsqueeze(1), self.columns.unsqueeze(0)] = local[inside]
 
 
-def piece_of(parameter: Tensor, shape: tuple[int, ...]) -> Piece:
-    """The piece a parameter's local tensor is, for the unpadded `shape` of the whole."""
+def shard_index_of(parameter: Tensor, shape: tuple[int, ...]) -> ShardIndex:
+    """The shard a parameter's local tensor is, for the unpadded `shape` of the whole."""
     rows = torch.arange(parameter.shape[0])
     columns = torch.arange(parameter.shape[1]) if parameter.dim() > 1 else None
     whole_columns, copies, holder = True, 1, 0
@@ -70,11 +70,11 @@ def piece_of(parameter: Tensor, shape: tuple[int, ...]) -> Piece:
             else:
                 assert columns is not None
                 columns, whole_columns = _chunk(columns, size, place), False
-    return Piece(rows, None if whole_columns else columns, shape, copies, holder)
+    return ShardIndex(rows, None if whole_columns else columns, shape, copies, holder)
 
 
 def _chunk(index: Tensor, count: int, place: int) -> Tensor:
-    """The place-th of torch.chunk's pieces, empty past the last one: uneven shards are cut this way everywhere."""
+    """The place-th of torch.chunk's shards, empty past the last one: uneven shards are cut this way everywhere."""
     chunks = index.chunk(count)
     return chunks[place] if place < len(chunks) else index[:0]
 

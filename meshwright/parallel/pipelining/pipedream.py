@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
-from meshwright.parallel.chain import Chain
 from meshwright.parallel.inputs import Inputs
+from meshwright.parallel.pipelining.stages import StageChain
 from meshwright.parallel.precision import WholeWeights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, build_table
@@ -89,7 +89,7 @@ class PipeDream:
         self._inputs = Inputs(job, world)
         self._rank, self._ranks = world.axis_rank("pp"), world.axis_size("pp")
         self._first, self._last = self._rank == 0, self._rank == self._ranks - 1
-        self._chain = Chain(job, world, {self._rank: self.modules[0]}, tuple(range(self._ranks)), compute)
+        self._chain = StageChain(job, world, {self._rank: self.modules[0]}, tuple(range(self._ranks)), compute)
         self._in_flight: dict[int, _Flight] = {}
         # A group for each direction: in one, NCCL would hold each of two neighbours' sends until the other receives.
         forth, back = self._chain.group, dist.new_group()
@@ -142,9 +142,9 @@ class PipeDream:
         for master, gradient in zip(self.weights.masters.values(), gradients[: len(parameters)], strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)
         self.weights.collect_gradients()
-        return self._told(flight.result)
+        return self._report(flight.result)
 
-    def _told(self, result: Tensor) -> StageResult:
+    def _report(self, result: Tensor) -> StageResult:
         """This stage's numbers with those of the stages after it, handed on to the one before."""
         own = self.weights.square_sum()
         totals = torch.stack([result.detach().double() if self._last else torch.zeros_like(own), own])

@@ -1,4 +1,4 @@
-"""A forward pass through stages on several ranks, without gradients."""
+"""Pipeline stages: cut out of the single-device model, and a forward pass through those of several ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +9,30 @@ from torch import Tensor, nn
 
 from meshwright.data import Batch
 from meshwright.job import Job
+from meshwright.model import Architecture
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.world import World
 
 
-class Chain:
+def keep_stage(architecture: Architecture, layers: range, first: bool, last: bool) -> None:
+    """Take everything out of a model that is not part of a stage; what stays keeps its name.
+
+    What looks tokens and positions up belongs to the first stage, everything else beside the layers to the last.
+    """
+    model = architecture.model
+    blocks = model.layers
+    assert isinstance(blocks, nn.ModuleDict)
+    for name in [name for name in blocks if int(name) not in layers]:
+        del blocks[name]
+    for name, child in list(model.named_children()):
+        if child is blocks or not any(True for _ in child.parameters()):
+            continue
+        looks_up = architecture.sharding.get(name) in ("vocabulary", "positions")
+        if not (first if looks_up else last):
+            setattr(model, name, None)
+
+
+class StageChain:
     """This rank's stages between their neighbours: what flows from one to the next, and who holds whom."""
 
     def __init__(

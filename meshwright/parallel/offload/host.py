@@ -1,4 +1,4 @@
-"""Host memory beside the device: page-locked buffers of exact sizes, and a lane on which copies run beside the work.
+"""Host memory beside the device: page-locked buffers of exact sizes, and a stream on which copies run beside the work.
 
 On a machine without a GPU the same calls are plain copies that end before they return.
 """
@@ -65,7 +65,7 @@ def host_buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     return buffer
 
 
-class Lane:
+class CopyStream:
     """Copies between device and host in the order they were asked for, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Lane:
         self._under_way: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def enqueued(self) -> Iterator[None]:
         """What runs inside begins once the work asked for so far is done, and holds up none that is asked for later."""
         if self._stream is None:
             yield
@@ -84,11 +84,11 @@ class Lane:
             yield
 
     def mark(self) -> "torch.cuda.Event | None":
-        """A point on the lane that `wait` can wait for; None where copies are over already."""
+        """A point on the stream that `wait` can wait for; None where copies are over already."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: "torch.cuda.Event | None") -> None:
-        """Let the host wait for a point on the lane."""
+        """Let the host wait for a point on the stream."""
         if mark is None or mark.query():  # type: ignore[no-untyped-call]
             return
         started = time.perf_counter()
@@ -96,7 +96,7 @@ class Lane:
         TRAFFIC.wait_s += time.perf_counter() - started
 
     def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor of the computation alive until what was last put on the lane has read it."""
+        """Keep a tensor of the computation alive until what was last put on the stream has read it."""
         if (mark := self.mark()) is None:
             return
         self.settle()
@@ -115,10 +115,10 @@ class Lane:
             self.wait(self._under_way.popleft()[0])
 
     def join(self) -> None:
-        """Let the computation that is asked for from here on wait for all of the lane; the host goes on."""
+        """Let the computation that is asked for from here on wait for all of the stream; the host goes on."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def join_at(self, mark: torch.cuda.Event) -> None:
-        """Let the computation wait for the lane up to a point."""
+        """Let the computation wait for the stream up to a point."""
         torch.cuda.current_stream(self.device).wait_event(mark)

@@ -22,8 +22,8 @@ def test_one_product_is_the_same(given: dict[str, object]) -> None:
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     tables = rotary_tables(shape, torch.arange(5).unsqueeze(0), torch.float64)
     seen = []
-    for together in (False, True):
-        block.attention.together = block.ffn.together = together
+    for fused in (False, True):
+        block.attention.fused = block.ffn.fused = fused
         out = block(x, tables)
         seen.append([out, *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])])
     for apart, joined in zip(*seen, strict=True):

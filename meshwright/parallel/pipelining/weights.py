@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel.pieces import Piece
 from meshwright.parallel.precision import square_sum
+from meshwright.parallel.shard_index import ShardIndex
 from meshwright.parallel.zero import ShardedWeights
 
 
@@ -39,13 +39,13 @@ class StagedWeights:
         self._rank = dist.get_rank(group)
         held = {(copy.stage, copy.name) for copy in copies}
         self.masters: dict[str, nn.Parameter] = {}
-        self._pieces: dict[str, Piece] = {}
+        self._shards: dict[str, ShardIndex] = {}
         for stage, weights in stages.items():
             own = [name for name in weights.masters if (stage, name) not in held]
             self.masters |= {name: weights.masters[name] for name in own}
-            self._pieces |= {name: weights.pieces()[name] for name in own}
+            self._shards |= {name: weights.shards()[name] for name in own}
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def start_micro_batch(self, last: bool) -> None:
         """Nothing to say: torch's pipeline runtime decides when gradients are reduced."""
 
     @torch.no_grad()
@@ -74,13 +74,13 @@ class StagedWeights:
         for weights in self._stages.values():
             weights.zero_gradients()
 
-    def pieces(self) -> dict[str, Piece]:
+    def shards(self) -> dict[str, ShardIndex]:
         """Where each master lies in its whole parameter."""
-        return self._pieces
+        return self._shards
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared gradient norm; copies are part of their owners by now."""
-        return square_sum(self.masters, self._pieces)
+        return square_sum(self.masters, self._shards)
 
     def _master(self, stage: int, name: str) -> nn.Parameter | None:
         return self._stages[stage].masters[name] if stage in self._stages else None

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
 from meshwright.job import Job
-from meshwright.parallel.host import TRAFFIC
-from meshwright.parallel.offload import offloads
+from meshwright.parallel.offload.host import TRAFFIC
+from meshwright.parallel.offload.weights import offloads
 from meshwright.torch_private.sharding import is_gathering, parameter_groups, shard_bytes
 
 

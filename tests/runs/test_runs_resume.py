@@ -116,8 +116,8 @@ def test_a_checkpoint_that_lacks_a_state_is_refused_by_its_name(name: str) -> No
 def test_no_checkpoint_is_made_of_a_state_that_no_rank_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.train import state
 
-    owned = state.owned_pieces
-    monkeypatch.setattr(state, "owned_pieces", lambda pieces: [held for held in owned(pieces) if held != name])
+    owned = state.owned_shards
+    monkeypatch.setattr(state, "owned_shards", lambda shards: [held for held in owned(shards) if held != name])
     monkeypatch.setattr("meshwright.checkpoint.retries.WAITS_S", ())
     with pytest.raises(UserError, match=rf"model/{name} was written by no rank"):
         train("run", "run.steps=2")

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.job import Job
-from meshwright.parallel.host import TRAFFIC, Lane, host_buffer
-from meshwright.parallel.offload_params import StreamedBlocks
-from meshwright.parallel.pieces import Piece, piece_of
+from meshwright.parallel.offload.host import TRAFFIC, CopyStream, host_buffer
+from meshwright.parallel.offload.parameters import StreamedBlocks
 from meshwright.parallel.precision import Weights, make_step, norm
+from meshwright.parallel.shard_index import ShardIndex, shard_index_of
 
 CHUNK_ELEMENTS = 2**26
 """Parameters updated in one go: few enough that their copies start early, many enough to keep all cores busy."""
-PIECE_ELEMENTS = 2**25
+STAGED_ELEMENTS = 2**25
 """Parameters in one copy to the device."""
 
 
@@ -68,11 +68,11 @@ class OffloadedWeights:
         stream: bool,
     ) -> None:
         """Take a model on the meta device; its working copy is on the device, or streamed to it block by block."""
-        self.lane = Lane(device)
+        self.copies = CopyStream(device)
         self._streamed = StreamedBlocks(model, compute, device) if stream else None
         _materialise(model, compute, device, self._streamed)
         self._working = dict(model.named_parameters())
-        self._pieces = {name: piece_of(p, tuple(p.shape)) for name, p in self._working.items()}
+        self._shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self._working.items()}
         self.masters = {name: nn.Parameter(torch.empty(p.shape, dtype=master)) for name, p in self._working.items()}
         self._sums = _views(self.masters, gradients, device)
         self._norms: dict[str, Tensor] = {}
@@ -84,46 +84,46 @@ class OffloadedWeights:
         largest = max(sum(self.masters[name].numel() for name in chunk) for chunk in self._chunks)
         self._wide = torch.empty(largest if gradients != master else 0, dtype=master)
         longest = max(p.numel() for p in self.masters.values())
-        self._staging = _Staging(self.lane, min(PIECE_ELEMENTS, longest), compute)
+        self._staging = _Staging(self.copies, min(STAGED_ELEMENTS, longest), compute)
 
     def _take(self, name: str) -> Callable[[Tensor], None]:
         """A hook that brings a gradient to the host and off the device."""
-        sum_so_far, lane = self._sums[name], self.lane
+        sum_so_far, copies = self._sums[name], self.copies
 
         def hook(parameter: Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            with lane.beside():
+            with copies.enqueued():
                 if name in self._norms:
-                    total = sum_so_far.to(lane.device, non_blocking=True).add_(gradient)
+                    total = sum_so_far.to(copies.device, non_blocking=True).add_(gradient)
                     TRAFFIC.to_device_bytes += sum_so_far.nbytes
                 else:
                     total = gradient.to(sum_so_far.dtype)
                 sum_so_far.copy_(total, non_blocking=True)
                 TRAFFIC.to_host_bytes += sum_so_far.nbytes
                 self._norms[name] = norm(total, self.masters[name].dtype)
-            lane.hold(gradient)
+            copies.hold(gradient)
             if self._streamed is not None:
                 self._streamed.gradient_made(name)
 
         return hook
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def start_micro_batch(self, last: bool) -> None:
         """Every gradient is added to what has arrived before, whatever the micro-batch."""
         if self._streamed is not None:
-            self._streamed.begin_micro_batch()
+            self._streamed.start_micro_batch()
 
     def collect_gradients(self) -> None:
         """Wait until the last gradients are on the host."""
-        self.lane.drain()
+        self.copies.drain()
         for name in self._norms:
             self.masters[name].grad = self._sums[name]
 
     def refresh(self) -> None:
         """Derive the working copy anew."""
         self._send(self.masters)
-        self.lane.join()
+        self.copies.join()
 
     @torch.no_grad()
     def _send(self, names: Iterable[str]) -> None:
@@ -145,7 +145,7 @@ class OffloadedWeights:
             for name in chunk:
                 self.masters[name].grad = None
             self._send(chunk)
-        self.lane.join()
+        self.copies.join()
 
     def _give(self, names: Iterable[str], gradients: dict[str, Tensor | None]) -> None:
         """Let some masters have their gradients, in the masters' format and in memory that is used again and again."""
@@ -167,9 +167,9 @@ class OffloadedWeights:
             master.grad = None
             master.grad_dtype = self._sums[name].dtype
 
-    def pieces(self) -> dict[str, Piece]:
+    def shards(self) -> dict[str, ShardIndex]:
         """Every master is its whole parameter."""
-        return self._pieces
+        return self._shards
 
     def square_sum(self) -> Tensor:
         """The squared gradient norm, on the device."""
@@ -180,9 +180,9 @@ class OffloadedWeights:
 class _Staging:
     """The way of new values to the device: cast into one of two page-locked buffers while the other is copied."""
 
-    def __init__(self, lane: Lane, elements: int, compute: torch.dtype) -> None:
-        self._lane = lane
-        self._buffers = [host_buffer(elements, compute, lane.device) for _ in range(2)]
+    def __init__(self, copies: CopyStream, elements: int, compute: torch.dtype) -> None:
+        self._copies = copies
+        self._buffers = [host_buffer(elements, compute, copies.device) for _ in range(2)]
         self._marks: list[torch.cuda.Event | None] = [None, None]
 
     def send(self, master: Tensor, working: Tensor) -> None:
@@ -190,12 +190,12 @@ class _Staging:
         elements = len(self._buffers[0])
         for start in range(0, len(master), elements):
             source, target = master[start : start + elements], working[start : start + elements]
-            self._lane.wait(self._marks[0])
+            self._copies.wait(self._marks[0])
             values = self._buffers[0][: len(source)].copy_(source)
-            with self._lane.beside():
+            with self._copies.enqueued():
                 target.copy_(values, non_blocking=True)
             TRAFFIC.to_device_bytes += values.nbytes
-            self._marks[0] = self._lane.mark()
+            self._marks[0] = self._copies.mark()
             self._buffers.reverse()
             self._marks.reverse()
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import GraphExecGroup
 from meshwright.data import Batch, Step
 from meshwright.job import Job
 from meshwright.model.numbers import wide_dtype
-from meshwright.parallel.chain import Chain
-from meshwright.parallel.dualpipe import in_torchs_words, lower, torch_number, torch_numbers, torch_ranks
 from meshwright.parallel.inputs import Inputs
+from meshwright.parallel.pipelining.dualpipe import in_torchs_words, lower, torch_number, torch_numbers, torch_ranks
+from meshwright.parallel.pipelining.stages import StageChain
 from meshwright.parallel.precision import Weights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, Table
@@ -43,7 +43,7 @@ class Pipeline:
         self._job, self._device, self._weights, self._table = job, world.device, weights, table
         self._inputs = Inputs(job, world)
         whole = {stage: module for stage, module in stages.items() if stage in table.chains[0]}
-        self._chain = Chain(job, world, whole, table.stage_ranks[: len(table.chains[0])], compute)
+        self._chain = StageChain(job, world, whole, table.stage_ranks[: len(table.chains[0])], compute)
         self._stages = [self._stage(stage, module, world) for stage, module in stages.items()]
         self._micro_batches = table.micro_batches // table.parameter_copies
         self._schedule = _TableRuntime(  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *rest: Any, **kwargs: Any) -> Any:
         """Torch's forward of one micro-batch; its own tokens take the place of what torch was given."""
         tokens, self._current = self.given[fwd_chunk_id]
-        return self._told(Kind.FORWARD, fwd_chunk_id, super().forward_one_chunk, (tokens,), *rest, **kwargs)
+        return self._report(Kind.FORWARD, fwd_chunk_id, super().forward_one_chunk, (tokens,), *rest, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
         """Torch's whole backward, or its half for the inputs."""
@@ -135,14 +135,14 @@ class _Stage(PipelineStage):
         if not full_backward and TORCH_FORGETS_NODES:
             self._graphs[bwd_chunk_id] = [out.view_as(out).grad_fn for out in self.fwd_cache[bwd_chunk_id][0]]
         run = super().backward_one_chunk
-        return self._told(kind, bwd_chunk_id, run, *args, full_backward=full_backward, **kwargs)
+        return self._report(kind, bwd_chunk_id, run, *args, full_backward=full_backward, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Torch's half of the backward for the weights."""
         run = self._whole_backward if self.is_first else super().backward_weight_one_chunk
         # Torch runs a backward for every group of weights: together they recompute a block once, not once each.
         with GraphExecGroup():
-            result = self._told(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
+            result = self._report(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
         self._graphs.pop(bwd_chunk_id, None)
         return result
 
@@ -157,7 +157,7 @@ class _Stage(PipelineStage):
         # A rank of a V holds two neighbouring stages; torch 2.11 would have it send to itself.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-    def _told(self, kind: Kind, micro_batch: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _report(self, kind: Kind, micro_batch: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         result = run(micro_batch, *args, **kwargs)
         if self.listener is not None:

@@ -3,7 +3,7 @@
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.parallel.recompute_tags import TagFunctions
+from meshwright.parallel.compiler_fixes import TagFunctions
 
 AGAIN, KEEP = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_SAVE
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.job.devices import Layout
-from meshwright.parallel.buckets import Bucket, Gathered, LowRank, Owned, Plain, alike, first_start, pays
-from meshwright.parallel.codecs import Cast, Codec, Int8, TopK
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.compression.buckets import Bucket, Gathered, LowRank, Owned, Plain, alike, first_start, pays
+from meshwright.parallel.compression.codecs import Cast, Codec, Int8, TopK
+from meshwright.parallel.compression.replicas import Replicas, cut, wide
 from meshwright.parallel.precision import Weights, square_sum
-from meshwright.parallel.replicas import Replicas, cut, wide
+from meshwright.parallel.shard_index import ShardIndex
 
 IN_FLIGHT = 3
 """Buckets worked on at once: one is encoded while others are on the wire."""
@@ -119,14 +119,14 @@ class CompressedWeights:
         self.masters = inner.masters
         self.reduction = Reduction(self.masters, layout, group)
         replicas, replica = dist.get_world_size(group), dist.get_rank(group)
-        self._pieces = {
+        self._shards = {
             name: replace(p, copies=p.copies * replicas, holder=p.holder + p.copies * replica)
-            for name, p in inner.pieces().items()
+            for name, p in inner.shards().items()
         }
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def start_micro_batch(self, last: bool) -> None:
         """As without compression."""
-        self._inner.begin_micro_batch(last)
+        self._inner.start_micro_batch(last)
 
     def collect_gradients(self) -> None:
         """Hand the masters their gradients and sum those over the replicas."""
@@ -141,13 +141,13 @@ class CompressedWeights:
         """As without compression."""
         self._inner.zero_gradients()
 
-    def pieces(self) -> dict[str, Piece]:
+    def shards(self) -> dict[str, ShardIndex]:
         """Where each master lies in its whole parameter; every replica holds it."""
-        return self._pieces
+        return self._shards
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared norm of the gradients as they came out of the compression."""
-        return square_sum(self.masters, self._pieces)
+        return square_sum(self.masters, self._shards)
 
 
 def _zeros(masters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from meshwright.parallel.codecs import Codec
-from meshwright.parallel.replicas import Replicas, Slice, wide
+from meshwright.parallel.compression.codecs import Codec
+from meshwright.parallel.compression.replicas import Replicas, Slice, wide
 
 
 class Bucket(Protocol):
