@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from meshwright.atomic import sync
 from meshwright.checkpoint.lease import take_away
 from meshwright.checkpoint.reading import Checkpoint, Damaged
-from meshwright.data.store import sync
 from meshwright.errors import UserError
 from meshwright.reading import Unfit, read_object
 

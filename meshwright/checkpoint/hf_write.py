@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.atomic import whole_folder
+from meshwright.atomic import new_folder
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
 from meshwright.checkpoint.hf_read import INDEX, SINGLE, parameter_sizes
 from meshwright.checkpoint.streamed import Planned, Report, write_safetensors
@@ -54,7 +54,7 @@ class Export:
     def write(self, folder: Path, report: Report = lambda done: None, shard_bytes: int = SHARD_BYTES) -> Exported:
         """Make the folder, whole or not at all; report(bytes) follows it."""
         shards = _cut(self._tensors, shard_bytes)
-        with whole_folder(folder, self.bytes) as draft:
+        with new_folder(folder, self.bytes) as draft:
             names = _names(len(shards))
             for name, tensors in zip(names, shards, strict=True):
                 write_safetensors(draft / name, tensors, {"format": "pt"}, report)

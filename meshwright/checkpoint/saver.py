@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from meshwright.atomic import sync
 from meshwright.checkpoint.backup import back_up, prune_backups
 from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, remove, surplus
 from meshwright.checkpoint.interval import Interval
@@ -23,7 +24,6 @@ from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 from meshwright.checkpoint.staging import Allocate, Staging
-from meshwright.data.store import sync
 from meshwright.errors import UserError
 from meshwright.job import Job
 

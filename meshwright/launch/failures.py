@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import meshwright
+from meshwright.atomic import write_atomic
 from meshwright.data import WorkerDied
 from meshwright.errors import UserError
 from meshwright.train import OutOfMemory
@@ -62,10 +63,9 @@ def failures_written_down() -> Iterator[None]:
 def write_failure(error: Exception) -> None:
     """Leave an error in the file the launcher named, if one did."""
     if path := os.environ.get(ERROR_FILE):
-        draft = Path(f"{path}.new")  # the agent fails itself on a file that is half-written
-        with suppress(OSError):  # on a full disk the exit code still tells that something failed
-            draft.write_text(json.dumps(_described(error)), encoding="utf-8")
-            draft.rename(path)
+        # The agent fails itself on a file that is half-written; on a full disk the exit code still says enough.
+        with suppress(OSError):
+            write_atomic(Path(path), json.dumps(_described(error)))
 
 
 def leave(code: int) -> NoReturn:

@@ -10,7 +10,7 @@ from meshwright.runs import Metrics, RunFolder
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
-from meshwright.studio.files import write_whole
+from meshwright.studio.files import write_page
 from meshwright.studio.headline import headline
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
@@ -44,7 +44,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             f"{metrics.sums.rows:,} rows of metrics.</footer>",
         ]
     )
-    return write_whole(out or folder.path / "report.html", page(f"{name} · Meshwright", body), given=out is not None)
+    return write_page(out or folder.path / "report.html", page(f"{name} · Meshwright", body), given=out is not None)
 
 
 def _state(folder: RunFolder, metrics: Metrics) -> str:

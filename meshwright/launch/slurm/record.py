@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
 from meshwright.reading import Unfit, is_number, read_object, read_plain, read_text
 
@@ -34,9 +35,7 @@ class Submission:
     def write(self, run: Path) -> None:
         """Keep it in the run folder."""
         text = json.dumps(asdict(self), indent=2) + "\n"
-        draft = run / FOLDER / ".submission.json.new"
-        draft.write_text(text, encoding="utf-8")
-        draft.rename(run / FOLDER / "submission.json")
+        write_atomic(run / FOLDER / "submission.json", text)
 
     @classmethod
     def read(cls, run: Path) -> Self | None:
