@@ -11,6 +11,7 @@ ORDER = [
     "version",
     "errors",
     "atomic",
+    "ranks",
     "reading",
     "torch_private",
     "job",

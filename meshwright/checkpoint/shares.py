@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from meshwright.checkpoint.records import FORMAT, Facts, FileRecord, Index, Manifest, Part, PieceRecord, Share, is_whole
 from meshwright.checkpoint.records import TensorRecord as Whole
-from meshwright.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
+from meshwright.checkpoint.tensorfile import DTYPE_NAMES, Planned, write_safetensors
 
 INDEX, MANIFEST, JOB = "index.json", "manifest.json", "job.json"
 FILE_BYTES = 2**30
@@ -40,7 +40,7 @@ def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int, held
     with ThreadPoolExecutor(WRITERS) as pool:
         written = list(
             pool.map(
-                lambda file: write_tensors(folder / file[0], {part.key: part.values for part in file[1]}),
+                lambda file: write_safetensors(folder / file[0], [Planned.of(p.key, p.values) for p in file[1]]),
                 planned,
             )
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from meshwright.cli.job import JSON
 
 if TYPE_CHECKING:
     from meshwright.hardware import Profile
-    from meshwright.launch.ranks import Place
+    from meshwright.ranks import Place
 
 OUT = typer.Option(None, "--out", metavar="FILE", help="Write the profile here instead of this user's folder.")
 
@@ -25,10 +24,9 @@ def calibrate(
     as_json: bool = JSON,
 ) -> None:
     """Measure this machine's kernels, memory and links; plans and benches use the profile from then on."""
-    from meshwright.launch.ranks import find_place, slurm_variables
+    from meshwright.ranks import own_place
 
-    os.environ.update(slurm_variables(os.environ))
-    place = find_place(os.environ)
+    place = own_place()
     if place is None and nproc is not None:
         _with_ranks(out, quick, nproc, device, as_json)
     else:

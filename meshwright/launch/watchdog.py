@@ -19,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.launch.failures import Hang, write_failure
 from meshwright.launch.heartbeat import ANSWER_S, WATCH, Board, Heartbeat, beat_interval_s
-from meshwright.launch.ranks import Place
 from meshwright.launch.stalls import COLD, COLDEST_S, VERDICT, Stall, StallDetector
+from meshwright.ranks import Place
 from meshwright.runs.folder import RunFolder
 from meshwright.train import Activity
 

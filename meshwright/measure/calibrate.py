@@ -13,16 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, find_gpu, today
 from meshwright.hardware.profile import Attention, Copy, Loss, Product, ProductKind, Update
-from meshwright.launch.ranks import Place
 from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
 from meshwright.measure.collectives import collectives
 from meshwright.measure.stopwatch import Stopwatch
 from meshwright.model import attend
 from meshwright.model.head import add_product, loss_of_logits
+from meshwright.model.numbers import DTYPES
 from meshwright.parallel.fp8 import FORWARD, GRADIENT
+from meshwright.ranks import Place
 from meshwright.torch_private.arithmetic import scaled_mm
 from meshwright.train.kernels import BACKENDS
 
@@ -30,10 +32,7 @@ LIMIT_S = 100.0
 QUICK_LIMIT_S = 25.0
 _CACHE_BYTES = 256 * 2**20
 """Operands that calls go round in: several times the cache of any GPU."""
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _UPDATE_ENTRIES = 16 * 2**20
-_ADAM_BYTES = 28.0
-"""AdamW moves for each parameter: gradient, master and moments read, all but the gradient written."""
 
 Report = Callable[[str], None]
 
@@ -159,7 +158,9 @@ class Calibration:
             out = self.watch.median_s(lambda _: host.copy_(there, non_blocking=True))
             found = {"to_device_bytes_per_s": size / into, "to_host_bytes_per_s": size / out}
         update = self._try("an update on the host", self._update_s, _UPDATE_ENTRIES, torch.device("cpu"))
-        return found | ({} if update is None else {"host_update_bytes_per_s": _ADAM_BYTES * _UPDATE_ENTRIES / update})
+        return found | (
+            {} if update is None else {"host_update_bytes_per_s": ADAMW_MOVED_BYTES * _UPDATE_ENTRIES / update}
+        )
 
     def _attentions(self) -> Iterator[Attention]:
         for one in self.shapes.attentions:
@@ -173,7 +174,7 @@ class Calibration:
     def _attention_s(self, one: AttentionShape, kernel: str, groups: str) -> tuple[float, float]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        dtype = _DTYPES[one.dtype]
+        dtype = DTYPES[one.dtype]
 
         def drawn(count: int) -> torch.Tensor:
             made = torch.randn(one.batch, one.sequence, count, one.head_dim, dtype=dtype, device=self.device)
@@ -227,7 +228,7 @@ class Calibration:
             return self._fp8_product_s(kind, rows, columns, inner)
         if self.cuda:
             torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
-        form = _DTYPES[dtype]
+        form = DTYPES[dtype]
         rounds = self._rounds((rows * inner + inner * columns + rows * columns) * form.itemsize)
 
         def drawn(height: int, width: int) -> list[torch.Tensor]:

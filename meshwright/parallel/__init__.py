@@ -7,12 +7,11 @@ from meshwright.parallel.live_tensors import live_gradients, live_parameters
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights, update
 from meshwright.parallel.pipelining.pipedream import PipeDream
-from meshwright.parallel.precision import DTYPES, Weights, WholeWeights, one_pass_here
+from meshwright.parallel.precision import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.shard_index import ShardIndex
 from meshwright.parallel.world import World, join_world
 
 __all__ = [
-    "DTYPES",
     "CompressedWeights",
     "Engine",
     "OffloadedWeights",

@@ -14,6 +14,7 @@ from meshwright.layout import gradient_format, is_asynchronous, recompute_modes,
 from meshwright.model import CausalAttend, build_architecture
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
+from meshwright.model.numbers import DTYPES
 from meshwright.parallel.compression.weights import CompressedWeights
 from meshwright.parallel.context.attention import make_context_attend
 from meshwright.parallel.engine import Engine, OneStage
@@ -27,7 +28,7 @@ from meshwright.parallel.pipelining.pipedream import PipeDream, VersionedWeights
 from meshwright.parallel.pipelining.pipeline import Pipeline
 from meshwright.parallel.pipelining.stages import keep_stage
 from meshwright.parallel.pipelining.weights import Copy, StagedWeights
-from meshwright.parallel.precision import DTYPES, Weights, WholeWeights, one_pass_here
+from meshwright.parallel.precision import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.world import World
@@ -103,11 +104,10 @@ def _tied(job: Job, last: int) -> list[Copy]:
     """The head's table on the last stage where it is the embedding's of the first."""
     with torch.device("meta"):
         architecture = build_architecture(job.model)
-    model, names = architecture.model, {role: name for name, role in architecture.sharding.items()}
-    embed, head = model.get_submodule(names["vocabulary"]), model.get_submodule(names["head"])
-    if embed.weight is not head.weight:
+    embed, head = architecture.only("vocabulary"), architecture.only("head")
+    if architecture.model.get_submodule(embed).weight is not architecture.model.get_submodule(head).weight:
         return []
-    return [Copy(0, f"{names['vocabulary']}.weight", last, f"{names['head']}.weight")]
+    return [Copy(0, f"{embed}.weight", last, f"{head}.weight")]
 
 
 def _build_model(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from meshwright.model.numbers import wide_dtype
 from meshwright.torch_private.attention import cpu_flash
 from meshwright.torch_private.compiler import set_shapes
 from meshwright.torch_private.graph_passes import CustomGraphPass, set_joint_pass
@@ -36,8 +37,9 @@ def _results(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = query.shape
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return torch.empty_like(query), query.new_empty(batch, queries, heads, dtype=wide).transpose(1, 2)
+    return torch.empty_like(query), query.new_empty(batch, queries, heads, dtype=wide_dtype(query.dtype)).transpose(
+        1, 2
+    )
 
 
 def recompute_inside_functions() -> None:

@@ -13,14 +13,6 @@ from meshwright.layout import updates_in_one_pass
 from meshwright.parallel.shard_index import ShardIndex, shard_index_of
 from meshwright.torch_private.arithmetic import foreach_copy_, foreach_norm
 
-DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-}
-"""Formats of what is kept in memory: tf32 and fp8 are formats of matrix products alone."""
 WIDENED_AT_ONCE = 8
 """Masters whose 16-bit gradients are widened together for an update: about a layer's. Counted, not weighed, so that
 ranks with shards of unequal size take the same ones together."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost import layer_parameters
+from meshwright.cost import MASTER_BYTES, layer_parameters, state_bytes
 from meshwright.job import Job
 from meshwright.job.model import Model
 from meshwright.plan.compute import block_work, head_work, products_of
@@ -187,7 +187,8 @@ def bounded(model: Model, machine: Machine, families: list[Family], batch: int, 
 
     shared = np.where(zero > 0, sharers, 1.0)
     whole = (zero == 1) & (accumulation > 1) | (zero > 0) & (zero < 3) & (pp > 1)
-    states = elements * (4 + 8) / shared + np.where(accumulation > 1, 4.0 * elements / shared, 0.0)
+    kept_per_entry = MASTER_BYTES + state_bytes(Job(), 1.0, 0.0)  # the optimizer of the jobs that come of it
+    states = elements * kept_per_entry / shared + np.where(accumulation > 1, 4.0 * elements / shared, 0.0)
     states += np.where(whole, 4.0 * elements, 0.0)
     states = np.where(offload == 1, 0.0, states) + np.where(zero < 3, 2.0 * elements, 0.0)
     flying = np.minimum(accumulation, np.where(splits & (virtual > 1), 1.0, pp))

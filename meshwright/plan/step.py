@@ -216,7 +216,7 @@ def _reduces_every_micro_batch(job: Job) -> bool:
 
 def _wire_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient while it is reduced."""
-    return software.reduced_bytes or (4 if job.precision.gradients == "fp32" else 2)
+    return software.reduced_bytes or job.precision.gradient_bytes
 
 
 def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from meshwright.checkpoint import backups, require_backup, tries
+from meshwright.cost import checkpoint_bytes
 from meshwright.data import Corpus, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
@@ -36,9 +37,6 @@ from meshwright.train import (
 )
 
 OnEnd = Callable[[Path], object]
-# What an optimizer keeps for most parameters, at least.
-_MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 0}
-_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def require_room(job: Job, path: Path, resume: bool = False) -> None:
     require_start(job)
     if job.checkpoint.backup_to is not None:
         require_backup(job.checkpoint.backup_to, path, resume=resume)
-    needed = count_parameters(job.model) * (4 + _MOMENTS[job.optimizer.name] * _BYTES[job.precision.optimizer_states])
+    needed = checkpoint_bytes(job, count_parameters(job.model))
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent

@@ -22,9 +22,9 @@ def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
         turned = job.model.positions == "rope"
         return set() if turned else {name for name in zeros if name.endswith(".attention.k.bias")}
     with torch.device("meta"):
-        sharding = build_architecture(job.model).sharding
-    keys = tuple(pattern.rpartition("*.")[2] + ".bias" for pattern, role in sharding.items() if role == "kv-column")
-    return {name for name in zeros if name.endswith(keys)}
+        architecture = build_architecture(job.model)
+    biases = [name for name in zeros if name.endswith(".bias")]
+    return {name for name in biases if architecture.role(name.removesuffix(".bias")) == "kv-column"}
 
 
 def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:

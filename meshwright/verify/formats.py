@@ -42,7 +42,7 @@ from torch import Tensor
 
 from meshwright.job import Job
 from meshwright.layout import FP8_MULTIPLE
-from meshwright.parallel import DTYPES
+from meshwright.model.numbers import DTYPES
 from meshwright.verify.compare import Comparison, Kind, differences, series_errors, series_rows, zero_gradients
 from meshwright.verify.compressed import is_lossy
 from meshwright.verify.documents import HELD_OUT

@@ -1,6 +1,5 @@
 """What a rank sees of a run: the real training loop with a listener on it."""
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from meshwright.job import Job
 from meshwright.parallel import ShardIndex, Weights, build, join_world
+from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, make_trainer
 from meshwright.verify.documents import unequal_corpus
 
@@ -85,7 +85,7 @@ def _own_device(kind: str) -> torch.device:
     """The CPU, or this rank's GPU; ranks share GPUs where there are more of them."""
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    device = torch.device(kind, (own_place() or ALONE).local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -16,9 +16,9 @@ from meshwright.checkpoint.shares import seal, write_share
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.job import load_job
-from meshwright.launch.ranks import find_place
 from meshwright.launch.worker import RESTARTS, RUN_FOLDER, run_job
 from meshwright.parallel import CompressedWeights, build, join_world
+from meshwright.ranks import find_place
 from meshwright.runs.folder import RunFolder
 from meshwright.train import LossScale, make_trainer
 from meshwright.verify.ranks import run_ranks

@@ -9,8 +9,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.compression.codecs import Codec
-from meshwright.parallel.compression.replicas import Replicas, Slice, wide
+from meshwright.parallel.compression.replicas import Replicas, Slice
 
 
 class Bucket(Protocol):
@@ -154,7 +155,7 @@ def first_start(name: str, tensor: Tensor, rank: int) -> Tensor:
     """Random directions that all replicas draw alike."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     start = torch.randn(prod(tensor.shape[1:]), rank, generator=generator, dtype=torch.float64)
-    return start.to(tensor.device, wide(tensor.dtype))
+    return start.to(tensor.device, wide_dtype(tensor.dtype))
 
 
 def alike(tensors: Mapping[str, Tensor], limit_bytes: int) -> Iterator[list[str]]:

@@ -65,11 +65,6 @@ def cut(tensors: Mapping[str, Tensor], limit_bytes: int) -> Iterator[list[Slice]
         yield group
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The format in which gradients are added up and remembered: at least 32 bits."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 

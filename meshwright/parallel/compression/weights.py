@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.job.devices import Layout
+from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.compression.buckets import Bucket, Gathered, LowRank, Owned, Plain, alike, first_start, pays
 from meshwright.parallel.compression.codecs import Cast, Codec, Int8, TopK
-from meshwright.parallel.compression.replicas import Replicas, cut, wide
+from meshwright.parallel.compression.replicas import Replicas, cut
 from meshwright.parallel.precision import Weights, square_sum
 from meshwright.parallel.shard_index import ShardIndex
 
@@ -151,7 +152,7 @@ class CompressedWeights:
 
 
 def _zeros(masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(master, dtype=wide(master.dtype)).detach() for name, master in masters.items()}
+    return {name: torch.zeros_like(master, dtype=wide_dtype(master.dtype)).detach() for name, master in masters.items()}
 
 
 def make_codec(layout: Layout) -> Codec:

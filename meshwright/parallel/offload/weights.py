@@ -18,6 +18,7 @@ from meshwright.parallel.offload.host import TRAFFIC, CopyStream, host_buffer
 from meshwright.parallel.offload.parameters import StreamedBlocks
 from meshwright.parallel.precision import Weights, make_step, norm
 from meshwright.parallel.shard_index import ShardIndex, shard_index_of
+from meshwright.ranks import ALONE, own_place
 
 CHUNK_ELEMENTS = 2**26
 """Parameters updated in one go: few enough that their copies start early, many enough to keep all cores busy."""
@@ -46,7 +47,8 @@ def offloads(job: Job, *what: str) -> bool:
 
 def share_cores() -> None:
     """Give a rank its share of the machine's cores for the update: launchers leave each of several a single one."""
-    if (ranks := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
+    place = own_place() or ALONE
+    if (ranks := place.local_size or 1) > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 

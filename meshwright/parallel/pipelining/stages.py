@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.data import Batch
 from meshwright.job import Job
 from meshwright.model import Architecture
+from meshwright.model.sharding import LOOKED_UP
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.world import World
 
@@ -27,8 +28,7 @@ def keep_stage(architecture: Architecture, layers: range, first: bool, last: boo
     for name, child in list(model.named_children()):
         if child is blocks or not any(True for _ in child.parameters()):
             continue
-        looks_up = architecture.sharding.get(name) in ("vocabulary", "positions")
-        if not (first if looks_up else last):
+        if not (first if architecture.role(name) in LOOKED_UP else last):
             setattr(model, name, None)
 
 

@@ -1,6 +1,5 @@
 """The job's optimizer: which rule updates which masters, and in which format their moments are kept."""
 
-import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from meshwright.job import Job
 from meshwright.layout import most_tensor_parallel
 from meshwright.model import build_architecture
+from meshwright.model.sharding import PROJECTIONS
 from meshwright.parallel import ShardIndex, World, one_pass_here
 from meshwright.parallel.shard_index import shard_index_of
 from meshwright.torch_private.arithmetic import foreach_mul_
@@ -19,9 +19,6 @@ from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.muon import Muon
 from meshwright.train.optimizer.onepass import OnePassAdamW
-
-PROJECTIONS = ("column", "kv-column", "row")
-"""Roles of the modules whose matrices Muon updates; embedding, head and vectors are AdamW's."""
 
 
 class Together:
@@ -72,7 +69,7 @@ def build_optimizer(
         return OnePassAdamW(group(everything), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
         return _elementwise(job.optimizer.name, group(everything), job, places)
-    names = _with_roles(job, masters, PROJECTIONS)
+    names = _with_roles(job, masters, PROJECTIONS)  # embedding, head and vectors are AdamW's
     projections = [masters[name] for name in names]
     others = [master for name, master in masters.items() if name not in names]
     holders = Holders(world or _alone(everything))
@@ -168,15 +165,9 @@ def _cut_by_columns(job: Job, masters: Mapping[str, nn.Parameter]) -> set[nn.Par
 def _with_roles(job: Job, masters: Mapping[str, nn.Parameter], roles: tuple[str, ...]) -> list[str]:
     """The masters that are matrices of modules with such roles in the model's sharding table."""
     with torch.device("meta"):
-        sharding = build_architecture(job.model).sharding
-    patterns = [
-        re.compile(re.escape(name).replace(r"\*", r"[^.]+")) for name, role in sharding.items() if role in roles
-    ]
-    return [
-        name
-        for name, master in masters.items()
-        if master.dim() == 2 and any(pattern.fullmatch(name.rpartition(".")[0]) for pattern in patterns)
-    ]
+        architecture = build_architecture(job.model)
+    matrices = [name for name, master in masters.items() if master.dim() == 2]
+    return [name for name in matrices if architecture.role(name.rpartition(".")[0]) in roles]
 
 
 def _alone(masters: list[nn.Parameter]) -> World:

@@ -14,11 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshwright.cost import SCALED_COLUMNS
 from meshwright.errors import UserError
 from meshwright.parallel import ShardIndex
 
-LONGEST_BLOCK = 128
-"""Most columns that share a scale in 8 bits."""
 FEWEST_BLOCKS = 8
 """A row is cut into as many blocks where its length allows."""
 
@@ -91,9 +90,9 @@ class Blocks:
 def block_length(unit: int, columns: int) -> int:
     """Columns of a unit that share a scale: halves of halves as far as they go, or runs of 128."""
     length = unit
-    while length % 2 == 0 and (length > LONGEST_BLOCK or columns // length < FEWEST_BLOCKS):
+    while length % 2 == 0 and (length > SCALED_COLUMNS or columns // length < FEWEST_BLOCKS):
         length //= 2
-    return min(length, LONGEST_BLOCK)
+    return min(length, SCALED_COLUMNS)
 
 
 class Format(Protocol):

@@ -1,5 +1,6 @@
 """Which rank this process is, as torchrun, srun or our own launcher tells it. Imports no torch."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,17 @@ class Place:
 
 
 ALONE = Place(0, 1, 0, 1)
+
+
+def own_place() -> Place | None:
+    """This process's place, with srun's variables made torchrun's for whoever reads them later; None when alone."""
+    os.environ.update(slurm_variables(os.environ))
+    return find_place(os.environ)
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks, or is alone."""
+    return (os.environ.get("RANK") or slurm_variables(os.environ).get("RANK", "0")) == "0"
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
