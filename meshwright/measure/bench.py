@@ -20,7 +20,6 @@ from meshwright.parallel import World, build
 from meshwright.plan import compare_with_plan
 from meshwright.train import (
     Silent,
-    Trainer,
     choose_attention,
     device_name,
     device_peak_flops,
@@ -103,7 +102,7 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     watch.attention = choose_attention(timed_job, world)
     engine, weights = build(timed_job, world)
     training = make_trainer(timed_job, corpus, engine, weights, watch, watch, world)
-    if isinstance(training, Trainer):
+    if not is_asynchronous(job):  # whose stages have phases of their own
         watch.phases = Phases(training)
     outcome = training.run(loader=loader)
     return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes)

@@ -1,14 +1,14 @@
 """What turns a single-device model into this rank's shard."""
 
 from meshwright.parallel.apply import build
-from meshwright.parallel.compression.weights import CompressedWeights
+from meshwright.parallel.compression.weights import CompressedWeights, Reduction
 from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.live_tensors import live_gradients, live_parameters
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
-from meshwright.parallel.offload.weights import OffloadedWeights, update
+from meshwright.parallel.offload.weights import OffloadedWeights
 from meshwright.parallel.pipelining.pipedream import PipeDream
-from meshwright.parallel.precision import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.shard_index import ShardIndex
+from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World, join_world
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "OffloadedWeights",
     "OneStage",
     "PipeDream",
+    "Reduction",
     "ShardIndex",
     "Traffic",
     "Weights",
@@ -29,5 +30,4 @@ __all__ = [
     "live_parameters",
     "one_pass_here",
     "take_traffic",
-    "update",
 ]

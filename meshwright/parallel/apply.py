@@ -28,9 +28,9 @@ from meshwright.parallel.pipelining.pipedream import PipeDream, VersionedWeights
 from meshwright.parallel.pipelining.pipeline import Pipeline
 from meshwright.parallel.pipelining.stages import keep_stage
 from meshwright.parallel.pipelining.weights import Copy, StagedWeights
-from meshwright.parallel.precision import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
 

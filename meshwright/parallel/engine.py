@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.data import Batch, Step
 from meshwright.job import Job
 from meshwright.parallel.inputs import Inputs
-from meshwright.parallel.precision import Weights
+from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.parallel.precision import Weights
+from meshwright.parallel.weights import Weights
 from meshwright.torch_private.sharding import local_tensor, parameter_groups
 
 

@@ -27,7 +27,7 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
     model = architecture.model
     modules = list(_with_roles(architecture))
     named = [architecture.only(role, required=job.layout.pp == 1) for role in ("vocabulary", "head")]
-    embed, head = (cast(Any, model.get_submodule(name)) if name else None for name in named)
+    embed, head = (cast(Any, model.get_submodule(name) if name else None) for name in named)
     tied = embed is not None and head is not None and embed.weight is head.weight
     _pad_vocabulary(embed, head, padded_vocabulary(job), tied)
     for name, role in modules:

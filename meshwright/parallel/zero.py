@@ -12,14 +12,14 @@ from collections import Counter
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.job.devices import Layout
-from meshwright.parallel.precision import move_gradient_to, square_sum
-from meshwright.parallel.shard_index import ShardIndex, shard_index_of
+from meshwright.parallel.shard_index import shard_index_of
+from meshwright.parallel.weights import Weights, move_gradient_to
 from meshwright.torch_private.sharding import gather_in_background
 
 
@@ -77,11 +77,11 @@ def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
         block.set_modules_to_backward_prefetch(ahead if depth else [block])
 
 
-class ShardedWeights:
+class ShardedWeights(Weights):
     """A rank's shards of the masters, as plain tensors that share memory with what `fully_shard` holds.
 
-    The optimizer works on plain tensors because every update it makes is elementwise: going through DTensor would only
-    add its dispatch to each of them.
+    Working copies are derived from them at every gather. The optimizer works on plain tensors because every update it
+    makes is elementwise: going through DTensor would only add its dispatch to each of them.
     """
 
     def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]], gradients: torch.dtype) -> None:
@@ -114,18 +114,7 @@ class ShardedWeights:
             gradient = cast(DTensor | None, parameter.grad)
             self.masters[name].grad = None if gradient is None else gradient.to_local()
 
-    def refresh(self) -> None:
-        """Nothing to do: working copies are derived at the next gather."""
-
     def zero_gradients(self) -> None:
         """Forget all gradients."""
         for name, parameter in self._parameters.items():
             parameter.grad = self.masters[name].grad = None
-
-    def shards(self) -> dict[str, ShardIndex]:
-        """Where each shard lies in its whole parameter."""
-        return self._shards
-
-    def square_sum(self) -> Tensor:
-        """This rank's share of the squared gradient norm: what several ranks hold alike is shared out among them."""
-        return square_sum(self.masters, self._shards)

@@ -64,7 +64,6 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     checkpoint = next((one for one in _sound(run) if one.facts.step < step), None)
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, Silent(), Silent(), world)
-    assert isinstance(training, Trainer)
     if checkpoint is not None:
         training.resume(checkpoint)
     passed_over = [event for event in folder.events("passed_over") if event.get("position") is not None]

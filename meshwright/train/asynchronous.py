@@ -83,8 +83,7 @@ class AsynchronousTrainer(Trainer):
         norm = math.sqrt(result.squares)
         ahead = max(self.activity.step, step) - step + 1  # batches read since, and the step's own
         if self._may_update(step, result.loss, norm, self.position - ahead * self.job.batch.global_batch):
-            self.optimizer.step()
-            self.weights.refresh()
+            self.weights.update(self.optimizer)
         self.weights.zero_gradients()
         return result.loss, norm, rate
 

@@ -9,7 +9,7 @@ from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
 from meshwright.data import Cursor, Loader, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import CompressedWeights, ShardIndex, Weights, World
+from meshwright.parallel import ShardIndex, Weights, World
 from meshwright.train.bad_steps import BadSteps, RecentLosses
 from meshwright.train.feedback import restore_feedback, saved_feedback
 from meshwright.train.optimizer import Optimizer, missing_states, parameter_of, restore_states, saved_states
@@ -46,8 +46,8 @@ def capture(run: Trained) -> State:
     held = [part.name for part in (*weights, *states)]
     parts = [part for part in weights if part.name.removeprefix("model/") in owned]
     parts += [part for part in states if parameter_of(part.name) in owned]
-    if isinstance(run.weights, CompressedWeights):
-        parts += saved_feedback(run.weights)
+    if (reduction := run.weights.reduction) is not None:
+        parts += saved_feedback(reduction, shards)
     if isinstance(run.loader, StreamLoader) and run.world.leads_data:
         parts += [
             Part(cursor_name(number), (len(cursor),), (0,), torch.tensor(cursor))
@@ -70,7 +70,7 @@ def capture(run: Trained) -> State:
         good_steps=int(scale["good_steps"]),
         skipped=int(scale["skipped"]),
         recent_losses=run.bad_steps.losses.values(),
-        replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
+        replicas=1 if reduction is None else reduction.replicas,
         data=run.fingerprint,
     )
     return State(facts, parts, tuple(held))

@@ -20,7 +20,7 @@ from meshwright.model import build_architecture
 from meshwright.model.sharding import LOOKED_UP
 from meshwright.parallel import WholeWeights
 from meshwright.parallel.engine import OneStage
-from meshwright.parallel.precision import square_sum
+from meshwright.parallel.weights import square_sum
 from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe
 

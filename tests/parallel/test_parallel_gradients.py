@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
-from meshwright.parallel import WholeWeights, build, join_world, update
-from meshwright.parallel.precision import WIDENED_AT_ONCE, make_step
+from meshwright.parallel import WholeWeights, build, join_world
+from meshwright.parallel.weights import WIDENED_AT_ONCE, make_step
 from meshwright.train import build_optimizer
 from meshwright.verify import observe, run_ranks
 
@@ -73,7 +73,7 @@ def bytes_a_parameter(job: Job) -> dict[str, float]:
             "states": sum(state.untyped_storage().nbytes() for state in states.values()),
             "other wide": held_bytes(torch.float32, masters | set(states)),
         }
-        update(optimizer, weights)
+        weights.update(optimizer)
         weights.zero_gradients()
     parameters = sum(shard.shape[0] * (shard.shape[1] if shard.shape[1:] else 1) for shard in weights.shards().values())
     return {kind: size / parameters for kind, size in counted.items()}

@@ -13,7 +13,7 @@ from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import require_layout
-from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic, update
+from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic
 from meshwright.parallel.offload.host import host_buffer
 from meshwright.torch_private.sharding import parameter_groups
 from meshwright.train import build_optimizer, make_trainer
@@ -262,7 +262,7 @@ def test_a_master_without_a_gradient_stays_as_it_is() -> None:
     optimizer = build_optimizer(weights.masters, make_job(["optimizer"]))
     model.used.backward(torch.ones(4, 4))
     weights.collect_gradients()
-    update(optimizer, weights)
+    weights.update(optimizer)
     weights.zero_gradients()
     assert not torch.equal(weights.masters["used"], torch.ones(4, 4))
     assert torch.equal(model.used, weights.masters["used"])
@@ -323,7 +323,7 @@ def test_masters_and_gradients_take_no_room_on_a_gpu() -> None:
         optimizer = build_optimizer(weights.masters, job)
         data = next(iter(Loader(Stream([RunningWindows(unequal_corpus(job).train, 16)], seed=0), global_batch=4)))
         engine.accumulate(data, 1)
-        update(optimizer, weights)
+        weights.update(optimizer)
         weights.zero_gradients()
         torch.cuda.synchronize()
         parameters = sum(master.numel() for master in weights.masters.values())

@@ -22,8 +22,7 @@ from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.compression.buckets import Bucket, Gathered, LowRank, Owned, Plain, alike, first_start, pays
 from meshwright.parallel.compression.codecs import Cast, Codec, Int8, TopK
 from meshwright.parallel.compression.replicas import Replicas, cut
-from meshwright.parallel.precision import Weights, square_sum
-from meshwright.parallel.shard_index import ShardIndex
+from meshwright.parallel.weights import Weights
 
 IN_FLIGHT = 3
 """Buckets worked on at once: one is encoded while others are on the wire."""
@@ -57,7 +56,8 @@ class Reduction:
 
     def __init__(self, masters: Mapping[str, Tensor], layout: Layout, group: dist.ProcessGroup) -> None:
         self._group, self._after = group, layout.compress_after
-        self._step = self._after + 1
+        self.step = self._after + 1
+        """Which step it is: the first layout.compress_after are summed as they are."""
         self.replica, self.replicas = dist.get_rank(group), dist.get_world_size(group)
         limit_bytes = int(layout.bucket_mb * 1e6)
         self._uncompressed = [Plain(slices) for slices in cut(masters, limit_bytes)]
@@ -77,10 +77,6 @@ class Reduction:
             kind = Gathered if layout.compress == "topk" else Owned
             self._buckets += [kind(slices, codec, self.memories) for slices in cut(masters, limit_bytes)]
 
-    def begin(self, step: int) -> None:
-        """Say which step comes next: the first layout.compress_after are summed as they are."""
-        self._step = step
-
     @torch.no_grad()
     def reduce(self, masters: Mapping[str, nn.Parameter]) -> None:
         """Put the sum over all replicas in place of every master's gradient."""
@@ -89,7 +85,7 @@ class Reduction:
             name: torch.zeros_like(master) if master.grad is None else master.grad for name, master in masters.items()
         }
         replicas = Replicas(self._group)
-        buckets = self._buckets if self._step > self._after else self._uncompressed
+        buckets = self._buckets if self.step > self._after else self._uncompressed
         waiting = deque(bucket.reduce(gradients, replicas) for bucket in buckets)
         running: deque[Iterator[None]] = deque()
         # Buckets take turns in an order that no timing changes: a collective must meet its like on the other ranks.
@@ -112,18 +108,22 @@ class Reduction:
 _ENDED = object()
 
 
-class CompressedWeights:
+class CompressedWeights(Weights):
     """Weights whose gradients, summed within a replica, are summed over the replicas by a `Reduction`."""
 
     def __init__(self, inner: Weights, layout: Layout, group: dist.ProcessGroup) -> None:
         self._inner = inner
         self.masters = inner.masters
-        self.reduction = Reduction(self.masters, layout, group)
+        self.reduction: Reduction = Reduction(self.masters, layout, group)
         replicas, replica = dist.get_world_size(group), dist.get_rank(group)
         self._shards = {
             name: replace(p, copies=p.copies * replicas, holder=p.holder + p.copies * replica)
             for name, p in inner.shards().items()
         }
+
+    def start_step(self, step: int) -> None:
+        """The first layout.compress_after steps are summed as they are."""
+        self.reduction.step = step
 
     def start_micro_batch(self, last: bool) -> None:
         """As without compression."""
@@ -141,14 +141,6 @@ class CompressedWeights:
     def zero_gradients(self) -> None:
         """As without compression."""
         self._inner.zero_gradients()
-
-    def shards(self) -> dict[str, ShardIndex]:
-        """Where each master lies in its whole parameter; every replica holds it."""
-        return self._shards
-
-    def square_sum(self) -> Tensor:
-        """This rank's share of the squared norm of the gradients as they came out of the compression."""
-        return square_sum(self.masters, self._shards)
 
 
 def _zeros(masters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,10 +5,8 @@ there, some of them at a time, and their new working values travel back while th
 """
 
 import os
-import time
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,28 +14,14 @@ from torch import Tensor, nn
 from meshwright.job import Job
 from meshwright.parallel.offload.host import TRAFFIC, CopyStream, host_buffer
 from meshwright.parallel.offload.parameters import StreamedBlocks
-from meshwright.parallel.precision import Weights, make_step, norm
-from meshwright.parallel.shard_index import ShardIndex, shard_index_of
+from meshwright.parallel.shard_index import shard_index_of
+from meshwright.parallel.weights import Updates, Weights, norm
 from meshwright.ranks import ALONE, own_place
 
 CHUNK_ELEMENTS = 2**26
 """Parameters updated in one go: few enough that their copies start early, many enough to keep all cores busy."""
 STAGED_ELEMENTS = 2**25
 """Parameters in one copy to the device."""
-
-
-class Updates(Protocol):
-    """What is asked of an optimizer: to update every master that has a gradient, and no other."""
-
-    def step(self) -> Any:
-        """Make one step."""
-
-
-@runtime_checkable
-class UpdatesAll(Updates, Protocol):
-    """One that reads gradients in any format and writes the working copies itself."""
-
-    writes_working_copies: bool
 
 
 def offloads(job: Job, *what: str) -> bool:
@@ -52,7 +36,7 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-class OffloadedWeights:
+class OffloadedWeights(Weights):
     """The weights of a model on one device, with masters in host memory.
 
     Gradients of several micro-batches are added on the device, where the sum so far is brought for it: the host only
@@ -136,7 +120,7 @@ class OffloadedWeights:
             else:
                 self._staging.send(self.masters[name].flatten(), self._working[name].detach().flatten())
 
-    def update(self, optimizer: Updates) -> None:
+    def _update(self, optimizer: Updates) -> None:
         """Let the optimizer update the masters, and send each lot of them to the device while the next is updated."""
         gradients = {name: master.grad for name, master in self.masters.items()}
         for master in self.masters.values():
@@ -169,10 +153,6 @@ class OffloadedWeights:
             master.grad = None
             master.grad_dtype = self._sums[name].dtype
 
-    def shards(self) -> dict[str, ShardIndex]:
-        """Every master is its whole parameter."""
-        return self._shards
-
     def square_sum(self) -> Tensor:
         """The squared gradient norm, on the device."""
         norms = [self._norms[name] for name in self.masters if name in self._norms]  # in an order that never changes
@@ -200,19 +180,6 @@ class _Staging:
             self._marks[0] = self._copies.mark()
             self._buffers.reverse()
             self._marks.reverse()
-
-
-def update(optimizer: Updates, weights: Weights) -> None:
-    """One step of the optimizer, and working copies that follow it."""
-    started = time.perf_counter()
-    if isinstance(weights, OffloadedWeights):
-        weights.update(optimizer)
-    elif isinstance(optimizer, UpdatesAll):
-        optimizer.step()
-    else:
-        make_step(optimizer, weights.masters.values())
-        weights.refresh()
-    TRAFFIC.update_s += time.perf_counter() - started
 
 
 def _chunks(masters: dict[str, nn.Parameter]) -> list[list[str]]:

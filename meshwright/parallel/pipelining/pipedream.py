@@ -21,7 +21,7 @@ from meshwright.data import Batch, Step
 from meshwright.job import Job
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.pipelining.stages import StageChain
-from meshwright.parallel.precision import WholeWeights
+from meshwright.parallel.weights import WholeWeights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, build_table
 

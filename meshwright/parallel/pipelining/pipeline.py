@@ -20,7 +20,7 @@ from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.pipelining.dualpipe import in_torchs_words, lower, torch_number, torch_numbers, torch_ranks
 from meshwright.parallel.pipelining.stages import StageChain
-from meshwright.parallel.precision import Weights
+from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
 from meshwright.pipeline import Action, Kind, Table
 from meshwright.torch_private.pipelining import PipelineRuntime

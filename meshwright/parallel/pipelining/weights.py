@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.parallel.precision import square_sum
 from meshwright.parallel.shard_index import ShardIndex
+from meshwright.parallel.weights import Weights
 from meshwright.parallel.zero import ShardedWeights
 
 
@@ -25,8 +25,8 @@ class Copy:
     name: str
 
 
-class StagedWeights:
-    """The masters of all stages of a rank under their one-device names."""
+class StagedWeights(Weights):
+    """The masters of all stages of a rank under their one-device names; torch's runtime reduces their gradients."""
 
     def __init__(
         self,
@@ -44,9 +44,6 @@ class StagedWeights:
             own = [name for name in weights.masters if (stage, name) not in held]
             self.masters |= {name: weights.masters[name] for name in own}
             self._shards |= {name: weights.shards()[name] for name in own}
-
-    def start_micro_batch(self, last: bool) -> None:
-        """Nothing to say: torch's pipeline runtime decides when gradients are reduced."""
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
@@ -73,14 +70,6 @@ class StagedWeights:
         """Forget all gradients."""
         for weights in self._stages.values():
             weights.zero_gradients()
-
-    def shards(self) -> dict[str, ShardIndex]:
-        """Where each master lies in its whole parameter."""
-        return self._shards
-
-    def square_sum(self) -> Tensor:
-        """This rank's share of the squared gradient norm; copies are part of their owners by now."""
-        return square_sum(self.masters, self._shards)
 
     def _master(self, stage: int, name: str) -> nn.Parameter | None:
         return self._stages[stage].masters[name] if stage in self._stages else None

@@ -1,7 +1,9 @@
 """The face of a model's weights, and its one-device form: fp32 masters and, below fp32, a working copy of them."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +12,12 @@ from torch.distributed.tensor import DTensor
 from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
+from meshwright.parallel.offload.host import TRAFFIC
 from meshwright.parallel.shard_index import ShardIndex, shard_index_of
 from meshwright.torch_private.arithmetic import foreach_copy_, foreach_norm
+
+if TYPE_CHECKING:
+    from meshwright.parallel.compression.weights import Reduction
 
 WIDENED_AT_ONCE = 8
 """Masters whose 16-bit gradients are widened together for an update: about a layer's. Counted, not weighed, so that
@@ -23,11 +29,33 @@ def one_pass_here(job: Job, device: torch.device) -> bool:
     return device.type == "cuda" and HAS_TRITON and updates_in_one_pass(job)
 
 
-class Weights(Protocol):
+class Updates(Protocol):
+    """What is asked of an optimizer: to update every master that has a gradient, and no other."""
+
+    def step(self) -> Any:
+        """Make one step."""
+
+
+@runtime_checkable
+class UpdatesAll(Updates, Protocol):
+    """One that reads gradients in any format and writes the working copies itself."""
+
+    writes_working_copies: bool
+
+
+class Weights:
     """What the loop needs of a model's weights, on one device or as one rank's shards."""
 
     masters: dict[str, nn.Parameter]
     """What the optimizer updates, by the parameters' names: plain tensors of this device, or in its host's memory."""
+    working: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    """What the model computes with, by master, where that is not the master itself and an optimizer may write it."""
+    reduction: "Reduction | None" = None
+    """What sums gradients over replicas where they are compressed, and remembers what it did not send."""
+    _shards: dict[str, ShardIndex]
+
+    def start_step(self, step: int) -> None:
+        """Called before the first micro-batch of a step."""
 
     def start_micro_batch(self, last: bool) -> None:
         """Called before every micro-batch of a step."""
@@ -35,20 +63,37 @@ class Weights(Protocol):
     def collect_gradients(self) -> None:
         """Called after the last backward: the masters have their gradients then."""
 
+    def update(self, optimizer: Updates) -> None:
+        """One step of the optimizer, and working copies that follow it."""
+        started = time.perf_counter()
+        self._update(optimizer)
+        TRAFFIC.update_s += time.perf_counter() - started
+
+    def _update(self, optimizer: Updates) -> None:
+        if isinstance(optimizer, UpdatesAll):
+            optimizer.step()
+        else:
+            make_step(optimizer, self.masters.values())
+            self.refresh()
+
     def refresh(self) -> None:
         """Called after the masters changed."""
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
+        for master in self.masters.values():
+            master.grad = None
 
     def shards(self) -> dict[str, ShardIndex]:
         """Where each master lies in its whole parameter."""
+        return self._shards
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared gradient norm: the sum over all ranks is the whole."""
+        return square_sum(self.masters, self._shards)
 
 
-class WholeWeights:
+class WholeWeights(Weights):
     """The weights of a model on one device; the model computes with them, or with a working copy in lower precision.
 
     Gradients of the working copy are moved into the masters' gradients as soon as backward makes them, so that no
@@ -60,7 +105,6 @@ class WholeWeights:
         self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self.masters.items()}
         self.working: dict[nn.Parameter, Tensor] = {}
-        """What the model computes with, by master, where that is not the master itself."""
         if any(compute != p.dtype for p in self.masters.values()):
             self._split(compute, gradients)
 
@@ -73,30 +117,11 @@ class WholeWeights:
             self.masters[name] = master
             self.working[master] = parameter
 
-    def start_micro_batch(self, last: bool) -> None:
-        """Nothing to prepare on one device."""
-
-    def collect_gradients(self) -> None:
-        """Nothing to collect: backward put the gradients where they belong."""
-
     @torch.no_grad()
     def refresh(self) -> None:
         """Derive the working copy anew."""
         if self.working:
             foreach_copy_(list(self.working.values()), list(self.working))
-
-    def zero_gradients(self) -> None:
-        """Forget all gradients."""
-        for master in self.masters.values():
-            master.grad = None
-
-    def shards(self) -> dict[str, ShardIndex]:
-        """Every master is its whole parameter."""
-        return self._shards
-
-    def square_sum(self) -> Tensor:
-        """The squared gradient norm."""
-        return square_sum(self.masters, self._shards)
 
 
 def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) -> Tensor:
