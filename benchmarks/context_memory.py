@@ -23,8 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.model import CausalAttend, Documents
-from meshwright.parallel.context import make_context_attend, ring_backward, ring_forward, together, zigzag_places
-from meshwright.parallel.context_order import order_of
+from meshwright.parallel.context.attention import (
+    make_context_attend,
+    ring_backward,
+    ring_forward,
+    run_in_step,
+    zigzag_places,
+)
+from meshwright.parallel.context.order import order_of
 from meshwright.verify import run_ranks
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
@@ -102,8 +108,8 @@ def played(inputs: list[Tensor], ranks: int, documents: Documents | None, window
     places = [zigzag_places(sequence, rank, ranks, q.device) for rank in range(ranks)]
     orders = [order_of(rank, ranks, sequence, documents, window, q.device) for rank in range(ranks)]
     kvs = [torch.stack((k[:, held], v[:, held])) for held in places]
-    forward = together([ring_forward(q[:, places[r]], kvs[r], orders[r]) for r in range(ranks)])
-    backward = together(
+    forward = run_in_step([ring_forward(q[:, places[r]], kvs[r], orders[r]) for r in range(ranks)])
+    backward = run_in_step(
         [ring_backward(grad[:, places[r]], q[:, places[r]], kvs[r], *forward[r], orders[r]) for r in range(ranks)]
     )
     back = torch.cat(places).argsort()

@@ -172,7 +172,7 @@ def copy_rates(device: Any) -> dict[str, float]:
     """GB/s between host and device, and the host's own for one copy by all threads."""
     import torch
 
-    from meshwright.parallel.host import host_buffer
+    from meshwright.parallel.offload.host import host_buffer
 
     host, there = host_buffer(GIB, torch.uint8, device), torch.empty(GIB, dtype=torch.uint8, device=device)
     other = torch.zeros(GIB, dtype=torch.uint8)

@@ -41,7 +41,7 @@ def worker(prefetch: int) -> None:
     for _ in range(STEPS):
         world.barrier()
         started = time.perf_counter()
-        weights.begin_micro_batch(last=True)
+        weights.start_micro_batch(last=True)
         model(tokens, tokens, 512).backward()
         weights.zero_gradients()
         world.barrier()

@@ -188,7 +188,7 @@ def slowness(compute: str) -> float:
     """How many times longer a matrix product takes in a format than in fp32; CPUs without its arithmetic emulate it."""
     import torch
 
-    from meshwright.parallel import DTYPES
+    from meshwright.model.numbers import DTYPES
 
     taken_s = []
     for dtype in (torch.float32, DTYPES[compute]):

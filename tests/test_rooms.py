@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "meshwright"
 ORDER = [
     "version",
     "errors",
+    "atomic",
+    "ranks",
     "reading",
     "torch_private",
     "job",
@@ -18,7 +20,6 @@ ORDER = [
     "cost",
     "layout",
     "model",
-    "data",
 ]
 ORDER += ["data", "checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "cli"]
 

@@ -54,7 +54,7 @@ def _make(root: Path) -> None:
     import torch
 
     from meshwright.checkpoint.hf_read import parameter_sizes
-    from meshwright.checkpoint.tensorfile import write_tensors
+    from meshwright.checkpoint.tensorfile import Planned, write_safetensors
     from meshwright.data.tokenizer import train_tokenizer
     from meshwright.job import Model, model_to_hf_config
     from meshwright.model import hf_tensors
@@ -63,21 +63,22 @@ def _make(root: Path) -> None:
     for family, fields in SHAPES.items():
         width = {"vocab_size": 270, "width": 32, "layers": 2, "heads": 4, "ffn_width": 64, "max_sequence_length": 64}
         shape = Model.model_validate({**width, **fields})
-        tensors = {one.name: torch.ones(one.size) for one in hf_tensors(shape, parameter_sizes(shape))}
+        sizes = {one.name: one.size for one in hf_tensors(shape, parameter_sizes(shape))}
+        tensors = {name: Planned.of(name, torch.ones(size)) for name, size in sizes.items()}
         for form in ("one", "two"):
             folder = root / f"{family}-{form}"
             folder.mkdir()
             (folder / CONFIG).write_text(json.dumps(model_to_hf_config(shape), indent=2))
             tokenizer.save(folder / "tokenizer.json")
             if form == "one":
-                write_tensors(folder / SINGLE, tensors)
+                write_safetensors(folder / SINGLE, list(tensors.values()))
                 continue
             names = list(tensors)
             files = {
                 name: f"model-0000{1 + 2 * at // len(names)}-of-00002.safetensors" for at, name in enumerate(names)
             }
             for file in sorted(set(files.values())):
-                write_tensors(folder / file, {name: tensors[name] for name in names if files[name] == file})
+                write_safetensors(folder / file, [tensors[name] for name in names if files[name] == file])
             (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
 
 

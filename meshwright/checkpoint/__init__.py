@@ -1,6 +1,5 @@
 """Durable state of a run: checkpoints that are whole or absent, and that any layout can read."""
 
-from meshwright.checkpoint.atomic import whole_folder
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
 from meshwright.checkpoint.catalogue import (
     backup_target,
@@ -52,5 +51,4 @@ __all__ = [
     "restore",
     "surplus",
     "tries",
-    "whole_folder",
 ]

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.atomic import refusal
+from meshwright.atomic import disk_refusal, sync
 from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, spare_steps
 from meshwright.checkpoint.lease import RESTORING
 from meshwright.checkpoint.reading import Checkpoint, Damaged, parse_manifest
 from meshwright.checkpoint.shares import MANIFEST
-from meshwright.data.store import sync
 from meshwright.errors import UserError
 
 PATIENCE_S = 60.0
@@ -122,7 +121,7 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
     except Damaged as damage:
         raise Damaged(str(damage).replace(str(draft), one.place)) from None
     except OSError as error:
-        raise refusal(final, error) from error
+        raise disk_refusal(str(final), error) or error from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return Checkpoint.open(final)

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from meshwright.atomic import sync
 from meshwright.checkpoint.lease import take_away
 from meshwright.checkpoint.reading import Checkpoint, Damaged
-from meshwright.data.store import sync
 from meshwright.errors import UserError
 from meshwright.reading import Unfit, read_object
 
@@ -51,17 +51,17 @@ def newest_weights(run: Path) -> Checkpoint:
         except Damaged as damage:
             damages.append(str(damage))
             continue
-        sys.stderr.write("".join(f"passed over: {told}\n" for told in damages))
+        sys.stderr.write("".join(f"passed over: {report}\n" for report in damages))
         return found
     raise _none(run, damages)
 
 
 def _none(run: Path, damages: Sequence[str]) -> UserError:
-    told = f" ({damages[0]})" if damages else ""
+    report = f" ({damages[0]})" if damages else ""
     remedy = "let its training save one first"
     if (target := backup_target(run)) is not None:
         remedy = f"meshwright checkpoint restore {run} brings one back from {target}"
-    return UserError(f"{run} holds no complete checkpoint under checkpoints/{told}; {remedy}")
+    return UserError(f"{run} holds no complete checkpoint under checkpoints/{report}; {remedy}")
 
 
 def backup_target(run: Path) -> str | None:

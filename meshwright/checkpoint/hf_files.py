@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.atomic import refusal
+from meshwright.atomic import disk_refusal
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.job import Model, read_hf_config
 
@@ -26,7 +26,7 @@ def keep_companions(folder: Path, run: Path) -> None:
         kept.mkdir()
         _copy(folder, kept, ("config.json", *_COMPANIONS))
     except OSError as error:
-        raise refusal(kept, error) from error
+        raise disk_refusal(str(kept), error) or error from error
 
 
 def write_companions(run: Path, folder: Path, shape: Model) -> None:

@@ -8,10 +8,9 @@ import torch
 
 from meshwright.checkpoint.catalogue import checkpoint_path
 from meshwright.checkpoint.hf_read import HfWeights, parameter_sizes
-from meshwright.checkpoint.records import Facts, FileRecord, PieceRecord, TensorRecord
+from meshwright.checkpoint.records import Facts, PieceRecord, TensorRecord
 from meshwright.checkpoint.shares import record_share, seal
-from meshwright.checkpoint.streamed import Planned, Report, write_safetensors
-from meshwright.checkpoint.tensorfile import DTYPE_NAMES, hash_file
+from meshwright.checkpoint.tensorfile import DTYPE_NAMES, Planned, Report, write_safetensors
 from meshwright.job import Model
 
 FILE = "model.safetensors"
@@ -27,8 +26,7 @@ def import_weights(
     path = checkpoint_path(run, 0)
     path.mkdir(parents=True)
     tensors = [Planned(name, size, torch.float32, partial(source.rows, name, size)) for name, size in sizes.items()]
-    write_safetensors(path / FILE, tensors, {}, report)
-    file = FileRecord(bytes=(path / FILE).stat().st_size, sha256=hash_file(path / FILE))
+    file = write_safetensors(path / FILE, tensors, report=report)
     records = {f"model/{name}": _record(size) for name, size in sizes.items()}
     record_share(path, 0, {FILE: file}, records)
     seal(path, Facts(step=0, tokens=0, position=0), attempt=0, ranks=1, job=job)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.streamed import DTYPES, read_header, read_window
+from meshwright.checkpoint.tensorfile import read_header, read_window
 from meshwright.errors import UserError
 from meshwright.job import Model
 from meshwright.model import Decoder, full_hf_names, hf_place, hf_tensors, require_hf_tensors
@@ -51,7 +51,7 @@ class HfWeights:
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
         for tensor in hf_tensors(self._shape, sizes):
-            if (dtype := self._tensors[tensor.name].dtype) not in DTYPES:
+            if (dtype := self._tensors[tensor.name].dtype) not in ("F32", "BF16", "F16"):
                 raise UserError(
                     f"{self.folder}: {tensor.name} is stored as {dtype}; use weights in F32, BF16 or F16, which fp32 "
                     "holds exactly"

@@ -6,21 +6,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from meshwright.checkpoint.atomic import whole_folder
+from meshwright.atomic import new_folder
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
 from meshwright.checkpoint.hf_read import INDEX, SINGLE, parameter_sizes
-from meshwright.checkpoint.streamed import Planned, Report, write_safetensors
+from meshwright.checkpoint.tensorfile import Planned, Report, write_safetensors
 from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
 from meshwright.job import Model, model_to_hf_config
 from meshwright.model import hf_tensors
+from meshwright.model.numbers import DTYPES
 
 SHARD_BYTES = 5_000_000_000
 """No shard is larger, unless one tensor is."""
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EXPORT_FORMATS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,16 @@ class Export:
     """A run's newest weights on their way into a Hugging Face folder; what cannot be exported is refused here."""
 
     def __init__(self, run: Path, shape: Model, dtype: str) -> None:
-        if dtype not in EXPORT_DTYPES:
+        if dtype not in EXPORT_FORMATS:
             raise UserError(f"--dtype = {dtype} is not a format of exports; choose fp32 (the master) or bf16")
         self._run, self._weights, self._shape = run, StoredWeights(run), shape
         sizes = parameter_sizes(shape)
         if self._weights.sizes != sizes:
             odd = min(name for name, _ in self._weights.sizes.items() ^ sizes.items())
             raise UserError(f"{run}: the weights do not fit the run's model at {odd}; they were altered")
-        self._config = model_to_hf_config(shape) | {"dtype": str(EXPORT_DTYPES[dtype]).removeprefix("torch.")}
+        self._config = model_to_hf_config(shape) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
         self._tensors = [
-            Planned(tensor.name, tensor.size, EXPORT_DTYPES[dtype], partial(tensor.make, self._weights.read))
+            Planned(tensor.name, tensor.size, DTYPES[dtype], partial(tensor.make, self._weights.read))
             for tensor in hf_tensors(shape, self._weights.sizes)
         ]
         self.bytes = sum(tensor.bytes for tensor in self._tensors)
@@ -54,7 +53,7 @@ class Export:
     def write(self, folder: Path, report: Report = lambda done: None, shard_bytes: int = SHARD_BYTES) -> Exported:
         """Make the folder, whole or not at all; report(bytes) follows it."""
         shards = _cut(self._tensors, shard_bytes)
-        with whole_folder(folder, self.bytes) as draft:
+        with new_folder(folder, self.bytes) as draft:
             names = _names(len(shards))
             for name, tensors in zip(names, shards, strict=True):
                 write_safetensors(draft / name, tensors, {"format": "pt"}, report)

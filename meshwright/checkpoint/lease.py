@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from meshwright.data.store import sync
+from meshwright.atomic import sync
 from meshwright.errors import UserError
 
 _LEASE = re.compile(r"\.attempt-(\d{6})")

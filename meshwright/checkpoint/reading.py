@@ -245,5 +245,5 @@ def _parsed(path: Path, record: type[R]) -> R:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(place) for place in problem["loc"])
-        told = f"{where}: {problem['msg']}" if where else problem["msg"]
-        raise Damaged(f"{path} is not what this program wrote ({told})") from None
+        report = f"{where}: {problem['msg']}" if where else problem["msg"]
+        raise Damaged(f"{path} is not what this program wrote ({report})") from None

@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from meshwright.atomic import sync
 from meshwright.checkpoint.backup import back_up, prune_backups
 from meshwright.checkpoint.catalogue import bring_into_sight, checkpoint_path, remove, surplus
 from meshwright.checkpoint.interval import Interval
@@ -23,7 +24,6 @@ from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 from meshwright.checkpoint.staging import Allocate, Staging
-from meshwright.data.store import sync
 from meshwright.errors import UserError
 from meshwright.job import Job
 
@@ -78,7 +78,7 @@ class Saver:
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._aftercare: threading.Thread | None = None
-        self._told: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
         """What the writing thread has to report, for the thread that trains to say."""
         self._due = False
         self._good_step = saved_step
@@ -167,12 +167,12 @@ class Saver:
             save.write_s = time.perf_counter() - began
             save.written = True
         except Exception as error:  # whatever it is, training goes on
-            told = _sentence(error)
+            report = _sentence(error)
             with suppress(OSError):
                 for file in save.folder.glob("*" if self._ranks == 1 else f"*-rank{self._rank:05d}*"):
                     file.unlink()  # room for what the run writes meanwhile
-                (save.folder / f"failed-{self._rank:05d}").write_text(told)
-            save.error = told
+                (save.folder / f"failed-{self._rank:05d}").write_text(report)
+            save.error = report
 
     def _settle(self, save: _Save, failed: int) -> None:
         self._save = None
@@ -182,19 +182,19 @@ class Saver:
             self._flush()
             self._run(self._commit, save)
             return
-        told = self._whose_failure(save)
+        report = self._whose_failure(save)
         shutil.rmtree(save.folder, ignore_errors=True)
-        self._failed(save, told)
+        self._failed(save, report)
 
     def _whose_failure(self, save: _Save) -> str:
         """The first rank's that failed and what it says; a full disk may have taken the note and not its text."""
-        told = {} if save.error is None else {self._rank: save.error}
+        report = {} if save.error is None else {self._rank: save.error}
         with suppress(OSError):
             for note in sorted(save.folder.glob("failed-*")):
-                told.setdefault(int(note.name[-5:]), note.read_text(errors="replace"))
-        rank = min(told, default=0)
-        who = f"rank {rank}: " if told and self._ranks > 1 else ""
-        return who + (told.get(rank) or "its share could not be written")
+                report.setdefault(int(note.name[-5:]), note.read_text(errors="replace"))
+        rank = min(report, default=0)
+        who = f"rank {rank}: " if report and self._ranks > 1 else ""
+        return who + (report.get(rank) or "its share could not be written")
 
     def _commit(self, save: _Save) -> None:
         """On rank 0, in its writing thread: make the checkpoint whole, bring it into sight, let old ones go."""
@@ -215,7 +215,7 @@ class Saver:
         seconds = {"pause_s": save.pause_s, "waited_s": save.waited_s, "write_s": save.write_s, "total_s": total_s}
         fields = {"bytes": size, **{name: round(value, 6) for name, value in seconds.items()}}
         place = str(final.relative_to(self._lease.run))
-        self._told.put(lambda: self._event("checkpoint", step=save.step, path=place, **fields))
+        self._reports.put(lambda: self._event("checkpoint", step=save.step, path=place, **fields))
         if self._settings.backup_to is None:
             self._prune(save)
         else:  # a store may be slow, and the next save must not wait for it
@@ -227,7 +227,7 @@ class Saver:
             remove(surplus(self._lease.run, self._settings.keep_last, self._settings.keep_every))
         except (OSError, UserError) as error:
             text = f"step {save.step}: checkpoint saved, but an old one could not be removed ({_sentence(error)})"
-            self._told.put(lambda: self._message(text))
+            self._reports.put(lambda: self._message(text))
 
     def _back_up(self, save: _Save, final: Path, target: str, before: threading.Thread | None) -> None:
         """In a thread of its own: copy, then let old ones go, none of which is still to be copied then."""
@@ -237,13 +237,13 @@ class Saver:
         try:
             place = back_up(final, target)
         except Exception as error:  # every store has errors of its own
-            told = _sentence(error)
-            text = f"warning: step {save.step}: checkpoint saved, but not copied to {target} ({told})"
-            self._told.put(lambda: self._event("backup_failed", step=save.step, error=told))
-            self._told.put(lambda: self._message(text))
+            report = _sentence(error)
+            text = f"warning: step {save.step}: checkpoint saved, but not copied to {target} ({report})"
+            self._reports.put(lambda: self._event("backup_failed", step=save.step, error=report))
+            self._reports.put(lambda: self._message(text))
         else:
             seconds = round(time.perf_counter() - began, 6)
-            self._told.put(lambda: self._event("backup", step=save.step, place=place, seconds=seconds))
+            self._reports.put(lambda: self._event("backup", step=save.step, place=place, seconds=seconds))
             self._prune_backups(save, target)
         self._prune(save)
 
@@ -252,14 +252,14 @@ class Saver:
             prune_backups(self._lease.run, target, self._settings.keep_last, self._settings.keep_every)
         except Exception as error:  # every store has errors of its own
             text = f"step {save.step}: checkpoint copied, but an old copy could not be removed ({_sentence(error)})"
-            self._told.put(lambda: self._message(text))
+            self._reports.put(lambda: self._message(text))
 
     def _failed(self, save: _Save, error: str) -> None:
         self._failure = error
         kept = "none is complete yet" if self._good_step is None else f"the last complete one is step {self._good_step}"
         text = f"warning: the checkpoint of step {save.step} failed ({error}); training goes on, {kept}"
-        self._told.put(lambda: self._event("checkpoint_failed", step=save.step, error=error))
-        self._told.put(lambda: self._message(text))
+        self._reports.put(lambda: self._event("checkpoint_failed", step=save.step, error=error))
+        self._reports.put(lambda: self._message(text))
 
     def _wait(self) -> None:
         """Until this rank, and where a save is on its way every rank, has nothing left to do."""
@@ -275,8 +275,8 @@ class Saver:
         self._thread = _started(work, *arguments)
 
     def _tell(self) -> None:
-        while not self._told.empty():
-            self._told.get()()
+        while not self._reports.empty():
+            self._reports.get()()
 
 
 def _started(work: Callable[..., None], *arguments: Any) -> threading.Thread:

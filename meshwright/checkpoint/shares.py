@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from meshwright.checkpoint.records import FORMAT, Facts, FileRecord, Index, Manifest, Part, PieceRecord, Share, is_whole
 from meshwright.checkpoint.records import TensorRecord as Whole
-from meshwright.checkpoint.tensorfile import DTYPE_NAMES, write_tensors
+from meshwright.checkpoint.tensorfile import DTYPE_NAMES, Planned, write_safetensors
 
 INDEX, MANIFEST, JOB = "index.json", "manifest.json", "job.json"
 FILE_BYTES = 2**30
@@ -40,7 +40,7 @@ def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int, held
     with ThreadPoolExecutor(WRITERS) as pool:
         written = list(
             pool.map(
-                lambda file: write_tensors(folder / file[0], {part.key: part.values for part in file[1]}),
+                lambda file: write_safetensors(folder / file[0], [Planned.of(p.key, p.values) for p in file[1]]),
                 planned,
             )
         )
@@ -75,8 +75,8 @@ def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, An
     for name, tensor in tensors.items():
         if not is_whole(tensor):
             entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-            told = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
-            raise Incomplete(f"{told}, some of them twice" if entries == math.prod(tensor.shape) else told)
+            report = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
+            raise Incomplete(f"{report}, some of them twice" if entries == math.prod(tensor.shape) else report)
     files = {name: record for share in shares for name, record in share.files.items()}
     index = Index(format=FORMAT, attempt=attempt, ranks=ranks, facts=facts, tensors=tensors)
     files[INDEX] = _write_text(folder / INDEX, json.dumps(index.model_dump(mode="python"), separators=(",", ":")))

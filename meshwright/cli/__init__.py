@@ -1,7 +1,6 @@
 """The command line: one thin function a command, over one room. Rooms are imported inside the commands, so that
 `--help` stays instant and imports no torch."""
 
-import os
 import sys
 import warnings
 from importlib.metadata import version as version_of
@@ -30,6 +29,7 @@ from meshwright.cli import (
 )
 from meshwright.cli.given import refusals_of_the_system, require_text
 from meshwright.errors import UserError
+from meshwright.ranks import is_first_rank
 from meshwright.version import VERSION
 
 app = typer.Typer(
@@ -79,7 +79,7 @@ def _options(
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks; works after the command's name too."),
 ) -> None:
     """Both options act before any command runs."""
-    if context.invoked_subcommand in RUNS_TORCH and os.environ.get("RANK", "0") == "0":
+    if context.invoked_subcommand in RUNS_TORCH and is_first_rank():
         from meshwright.hardware.torch_versions import untested
 
         if note := untested(version_of("torch")):
@@ -92,7 +92,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *place: Any, 
 
     if not issubclass(category, UnusedFieldWarning):
         _SHOW_WARNING(message, category, *place, **more)
-    elif os.environ.get("RANK", "0") == "0":
+    elif is_first_rank():
         print(f"meshwright: warning: {message}", file=sys.stderr)
 
 

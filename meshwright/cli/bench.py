@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.job import Job
-    from meshwright.launch.ranks import Place
     from meshwright.measure import Bench
+    from meshwright.ranks import Place
 
 SWEEP = typer.Option([], "--sweep", metavar="FIELD=V,V", help="Measure every combination of these values; may repeat.")
 SHOWN_KERNELS = 20
@@ -40,10 +39,9 @@ def bench(
     """Time a job's training steps; nothing is saved. Inside torchrun or srun, as one of its ranks."""
     from meshwright.cli.output import stderr_console, stdout_console
     from meshwright.job import load_job
-    from meshwright.launch.ranks import find_place, slurm_variables
+    from meshwright.ranks import own_place
 
-    os.environ.update(slurm_variables(os.environ))
-    place = find_place(os.environ)
+    place = own_place()
     console = stderr_console() if as_json else stdout_console()
     counts = ("--steps", str(steps), "--warmup", str(warmup), *["--profile"] * profile, *["--trust"] * trust)
     if out is not None and not sweep:

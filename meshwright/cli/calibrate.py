@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from meshwright.cli.job import JSON
 
 if TYPE_CHECKING:
     from meshwright.hardware import Profile
-    from meshwright.launch.ranks import Place
+    from meshwright.ranks import Place
 
 OUT = typer.Option(None, "--out", metavar="FILE", help="Write the profile here instead of this user's folder.")
 
@@ -25,10 +24,9 @@ def calibrate(
     as_json: bool = JSON,
 ) -> None:
     """Measure this machine's kernels, memory and links; plans and benches use the profile from then on."""
-    from meshwright.launch.ranks import find_place, slurm_variables
+    from meshwright.ranks import own_place
 
-    os.environ.update(slurm_variables(os.environ))
-    place = find_place(os.environ)
+    place = own_place()
     if place is None and nproc is not None:
         _with_ranks(out, quick, nproc, device, as_json)
     else:
@@ -57,7 +55,7 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
     from meshwright.job import Job
     from meshwright.launch.devices import with_own_device
     from meshwright.launch.failures import failures_written_down
-    from meshwright.measure import calibrated
+    from meshwright.measure import measure_profile
     from meshwright.train import choose_device
 
     job = Job.model_validate({"run": {"device": device}})
@@ -66,8 +64,8 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
         console = stderr_console() if as_json else stdout_console()
         console.quiet = place is not None and place.rank > 0
         with console.status("measuring") as status:
-            told = (lambda part: status.update(f"measuring {part}")) if console.is_terminal else (lambda part: None)
-            profile = calibrated(chosen, place, quick=quick, told=told)
+            report = (lambda part: status.update(f"measuring {part}")) if console.is_terminal else (lambda part: None)
+            profile = measure_profile(chosen, place, quick=quick, report=report)
     if profile is None:
         return
     path = out or profiles_folder() / f"{profile.gpu}.json"

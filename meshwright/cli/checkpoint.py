@@ -49,8 +49,8 @@ def list_(run: Path = RUN, as_json: bool = JSON) -> None:
     except UserError as error:  # what lies in the folder can be told all the same
         copies, unreachable = [], str(error)
     if as_json:
-        told = [{"step": copy.step, "place": copy.place, "complete": copy.complete} for copy in copies]
-        backup = {"target": target, "error": unreachable, "copies": told}
+        report = [{"step": copy.step, "place": copy.place, "complete": copy.complete} for copy in copies]
+        backup = {"target": target, "error": unreachable, "copies": report}
         _print_json({"run": str(run), "checkpoints": rows, "backup": backup})
         return
     if rows:
@@ -77,8 +77,8 @@ def restore(run: Path = RUN, as_json: bool = JSON) -> None:
         raise UserError(f"{run} has no backup: its job sets no checkpoint.backup_to; nothing can be brought back")
     found, passed_over = bring_back(run, target)
     if found is None:
-        told = f" ({passed_over[0]})" if passed_over else ""
-        raise UserError(f"checkpoint.backup_to = {target} holds no sound copy of {run}{told}; start the run anew")
+        report = f" ({passed_over[0]})" if passed_over else ""
+        raise UserError(f"checkpoint.backup_to = {target} holds no sound copy of {run}{report}; start the run anew")
     if as_json:
         _print_json(
             {"run": str(run), "step": found.facts.step, "path": str(found.path), "from": target, "refused": passed_over}
@@ -170,7 +170,7 @@ def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
 
     one, other = _opened(first), _opened(second)
     with one, other:
-        tensors = [{"name": name, "difference": told} for name, told in differences(one, other)]
+        tensors = [{"name": name, "difference": report} for name, report in differences(one, other)]
     facts, others = one.facts.model_dump(), other.facts.model_dump()
     changed = {name: [facts[name], others[name]] for name in facts if repr(facts[name]) != repr(others[name])}
     if as_json:
@@ -207,8 +207,8 @@ def prune(
         try:
             remove(paths)
         except OSError as error:
-            told = f"{error.filename} cannot be removed ({error.strerror})"
-            raise UserError(f"{told}; see that you may write to {run / 'checkpoints'}") from None
+            report = f"{error.filename} cannot be removed ({error.strerror})"
+            raise UserError(f"{report}; see that you may write to {run / 'checkpoints'}") from None
     if as_json:
         _print_json({"run": str(run), "dry_run": dry_run, "removed": [path.name for path in paths]})
         return

@@ -119,8 +119,8 @@ def verify(folder: Path = FOLDER, as_json: bool = JSON) -> None:
     with stderr_console().status("reading") as status:
         found = check(folder, lambda done, total: status.update(f"reading {done / max(1, total):.0%}"))
     if as_json:
-        told = {"files": found.files, "bytes": found.bytes, "damages": found.damages}
-        print_json({"folder": str(folder), "ok": not found.damages, **told})
+        message = {"files": found.files, "bytes": found.bytes, "damages": found.damages}
+        print_json({"folder": str(folder), "ok": not found.damages, **message})
     else:
         for damage in found.damages:
             print(f"DAMAGED: {damage}")
@@ -166,8 +166,8 @@ def _summary(manifest: Manifest) -> dict[str, object]:
         "identity",
         "content",
     )
-    told = manifest.model_dump(include=set(names))
-    return {**{name: told[name] for name in names}, "shards": len(manifest.shards), "files": len(manifest.sources)}
+    message = manifest.model_dump(include=set(names))
+    return {**{name: message[name] for name in names}, "shards": len(manifest.shards), "files": len(manifest.sources)}
 
 
 def _print_summary(folder: Path, manifest: Manifest) -> None:

@@ -118,15 +118,15 @@ def _economy(one: "Candidate", cluster: "Cluster", training: Training) -> "Econo
 
 def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[str]:
     """The best layout's whole training, in words."""
-    told = _economy(best, cluster, training)
-    if told is None:
+    report = _economy(best, cluster, training)
+    if report is None:
         return []
-    line = f"{told.tokens:.3g} tokens: {told.days:,.1f} days, {told.gpu_hours:,.0f} GPU-hours"
-    line += "" if told.cost is None else f", cost {told.cost:,.0f}"
-    if told.goodput is None or told.save_every_s is None:
+    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} GPU-hours"
+    line += "" if report.cost is None else f", cost {report.cost:,.0f}"
+    if report.goodput is None or report.save_every_s is None:
         return [line, "failures are not counted; --mtbf-hours says how often they come"]
-    saves = f"a checkpoint of {told.save_s:.1f} s every {told.save_every_s / 60:.0f} minutes"
-    return [line, f"goodput {told.goodput:.1%}: {saves}, half of that and a restart lost with every failure"]
+    saves = f"a checkpoint of {report.save_s:.1f} s every {report.save_every_s / 60:.0f} minutes"
+    return [line, f"goodput {report.goodput:.1%}: {saves}, half of that and a restart lost with every failure"]
 
 
 def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
@@ -143,8 +143,8 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
         mfu = "–" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         size = f"{prediction.fullest.device / GIB:.1f}"
         rate = f"{prediction.tokens_per_s_per_gpu:,.0f}"
-        told = _economy(one, cluster, training)
-        days = [] if told is None else [f"{told.days:,.1f}"]
+        report = _economy(one, cluster, training)
+        days = [] if report is None else [f"{report.days:,.1f}"]
         table.add_row(layout_words(one.job), rate, mfu, f"{prediction.step_s:.3g}", size, *days, limit(prediction))
     return table
 
@@ -164,7 +164,7 @@ def _as_json(
     def row(one: "Candidate") -> dict[str, Any]:
         named = ("batch", "layout", "memory", "precision")
         sections = {name: getattr(one.job, name).model_dump(mode="json") for name in named}
-        told = _economy(one, cluster, training)
+        report = _economy(one, cluster, training)
         return {
             **sections,
             "step_s": one.prediction.step_s,
@@ -172,7 +172,7 @@ def _as_json(
             "mfu": one.prediction.mfu,
             "device_bytes": one.prediction.fullest.device,
             "limited_by": limit(one.prediction),
-            "training": None if told is None else asdict(told),
+            "training": None if report is None else asdict(report),
         }
 
     return {

@@ -13,7 +13,7 @@ from meshwright.cli.job import JOB, JSON, SET, TRUST
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.launch.ranks import Place
+    from meshwright.ranks import Place
     from meshwright.runs.lifecycle import Finished
 
 
@@ -33,15 +33,14 @@ def train(
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
     from meshwright.cli.output import rank_failures_told, stderr_console, stdout_console
     from meshwright.errors import UserError
-    from meshwright.launch.ranks import find_place, slurm_variables
+    from meshwright.ranks import own_place
 
     if master is not None:
         _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master))
         return
     if nodes > 1:
         raise UserError(f"--nodes {nodes} needs --master HOST:PORT, where the machines meet; give it on every machine")
-    os.environ.update(slurm_variables(os.environ))
-    place = find_place(os.environ)
+    place = own_place()
     console = stderr_console() if as_json else stdout_console()
     if place is not None:
         if nproc is not None:

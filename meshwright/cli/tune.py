@@ -45,10 +45,12 @@ def tune(
     arguments = ("--steps", str(steps), "--warmup", str(warmup), *ranks, *["--trust"] * trust)
     console.print(f"{'setting':58} {'predicted':>11} {'tokens/s':>11} {'MFU':>7} {'GiB':>7}", highlight=False)
 
-    def told(one: Tried) -> None:
+    def report(one: Tried) -> None:
         console.print(_line(one), markup=False, highlight=False, soft_wrap=True)
 
-    found = measured(job, overrides, device_name(device), nproc or 1, file, best=best, arguments=arguments, told=told)
+    found = measured(
+        job, overrides, device_name(device), nproc or 1, file, best=best, arguments=arguments, report=report
+    )
     if write is not None:
         chosen = load_job(job, [*overrides, *found.best], trust=trust).job
         write_file(write, job_text(chosen, f"tuned from {job}: {found.verdict}"), "--write")

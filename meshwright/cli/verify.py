@@ -220,8 +220,8 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
     if device != "cpu" or dtype not in ROUNDING:
         without = [line for line in lines if not line.through_train]
         if len(without) < len(lines):
-            told = f"lines that go through `train`, judged on the CPU in {' or '.join(ROUNDING)}"
-            say(stderr_console(), f"left out: {len(lines) - len(without)} {told}")
+            report = f"lines that go through `train`, judged on the CPU in {' or '.join(ROUNDING)}"
+            say(stderr_console(), f"left out: {len(lines) - len(without)} {report}")
         lines = without
     with stderr_console().status("") as status:
         show = lambda line: status.update(f"{len(results)}/{len(lines)}  {line.name}")  # noqa: E731

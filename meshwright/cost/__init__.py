@@ -2,7 +2,6 @@
 
 from meshwright.cost.cost import Cost, flops_per_token
 from meshwright.cost.head import chunk_rows, in_whole_lines
-from meshwright.cost.interval import best_interval_s
 from meshwright.cost.modules import (
     attention_cost,
     block_cost,
@@ -16,16 +15,30 @@ from meshwright.cost.parameters import (
     block_parameters,
     block_products,
     block_tensors,
+    layer_parameters,
     matmul_parameters,
     parameter_count,
+    stage_parameters,
     tensor_count,
 )
 from meshwright.cost.recompute import KEPT_OPERATIONS, MODES, PROJECTIONS, Mode, remade_bytes
+from meshwright.cost.states import (
+    ADAMW_MOVED_BYTES,
+    MASTER_BYTES,
+    SCALED_COLUMNS,
+    best_interval_s,
+    checkpoint_bytes,
+    moments_of,
+    state_bytes,
+)
 
 __all__ = [
+    "ADAMW_MOVED_BYTES",
     "KEPT_OPERATIONS",
+    "MASTER_BYTES",
     "MODES",
     "PROJECTIONS",
+    "SCALED_COLUMNS",
     "Cost",
     "Mode",
     "attention_cost",
@@ -34,6 +47,7 @@ __all__ = [
     "block_parameters",
     "block_products",
     "block_tensors",
+    "checkpoint_bytes",
     "chunk_rows",
     "decoder_cost",
     "embedding_cost",
@@ -41,9 +55,13 @@ __all__ = [
     "flops_per_token",
     "head_cost",
     "in_whole_lines",
+    "layer_parameters",
     "matmul_parameters",
+    "moments_of",
     "norm_cost",
     "parameter_count",
     "remade_bytes",
+    "stage_parameters",
+    "state_bytes",
     "tensor_count",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshwright.job import Job
 from meshwright.job.model import Model
 
 
@@ -55,6 +56,20 @@ def block_parameters(shape: Model, tp: int = 1) -> float:
         tensor.elements / (tp if tensor.cut and not name.startswith(copied) else 1)
         for name, tensor in block_tensors(shape).items()
     )
+
+
+def layer_parameters(job: Job) -> float:
+    """Elements of one block on one tensor-parallel rank."""
+    return block_parameters(job.model, job.layout.tp)
+
+
+def stage_parameters(job: Job, layers: int, *, first: bool, last: bool) -> float:
+    """Elements of a stage on one tensor-parallel rank; a tied table is held at both ends of a pipeline."""
+    model = job.model
+    table = model.vocab_size * model.width / job.layout.tp
+    tables = (first or last) if model.tied and job.layout.pp == 1 else first + last
+    positions = model.max_sequence_length * model.width if first and model.positions == "learned" else 0
+    return layers * layer_parameters(job) + tables * table + positions
 
 
 def matmul_parameters(shape: Model) -> int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from meshwright.data.store import sync
+from meshwright.atomic import sync
 
 MANIFEST = "manifest.json"
 _PARTIAL = ".partial"

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
+from meshwright.atomic import atomic_file, write_atomic
 from meshwright.data.files import read_json
 from meshwright.data.packing import (
     Packed,
@@ -21,7 +20,7 @@ from meshwright.data.packing import (
     running_shares,
 )
 from meshwright.data.samples import IGNORE, Sample
-from meshwright.data.store import Int64Array, SyntheticTokens, TokenStore, load_index, sync
+from meshwright.data.store import Int64Array, SyntheticTokens, TokenStore, load_index
 from meshwright.errors import UserError
 
 PADDING = 0
@@ -179,21 +178,11 @@ def _write(name: Path, index: PackIndex) -> None:
     facts |= {"sizes": [len(array) for array in arrays]}
     try:
         for kind, array in zip(_ARRAYS, arrays, strict=True):
-            _replace(Path(f"{name}.{kind}.npy"), lambda path, array=array: np.save(path, array))
-        _replace(Path(f"{name}.json"), lambda path: path.write_text(json.dumps(facts) + "\n", encoding="utf-8"))
-        sync(name.parent)
+            with atomic_file(Path(f"{name}.{kind}.npy"), durable=True) as draft, draft.open("wb") as stream:
+                np.save(stream, array)
+        write_atomic(Path(f"{name}.json"), json.dumps(facts) + "\n", durable=True)
     except OSError:
         Path(f"{name}.json").unlink(missing_ok=True)
-
-
-def _replace(path: Path, write: Any) -> None:
-    draft = path.with_name(f".{uuid4().hex}{path.suffix}")
-    try:
-        write(draft)
-        sync(draft)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _read(name: Path) -> PackIndex | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 
+from meshwright.atomic import sync
 from meshwright.data.cache import MANIFEST, building, cache_root, sweep
 from meshwright.data.chat import ChatTemplate, load_chat_template
 from meshwright.data.corpus import Corpus
@@ -23,7 +24,7 @@ from meshwright.data.join import joined
 from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
 from meshwright.data.split import SplitWriter, splits_by_document
-from meshwright.data.store import FileTokens, SyntheticTokens, load_index, sync, token_dtype
+from meshwright.data.store import FileTokens, SyntheticTokens, load_index, token_dtype
 from meshwright.data.tokenizer import LARGEST_VOCABULARY, Tokenizer, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data

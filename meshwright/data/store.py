@@ -213,15 +213,6 @@ class TokenWriter:
                 stream.close()
 
 
-def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _lost(path: Path) -> UserError:
     return UserError(
         f"data.cache: {path} is gone, damaged or was cut short since it was prepared; delete the folder {path.parent} "

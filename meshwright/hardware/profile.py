@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
+from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import Dtype, Fact, Gpu, known_gpus
 
@@ -189,7 +190,6 @@ def read_profile(path: Path) -> Profile:
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile where nothing half-written can be found."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     fields = profile.model_dump(mode="json", exclude_none=True)
     lists = {name: value for name, value in fields.items() if isinstance(value, list) and value}
     plain = {name: value for name, value in fields.items() if not isinstance(value, list)}
@@ -197,8 +197,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     for name, rows in lists.items():
         lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
         parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
-    beside.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-    beside.replace(path)
+    write_atomic(path, "{\n" + ",\n".join(parts) + "\n}\n")
 
 
 def today() -> str:

@@ -1,7 +1,11 @@
-"""Which torch releases Meshwright runs on: none before the oldest, and a word of warning past the newest tested."""
+"""Which torch releases Meshwright runs on, with a warning past the newest tested, and whether Triton came along."""
+
+import importlib.util
 
 OLDEST = (2, 11)
 NEWEST_TESTED = (2, 15)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Whether kernels written in Triton can be compiled; it comes with torch for GPUs, and needs one."""
 
 
 def too_old(version: str) -> bool:

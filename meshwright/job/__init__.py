@@ -16,9 +16,11 @@ from meshwright.job.load import LoadedJob, job_fields, job_of_table, job_schema,
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.presets import model_preset, model_presets, recipes
 from meshwright.job.text import job_text
+from meshwright.job.training import FORMAT_BYTES
 from meshwright.job.trust import code_of, require_trust
 
 __all__ = [
+    "FORMAT_BYTES",
     "Converted",
     "Job",
     "LoadedJob",

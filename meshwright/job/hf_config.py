@@ -36,8 +36,8 @@ def model_of_config(config: Mapping[str, Any], name: str = "config.json") -> Mod
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        told = f"{where} = {_shown(problem['input'])}: {problem['msg']}" if where else problem["msg"]
-        raise UserError(f"{name} makes no model ({told}); take it from the model's page") from None
+        report = f"{where} = {_shown(problem['input'])}: {problem['msg']}" if where else problem["msg"]
+        raise UserError(f"{name} makes no model ({report}); take it from the model's page") from None
 
 
 def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:

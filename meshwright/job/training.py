@@ -8,6 +8,9 @@ from meshwright.job.section import Section
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
+FORMAT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 1}
+"""Bytes of one number in memory: tf32 and fp8 are formats of matrix products alone, fp8's numbers are kept in bf16."""
+
 
 class Batch(Section):
     """How much text one optimizer step sees; accumulation is derived, never set."""
@@ -33,8 +36,13 @@ class Precision(Section):
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of one number as computed with: tf32 and fp8 are formats of matrix products alone."""
-        return 4 if self.compute in ("fp32", "tf32") else 2
+        """Bytes of one number as computed with."""
+        return FORMAT_BYTES[self.compute]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one gradient while it is accumulated and reduced."""
+        return FORMAT_BYTES[self.gradients]
 
 
 class Optimizer(Section):

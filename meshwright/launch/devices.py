@@ -4,7 +4,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.ranks import Place
+from meshwright.ranks import Place
 
 
 def require_devices(job: Job, ranks_here: int) -> None:

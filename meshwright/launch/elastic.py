@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwright.atomic import atomic_file
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.devices import require_devices
@@ -263,10 +264,9 @@ def _signals_kept(stop_file: Path) -> Iterator[None]:
     def ask(number: int, _frame: FrameType | None) -> None:
         if stop_file.exists():
             raise KeyboardInterrupt
-        draft = stop_file.with_suffix(".new")  # a rank must not read it half-written
-        with contextlib.suppress(OSError):  # a full disk takes a name where it takes no text
+        # A rank must not read it half-written; a full disk takes a name where it takes no text.
+        with atomic_file(stop_file) as draft, contextlib.suppress(OSError):
             draft.write_text(signal.Signals(number).name)
-        draft.rename(stop_file)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may install handlers

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import meshwright
+from meshwright.atomic import write_atomic
 from meshwright.data import WorkerDied
 from meshwright.errors import UserError
 from meshwright.train import OutOfMemory
@@ -38,10 +39,10 @@ class NoMeetingPoint(RankFailure):
     """The ranks never met: the port they would have found each other at is taken, or nobody answered there."""
 
     def __init__(self, place: str, error: Exception) -> None:
-        told = " ".join(str(error.__cause__ or error).split())
-        if "EADDRINUSE" in told:
-            told = "the port is in use"
-        sentence = f"the ranks cannot meet at {place} ({told}); see that all machines are up, or give another port"
+        report = " ".join(str(error.__cause__ or error).split())
+        if "EADDRINUSE" in report:
+            report = "the port is in use"
+        sentence = f"the ranks cannot meet at {place} ({report}); see that all machines are up, or give another port"
         super().__init__(sentence, None, "".join(traceback.format_exception(error)))
 
 
@@ -62,10 +63,9 @@ def failures_written_down() -> Iterator[None]:
 def write_failure(error: Exception) -> None:
     """Leave an error in the file the launcher named, if one did."""
     if path := os.environ.get(ERROR_FILE):
-        draft = Path(f"{path}.new")  # the agent fails itself on a file that is half-written
-        with suppress(OSError):  # on a full disk the exit code still tells that something failed
-            draft.write_text(json.dumps(_described(error)), encoding="utf-8")
-            draft.rename(path)
+        # The agent fails itself on a file that is half-written; on a full disk the exit code still says enough.
+        with suppress(OSError):
+            write_atomic(Path(path), json.dumps(_described(error)))
 
 
 def leave(code: int) -> NoReturn:
@@ -78,12 +78,12 @@ def leave(code: int) -> NoReturn:
 def _described(error: Exception) -> dict[str, Any]:
     """The fields torch's agents read, and ours beside them; the clock, which nobody sets, orders the failures."""
     mistake = isinstance(error, UserError)
-    told = str(error) if mistake else f"{type(error).__name__}: {error}"
+    report = str(error) if mistake else f"{type(error).__name__}: {error}"
     callstack = "".join(traceback.format_exception(error))
     # torchrun prints py_callstack; nobody needs one to mend a mistake of their own.
-    extra = {"py_callstack": told if mistake else callstack, "timestamp": time.time()}
+    extra = {"py_callstack": report if mistake else callstack, "timestamp": time.time()}
     return {
-        "message": {"message": told, "extraInfo": extra},
+        "message": {"message": report, "extraInfo": extra},
         "callstack": callstack,
         "users_mistake": mistake,
         "out_of_memory": isinstance(error, OutOfMemory),
@@ -132,13 +132,13 @@ def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None =
     failure = failures[rank]
     written = failure.error_file_data
     message = failure.message
-    told = str(message["message"]) if isinstance(message, dict) else str(message)
+    report = str(message["message"]) if isinstance(message, dict) else str(message)
     if written.get("users_mistake"):
-        mistake = OutOfMemory(f"rank {rank}: {told}") if written.get("out_of_memory") else UserError(told)
+        mistake = OutOfMemory(f"rank {rank}: {report}") if written.get("out_of_memory") else UserError(report)
         mistake.add_note(_callstack(failure))  # shown by --debug
         return mistake
     if isinstance(message, dict):
-        how = f"failed at {written.get('place', 'an unknown line')}: {told.splitlines()[0]}"
+        how = f"failed at {written.get('place', 'an unknown line')}: {report.splitlines()[0]}"
     elif failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
         how += " (the system does so when memory runs out)" if failure.signal_name() == "SIGKILL" else ""

@@ -104,7 +104,7 @@ class Heartbeat:
     """Beats until it is stopped, and reads what others left: nobody else waits for a store that may be out of reach."""
 
     def __init__(self, board: Board, rank: int, ranks: int, activity: Activity, watchdog_s: float) -> None:
-        self._board, self._rank, self._ranks, self._pulse = board, rank, ranks, activity
+        self._board, self._rank, self._ranks, self._activity = board, rank, ranks, activity
         self._interval_s = beat_interval_s(watchdog_s)
         self.curious = False
         """Set to have the others' beats read."""
@@ -153,7 +153,7 @@ class Heartbeat:
             self.shown = self._board.stacks(1, self._ranks)
 
     def _beat(self) -> Beat:
-        activity = self._pulse
+        activity = self._activity
         self._number += 1
         place, collective = _whereabouts(sys._current_frames().get(threading.main_thread().ident or 0))
         here = (os.getpid(), socket.gethostname())

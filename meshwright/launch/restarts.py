@@ -133,5 +133,5 @@ def last_step(folder: RunFolder) -> int:
 
 def cause_of(error: BaseException) -> str:
     """One sentence."""
-    told = str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
-    return told.splitlines()[0]
+    report = str(error) if isinstance(error, UserError | RankFailure) else f"{type(error).__name__}: {error}"
+    return report.splitlines()[0]

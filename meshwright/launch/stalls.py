@@ -13,7 +13,7 @@ VERDICT, _SILENT = 0.7, 0.4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Stall:
     """A standstill: who is to blame, and where every rank was last seen."""
 
     missing: tuple[int, ...]
@@ -27,19 +27,19 @@ class Verdict:
         """Who, for how long, and where they were; where the others wait."""
         who = _ranks(self.missing)
         how = "gave no sign" if self.silent else "made no headway"
-        told = [f"{who} {how} for {self.still_s:.1f} s (run.watchdog_s = {watchdog_s:g})"]
+        report = [f"{who} {how} for {self.still_s:.1f} s (run.watchdog_s = {watchdog_s:g})"]
         seen = [rank for rank in self.missing if rank in self.last]
         if seen:
-            told.append("last seen in " + "; ".join(_each(self.last, seen)))
+            report.append("last seen in " + "; ".join(_each(self.last, seen)))
         if self.never_seen:
-            told.append(f"{_ranks(self.never_seen)} never seen at all")
+            report.append(f"{_ranks(self.never_seen)} never seen at all")
         waiting = [rank for rank, beat in self.last.items() if rank not in self.missing and not beat.done]
         if waiting:
-            told.append("others in " + "; ".join(_each(self.last, waiting)))
-        return ", ".join(told)
+            report.append("others in " + "; ".join(_each(self.last, waiting)))
+        return ", ".join(report)
 
 
-class Judge:
+class StallDetector:
     """Keeps since when each rank has not moved."""
 
     def __init__(self, ranks: int, watchdog_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class Judge:
                 self._moved_since[rank] = now
             self._last[rank] = beat
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Stall | None:
         """Of a standstill that has lasted too long."""
         now = self._clock()
         still = {rank: now - since for rank, since in self._moved_since.items() if not self._done(rank)}
@@ -77,17 +77,17 @@ class Judge:
         late = [rank for rank in still if max(still[rank], quiet[rank]) > limit * self._patience(rank)]
         return self.accuse(max(still[rank] for rank in late)) if late else None
 
-    def accuse(self, still_s: float) -> Verdict:
+    def accuse(self, still_s: float) -> Stall:
         """Name those to blame for a standstill: the silent, else those outside of collectives, else those behind."""
         now = self._clock()
         alive = [rank for rank in self._moved_since if not self._done(rank)]
         unseen = tuple(rank for rank in alive if rank not in self._last)
         silent = [rank for rank in alive if now - self._beat_since[rank] > _SILENT * self._watchdog_s]
         if silent:
-            return Verdict(tuple(silent), True, still_s, dict(self._last), unseen)
+            return Stall(tuple(silent), True, still_s, dict(self._last), unseen)
         own = [rank for rank in alive if self._last[rank].collective is None]
         still = [rank for rank in own if now - self._moved_since[rank] > _SILENT * self._watchdog_s]
-        return Verdict(tuple(still or _behind(self._last, alive)), False, still_s, dict(self._last))
+        return Stall(tuple(still or _behind(self._last, alive)), False, still_s, dict(self._last))
 
     def _done(self, rank: int) -> bool:
         return rank in self._last and self._last[rank].done

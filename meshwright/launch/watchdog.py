@@ -19,8 +19,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.launch.failures import Hang, write_failure
 from meshwright.launch.heartbeat import ANSWER_S, WATCH, Board, Heartbeat, beat_interval_s
-from meshwright.launch.ranks import Place
-from meshwright.launch.stalls import COLD, COLDEST_S, VERDICT, Judge, Verdict
+from meshwright.launch.stalls import COLD, COLDEST_S, VERDICT, Stall, StallDetector
+from meshwright.ranks import Place
 from meshwright.runs.folder import RunFolder
 from meshwright.train import Activity
 
@@ -60,15 +60,15 @@ class Watch:
         del self._board, self._store  # its port is free again
 
     def _run(self) -> None:
-        judge, alarms = Judge(self._ranks, self._watchdog_s), 0
+        detector, alarms = StallDetector(self._ranks, self._watchdog_s), 0
         while not self._ended.wait(beat_interval_s(self._watchdog_s)):
-            judge.see(self._board.beats(self._ranks))
-            if judge.verdict() is None:
+            detector.see(self._board.beats(self._ranks))
+            if detector.verdict() is None:
                 continue
             alarms += 1
             shown = self._stacks(alarms)
-            judge.see(self._board.beats(self._ranks))
-            if (verdict := judge.verdict()) is not None:  # nobody has come back meanwhile
+            detector.see(self._board.beats(self._ranks))
+            if (verdict := detector.verdict()) is not None:  # nobody has come back meanwhile
                 self._end(verdict, shown)
                 return
 
@@ -80,14 +80,14 @@ class Watch:
             time.sleep(beat_interval_s(self._watchdog_s) / 2)
         return self._board.stacks(alarm, self._ranks)
 
-    def _end(self, verdict: Verdict, shown: Mapping[int, str]) -> None:
+    def _end(self, verdict: Stall, shown: Mapping[int, str]) -> None:
         self.hang = report(self._folder, verdict, shown, self._watchdog_s)
         for rank in verdict.missing if any(rank in verdict.last for rank in verdict.missing) else verdict.last:
             if rank in verdict.last:
                 _kill_child(verdict.last[rank].pid)
 
 
-def report(folder: RunFolder, verdict: Verdict, shown: Mapping[int, str], watchdog_s: float) -> Hang:
+def report(folder: RunFolder, verdict: Stall, shown: Mapping[int, str], watchdog_s: float) -> Hang:
     """Write a standstill down: a text with every stack, and an event that names it."""
     logs = folder.path / "logs"
     number = len(list(logs.glob("watchdog-*.txt")))
@@ -120,23 +120,23 @@ class Life:
     """A rank's heart, once there is a store to beat into."""
 
     def __init__(self, watchdog_s: float, place: Place, activity: Activity) -> None:
-        self._watchdog_s, self._place, self._pulse = watchdog_s, place, activity
-        self._heart: Heartbeat | None = None
+        self._watchdog_s, self._place, self._activity = watchdog_s, place, activity
+        self._heartbeat: Heartbeat | None = None
         self._peers: _Peers | None = None
 
     def begin(self, board: Board) -> None:
         """Start to beat."""
-        self._heart = Heartbeat(board, self._place.rank, self._place.size, self._pulse, self._watchdog_s)
-        self._heart.start()
+        self._heartbeat = Heartbeat(board, self._place.rank, self._place.size, self._activity, self._watchdog_s)
+        self._heartbeat.start()
 
     def met(self) -> None:
         """The ranks have met: where no launcher of ours watches them, they watch each other from now on."""
         address = os.environ.get("MASTER_ADDR")
-        if not self._watchdog_s or self._heart is not None or self._place.size == 1 or address is None:
+        if not self._watchdog_s or self._heartbeat is not None or self._place.size == 1 or address is None:
             return
         self.begin(Board.at(f"{address}:{os.environ['MASTER_PORT']}"))
-        assert self._heart is not None
-        self._peers = _Peers(self._heart, self._place, self._pulse, self._watchdog_s)
+        assert self._heartbeat is not None
+        self._peers = _Peers(self._heartbeat, self._place, self._activity, self._watchdog_s)
         self._peers.start()
 
     def found(self, run: Path) -> None:
@@ -148,15 +148,15 @@ class Life:
         """The rank ends in good order."""
         if self._peers is not None:
             self._peers.ended.set()
-        if self._heart is not None:
-            self._heart.stop()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
 
 class _Peers:
     """A rank's own watchdog, for ranks without a launcher of ours."""
 
-    def __init__(self, heart: Heartbeat, place: Place, activity: Activity, watchdog_s: float) -> None:
-        self._heart, self._place, self._pulse, self._watchdog_s = heart, place, activity, watchdog_s
+    def __init__(self, heartbeat: Heartbeat, place: Place, activity: Activity, watchdog_s: float) -> None:
+        self._heartbeat, self._place, self._activity, self._watchdog_s = heartbeat, place, activity, watchdog_s
         self.run: Path | None = None
         self.ended = threading.Event()
 
@@ -164,36 +164,36 @@ class _Peers:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        judge, moves, since = Judge(self._place.size, self._watchdog_s), -1, time.monotonic()
+        detector, moves, since = StallDetector(self._place.size, self._watchdog_s), -1, time.monotonic()
         while not self.ended.wait(beat_interval_s(self._watchdog_s)):
             now = time.monotonic()
-            if self._pulse.moves != moves:
-                moves, since = self._pulse.moves, now
-            patience = 1.0 if self._pulse.warm else max(COLD, COLDEST_S / self._watchdog_s)
+            if self._activity.moves != moves:
+                moves, since = self._activity.moves, now
+            patience = 1.0 if self._activity.warm else max(COLD, COLDEST_S / self._watchdog_s)
             still = (now - since) / (self._watchdog_s * patience)
-            self._heart.curious = still > _LOOK
+            self._heartbeat.curious = still > _LOOK
             if still < _LOOK:
-                judge = Judge(self._place.size, self._watchdog_s)
+                detector = StallDetector(self._place.size, self._watchdog_s)
                 continue
-            judge.see(self._heart.others)
+            detector.see(self._heartbeat.others)
             if still > VERDICT:
-                self._end(judge, now - since)
+                self._end(detector, now - since)
                 return
 
-    def _end(self, judge: Judge, still_s: float) -> None:
-        cut_off = time.monotonic() - self._heart.heard_at > _UNHEARD * self._watchdog_s
+    def _end(self, detector: StallDetector, still_s: float) -> None:
+        cut_off = time.monotonic() - self._heartbeat.heard_at > _UNHEARD * self._watchdog_s
         if cut_off:
             others = tuple(rank for rank in range(self._place.size) if rank != self._place.rank)
-            verdict = Verdict(others, True, still_s, dict(self._heart.others))  # the network between is cut
+            verdict = Stall(others, True, still_s, dict(self._heartbeat.others))  # the network between is cut
         else:
-            verdict = judge.accuse(still_s)
-        self._heart.alarmed = True
+            verdict = detector.accuse(still_s)
+        self._heartbeat.alarmed = True
         time.sleep(_STACKS * self._watchdog_s)
-        told = [rank for rank in verdict.last if rank not in verdict.missing]
+        message = [rank for rank in verdict.last if rank not in verdict.missing]
         hang = Hang(verdict.sentence(self._watchdog_s), verdict.missing[0], "")
-        if self.run is not None and self._place.rank == min(told, default=self._place.rank):
+        if self.run is not None and self._place.rank == min(message, default=self._place.rank):
             with suppress(Exception):  # a disk that is out of reach must not keep this process alive
-                hang = report(RunFolder.open(self.run), verdict, self._heart.shown, self._watchdog_s)
+                hang = report(RunFolder.open(self.run), verdict, self._heartbeat.shown, self._watchdog_s)
         write_failure(hang)
         if cut_off:
             _wait_for_store()

@@ -18,11 +18,11 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.devices import with_own_device
 from meshwright.launch.failures import NoMeetingPoint
-from meshwright.launch.ranks import ALONE, Place, find_place
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World, join_world
+from meshwright.ranks import ALONE, Place, own_place
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.gather import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.lifecycle import (
@@ -134,7 +134,7 @@ def _met(job: Job, device: torch.device) -> World:
 
 def run_quietly(loaded: LoadedJob, resume: bool = False, dtype: torch.dtype | None = None) -> Finished:
     """Train a job in silence as the rank this process is among torchrun's, or alone where it is none."""
-    return run_job(loaded, Console(quiet=True), find_place(os.environ), resume=resume, dtype=dtype)
+    return run_job(loaded, Console(quiet=True), own_place(), resume=resume, dtype=dtype)
 
 
 def _require_ranks(job: Job, place: Place | None) -> None:
@@ -191,10 +191,10 @@ def _open(
 
 def _last_failure(folder: RunFolder) -> str:
     """What the ranks wrote down before their agent started them again."""
-    told = folder.events("start", "hang", "stop")
-    if not told or told[-1]["kind"] == "start":
+    report = folder.events("start", "hang", "stop")
+    if not report or report[-1]["kind"] == "start":
         return "a rank died without a word"
-    last = told[-1]
+    last = report[-1]
     return str(last.get("error") or f"ranks {last.get('missing')} stood still; see {last.get('report')}")
 
 

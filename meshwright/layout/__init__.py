@@ -1,18 +1,18 @@
 """What a layout may be and what each of its ranks holds, by arithmetic alone, without torch."""
 
-from meshwright.layout.activations import holdings_of_rank, saved_by_name, stages_of_rank
+from meshwright.layout.activations import holdings_of_rank, kv_copies, kv_heads_of, saved_by_name, stages_of_rank
 from meshwright.layout.formats import FP8_MULTIPLE
-from meshwright.layout.heads import kv_copies, kv_heads_of
-from meshwright.layout.one_pass import gradient_format, updates_in_one_pass
 from meshwright.layout.recompute import budget_span, recompute_modes
 from meshwright.layout.rules import (
     axes,
+    gradient_format,
     is_asynchronous,
     most_tensor_parallel,
     padded_vocabulary,
     ranks_of,
     require_layout,
     table_of,
+    updates_in_one_pass,
 )
 from meshwright.layout.stages import split_layers
 

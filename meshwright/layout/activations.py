@@ -1,11 +1,11 @@
 """What a rank keeps of a micro-batch from forward to backward: the model's own count, cut as the layout cuts it."""
 
 from collections.abc import Mapping
+from math import lcm
 
 from meshwright.cost import MODES, Mode, block_cost, decoder_cost, remade_bytes
 from meshwright.job import Job
 from meshwright.layout.budget import BlockBytes, Holding, StageBytes
-from meshwright.layout.heads import kv_copies
 from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Kind, Table
 
@@ -104,3 +104,15 @@ def _again(job: Job, mode: Mode) -> int:
     """FLOPs of a block's forward that its backward repeats, over all ranks that share it."""
     sizes = (job.model, job.batch.micro_batch, job.batch.sequence_length, job.precision.number_bytes)
     return block_cost(*sizes, mode).backward_flops - block_cost(*sizes).backward_flops
+
+
+def kv_heads_of(job: Job) -> int:
+    """Key-value heads that one rank projects: as many as queries where tp does not divide them and copies them."""
+    model, tp = job.model, job.layout.tp
+    return model.kv_heads // tp if model.kv_heads % tp == 0 else model.heads // tp
+
+
+def kv_copies(job: Job) -> int:
+    """How often Ulysses repeats each of a rank's key-value heads: until there are as many for every rank of cp."""
+    layout, held = job.layout, kv_heads_of(job)
+    return lcm(held, layout.cp) // held if layout.cp_method == "ulysses" else 1

@@ -1,7 +1,7 @@
 """Which number formats go with which layouts and shapes, checked before any process starts."""
 
 from meshwright.errors import UserError
-from meshwright.job import Job
+from meshwright.job import FORMAT_BYTES, Job
 
 FP8_MULTIPLE = 16
 """The hardware multiplies fp8 matrices whose sides are multiples of this."""
@@ -46,7 +46,7 @@ def _require_sides(job: Job) -> None:
 
 def _require_narrow_gradients(job: Job) -> None:
     gradients = 'precision.gradients = "bf16"'
-    if job.precision.compute in ("fp32", "tf32"):
+    if job.precision.number_bytes == FORMAT_BYTES["fp32"]:
         raise UserError(
             f'{gradients} is for gradients that are made in 16 bits, but precision.compute = "{job.precision.compute}" '
             'makes them in 32; set precision.compute = "bf16" or precision.gradients = "fp32"'

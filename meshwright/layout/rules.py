@@ -243,3 +243,19 @@ def _require_offload(job: Job) -> None:
 def _degrees(value: int) -> str:
     fitting = [str(degree) for degree in range(1, min(value, 64) + 1) if value % degree == 0]
     return f"set layout.tp to one of {', '.join(fitting)}"
+
+
+def updates_in_one_pass(job: Job) -> bool:
+    """Whether a job's update on one GPU reads gradients in any format and writes the working copy itself."""
+    adamw = job.optimizer.name == "adamw" and job.precision.optimizer_states == "fp32"
+    return adamw and job.precision.number_bytes == 2 and ranks_of(job.layout) == 1 and not job.memory.offload
+
+
+def gradient_format(job: Job) -> str:
+    """The format gradients are kept in until the update, as precision.compute or precision.gradients names it.
+
+    With one micro-batch a step nothing is added up: as backward makes them they are as exact as widened.
+    """
+    if job.accumulation == 1 and updates_in_one_pass(job):
+        return job.precision.compute
+    return job.precision.gradients

@@ -1,8 +1,8 @@
 """Measuring: what a job reaches on the hardware at hand, where its time goes, lists of settings, and the hardware."""
 
 from meshwright.measure.bench import Bench, Spread, bench
-from meshwright.measure.calibrated import calibrated
+from meshwright.measure.calibrate import measure_profile
 from meshwright.measure.sweep import Sweep, settings_of
 from meshwright.measure.tune import Tried, Tuned, tune
 
-__all__ = ["Bench", "Spread", "Sweep", "Tried", "Tuned", "bench", "calibrated", "settings_of", "tune"]
+__all__ = ["Bench", "Spread", "Sweep", "Tried", "Tuned", "bench", "measure_profile", "settings_of", "tune"]

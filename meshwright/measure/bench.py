@@ -17,10 +17,9 @@ from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build
-from meshwright.plan import beside
+from meshwright.plan import compare_with_plan
 from meshwright.train import (
     Silent,
-    Trainer,
     choose_attention,
     device_name,
     device_peak_flops,
@@ -103,7 +102,7 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     watch.attention = choose_attention(timed_job, world)
     engine, weights = build(timed_job, world)
     training = make_trainer(timed_job, corpus, engine, weights, watch, watch, world)
-    if isinstance(training, Trainer):
+    if not is_asynchronous(job):  # whose stages have phases of their own
         watch.phases = Phases(training)
     outcome = training.run(loader=loader)
     return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes)
@@ -194,7 +193,7 @@ def _predicted(
     job: Job, world: World, step_s: float, peak_bytes: int | None, phases: Phases | None
 ) -> list[dict[str, Any]]:
     parts = None if phases is None else phases.medians()
-    terms = beside(job, device_name(world.device), world.size, step_s, peak_bytes, parts)
+    terms = compare_with_plan(job, device_name(world.device), world.size, step_s, peak_bytes, parts)
     return [{**asdict(term), "error": term.error} for term in terms]
 
 

@@ -10,16 +10,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, find_gpu, today
 from meshwright.hardware.profile import Attention, Copy, Loss, Product, ProductKind, Update
 from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
+from meshwright.measure.collectives import collectives
 from meshwright.measure.stopwatch import Stopwatch
 from meshwright.model import attend
 from meshwright.model.head import add_product, loss_of_logits
+from meshwright.model.numbers import DTYPES
 from meshwright.parallel.fp8 import FORWARD, GRADIENT
+from meshwright.ranks import Place
 from meshwright.torch_private.arithmetic import scaled_mm
 from meshwright.train.kernels import BACKENDS
 
@@ -27,19 +32,16 @@ LIMIT_S = 100.0
 QUICK_LIMIT_S = 25.0
 _CACHE_BYTES = 256 * 2**20
 """Operands that calls go round in: several times the cache of any GPU."""
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _UPDATE_ENTRIES = 16 * 2**20
-_ADAM_BYTES = 28.0
-"""AdamW moves for each parameter: gradient, master and moments read, all but the gradient written."""
 
-Told = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Calibration:
     """One device, measured part by part."""
 
-    def __init__(self, device: torch.device, quick: bool, told: Told, shapes: Shapes | None = None) -> None:
-        self.device, self.told = device, told
+    def __init__(self, device: torch.device, quick: bool, report: Report, shapes: Shapes | None = None) -> None:
+        self.device, self.report = device, report
         self.shapes = shapes or shapes_for(device)
         self.cuda = device.type == "cuda"
         self.watch = Stopwatch(device, (0.02 if quick else 0.05) if self.cuda else (0.01 if quick else 0.03))
@@ -49,15 +51,15 @@ class Calibration:
 
     def profile(self) -> Profile:
         """Everything; about two minutes at most."""
-        self.told("launches and copies")
+        self.report("launches and copies")
         fields: dict[str, Any] = {"copies": tuple(self._copies()), "updates": tuple(self._updates())}
         fields |= self._launches() | self._host()
         # Each part may use what is left up to its own share; attention and the loss are few and come first.
-        self.told("attention")
+        self.report("attention")
         fields["attentions"] = tuple(self._until(0.30, self._attentions()))
-        self.told("loss")
+        self.report("loss")
         fields["losses"] = tuple(self._until(0.45, self._losses()))
-        self.told("products")
+        self.report("products")
         fields["products"] = tuple(self._until(1.0, self._products()))
         if not fields["products"] or not fields["copies"]:
             raise UserError(
@@ -156,7 +158,9 @@ class Calibration:
             out = self.watch.median_s(lambda _: host.copy_(there, non_blocking=True))
             found = {"to_device_bytes_per_s": size / into, "to_host_bytes_per_s": size / out}
         update = self._try("an update on the host", self._update_s, _UPDATE_ENTRIES, torch.device("cpu"))
-        return found | ({} if update is None else {"host_update_bytes_per_s": _ADAM_BYTES * _UPDATE_ENTRIES / update})
+        return found | (
+            {} if update is None else {"host_update_bytes_per_s": ADAMW_MOVED_BYTES * _UPDATE_ENTRIES / update}
+        )
 
     def _attentions(self) -> Iterator[Attention]:
         for one in self.shapes.attentions:
@@ -170,7 +174,7 @@ class Calibration:
     def _attention_s(self, one: AttentionShape, kernel: str, groups: str) -> tuple[float, float]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        dtype = _DTYPES[one.dtype]
+        dtype = DTYPES[one.dtype]
 
         def drawn(count: int) -> torch.Tensor:
             made = torch.randn(one.batch, one.sequence, count, one.head_dim, dtype=dtype, device=self.device)
@@ -224,7 +228,7 @@ class Calibration:
             return self._fp8_product_s(kind, rows, columns, inner)
         if self.cuda:
             torch.set_float32_matmul_precision("highest" if dtype == "fp32" else "high")
-        form = _DTYPES[dtype]
+        form = DTYPES[dtype]
         rounds = self._rounds((rows * inner + inner * columns + rows * columns) * form.itemsize)
 
         def drawn(height: int, width: int) -> list[torch.Tensor]:
@@ -296,3 +300,17 @@ def device_words(device: torch.device) -> str:
     import platform
 
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def measure_profile(device: torch.device, place: Place | None, *, quick: bool, report: Report) -> Profile | None:
+    """The profile on rank 0 or in a process alone; None on other ranks."""
+    if place is None:
+        return Calibration(device, quick, report).profile()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    profile = Calibration(device, quick, report).profile() if place.rank == 0 else None
+    dist.barrier()  # nothing else may run while links are measured
+    local = place.local_size or int(os.environ.get("SLURM_NTASKS_PER_NODE", place.size))
+    report("collectives")
+    found = collectives(device, lambda ranks: len({rank // local for rank in ranks}))
+    dist.destroy_process_group()
+    return None if profile is None else profile.model_copy(update={"collectives": tuple(found)})

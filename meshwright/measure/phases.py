@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from meshwright.parallel import OneStage
 from meshwright.train import Trainer
 
 PHASES = ("data", "forward", "loss", "backward", "forward and backward", "reduce", "optimizer", "other")
@@ -32,7 +31,7 @@ class Phases:
         self._around(training, "step", self._whole_step)
         self._around(training, "_next", self._timed("data"))
         self._around(engine, "accumulate", self._accumulate)
-        if isinstance(engine, OneStage):
+        if training.job.layout.pp == 1:
             [model] = engine.modules
             self._around(model, "forward", self._timed("model"))
             if (head := getattr(model, "head", None)) is not None:

@@ -52,12 +52,12 @@ class Tuned:
     def verdict(self) -> str:
         """The best beside what is usual."""
         gain = (self.after.tokens_per_s or 0.0) / (self.before.tokens_per_s or 1.0) - 1
-        told = f"{gain:+.1%} over the job as it was"
+        report = f"{gain:+.1%} over the job as it was"
         if self.after.mfu is None:
-            return told
+            return report
         low, high = _USUAL_MFU
         where = "below" if self.after.mfu < low else "within" if self.after.mfu <= high else "above"
-        return f"{told}; MFU {self.after.mfu:.1%}, {where} the usual {low:.0%} to {high:.0%}"
+        return f"{report}; MFU {self.after.mfu:.1%}, {where} the usual {low:.0%} to {high:.0%}"
 
 
 def tune(
@@ -69,11 +69,11 @@ def tune(
     *,
     best: int,
     arguments: tuple[str, ...],
-    told: Callable[[Tried], None],
+    report: Callable[[Tried], None],
 ) -> Tuned:
     """Measure the job as it is, the planner's `best` micro-batches and recomputations, then loaders, pinned or not."""
     job = load_job(source, overrides, trust=True).job  # bench runs it, and asks
-    run = _Runs(source, tuple(overrides), file, arguments, told)
+    run = _Runs(source, tuple(overrides), file, arguments, report)
     before = run.one("as given", (), _expected(job, device, devices))
     tried, seen = [before], {_named(job)}
     for setting, candidate in _settings(source, overrides, job, device, devices, best):
@@ -102,7 +102,7 @@ class _Runs:
     overrides: Setting
     file: Path
     arguments: tuple[str, ...]
-    told: Callable[[Tried], None]
+    report: Callable[[Tried], None]
 
     def one(self, part: str, setting: Setting, candidate: Candidate | None) -> Tried:
         """One short run in its own process, or what an earlier one left in the file."""
@@ -126,7 +126,7 @@ class _Runs:
             result.get("peak_memory_bytes"),
             row.get("why", ""),
         )
-        self.told(tried)
+        self.report(tried)
         return tried
 
 

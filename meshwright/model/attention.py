@@ -6,15 +6,15 @@ from meshwright.job.model import Model
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
+from meshwright.model.fused import fused_projections
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary
-from meshwright.model.together import project_together
 
 
 class Attention(nn.Module):
     """Project, optionally norm and turn every head, attend, project back; `attend` may be replaced."""
 
-    together = False
+    fused = False
     """Whether q, k and v are one product."""
 
     def __init__(self, shape: Model, layer: int) -> None:
@@ -31,9 +31,9 @@ class Attention(nn.Module):
         self.attend: Attend = CausalAttend(shape.sliding_window)
 
     @property
-    def joined(self) -> int:
+    def fused_away(self) -> int:
         """Projections that are part of another's product."""
-        return 2 if self.together else 0
+        return 2 if self.fused else 0
 
     def forward(
         self,
@@ -45,7 +45,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         # The number of heads is read off the projections' results: a tensor-parallel rank holds fewer.
         linears = (self.q, self.k, self.v)
-        projected = project_together(x_BSD, linears) if self.together else [linear(x_BSD) for linear in linears]
+        projected = fused_projections(x_BSD, linears) if self.fused else [linear(x_BSD) for linear in linears]
         q_BSHE, k_BSKE, v_BSKE = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)

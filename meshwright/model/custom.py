@@ -13,7 +13,7 @@ from meshwright.cost import parameter_count
 from meshwright.errors import UserError
 from meshwright.job.model import Model
 from meshwright.model.decoder import Decoder
-from meshwright.model.sharding import DECODER_SHARDING, ROLES
+from meshwright.model.sharding import DECODER_SHARDING, ROLES, role_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,17 @@ class Architecture:
 
     model: nn.Module
     sharding: Mapping[str, str]
+
+    def role(self, module: str) -> str | None:
+        """A module's role by its dotted name."""
+        return role_of(self.sharding, module)
+
+    def only(self, role: str, *, required: bool = True) -> str:
+        """The name of the one module with a role; empty where a pipeline stage, which does not require it, has none."""
+        names = [name for name, _ in self.model.named_modules() if self.role(name) == role]
+        if len(names) > 1 or (required and not names):
+            raise UserError(f'model.file: SHARDING names {len(names)} modules with the role "{role}"; name exactly one')
+        return names[0] if names else ""
 
 
 def build_architecture(shape: Model) -> Architecture:

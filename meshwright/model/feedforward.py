@@ -4,14 +4,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job.model import Model
+from meshwright.model.fused import fused_product
 from meshwright.model.swiglu import swiglu
-from meshwright.model.together import joined_product
 
 
 class FeedForward(nn.Module):
     """down(silu(gate(x)) × up(x)), or down(gelu(up(x))) with the tanh approximation when there is no gate."""
 
-    together = False
+    fused = False
     """Whether gate and up are one product."""
 
     def __init__(self, shape: Model) -> None:
@@ -22,15 +22,15 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(shape.ffn_width, shape.width, bias=shape.linear_bias)
 
     @property
-    def joined(self) -> int:
+    def fused_away(self) -> int:
         """Projections that are part of another's product."""
-        return 1 if self.together and self.gate is not None else 0
+        return 1 if self.fused and self.gate is not None else 0
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate is None:
             inner_BSF = F.gelu(self.up(x_BSD), approximate="tanh")
-        elif self.together:
-            inner_BSF = swiglu(joined_product(x_BSD, (self.gate, self.up)))
+        elif self.fused:
+            inner_BSF = swiglu(fused_product(x_BSD, (self.gate, self.up)))
         else:
             inner_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
         out_BSD: Tensor = self.down(inner_BSF)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.cost import chunk_rows, in_whole_lines
-from meshwright.hardware.triton import HAS_TRITON
+from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.job.model import Model
 from meshwright.model.numbers import wide_dtype
 

@@ -13,7 +13,15 @@ kv-column    the same for key and value heads, which may be fewer
 row          a projection cut by its inputs, back to the residual stream: the exit of a pair of cuts
 """
 
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
 ROLES = ("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row")
+LOOKED_UP = ("vocabulary", "positions")
+"""Roles of what a pipeline's first stage looks up; all else beside the layers is the last one's."""
+PROJECTIONS = ("column", "kv-column", "row")
+"""Roles of a block's matrices."""
 
 DECODER_SHARDING = {
     "embed": "vocabulary",
@@ -34,3 +42,13 @@ DECODER_SHARDING = {
     "final_norm": "norm",
     "head": "head",
 }
+
+
+def role_of(sharding: Mapping[str, str], module: str) -> str | None:
+    """A module's role by its dotted name: that of the first line that fits."""
+    return next((role for pattern, role in sharding.items() if _compiled(pattern).fullmatch(module)), None)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.hardware.triton import HAS_TRITON
+from meshwright.hardware.torch_versions import HAS_TRITON
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

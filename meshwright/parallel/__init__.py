@@ -1,34 +1,33 @@
-"""What turns a single-device model into this rank's piece."""
+"""What turns a single-device model into this rank's shard."""
 
 from meshwright.parallel.apply import build
-from meshwright.parallel.compress import CompressedWeights
+from meshwright.parallel.compression.weights import CompressedWeights, Reduction
 from meshwright.parallel.engine import Engine, OneStage
-from meshwright.parallel.held import held_gradients, held_parameters
-from meshwright.parallel.host import Traffic, host_buffer, take_traffic
-from meshwright.parallel.offload import OffloadedWeights, update
-from meshwright.parallel.pieces import Piece
-from meshwright.parallel.pipedream import PipeDream
-from meshwright.parallel.precision import DTYPES, Weights, WholeWeights, one_pass_here
+from meshwright.parallel.live_tensors import live_gradients, live_parameters
+from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
+from meshwright.parallel.offload.weights import OffloadedWeights
+from meshwright.parallel.pipelining.pipedream import PipeDream
+from meshwright.parallel.shard_index import ShardIndex
+from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World, join_world
 
 __all__ = [
-    "DTYPES",
     "CompressedWeights",
     "Engine",
     "OffloadedWeights",
     "OneStage",
-    "Piece",
     "PipeDream",
+    "Reduction",
+    "ShardIndex",
     "Traffic",
     "Weights",
     "WholeWeights",
     "World",
     "build",
-    "held_gradients",
-    "held_parameters",
     "host_buffer",
     "join_world",
+    "live_gradients",
+    "live_parameters",
     "one_pass_here",
     "take_traffic",
-    "update",
 ]

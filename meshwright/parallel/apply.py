@@ -14,22 +14,23 @@ from meshwright.layout import gradient_format, is_asynchronous, recompute_modes,
 from meshwright.model import CausalAttend, build_architecture
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
-from meshwright.parallel.compress import CompressedWeights
-from meshwright.parallel.context import make_context_attend
-from meshwright.parallel.dualpipe import copies_of_chains
+from meshwright.model.numbers import DTYPES
+from meshwright.parallel.compression.weights import CompressedWeights
+from meshwright.parallel.context.attention import make_context_attend
 from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.fp8 import use_fp8
 from meshwright.parallel.materialise import fill
-from meshwright.parallel.offload import OffloadedWeights, offloads, share_cores
-from meshwright.parallel.offload_activations import offload_activations
-from meshwright.parallel.offload_sharded import count_traffic, materialise_on_host, offload_policy
-from meshwright.parallel.pipedream import PipeDream, VersionedWeights
-from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.precision import DTYPES, Weights, WholeWeights, one_pass_here
+from meshwright.parallel.offload.activations import offload_activations
+from meshwright.parallel.offload.sharded import count_traffic, materialise_on_host, offload_policy
+from meshwright.parallel.offload.weights import OffloadedWeights, offloads, share_cores
+from meshwright.parallel.pipelining.dualpipe import copies_of_chains
+from meshwright.parallel.pipelining.pipedream import PipeDream, VersionedWeights
+from meshwright.parallel.pipelining.pipeline import Pipeline
+from meshwright.parallel.pipelining.stages import keep_stage
+from meshwright.parallel.pipelining.weights import Copy, StagedWeights
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.parallel.staged_weights import Copy, StagedWeights
-from meshwright.parallel.stages import keep_stage
 from meshwright.parallel.tensor import apply_tensor_parallel
+from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
 
@@ -50,7 +51,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     engine: Engine | PipeDream
     weights: Weights
     if job.layout.pp == 1:
-        model, shapes = _piece(job, world, master, compute, range(job.model.layers), first=True, last=True)
+        model, shapes = _build_model(job, world, master, compute, range(job.model.layers), first=True, last=True)
         if world.mesh is None:
             weights = _whole(job, world, model, master, compute)
         else:
@@ -61,7 +62,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
         engine, weights = _build_pipedream(job, world, master, compute)
     else:
         engine, weights = _build_pipeline(job, world, master, compute)
-    fill(weights.masters, weights.pieces(), job.model, job.run.seed)
+    fill(weights.masters, weights.shards(), job.model, job.run.seed)
     weights.refresh()
     return engine, weights
 
@@ -75,7 +76,7 @@ def _build_pipeline(job: Job, world: World, master: torch.dtype, compute: torch.
     for stage in table.stages_of(world.axis_rank("pp")):
         chain = table.chain_of(stage)
         own, first, last = layers[stage - chain[0]], stage == chain[0], stage == chain[-1]
-        model, shapes = _piece(job, world, master, compute, own, first=first, last=last)
+        model, shapes = _build_model(job, world, master, compute, own, first=first, last=last)
         modules[stage], parts[stage] = model, _sharded(job, model, shapes, master)
     tied = _tied(job, table.chains[0][-1])
     copies = tied + copies_of_chains(table, {stage: list(part.masters) for stage, part in parts.items()}, tied)
@@ -94,7 +95,7 @@ def _build_pipedream(
             f'model.file = {job.model.file} ties; untie them or set layout.schedule = "1f1b"'
         )
     own = split_layers(job, last + 1)[rank]
-    model, _ = _piece(job, world, master, compute, own, first=rank == 0, last=rank == last)
+    model, _ = _build_model(job, world, master, compute, own, first=rank == 0, last=rank == last)
     weights = VersionedWeights(model, master, compute)
     return PipeDream(job, world, model, weights, compute), weights
 
@@ -103,14 +104,13 @@ def _tied(job: Job, last: int) -> list[Copy]:
     """The head's table on the last stage where it is the embedding's of the first."""
     with torch.device("meta"):
         architecture = build_architecture(job.model)
-    model, names = architecture.model, {role: name for name, role in architecture.sharding.items()}
-    embed, head = model.get_submodule(names["vocabulary"]), model.get_submodule(names["head"])
-    if embed.weight is not head.weight:
+    embed, head = architecture.only("vocabulary"), architecture.only("head")
+    if architecture.model.get_submodule(embed).weight is not architecture.model.get_submodule(head).weight:
         return []
-    return [Copy(0, f"{names['vocabulary']}.weight", last, f"{names['head']}.weight")]
+    return [Copy(0, f"{embed}.weight", last, f"{head}.weight")]
 
 
-def _piece(
+def _build_model(
     job: Job, world: World, master: torch.dtype, compute: torch.dtype, layers: range, *, first: bool, last: bool
 ) -> tuple[nn.Module, dict[str, tuple[int, ...]]]:
     """Some layers of the model on this rank's device, without values yet, and the whole shapes of its parameters."""
@@ -125,9 +125,9 @@ def _piece(
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
     if job.run.compile and job.layout.tp == 1:
-        _project_together(model)
+        _fuse_projections(model)
     if world.context_group is not None:
-        _attend_together(model, job, world.context_group)
+        _attend_over_ranks(model, job, world.context_group)
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
         _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
@@ -141,11 +141,11 @@ def _piece(
     return model, shapes
 
 
-def _project_together(model: nn.Module) -> None:
+def _fuse_projections(model: nn.Module) -> None:
     """Let projections of one input be one product; eager torch would copy its parts, the compiler does not."""
     for module in model.modules():
         if isinstance(module, Attention | FeedForward):
-            module.together = True
+            module.fused = True
 
 
 def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool) -> None:
@@ -154,8 +154,7 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
     What a block recomputes is part of what is compiled, unless fully recomputed ones are to recompute around it.
     """
     # These take the compiler's time to import.
-    from meshwright.parallel.compiled_attention import correct_attention_shapes
-    from meshwright.parallel.recompute_tags import recompute_inside_functions
+    from meshwright.parallel.compiler_fixes import correct_attention_shapes, recompute_inside_functions
 
     recompute_inside_functions()
     correct_attention_shapes()
@@ -199,7 +198,7 @@ def _between_replicas(job: Job, world: World, weights: Weights) -> Weights:
     return CompressedWeights(weights, job.layout, world.mesh["replicas"].get_group())
 
 
-def _attend_together(model: nn.Module, job: Job, group: ProcessGroup) -> None:
+def _attend_over_ranks(model: nn.Module, job: Job, group: ProcessGroup) -> None:
     """Let attention span the ranks that share a sequence."""
     modules = [module for module in model.modules() if isinstance(getattr(module, "attend", None), CausalAttend)]
     if not modules:

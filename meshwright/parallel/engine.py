@@ -1,4 +1,4 @@
-"""How a rank runs the micro-batches of a step; the one-stage way here, the pipeline's in `pipeline`."""
+"""How a rank runs the micro-batches of a step; the one-stage way here, the pipeline's in `pipelining`."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.data import Batch, Step
 from meshwright.job import Job
 from meshwright.parallel.inputs import Inputs
-from meshwright.parallel.precision import Weights
+from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
 
 
@@ -45,7 +45,7 @@ class OneStage:
         micro_batches = [self._trimmed(micro) for micro in data.batch.split(self._job.batch.micro_batch)]
         for number, micro in enumerate(micro_batches, start=1):
             tokens, arguments = self._inputs.training(micro, data.valid_count, step_tensor)
-            self._weights.begin_micro_batch(last=number == len(micro_batches))
+            self._weights.start_micro_batch(last=number == len(micro_batches))
             micro_loss = model(tokens, **arguments)
             micro_loss.backward()
             loss = loss + micro_loss.detach()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshwright.errors import UserError
-from meshwright.hardware.triton import HAS_TRITON
+from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.layout import FP8_MULTIPLE
 from meshwright.torch_private.arithmetic import scaled_mm
 
@@ -48,8 +48,8 @@ class Fp8Linear(nn.Linear):
 
 
 def fp8_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x × weightᵀ + bias with fp8 products; tensor-parallel pieces are scaled each on its own."""
-    out = _on_pieces(cast(DTensor, x), weight_NK) if isinstance(weight_NK, DTensor) else _products(x, weight_NK)
+    """x × weightᵀ + bias with fp8 products; tensor-parallel shards are scaled each on its own."""
+    out = _on_shards(cast(DTensor, x), weight_NK) if isinstance(weight_NK, DTensor) else _products(x, weight_NK)
     return out if bias_N is None else out + bias_N
 
 
@@ -93,8 +93,8 @@ def _products(x: Tensor, weight_NK: Tensor) -> Tensor:
     return out_MN.view(*x.shape[:-1], -1)
 
 
-def _on_pieces(x: DTensor, weight: DTensor) -> DTensor:
-    """The product on this rank's piece of a weight cut by outputs, by inputs, or not at all."""
+def _on_shards(x: DTensor, weight: DTensor) -> DTensor:
+    """The product on this rank's shard of a weight cut by outputs, by inputs, or not at all."""
     [placement], last = weight.placements, x.dim() - 1
     ways: dict[Placement, tuple[Placement, Placement]] = {
         Shard(0): (Shard(last), Partial()),  # each rank's outputs give a part of the input's gradient

@@ -8,7 +8,7 @@ from torch import Tensor
 from meshwright.data import Batch
 from meshwright.job import Job
 from meshwright.model import Draws
-from meshwright.parallel.context import zigzag_places
+from meshwright.parallel.context.attention import zigzag_places
 from meshwright.parallel.world import World
 
 

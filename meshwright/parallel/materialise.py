@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from meshwright.checkpoint import HfWeights
 from meshwright.job import Model, start_folder
 from meshwright.model.initialise import ROWS_PER_DRAW, initial_rows
-from meshwright.parallel.pieces import Piece
+from meshwright.parallel.shard_index import ShardIndex
 
 
-def fill(masters: dict[str, nn.Parameter], pieces: dict[str, Piece], shape: Model, seed: int) -> None:
+def fill(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex], shape: Model, seed: int) -> None:
     """Give every master its own rows and columns; the values are those any other layout gives the same places.
 
     They are drawn, or read from the folder the model starts from.
@@ -22,11 +22,11 @@ def fill(masters: dict[str, nn.Parameter], pieces: dict[str, Piece], shape: Mode
 
     def put(run: tuple[str, Tensor, slice]) -> None:
         name, target, rows = run
-        values = first_rows(name, pieces[name].shape, rows)
-        columns = pieces[name].columns
+        values = first_rows(name, shards[name].shape, rows)
+        columns = shards[name].columns
         target.copy_(values if columns is None else values[:, columns])
 
-    runs = [run for name, master in masters.items() for run in _runs(name, master.detach(), pieces[name])]
+    runs = [run for name, master in masters.items() for run in _runs(name, master.detach(), shards[name])]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(put, runs))
 
@@ -39,10 +39,10 @@ def _first_rows(shape: Model, seed: int) -> Callable[[str, tuple[int, ...], slic
     return lambda name, size, rows: initial_rows(shape, name, size, seed, rows)
 
 
-def _runs(name: str, master: Tensor, piece: Piece) -> Iterator[tuple[str, Tensor, slice]]:
+def _runs(name: str, master: Tensor, shard: ShardIndex) -> Iterator[tuple[str, Tensor, slice]]:
     """Runs of neighbouring rows, none longer than one draw, so that little is ever held beside the shard."""
-    rows = piece.rows.numpy()
-    rows = rows[rows < piece.shape[0]]
+    rows = shard.rows.numpy()
+    rows = rows[rows < shard.shape[0]]
     master[len(rows) :].zero_()  # padding rows come last
     cuts = np.flatnonzero((np.diff(rows) != 1) | (rows[1:] % ROWS_PER_DRAW == 0)) + 1
     place = 0

@@ -33,8 +33,8 @@ def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: b
 
 def _projections(block: nn.Module) -> int:
     """Products of a block's forward."""
-    joined = sum(module.joined for module in block.modules() if isinstance(module, Attention | FeedForward))
-    return sum(isinstance(module, nn.Linear) for module in block.modules()) - joined
+    fused = sum(module.fused_away for module in block.modules() if isinstance(module, Attention | FeedForward))
+    return sum(isinstance(module, nn.Linear) for module in block.modules()) - fused
 
 
 def _recomputing(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:

@@ -4,7 +4,6 @@ Matrices are cut by columns, then by rows, so that one collective on either side
 residual stream is whole on every rank, or with sequence parallelism cut along the sequence (dim 1).
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -27,38 +26,27 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
     between: Placement = Shard(1) if job.layout.sp else Replicate()
     model = architecture.model
     modules = list(_with_roles(architecture))
-    whole = job.layout.pp == 1
-    embed, head = _only(model, modules, "vocabulary", whole), _only(model, modules, "head", whole)
+    named = [architecture.only(role, required=job.layout.pp == 1) for role in ("vocabulary", "head")]
+    embed, head = (cast(Any, model.get_submodule(name) if name else None) for name in named)
     tied = embed is not None and head is not None and embed.weight is head.weight
     _pad_vocabulary(embed, head, padded_vocabulary(job), tied)
     for name, role in modules:
         if role != "head":
             parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, between))
     if head is not None:
-        name = next(name for name, role in modules if role == "head")
         head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
-        parent, _, leaf = name.rpartition(".")
+        parent, _, leaf = named[1].rpartition(".")
         cut = VocabularyParallelHead(head, mesh, job.model.vocab_size, between)
         setattr(model.get_submodule(parent), leaf, cut)
 
 
 def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
     """Every module's dotted name with its role; a module with parameters of its own and no role is a mistake."""
-    patterns = [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), role) for p, role in architecture.sharding.items()]
     for name, module in architecture.model.named_modules():
-        role = next((role for pattern, role in patterns if pattern.fullmatch(name)), None)
-        if role is not None:
+        if (role := architecture.role(name)) is not None:
             yield name, role
         elif any(True for _ in module.parameters(recurse=False)):
             raise UserError(f'model.file: SHARDING gives no role to "{name}", which has parameters; add a line for it')
-
-
-def _only(model: nn.Module, modules: list[tuple[str, str]], role: str, whole: bool) -> Any:
-    """The one module with a role; a pipeline stage may be without it."""
-    names = [name for name, its_role in modules if its_role == role]
-    if len(names) > 1 or (whole and not names):
-        raise UserError(f'model.file: SHARDING names {len(names)} modules with the role "{role}"; name exactly one')
-    return model.get_submodule(names[0]) if names else None
 
 
 def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> ParallelStyle:

@@ -1,6 +1,5 @@
 """Who this process is among its peers, and the one mesh they form."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.job import Job
 from meshwright.layout import axes, require_layout
+from meshwright.ranks import ALONE, own_place
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Everyone's tensor in one: torch 2.13 has a new name for it and warns of the old one."""
@@ -71,7 +71,8 @@ class World:
 
 def join_world(job: Job, device: torch.device) -> World:
     """Find this process's rank in torchrun's or Slurm's environment, meet the others, and form the job's mesh."""
-    rank, size, local_rank = _identity()
+    place = own_place() or ALONE
+    rank, size = place.rank, place.size
     require_layout(job, size)
     if size == 1:
         return World(device)
@@ -93,13 +94,4 @@ def join_world(job: Job, device: torch.device) -> World:
         sharing = numbered.movedim(list(sizes).index("cp"), -1).reshape(-1, layout.cp)
         context_group, _ = dist.new_subgroups_by_enumeration(sharing.tolist())  # type: ignore[no-untyped-call]
     here = {name: (place, sizes[name]) for name, place in zip(sizes, places, strict=True)}
-    return World(device, rank, size, local_rank, here, mesh, context_group)
-
-
-def _identity() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun or srun tells them; alone without either."""
-    for names in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
-        if all(name in os.environ for name in names):
-            rank, size, local_rank = (int(os.environ[name]) for name in names)
-            return rank, size, local_rank
-    return 0, 1, 0
+    return World(device, rank, size, place.local_rank, here, mesh, context_group)

@@ -12,14 +12,14 @@ from collections import Counter
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.job.devices import Layout
-from meshwright.parallel.pieces import Piece, piece_of
-from meshwright.parallel.precision import move_gradient_to, square_sum
+from meshwright.parallel.shard_index import shard_index_of
+from meshwright.parallel.weights import Weights, move_gradient_to
 from meshwright.torch_private.sharding import gather_in_background
 
 
@@ -39,7 +39,7 @@ def apply_zero(
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=gradients if low else None, cast_forward_inputs=False)
     reshard = layout.zero_stage == 3
-    # Where gradients are compressed between replicas, torch knows of the shards only; see `compress`.
+    # Where gradients are compressed between replicas, torch knows of the shards only; see `compression`.
     data_mesh = mesh["replicas", "shards"] if layout.compress == "none" else mesh["shards"]
     blocks = list(cast(nn.ModuleDict, model.layers).values())
     for unit in [*blocks, *_ends(model, blocks)]:
@@ -77,11 +77,11 @@ def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
         block.set_modules_to_backward_prefetch(ahead if depth else [block])
 
 
-class ShardedWeights:
+class ShardedWeights(Weights):
     """A rank's shards of the masters, as plain tensors that share memory with what `fully_shard` holds.
 
-    The optimizer works on plain tensors because every update it makes is elementwise: going through DTensor would only
-    add its dispatch to each of them.
+    Working copies are derived from them at every gather. The optimizer works on plain tensors because every update it
+    makes is elementwise: going through DTensor would only add its dispatch to each of them.
     """
 
     def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]], gradients: torch.dtype) -> None:
@@ -90,7 +90,7 @@ class ShardedWeights:
         self._root.unshard()  # torch settles the shards' storage at the first use
         self._root.reshard()
         self._parameters = {name: cast(DTensor, p) for name, p in model.named_parameters()}
-        self._pieces = {name: piece_of(p, shapes[name]) for name, p in self._parameters.items()}
+        self._shards = {name: shard_index_of(p, shapes[name]) for name, p in self._parameters.items()}
         shards = {name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()}
         self.masters = {name: nn.Parameter(shard) for name, shard in shards.items()}
         self._moved = any(gradients != master.dtype for master in self.masters.values())
@@ -99,7 +99,7 @@ class ShardedWeights:
                 self.masters[name].grad_dtype = gradients
                 parameter.register_post_accumulate_grad_hook(move_gradient_to(self.masters[name]))  # type: ignore[no-untyped-call]
 
-    def begin_micro_batch(self, last: bool) -> None:
+    def start_micro_batch(self, last: bool) -> None:
         """Say when gradients are to be reduced and parameters let go of, as the dial asks."""
         self._root.set_is_last_backward(last)
         self._root.set_requires_gradient_sync(last or self._zero >= 2)
@@ -114,18 +114,7 @@ class ShardedWeights:
             gradient = cast(DTensor | None, parameter.grad)
             self.masters[name].grad = None if gradient is None else gradient.to_local()
 
-    def refresh(self) -> None:
-        """Nothing to do: working copies are derived at the next gather."""
-
     def zero_gradients(self) -> None:
         """Forget all gradients."""
         for name, parameter in self._parameters.items():
             parameter.grad = self.masters[name].grad = None
-
-    def pieces(self) -> dict[str, Piece]:
-        """Where each shard lies in its whole parameter."""
-        return self._pieces
-
-    def square_sum(self) -> Tensor:
-        """This rank's share of the squared gradient norm: what several ranks hold alike is shared out among them."""
-        return square_sum(self.masters, self._pieces)

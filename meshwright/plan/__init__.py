@@ -2,7 +2,7 @@
 
 from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows
-from meshwright.plan.against import Term, beside
+from meshwright.plan.against import Term, compare_with_plan
 from meshwright.plan.bound import ALLOWED
 from meshwright.plan.economy import Economy, economy
 from meshwright.plan.explain import batch_sequences, layout_words, limit, usual_batch_tokens, why_not
@@ -31,7 +31,7 @@ __all__ = [
     "accuracy_page",
     "accuracy_rows",
     "batch_sequences",
-    "beside",
+    "compare_with_plan",
     "economy",
     "job_text",
     "layout_words",

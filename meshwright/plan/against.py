@@ -55,7 +55,7 @@ def _meant(cluster: Cluster, key: str) -> Cluster:
     return whole if here else Cluster()
 
 
-def beside(
+def compare_with_plan(
     job: Job,
     device: str,
     devices: int,

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cost import MASTER_BYTES, layer_parameters, state_bytes
 from meshwright.job import Job
 from meshwright.job.model import Model
 from meshwright.plan.compute import block_work, head_work, products_of
 from meshwright.plan.kernels import device_of, matmul_at_once
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import CONTEXT_BYTES, block_bytes, side_by_side
-from meshwright.plan.parameters import layer_parameters
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.plan.step import STRAGGLERS, groups_of, tensor_s
 
@@ -28,13 +28,13 @@ compiled."""
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 _ZERO_BUBBLE = (("zb-h1", 1), ("zb-v", 2))
 _MOST_CONTEXT = 16
-_LEAST_PIECE = 2048
+_LEAST_TOKENS = 2048
 """Tokens of a sequence that a context-parallel rank has at the least."""
 _MOST_MICRO_BATCH = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class Family:
     """What is the same for all layouts with these degrees, this micro-batch and this arithmetic."""
 
     tp: int
@@ -56,11 +56,11 @@ class Piece:
 class Layouts:
     """All layouts: arrays that belong together, one entry each."""
 
-    pieces: list[Piece]
+    families: list[Family]
     schedules: tuple[tuple[str, int], ...]
     time_s: Any
     memory_bytes: Any
-    piece: Any
+    family: Any
     pp: Any
     zero: Any
     mode: Any
@@ -71,15 +71,15 @@ class Layouts:
         return len(self.time_s)
 
 
-def pieces_of(
+def families_of(
     model: Model, machine: Machine, sequence: int, batch: int, compute: str, allow: frozenset[str]
-) -> Iterator[Piece]:
+) -> Iterator[Family]:
     """Every degree of tensor and context parallelism and every micro-batch the model can be cut by."""
     ways = [(compute, True)]
     ways += [("fp8", True)] if "fp8" in allow and compute != "fp8" and _takes_fp8(model) else []
     ways += [(way, False) for way, _ in ways] if "zero-bubble" in allow else []
     for way, compiled in ways:
-        yield from _pieces(model, machine, sequence, batch, way, compiled)
+        yield from _families(model, machine, sequence, batch, way, compiled)
 
 
 def _takes_fp8(model: Model) -> bool:
@@ -87,7 +87,9 @@ def _takes_fp8(model: Model) -> bool:
     return not any(side % 16 for side in sides)
 
 
-def _pieces(model: Model, machine: Machine, sequence: int, batch: int, compute: str, compiled: bool) -> Iterator[Piece]:
+def _families(
+    model: Model, machine: Machine, sequence: int, batch: int, compute: str, compiled: bool
+) -> Iterator[Family]:
     device = device_of(machine.gpu, machine.rates, compute, machine.measured)
     software = MESHWRIGHT_COMPILED if compiled else MESHWRIGHT
     jobs = list(_jobs(model, machine.gpus, sequence, batch, compute))
@@ -106,7 +108,7 @@ def _pieces(model: Model, machine: Machine, sequence: int, batch: int, compute: 
         works = [block_work(job, device, software, mode) for mode in MODES]
         sent = [tensor_s(job, software, machine.wires, groups, mode) for mode in MODES]
         head = head_work(job, device, software)
-        yield Piece(
+        yield Family(
             tp,
             cp,
             micro,
@@ -127,7 +129,7 @@ def _jobs(model: Model, gpus: int, sequence: int, batch: int, compute: str) -> I
     for tp, cp in product(powers(gpus), powers(_MOST_CONTEXT)):
         divides = not any(size % tp for size in (model.heads, model.kv_heads, model.ffn_width))
         uneven = tp * cp > 1 and sequence % (2 * cp * tp)
-        if not divides or tp * cp > gpus or uneven or (cp > 1 and sequence // cp < _LEAST_PIECE):
+        if not divides or tp * cp > gpus or uneven or (cp > 1 and sequence // cp < _LEAST_TOKENS):
             continue
         layout = bare.layout.model_copy(update={"tp": tp, "cp": cp})
         for micro in powers(min(_MOST_MICRO_BATCH, batch)):
@@ -136,22 +138,22 @@ def _jobs(model: Model, gpus: int, sequence: int, batch: int, compute: str) -> I
             yield bare.model_copy(update={"model": model, "batch": sized, "layout": layout, "precision": precision})
 
 
-def bounded(model: Model, machine: Machine, pieces: list[Piece], batch: int, allow: frozenset[str]) -> Layouts:
+def bounded(model: Model, machine: Machine, families: list[Family], batch: int, allow: frozenset[str]) -> Layouts:
     """Least seconds and least bytes of every valid layout."""
     schedules = (*_SCHEDULES, *(_ZERO_BUBBLE if "zero-bubble" in allow else ()))
     pps = np.array([pp for pp in powers(machine.gpus) if pp <= model.layers])
     offloads = 2 if "offload" in allow else 1
-    sizes = (len(pieces), len(pps), 4, len(MODES), len(schedules), offloads)
+    sizes = (len(families), len(pps), 4, len(MODES), len(schedules), offloads)
     grid = np.meshgrid(*map(np.arange, sizes), indexing="ij", copy=False)
-    piece, place, zero, mode, schedule, offload = (axis.ravel() for axis in grid)
+    family, place, zero, mode, schedule, offload = (axis.ravel() for axis in grid)
 
     def of(name: str) -> Any:
-        return np.array([getattr(one, name) for one in pieces], dtype=float)
+        return np.array([getattr(one, name) for one in families], dtype=float)
 
     pp = pps[place]
     virtual = np.array([v for _, v in schedules])[schedule]
     splits = np.array([name.startswith("zb") for name, _ in schedules])[schedule]
-    tp, cp, micro = of("tp")[piece], of("cp")[piece], of("micro_batch")[piece]
+    tp, cp, micro = of("tp")[family], of("cp")[family], of("micro_batch")[family]
     dp = machine.gpus / (tp * cp * pp)
     accumulation = batch / (micro * dp)
     sharers = dp * cp
@@ -161,18 +163,20 @@ def bounded(model: Model, machine: Machine, pieces: list[Piece], batch: int, all
     valid &= np.where(sharers == 1, zero == 0, True) & ~((zero == 0) & (cp > 1))
     valid &= ~((zero == 2) & (pp > 1))  # where gradients stay whole until the step's end, it is zero 1
     # Halves of a backward are not compiled, keep nothing selectively, and need their parameters in between.
-    valid &= np.where(of("compiled")[piece] == 1, ~splits, splits & (zero < 3) & (mode != MODES.index("selective")))
+    valid &= np.where(of("compiled")[family] == 1, ~splits, splits & (zero < 3) & (mode != MODES.index("selective")))
     keep = np.flatnonzero(valid)
-    piece, zero, mode, schedule, offload = piece[keep], zero[keep], mode[keep], schedule[keep], offload[keep]
+    family, zero, mode, schedule, offload = family[keep], zero[keep], mode[keep], schedule[keep], offload[keep]
     pp, virtual, splits = pp[keep], virtual[keep], splits[keep]
     accumulation, sharers = accumulation[keep], sharers[keep]
 
-    backward = np.array([one.backward_s for one in pieces])[piece, mode]
-    kept = np.array([one.kept_bytes for one in pieces])[piece, mode]
+    backward = np.array([one.backward_s for one in families])[family, mode]
+    kept = np.array([one.kept_bytes for one in families])[family, mode]
     stage_layers = model.layers / pp
-    block_s = of("forward_s")[piece] + backward
-    rank_s = stage_layers * block_s + of("head_s")[piece] / pp
-    elements = stage_layers * of("layer_elements")[piece] + of("table_elements")[piece] * (1 if model.tied else 2) / pp
+    block_s = of("forward_s")[family] + backward
+    rank_s = stage_layers * block_s + of("head_s")[family] / pp
+    elements = (
+        stage_layers * of("layer_elements")[family] + of("table_elements")[family] * (1 if model.tied else 2) / pp
+    )
     time = accumulation * rank_s + np.where(splits | (virtual > 1), 0.0, (pp - 1) * rank_s)
     # With several stages a rank, the last rank, which may have a block less than others, waits for one stage of each.
     waits = (pp - 1) * np.floor(stage_layers / virtual) * block_s
@@ -183,12 +187,13 @@ def bounded(model: Model, machine: Machine, pieces: list[Piece], batch: int, all
 
     shared = np.where(zero > 0, sharers, 1.0)
     whole = (zero == 1) & (accumulation > 1) | (zero > 0) & (zero < 3) & (pp > 1)
-    states = elements * (4 + 8) / shared + np.where(accumulation > 1, 4.0 * elements / shared, 0.0)
+    kept_per_entry = MASTER_BYTES + state_bytes(Job(), 1.0, 0.0)  # the optimizer of the jobs that come of it
+    states = elements * kept_per_entry / shared + np.where(accumulation > 1, 4.0 * elements / shared, 0.0)
     states += np.where(whole, 4.0 * elements, 0.0)
     states = np.where(offload == 1, 0.0, states) + np.where(zero < 3, 2.0 * elements, 0.0)
     flying = np.minimum(accumulation, np.where(splits & (virtual > 1), 1.0, pp))
     memory = states + flying * stage_layers * kept + CONTEXT_BYTES
-    return Layouts(pieces, schedules, time, memory, piece, pp, zero, mode, schedule, offload)
+    return Layouts(families, schedules, time, memory, family, pp, zero, mode, schedule, offload)
 
 
 def _fastest_ring(machine: Machine) -> float:
@@ -204,10 +209,10 @@ def powers(most: int) -> list[int]:
 
 def job_at(model: Model, layouts: Layouts, index: int, gpus: int, sequence: int, batch: int) -> Job:
     """One of the layouts as a job."""
-    piece, pp, zero = layouts.pieces[layouts.piece[index]], int(layouts.pp[index]), int(layouts.zero[index])
+    family, pp, zero = layouts.families[layouts.family[index]], int(layouts.pp[index]), int(layouts.zero[index])
     schedule, virtual = layouts.schedules[layouts.schedule[index]]
-    data = gpus // (piece.tp * piece.cp * pp)
-    layout: dict[str, Any] = {"tp": piece.tp, "cp": piece.cp, "pp": pp, "zero": zero}
+    data = gpus // (family.tp * family.cp * pp)
+    layout: dict[str, Any] = {"tp": family.tp, "cp": family.cp, "pp": pp, "zero": zero}
     layout["dp_shard" if zero else "dp_replicate"] = data
     if pp > 1:
         layout |= {"schedule": schedule} | ({"virtual_stages": virtual} if schedule == "interleaved" else {})
@@ -215,10 +220,10 @@ def job_at(model: Model, layouts: Layouts, index: int, gpus: int, sequence: int,
     return Job.model_validate(
         {
             "model": model.model_dump(exclude_unset=True),
-            "batch": {"sequence_length": sequence, "global_batch": batch, "micro_batch": piece.micro_batch},
+            "batch": {"sequence_length": sequence, "global_batch": batch, "micro_batch": family.micro_batch},
             "layout": layout,
             "memory": memory | ({"offload": ["optimizer"]} if layouts.offload[index] else {}),
-            "precision": {"compute": piece.compute},
-            "run": {"compile": piece.compiled},
+            "precision": {"compute": family.compute},
+            "run": {"compile": family.compiled},
         }
     )

@@ -186,7 +186,7 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, products: list
     Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes.
     """
     parameters = sum(inner * columns for _, columns, inner in products)
-    wide = 4 if job.precision.gradients == "fp32" else 2
+    wide = job.precision.gradient_bytes
     moved = 2.0 * wide * parameters
     if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
         first = 0 if job.accumulation == 1 else 2 + wide

@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.cost import in_whole_lines
-from meshwright.job import Job
+from meshwright.cost import MASTER_BYTES, in_whole_lines, layer_parameters, stage_parameters, state_bytes
+from meshwright.job import FORMAT_BYTES, Job
 from meshwright.job.model import Model
 from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
-from meshwright.plan.parameters import layer_parameters, stage_parameters
 from meshwright.plan.software import Software
-from meshwright.plan.update import state_bytes
 
 Terms = dict[str, float]
 
@@ -91,7 +89,7 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
     """Weights, gradients and optimizer states by the zero dial; under a pipeline gradients stay whole until the end."""
     layout, zero = job.layout, job.layout.zero_stage
     sharers = layout.dp_shard * layout.cp
-    narrow = job.precision.compute not in ("fp32", "tf32")
+    narrow = job.precision.number_bytes < MASTER_BYTES
     gradient = gradient_bytes(job, software)
     moments = state_bytes(job, projections, parameters - projections)
     shared = sharers if zero >= 1 else 1
@@ -104,7 +102,7 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
         terms = {
             "weights": 2.0 * parameters / (sharers if zero == 3 else 1),
             "gradients": gradient * parameters / whole,
-            "optimizer states": (4.0 * parameters + moments) / shared,
+            "optimizer states": (MASTER_BYTES * parameters + moments) / shared,
         }
         if software.narrow_gradients:
             terms["gradients in the other format"] = 4.0 * parameters / shared if half else 2.0 * parameters / whole
@@ -112,7 +110,7 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
     # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
     whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
     terms = {
-        "weights": 4.0 * parameters / shared,
+        "weights": MASTER_BYTES * parameters / shared,
         "working weights": 2.0 * parameters if narrow and zero < 3 else 0.0,
         "gradients": gradient * parameters / (1 if zero == 0 else shared),
         "optimizer states": moments / shared,
@@ -125,8 +123,8 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
 def gradient_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient until the update: as asked for, or as the backward makes it where nothing is added up."""
     if software.own:
-        return 4 if gradient_format(job) == "fp32" else 2
-    return 2 if job.precision.gradients == "bf16" else 4
+        return FORMAT_BYTES[gradient_format(job)]
+    return job.precision.gradient_bytes
 
 
 def _gathered(job: Job) -> Terms:
@@ -233,8 +231,8 @@ def side_by_side(job: Job, software: Software) -> float:
     weights = [columns * inner for _, columns, inner in products_of(job, software)]
     if job.precision.compute == "fp8":
         return float(sum(weights))
-    together = weights[:2] if job.model.activation == "swiglu" else weights[:1]
-    return (4.0 if job.precision.compute in ("fp32", "tf32") else 2.0) * sum(together)
+    fused = weights[:2] if job.model.activation == "swiglu" else weights[:1]
+    return float(job.precision.number_bytes * sum(fused))
 
 
 def sizes_of(job: Job, mode: str) -> dict[str, float]:
@@ -265,7 +263,7 @@ def _loss(job: Job, software: Software) -> Terms:
     vocabulary = -(-job.model.vocab_size // job.layout.tp)
     if software.logit_bytes is not None:
         return {"logits and loss": software.logit_bytes * tokens * vocabulary}
-    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    each = job.precision.number_bytes
     _, rows = loss_chunks(job)
     lines = in_whole_lines(vocabulary)
     # The weight's gradient in 32 bits is there with a chunk's logits, whose memory their gradient takes; then with what
@@ -283,7 +281,7 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
     """
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
     kept = sum(sizes[mode][0] for mode in modes)
-    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    each = job.precision.number_bytes
     table = job.model.vocab_size * job.model.width / job.layout.tp
     whole = states["gradients"]
     per_entry = whole / max(1.0, stage_parameters(job, job.model.layers, first=True, last=True))
@@ -313,6 +311,6 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
 
 def _passing(job: Job) -> float:
     """Gradients on their way through a block where they are widest: two of the inner width and two of the stream."""
-    each = 4 if job.precision.compute in ("fp32", "tf32") else 2
+    each = job.precision.number_bytes
     tokens, tp = tokens_of(job), job.layout.tp
     return each * tokens * (2.0 * job.model.ffn_width / tp + 2.0 * job.model.width)

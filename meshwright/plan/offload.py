@@ -1,11 +1,10 @@
 """What lives in host memory instead of the device's, and what moving it costs."""
 
+from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.job import Job
 
 HOST_UPDATE_BYTES_PER_S = 40e9
 """Memory traffic one machine's cores reach in an update; where no profile says it."""
-_UPDATE_BYTES = 28.0
-"""AdamW on the host: gradient, master and moments read, all but the gradient written."""
 _HOST_TERMS = ("weights", "gradients", "optimizer states", "gradients before they are reduced")
 
 
@@ -47,7 +46,7 @@ def offload_phases(
         return {}
     moved = 0.0
     if offloads_states(job):
-        gradient = 2 if job.precision.gradients == "bf16" else 4
+        gradient = job.precision.gradient_bytes
         moved += parameters * (gradient * (2 * job.accumulation - 1) + 2)
         if "params" in job.memory.offload:
             moved += parameters * 2 * 2 * job.accumulation
@@ -57,5 +56,5 @@ def offload_phases(
     transfers = moved / 2 / host_bytes_per_s
     phases = {"waiting for transfers to the host": max(0.0, transfers - compute_s)}
     if offloads_states(job):
-        phases["update on the host"] = parameters * _UPDATE_BYTES * node_ranks / update_bytes_per_s
+        phases["update on the host"] = parameters * ADAMW_MOVED_BYTES * node_ranks / update_bytes_per_s
     return phases

@@ -13,7 +13,7 @@ from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.job.model import Model
 from meshwright.layout import require_layout
-from meshwright.plan.bound import ALLOWED, Layouts, bounded, job_at, pieces_of
+from meshwright.plan.bound import ALLOWED, Layouts, bounded, families_of, job_at
 from meshwright.plan.machine import machine_of
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 
@@ -73,8 +73,8 @@ def search(
             "give a shorter one"
         )
     begun = process_time()
-    pieces = list(pieces_of(model, machine, sequence, batch, compute, allowed))
-    layouts = bounded(model, machine, pieces, batch, allowed)
+    families = list(families_of(model, machine, sequence, batch, compute, allowed))
+    layouts = bounded(model, machine, families, batch, allowed)
     bound_s = process_time() - begun
     if not len(layouts):
         raise UserError(

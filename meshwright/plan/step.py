@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log2
 
+from meshwright.cost import stage_parameters
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
@@ -12,7 +13,6 @@ from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
-from meshwright.plan.parameters import stage_parameters
 from meshwright.plan.play import Played, play, shortened
 from meshwright.plan.software import Software
 from meshwright.plan.update import update_s
@@ -216,7 +216,7 @@ def _reduces_every_micro_batch(job: Job) -> bool:
 
 def _wire_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient while it is reduced."""
-    return software.reduced_bytes or (4 if job.precision.gradients == "fp32" else 2)
+    return software.reduced_bytes or job.precision.gradient_bytes
 
 
 def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:

@@ -1,6 +1,6 @@
-"""The optimizer's update: what it keeps of a parameter and how long it takes."""
+"""How long the optimizer's update takes."""
 
-from meshwright.cost import tensor_count
+from meshwright.cost import ADAMW_MOVED_BYTES, tensor_count
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
 from meshwright.plan.kernels import Device, memory_s
@@ -9,10 +9,6 @@ _TENSOR_S = 26e-6
 """Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
 _ONE_PASS = 0.9
 """Of what copies reach, what an update does that goes through five arrays at once."""
-_STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4.0 / 128}
-"""Of one moment of one entry; in 8 bits a scale is shared by 128 of them, in narrow matrices by fewer."""
-_ADAMW_BYTES = 28.0
-"""Read and written of an entry by torch's fused AdamW: master, gradient and both moments, all but the gradient back."""
 _TIMES_ADAMW = {
     ("adamw", "bf16"): 7.5, ("adamw", "int8"): 10.7,
     ("muon", "fp32"): 9.6, ("muon", "bf16"): 13.9, ("muon", "int8"): 14.2,
@@ -23,23 +19,12 @@ _TIMES_ADAMW = {
 """Our other updates over torch's fused AdamW, for a 1B model on one H200 (benchmarks/optimizers.py --device cuda)."""
 
 
-def state_bytes(job: Job, projections: float, others: float) -> float:
-    """Bytes of the moments of so many entries of projections, and of embedding and head."""
-    name, each = job.optimizer.name, _STATE_BYTES[job.precision.optimizer_states]
-    if name == "adafactor":  # a row and a column of every matrix, thousandths of it
-        return 0.0
-    if name == "muon":  # leaves the rest to AdamW
-        return each * projections + 2 * each * others
-    moments = {"adamw": 2, "lion": 1, "sgd": 1 if job.optimizer.momentum else 0}[name]
-    return moments * each * (projections + others)
-
-
 def update_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *, own: bool) -> float:
     """The update of a rank's share; `own` is our trainer, which on one GPU may do it in one pass."""
     one_pass = own and updates_in_one_pass(job)
     fused = _adamw_s(job, device, parameters, gradient_bytes if one_pass else 4, one_pass=one_pass)
     slower = _TIMES_ADAMW.get((job.optimizer.name, job.precision.optimizer_states), 1.0) - 1.0
-    return fused + slower * memory_s(device, _ADAMW_BYTES * parameters, 1)
+    return fused + slower * memory_s(device, ADAMW_MOVED_BYTES * parameters, 1)
 
 
 def _adamw_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *, one_pass: bool) -> float:

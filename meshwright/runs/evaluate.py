@@ -59,9 +59,9 @@ def evaluate_run(
 
 @torch.no_grad()
 def _load(checkpoint: Checkpoint, weights: Weights) -> None:
-    pieces = weights.pieces()
-    require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=True)
+    shards = weights.shards()
+    require_shapes(checkpoint, {name: shard.shape for name, shard in shards.items()}, whole=True)
     with checkpoint:
         for name, master in weights.masters.items():
-            master.copy_(checkpoint.read(f"model/{name}", pieces[name].box()))
+            master.copy_(checkpoint.read(f"model/{name}", shards[name].box()))
     weights.refresh()

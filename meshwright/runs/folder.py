@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from meshwright.atomic import atomic_folder, write_atomic
 from meshwright.errors import UserError
 from meshwright.job.plain import without_secrets
 from meshwright.reading import (
@@ -82,21 +82,10 @@ class RunFolder:
         }
         if diff:
             contents["code.diff"] = diff
-        new_parents = [parent for parent in path.parents if not parent.exists()]
-        draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-        try:
-            with disk_errors(path):
-                draft.mkdir(parents=True)
-                (draft / "samples").mkdir()
-                for name, text in contents.items():
-                    (draft / name).write_text(text, encoding="utf-8")
-                draft.rename(path)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            for parent in new_parents:
-                if parent.exists() and not any(parent.iterdir()):
-                    parent.rmdir()
-            raise
+        with disk_errors(path), atomic_folder(path) as draft:
+            (draft / "samples").mkdir()
+            for name, text in contents.items():
+                (draft / name).write_text(text, encoding="utf-8")
         return cls(path)
 
     @staticmethod
@@ -168,10 +157,8 @@ class RunFolder:
         changed = {name: [before.get(name), now.get(name)] for name in {**before, **now}}
         changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
         if changed:
-            draft = self.path / ".job.resolved.json.new"
             with disk_errors(self.path):
-                draft.write_text(_pretty(resolved_job), encoding="utf-8")
-                draft.rename(self.path / "job.resolved.json")
+                write_atomic(self.path / "job.resolved.json", _pretty(resolved_job))
         return changed
 
     def metric(self, row: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint import Export, Exported, HfWeights, import_weights, keep_companions, whole_folder
+from meshwright.atomic import new_folder
+from meshwright.checkpoint import Export, Exported, HfWeights, import_weights, keep_companions
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, model_of_folder, start_folder
@@ -43,7 +44,7 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
     }
     count = count_parameters(shape)
     job = Job.model_validate(sections).model_dump(mode="json")
-    with whole_folder(out, 4 * count) as draft:
+    with new_folder(out, 4 * count) as draft:
         run = RunFolder.create(draft, _job_file(sections), job, sys.argv)
         keep_companions(folder, draft)
         if tokenizer.is_file():

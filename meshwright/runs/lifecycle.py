@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from meshwright.checkpoint import backups, require_backup, tries
+from meshwright.cost import checkpoint_bytes
 from meshwright.data import Corpus, training_index
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
@@ -36,9 +37,6 @@ from meshwright.train import (
 )
 
 OnEnd = Callable[[Path], object]
-# What an optimizer keeps for most parameters, at least.
-_MOMENTS = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 0, "adafactor": 0}
-_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def require_room(job: Job, path: Path, resume: bool = False) -> None:
     require_start(job)
     if job.checkpoint.backup_to is not None:
         require_backup(job.checkpoint.backup_to, path, resume=resume)
-    needed = count_parameters(job.model) * (4 + _MOMENTS[job.optimizer.name] * _BYTES[job.precision.optimizer_states])
+    needed = checkpoint_bytes(job, count_parameters(job.model))
     parent = path.absolute().parent
     while not parent.exists():
         parent = parent.parent
@@ -157,9 +155,9 @@ def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: S
     on_rank_zero(world, end)
 
 
-def record_failure(folder: RunFolder, error: BaseException, told: str, on_end: OnEnd) -> None:
+def record_failure(folder: RunFolder, error: BaseException, report: str, on_end: OnEnd) -> None:
     """End the record of a failed run, or of one that a second signal ended at once."""
-    end = {"reason": "failed", "error": told}
+    end = {"reason": "failed", "error": report}
     if isinstance(error, KeyboardInterrupt):
         end = {"reason": "interrupted", "error": "a second signal ended it at once, unsaved"}
     # Where the disk is the failure these writes fail too; the first error is the one the user must see.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from meshwright.atomic import disk_refusal, write_atomic
 from meshwright.errors import UserError
 
 _TAIL_BYTES, _MOST_AT_ONCE = 2**16, 2**20
@@ -59,15 +60,7 @@ class Outbox:
             self._opened.clear()
 
     def _write_file(self, name: str) -> None:
-        path = self._folder / name
-        draft = path.with_name(f".{path.name}.new")
-        try:
-            draft.write_bytes(self._files[name])
-            draft.replace(path)
-        except OSError:
-            with suppress(OSError):
-                draft.unlink(missing_ok=True)
-            raise
+        write_atomic(self._folder / name, self._files[name])
         del self._files[name]
 
     def _write_rows(self, name: str) -> None:
@@ -129,12 +122,6 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 def refusal(folder: Path, error: OSError) -> UserError:
     """What the disk answered, as one sentence about run.folder."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        problem, remedy = "no space is left", "free some or choose a folder on another disk"
-    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        problem, remedy = "writing is not allowed", "choose a folder you can write to"
-    elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ELOOP, errno.ENXIO):
-        problem, remedy = "a file is in its way", "choose another folder"
-    else:
-        problem, remedy = error.strerror or str(error), "check the disk or choose a folder on another one"
-    return UserError(f'run.folder = "{folder}" cannot be written ({problem}); {remedy}')
+    subject, problem = f'run.folder = "{folder}"', error.strerror or str(error)
+    other = UserError(f"{subject} cannot be written ({problem}); check the disk or choose a folder on another one")
+    return disk_refusal(subject, error) or other

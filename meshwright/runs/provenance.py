@@ -77,8 +77,8 @@ def _device_names() -> list[str]:
 def _driver_version() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
-    told = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], Path.cwd())
-    return told.splitlines()[0] if told else None
+    report = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], Path.cwd())
+    return report.splitlines()[0] if report else None
 
 
 def _cpu_name() -> str | None:

@@ -64,7 +64,6 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     checkpoint = next((one for one in _sound(run) if one.facts.step < step), None)
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, Silent(), Silent(), world)
-    assert isinstance(training, Trainer)
     if checkpoint is not None:
         training.resume(checkpoint)
     passed_over = [event for event in folder.events("passed_over") if event.get("position") is not None]
@@ -79,8 +78,8 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     recorded = bad[-1] if bad else rows[-1] if rows else {}
     position = bad[-1]["position"] if bad else training.position
     loss, norm, samples = _look(training, corpus, step, position)
-    told = (recorded.get("loss"), recorded.get("grad_norm"))
-    return Replay(step, position, loss, norm, *told, began, samples)
+    report = (recorded.get("loss"), recorded.get("grad_norm"))
+    return Replay(step, position, loss, norm, *report, began, samples)
 
 
 def _look(

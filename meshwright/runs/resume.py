@@ -114,15 +114,15 @@ def begin(folder: RunFolder, job: Job, found: Found, console: Console) -> Start:
         console.print(f"passed over: {damage}", markup=False, highlight=False, soft_wrap=True)
     if checkpoint is not None and found.restored_from is not None:
         folder.event("restored", step=checkpoint.facts.step, backup=found.restored_from)
-        told = f"step {checkpoint.facts.step} was brought back from {found.restored_from}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        report = f"step {checkpoint.facts.step} was brought back from {found.restored_from}"
+        console.print(report, markup=False, highlight=False, soft_wrap=True)
     if lease.attempt or checkpoint is not None:
         changed = folder.change_job(job.model_dump(mode="json"))
         step = 0 if checkpoint is None else checkpoint.facts.step
         place = None if checkpoint is None else str(checkpoint.path.relative_to(folder.path))
         folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
-        told = "no complete checkpoint, so from the start" if checkpoint is None else f"from step {step}"
-        console.print(f"resuming {told} (attempt {lease.attempt})", markup=False, highlight=False)
+        report = "no complete checkpoint, so from the start" if checkpoint is None else f"from step {step}"
+        console.print(f"resuming {report} (attempt {lease.attempt})", markup=False, highlight=False)
     folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
 
@@ -136,8 +136,8 @@ def _damage(path: Path, world: World) -> str | None:
 
 
 def _everyones(world: World, damage: str | None) -> list[str]:
-    told = [damage]
+    report = [damage]
     if world.size > 1:
-        told = [None] * world.size
-        dist.all_gather_object(told, damage)
-    return [one for one in told if one is not None]
+        report = [None] * world.size
+        dist.all_gather_object(report, damage)
+    return [one for one in report if one is not None]

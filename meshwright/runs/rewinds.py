@@ -27,7 +27,7 @@ class Rewinds:
 
     def start_again(self, start: Start, step: int, position: int) -> Start:
         """The start of a new attempt after a step that came out bad; all ranks call this together."""
-        start.activity.begin()
+        start.activity.restart()
         gc.collect()  # the old weights, before there are new ones
         self._bad.append(position)
         if len(self._bad) > MOST_REWINDS:

@@ -140,7 +140,7 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
 
 def first_fault(error: Any) -> str:
     """The first thing a section's check says, as one sentence."""
-    told = error.errors()[0]
-    place = ".".join(str(part) for part in told["loc"])
-    words = str(told["msg"]).removeprefix("Value error, ")
+    report = error.errors()[0]
+    place = ".".join(str(part) for part in report["loc"])
+    words = str(report["msg"]).removeprefix("Value error, ")
     return f"{place}: {words}" if place else words

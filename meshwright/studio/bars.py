@@ -91,9 +91,9 @@ def draw_step(prediction: "Prediction") -> Bars:
     scale = (WIDTH - _LEFT - _RIGHT) / prediction.step_s
     drawn, x = [], float(_LEFT)
     for name, seconds in phases.items():
-        told = f"{1e3 * seconds:.2f} ms, {seconds / prediction.step_s:.1%}"
+        report = f"{1e3 * seconds:.2f} ms, {seconds / prediction.step_s:.1%}"
         box = f'x="{x:.1f}" y="6" width="{seconds * scale:.1f}" height="40"'
-        drawn.append(f'<rect class="tint-{tints[name]}" {box}><title>{escape(name)}: {told}</title></rect>')
+        drawn.append(f'<rect class="tint-{tints[name]}" {box}><title>{escape(name)}: {report}</title></rect>')
         x += seconds * scale
     drawn.append(_axis(prediction.step_s * 1e3, 46, "ms of a step, along its busiest pipeline rank"))
     return Bars("Time of a step", "ms", "".join(drawn), 80, tints)

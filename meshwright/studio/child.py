@@ -98,11 +98,11 @@ class PlannerProcess:
     def _listen(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            told = json.loads(line)
+            report = json.loads(line)
             with self._lock:
-                waiting = self._waiting.get(told.get("id", 0))
+                waiting = self._waiting.get(report.get("id", 0))
             if waiting is not None:
-                waiting.set_result(told["answer"])
+                waiting.set_result(report["answer"])
         with self._lock:
             if self._process in (process, None):
                 for left in self._waiting.values():

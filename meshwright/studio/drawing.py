@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.studio.bars import TINTS, WIDTH, Bars, draw_memory, draw_step
-from meshwright.studio.files import write_whole
+from meshwright.studio.files import write_page
 from meshwright.studio.page import asset
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _LETTER = 6.4
 
 def write_plan_svg(prediction: "Prediction", out: Path) -> Path:
     """Write memory of each stage and time of a step as one picture, and return where it is."""
-    return write_whole(out, _svg(prediction), "--svg")
+    return write_page(out, _svg(prediction), "--svg")
 
 
 def _svg(prediction: "Prediction") -> str:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.plan import Term, beside
+from meshwright.plan import Term, compare_with_plan
 from meshwright.studio.curves import curve, finite
 from meshwright.studio.numbers import size
 
@@ -27,7 +27,7 @@ def expectations(job: dict[str, Any], metrics: list[dict[str, Any]], events: lis
         run = Job.model_validate(job)
         if run.model.layers > _MOST_LAYERS or run.layout.pp > _MOST_STAGES:
             return ""
-        terms = beside(run, start["device"], ranks, median(steps), stop.get("peak_memory_bytes"))
+        terms = compare_with_plan(run, start["device"], ranks, median(steps), stop.get("peak_memory_bytes"))
     except (ValidationError, UserError):  # a job of another version
         return ""
     if not terms:

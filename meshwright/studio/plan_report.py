@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshwright.studio.bars import memory_bars, step_bar
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import Point
-from meshwright.studio.files import write_whole
+from meshwright.studio.files import write_page
 from meshwright.studio.gantt import gantt
 from meshwright.studio.mesh import mesh
 from meshwright.studio.page import page
@@ -61,7 +61,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
         f"<h2>Job</h2><pre>{escape(job_text(job, f'a plan for {machines}'))}</pre>"
         f"<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by Meshwright {VERSION}.</footer>"
     )
-    return write_whole(out, page(f"{name} · Meshwright", body))
+    return write_page(out, page(f"{name} · Meshwright", body))
 
 
 def _schedule(job: "Job", cluster: "Cluster") -> str:

@@ -10,7 +10,7 @@ from meshwright.runs import Metrics, RunFolder
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
-from meshwright.studio.files import write_whole
+from meshwright.studio.files import write_page
 from meshwright.studio.headline import headline
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
@@ -27,11 +27,11 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     folder = RunFolder.open(run)
     metrics, events, memory = folder.numbers(), folder.events(), folder.memory_curve()
     name = folder.path.absolute().name
-    unread = [told for tally in folder.unread.values() if (told := tally.sentence())]
+    unread = [report for tally in folder.unread.values() if (report := tally.sentence())]
     body = "\n".join(
         [
             headline(name, _state(folder, metrics), folder.job(), metrics, events, folder.environment()),
-            *(f'<p class="note alarm">{escape(told)}.</p>' for told in unread),
+            *(f'<p class="note alarm">{escape(report)}.</p>' for report in unread),
             _charts(metrics),
             memory_chart(memory),
             expectations(folder.job(), metrics.rows, events),
@@ -44,7 +44,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             f"{metrics.sums.rows:,} rows of metrics.</footer>",
         ]
     )
-    return write_whole(out or folder.path / "report.html", page(f"{name} · Meshwright", body), given=out is not None)
+    return write_page(out or folder.path / "report.html", page(f"{name} · Meshwright", body), given=out is not None)
 
 
 def _state(folder: RunFolder, metrics: Metrics) -> str:

@@ -188,7 +188,7 @@ class Runs:
             "samples": self._samples(name),
             "logs": names_inside(self.root, name, "logs"),
             "memory": memory_chart(rows),
-            "unread": [told for tally in (*self._tallies(name), memory) if (told := tally.sentence())],
+            "unread": [report for tally in (*self._tallies(name), memory) if (report := tally.sentence())],
         }
 
     def log(self, name: str, log: str, offset: int | None) -> dict[str, Any]:

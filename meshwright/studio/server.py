@@ -153,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except Exception as error:  # whatever a run holds, the next request is answered
             self.close_connection = True
-            told = f"internal error, {type(error).__name__}: {error}; please report it"
-            self._send_json({"error": told}, HTTPStatus.INTERNAL_SERVER_ERROR)
+            report = f"internal error, {type(error).__name__}: {error}; please report it"
+            self._send_json({"error": report}, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _require_token(self, token: str | None) -> None:
         address, guesses = str(self.client_address[0]), self.server.guesses

@@ -9,7 +9,7 @@ class Activity:
         self.warm = False
         """Whether a whole step was made: the first allocates, compiles and connects, and takes its time."""
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Everything is built anew, and the next step is a first one again."""
         self.step, self.warm = 0, False
         self.at("starting")

@@ -83,8 +83,7 @@ class AsynchronousTrainer(Trainer):
         norm = math.sqrt(result.squares)
         ahead = max(self.activity.step, step) - step + 1  # batches read since, and the step's own
         if self._may_update(step, result.loss, norm, self.position - ahead * self.job.batch.global_batch):
-            self.optimizer.step()
-            self.weights.refresh()
+            self.weights.update(self.optimizer)
         self.weights.zero_gradients()
         return result.loss, norm, rate
 
@@ -92,8 +91,8 @@ class AsynchronousTrainer(Trainer):
         """Bring rank 0's losses and norms to the others, which record them; true when some rank was asked to stop."""
         self.activity.at("sum of losses and norms over all stages")
         leads = self.world.rank == 0
-        told = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
-        sums = self.world.sum_over_world([*self._ballot(), *(told if leads else [0.0] * len(told)), float(stop())])
+        report = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
+        sums = self.world.sum_over_world([*self._ballot(), *(report if leads else [0.0] * len(report)), float(stop())])
         ballots, known, stopping = sums[:3], sums[3:-1], sums[-1]
         if self.saver is not None:
             self.saver.count(ballots)

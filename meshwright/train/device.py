@@ -9,6 +9,7 @@ from meshwright.data.cache import cache_root
 from meshwright.errors import UserError
 from meshwright.hardware import Gpu, find_gpu, mfu_peak_flops
 from meshwright.job import Job
+from meshwright.model.numbers import DTYPES
 from meshwright.torch_private.arithmetic import cpu_multiplies
 
 NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
@@ -66,10 +67,9 @@ def prepare_device(job: Job, device: torch.device) -> None:
 def emulated_format(job: Job, device: torch.device) -> str | None:
     """The job's compute format where it runs on a CPU without such arithmetic, and takes many times longer."""
     compute = job.precision.compute
-    if device.type == "cuda" or compute in ("fp32", "tf32"):
+    if device.type == "cuda" or DTYPES[compute] == torch.float32:
         return None
-    numbers = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute)
-    return None if numbers is not None and cpu_multiplies(numbers) else compute
+    return None if compute != "fp8" and cpu_multiplies(DTYPES[compute]) else compute
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

@@ -1,24 +1,26 @@
 """Gradient compression's memories in a checkpoint: what each replica has not sent yet, and powersgd's directions."""
 
+from collections.abc import Mapping
+
 from meshwright.checkpoint import Checkpoint, Part
-from meshwright.parallel import CompressedWeights, Piece, Weights
+from meshwright.parallel import Reduction, ShardIndex, Weights
 from meshwright.train.recorder import Recorder
 
 
-def saved_feedback(weights: CompressedWeights) -> list[Part]:
+def saved_feedback(reduction: Reduction, shards: Mapping[str, ShardIndex]) -> list[Part]:
     """This rank's share: its replica's memory, and the directions, which are equal on all replicas."""
-    reduction, pieces, parts = weights.reduction, weights.pieces(), []
+    parts = []
     for name, memory in reduction.memories.items():
-        piece = pieces[name]
-        box = piece.box()
+        shard = shards[name]
+        box = shard.box()
         rows = box[0].stop - box[0].start
-        first_in_replica = piece.holder % (piece.copies // reduction.replicas) == 0
+        first_in_replica = shard.holder % (shard.copies // reduction.replicas) == 0
         if first_in_replica and rows:
             starts = tuple(span.start for span in box)
-            parts.append(Part(_memory_name(reduction.replica, name), piece.shape, starts, memory[:rows]))
-        if piece.holder == 0 and name in reduction.starts:
+            parts.append(Part(_memory_name(reduction.replica, name), shard.shape, starts, memory[:rows]))
+        if shard.holder == 0 and name in reduction.starts:
             start = reduction.starts[name]
-            parts.append(Part(_start_name(name, piece), tuple(start.shape), (0,) * start.dim(), start))
+            parts.append(Part(_start_name(name, shard), tuple(start.shape), (0,) * start.dim(), start))
     return parts
 
 
@@ -29,32 +31,32 @@ def restore_feedback(weights: Weights, recorder: Recorder, checkpoint: Checkpoin
     """
     step, before = checkpoint.facts.step, checkpoint.facts.replicas
     saved = any(not name.startswith("feedback/start/") for name in checkpoint.names("feedback/"))
-    if not isinstance(weights, CompressedWeights):
+    reduction, shards = weights.reduction, weights.shards()
+    if reduction is None:
         if saved:
             recorder.event("feedback_dropped", step=step, reason="gradients are sent whole now")
         return
     anew = 0
-    for name in weights.reduction.memories:
-        _restore_memory(weights, name, checkpoint, before)
-        anew += name in weights.reduction.starts and not _restore_start(weights, name, checkpoint)
-    if before != weights.reduction.replicas or anew:
-        told = "its sum is shared out" if saved else "there was none"
-        replicas = [before, weights.reduction.replicas]
-        recorder.event("feedback_changed", step=step, memory=told, replicas=replicas, searches_begun_anew=anew)
+    for name in reduction.memories:
+        _restore_memory(reduction, name, shards[name], checkpoint, before)
+        anew += name in reduction.starts and not _restore_start(reduction, name, shards[name], checkpoint)
+    if before != reduction.replicas or anew:
+        report = "its sum is shared out" if saved else "there was none"
+        replicas = [before, reduction.replicas]
+        recorder.event("feedback_changed", step=step, memory=report, replicas=replicas, searches_begun_anew=anew)
 
 
-def _restore_memory(weights: CompressedWeights, name: str, checkpoint: Checkpoint, before: int) -> None:
-    reduction, box = weights.reduction, weights.pieces()[name].box()
+def _restore_memory(reduction: Reduction, name: str, shard: ShardIndex, checkpoint: Checkpoint, before: int) -> None:
     same = reduction.replicas == before
     sources = [_memory_name(replica, name) for replica in ([reduction.replica] if same else range(before))]
     for source in sources:
         if source in checkpoint.index.tensors:
-            values = checkpoint.read(source, box).to(reduction.memories[name])
+            values = checkpoint.read(source, shard.box()).to(reduction.memories[name])
             reduction.memories[name][: len(values)].add_(values if same else values / reduction.replicas)
 
 
-def _restore_start(weights: CompressedWeights, name: str, checkpoint: Checkpoint) -> bool:
-    start, saved = weights.reduction.starts[name], _start_name(name, weights.pieces()[name])
+def _restore_start(reduction: Reduction, name: str, shard: ShardIndex, checkpoint: Checkpoint) -> bool:
+    start, saved = reduction.starts[name], _start_name(name, shard)
     if saved not in checkpoint.index.tensors or checkpoint.shape(saved) != tuple(start.shape):
         return False
     start.copy_(checkpoint.whole(saved))
@@ -65,6 +67,6 @@ def _memory_name(replica: int, name: str) -> str:
     return f"feedback/{replica:05d}/{name}"
 
 
-def _start_name(name: str, piece: Piece) -> str:
-    edges = ",".join(f"{span.start}:{span.stop}" for span in piece.box())
+def _start_name(name: str, shard: ShardIndex) -> str:
+    edges = ",".join(f"{span.start}:{span.stop}" for span in shard.box())
     return f"feedback/start/{name}@{edges}"

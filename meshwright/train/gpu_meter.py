@@ -49,10 +49,10 @@ def _read(device: torch.device) -> dict[str, float]:
     own = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     command = ["nvidia-smi", f"--id={own}", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=INTERVAL_S, check=True).stdout
+        report = subprocess.run(command, capture_output=True, text=True, timeout=INTERVAL_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return parse_smi(told)
+    return parse_smi(report)
 
 
 def parse_smi(line: str) -> dict[str, float]:

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.job import Job
 from meshwright.model import attend
-from meshwright.parallel import DTYPES, World
+from meshwright.model.numbers import DTYPES
+from meshwright.parallel import World
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 REPEATS = 3
@@ -23,7 +24,7 @@ def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None =
     What rank 0 remembers from an earlier attempt is taken again instead.
     None where there is nothing to choose: on a CPU, in fp32, and with masks that only one kernel knows.
     """
-    if world.device.type != "cuda" or DTYPES[job.precision.compute].itemsize != 2 or job.data.mask_documents:
+    if world.device.type != "cuda" or job.precision.number_bytes != 2 or job.data.mask_documents:
         return None
     chosen = _agreed(remembered or _measured(job, world.device) if world.rank == 0 else None, world)
     kernel, groups = chosen["kernel"], chosen["groups"]
@@ -35,11 +36,11 @@ def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None =
 
 def _agreed(found: dict[str, Any] | None, world: World) -> dict[str, Any]:
     """Rank 0's choice on all ranks: another kernel rounds otherwise."""
-    told = [found]
+    report = [found]
     if world.size > 1:
-        dist.broadcast_object_list(told, src=0)
-    assert told[0] is not None
-    return told[0]
+        dist.broadcast_object_list(report, src=0)
+    assert report[0] is not None
+    return report[0]
 
 
 def _measured(job: Job, device: torch.device) -> dict[str, Any]:

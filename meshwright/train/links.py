@@ -68,16 +68,16 @@ def slow_groups(axis: str, found: dict[int, tuple[int, float]]) -> list[str]:
     for rank, (leader, taken) in found.items():
         seconds[leader] = max(seconds.get(leader, 0.0), taken)
         members.setdefault(leader, []).append(rank)
-    told = []
+    report = []
     for leader, taken in seconds.items():
         others = [value for other, value in seconds.items() if other != leader]
         if others and taken > SLOW * median(others) and taken - median(others) > LEAST_S:
             ranks = ", ".join(map(str, members[leader]))
-            told.append(
+            report.append(
                 f"the link between ranks {ranks} (axis {axis}) takes {1e3 * taken:.1f} ms for {BYTES // 1024} KiB, "
                 f"others {1e3 * median(others):.1f} ms"
             )
-    return told
+    return report
 
 
 def _least_s(send: Any, device: torch.device) -> float:

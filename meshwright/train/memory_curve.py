@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.parallel import Weights, held_gradients, held_parameters
+from meshwright.parallel import Weights, live_gradients, live_parameters
 from meshwright.torch_private.autograd import (
     Around,
     TorchDispatchMode,
@@ -134,8 +134,8 @@ class MemoryCurve:
         """Bytes of distinct memory by kind, those in host memory apart, and all of that memory's keys."""
         states = (value for state in self._optimizer.state.values() for value in state.values())
         groups: dict[str, Iterable[Tensor]] = {
-            "parameters": held_parameters(self._modules, self._weights),
-            "gradients": held_gradients(self._modules, self._weights),
+            "parameters": live_parameters(self._modules, self._weights),
+            "gradients": live_gradients(self._modules, self._weights),
             "optimizer": (value for value in states if isinstance(value, Tensor)),
         }
         seen: set[int] = set()

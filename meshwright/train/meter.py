@@ -9,7 +9,7 @@ from typing import Any, Literal
 from meshwright.cost import flops_per_token
 from meshwright.job import Job
 from meshwright.model import count_parameters
-from meshwright.parallel import CompressedWeights, Weights, World, take_traffic
+from meshwright.parallel import Weights, World, take_traffic
 from meshwright.train.device import device_name, device_peak_flops, gpu_of
 from meshwright.train.gpu_meter import GpuMeter
 from meshwright.train.memory_curve import WATCHED_STEPS
@@ -70,7 +70,7 @@ class Meter:
         }
         if self._job.memory.offload:
             row |= {f"offload_{name}": value for name, value in asdict(take_traffic()).items()}
-        if isinstance(weights, CompressedWeights) and (sent := weights.reduction.sent):
+        if weights.reduction is not None and (sent := weights.reduction.sent):
             row |= {"sent_bytes": sent.bytes, "compression_ratio": sent.ratio}
         if scaling.dynamic:
             row |= {"loss_scale": scaling.scale, "skipped_steps": scaling.skipped}

@@ -1,13 +1,14 @@
 """How a trainer comes to be: the model in its layout, the optimizer, who saves checkpoints, and what to resume from."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from meshwright.checkpoint import Saver
 from meshwright.data import Corpus
 from meshwright.job import Job
+from meshwright.layout import is_asynchronous
 from meshwright.parallel import Engine, PipeDream, Weights, World, build, host_buffer
 from meshwright.train.asynchronous import AsynchronousTrainer
 from meshwright.train.kernels import choose_attention
@@ -69,9 +70,9 @@ def make_trainer(
     world: World,
 ) -> Trainer:
     """The trainer that fits the engine `build` made."""
-    if isinstance(engine, PipeDream):
+    if is_asynchronous(job):
         return AsynchronousTrainer(job, corpus, engine, weights, recorder, progress, world)  # type: ignore[arg-type]
-    return Trainer(job, corpus, engine, weights, recorder, progress, world)
+    return Trainer(job, corpus, cast(Engine, engine), weights, recorder, progress, world)
 
 
 def _without_first_weights(job: Job) -> Job:

@@ -9,7 +9,7 @@ from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
 from meshwright.data import Cursor, Loader, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import CompressedWeights, Piece, Weights, World
+from meshwright.parallel import ShardIndex, Weights, World
 from meshwright.train.bad_steps import BadSteps, RecentLosses
 from meshwright.train.feedback import restore_feedback, saved_feedback
 from meshwright.train.optimizer import Optimizer, missing_states, parameter_of, restore_states, saved_states
@@ -39,15 +39,15 @@ class Trained(Protocol):
 
 def capture(run: Trained) -> State:
     """This rank's share of the run's state, as it is now: the tensors themselves, not copies of them."""
-    masters, pieces = run.weights.masters, run.weights.pieces()
-    owned = set(owned_pieces(pieces))
-    weights = [part for name in pieces for part in _saved_weights(name, pieces[name], masters[name])]
-    states = saved_states(run.optimizer, masters, pieces)
+    masters, shards = run.weights.masters, run.weights.shards()
+    owned = set(owned_shards(shards))
+    weights = [part for name in shards for part in _saved_weights(name, shards[name], masters[name])]
+    states = saved_states(run.optimizer, masters, shards)
     held = [part.name for part in (*weights, *states)]
     parts = [part for part in weights if part.name.removeprefix("model/") in owned]
     parts += [part for part in states if parameter_of(part.name) in owned]
-    if isinstance(run.weights, CompressedWeights):
-        parts += saved_feedback(run.weights)
+    if (reduction := run.weights.reduction) is not None:
+        parts += saved_feedback(reduction, shards)
     if isinstance(run.loader, StreamLoader) and run.world.leads_data:
         parts += [
             Part(cursor_name(number), (len(cursor),), (0,), torch.tensor(cursor))
@@ -70,32 +70,32 @@ def capture(run: Trained) -> State:
         good_steps=int(scale["good_steps"]),
         skipped=int(scale["skipped"]),
         recent_losses=run.bad_steps.losses.values(),
-        replicas=run.weights.reduction.replicas if isinstance(run.weights, CompressedWeights) else 1,
+        replicas=1 if reduction is None else reduction.replicas,
         data=run.fingerprint,
     )
     return State(facts, parts, tuple(held))
 
 
-def _saved_weights(name: str, piece: Piece, master: torch.Tensor) -> list[Part]:
+def _saved_weights(name: str, shard: ShardIndex, master: torch.Tensor) -> list[Part]:
     """A rank's box of a parameter, if it has rows of it."""
-    box = piece.box()
+    box = shard.box()
     rows = box[0].stop - box[0].start
     starts = tuple(span.start for span in box)
-    return [Part(f"model/{name}", piece.shape, starts, master.detach()[:rows])] if rows else []
+    return [Part(f"model/{name}", shard.shape, starts, master.detach()[:rows])] if rows else []
 
 
 @torch.no_grad()
 def restore(run: Trained, checkpoint: Checkpoint) -> None:
     """Give a run that was just built the state of a checkpoint, whatever layout saved it."""
-    masters, pieces, facts = run.weights.masters, run.weights.pieces(), checkpoint.facts
-    require_shapes(checkpoint, {name: piece.shape for name, piece in pieces.items()}, whole=False)
+    masters, shards, facts = run.weights.masters, run.weights.shards(), checkpoint.facts
+    require_shapes(checkpoint, {name: shard.shape for name, shard in shards.items()}, whole=False)
     _require_states(run, checkpoint)
     with checkpoint:
         for name, master in masters.items():
-            values = checkpoint.read(f"model/{name}", pieces[name].box())
+            values = checkpoint.read(f"model/{name}", shards[name].box())
             master[: len(values)].copy_(values)
             master[len(values) :].zero_()
-        restore_states(run.optimizer, masters, pieces, checkpoint)
+        restore_states(run.optimizer, masters, shards, checkpoint)
         restore_feedback(run.weights, run.recorder, checkpoint)
         _restore_generators(run.world, checkpoint)
     run.weights.refresh()
@@ -112,7 +112,7 @@ def restore(run: Trained, checkpoint: Checkpoint) -> None:
 def _require_states(run: Trained, checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that lacks a state of the optimizer or of this rank's generator, which would begin anew."""
     facts, saved = checkpoint.facts, checkpoint.names("optimizer/")
-    lacking = missing_states(run.optimizer, run.weights.masters, run.weights.pieces(), saved)
+    lacking = missing_states(run.optimizer, run.weights.masters, run.weights.shards(), saved)
     if not saved and (facts.skipped >= facts.step or run.job.run.on_bad_step == "skip"):
         lacking = []  # no update was made yet
     if run.job.model.file:  # a parameter that its model does not use has no gradient, and so no state
@@ -142,27 +142,27 @@ def saved_cursors(checkpoint: Checkpoint) -> dict[int, Cursor]:
         return {int(name.removeprefix(CURSORS)): Cursor(*checkpoint.whole(name).tolist()) for name in names}
 
 
-def owned_pieces(pieces: Mapping[str, Piece]) -> list[str]:
+def owned_shards(shards: Mapping[str, ShardIndex]) -> list[str]:
     """The parameters this rank saves, of those that several ranks hold alike: the bytes are shared out among them.
 
-    All holders of a piece hold the same pieces and so come to the same answer without asking each other.
+    All holders of a shard hold the same shards and so come to the same answer without asking each other.
     """
     loads: dict[int, list[int]] = {}
     owned = set()
-    sizes = {name: _entries(piece) for name, piece in pieces.items()}
-    for name in sorted(pieces, key=lambda name: (-sizes[name], name)):
-        piece = pieces[name]
-        load = loads.setdefault(piece.copies, [0] * piece.copies)
+    sizes = {name: _entries(shard) for name, shard in shards.items()}
+    for name in sorted(shards, key=lambda name: (-sizes[name], name)):
+        shard = shards[name]
+        load = loads.setdefault(shard.copies, [0] * shard.copies)
         holder = load.index(min(load))
         load[holder] += sizes[name]
-        if holder == piece.holder:
+        if holder == shard.holder:
             owned.add(name)
-    return [name for name in pieces if name in owned]
+    return [name for name in shards if name in owned]
 
 
-def _entries(piece: Piece) -> int:
+def _entries(shard: ShardIndex) -> int:
     entries = 1
-    for span in piece.box():
+    for span in shard.box():
         entries *= span.stop - span.start
     return entries
 

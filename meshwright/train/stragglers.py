@@ -52,13 +52,13 @@ class Stragglers:
 
 def slow_ranks(times: dict[str, list[float]]) -> list[str]:
     """A clause for every rank that takes much longer than most."""
-    told = []
+    report = []
     for kind, name in (("work_s", "works"), ("data_wait_s", "waits for data")):
         usual = median_low(times[kind])  # of two ranks the faster one
         for rank, seconds in enumerate(times[kind]):
             if seconds > SLOW * usual and seconds - usual > LEAST_S:
-                told.append(f"rank {rank} {name} {1000 * seconds:.1f} ms a step, others {1000 * usual:.1f} ms")
-    return told
+                report.append(f"rank {rank} {name} {1000 * seconds:.1f} ms a step, others {1000 * usual:.1f} ms")
+    return report
 
 
 def _ran_s() -> float:

@@ -17,7 +17,7 @@ import torch
 from meshwright.checkpoint import Checkpoint, Saver, State
 from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.job import Job
-from meshwright.parallel import CompressedWeights, Engine, Weights, WholeWeights, World, take_traffic, update
+from meshwright.parallel import Engine, Weights, World, take_traffic
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
 from meshwright.train.evaluations import Evaluations
@@ -50,8 +50,7 @@ class Trainer:
         self.job, self.corpus, self.engine, self.weights = job, corpus, engine, weights
         self.recorder, self.progress, self.world = recorder, progress, world
         self.device = world.device
-        working = weights.working if isinstance(weights, WholeWeights) else None
-        self.optimizer = build_optimizer(weights.masters, job, weights.pieces(), world, working)
+        self.optimizer = build_optimizer(weights.masters, job, weights.shards(), world, weights.working)
         self.scaling = LossScale.of(job)
         self.meter = Meter(job, world)
         self.evaluations = Evaluations(job, corpus, engine, recorder, progress, world)
@@ -118,8 +117,7 @@ class Trainer:
         self.activity.at("forward and backward")
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
-        if isinstance(self.weights, CompressedWeights):
-            self.weights.reduction.begin(step)
+        self.weights.start_step(step)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
 
         self.activity.at("sum of loss and gradient norm over all ranks")
@@ -137,7 +135,7 @@ class Trainer:
         if not self._overflowed(step, loss_value, norm_value) and self._may_update(
             step, loss_value, norm_value, position
         ):
-            update(self.optimizer, self.weights)
+            self.weights.update(self.optimizer)
         self._sample_memory("updated")
         self.weights.zero_gradients()
         self._sample_memory("end")

@@ -16,7 +16,7 @@ from meshwright.verify import formats, staged
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
-from meshwright.verify.exercised import judge_exercise
+from meshwright.verify.exercised import check_exercised
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
@@ -115,11 +115,11 @@ class Check:
         # Of whole gradients: what compression or a stale stage leaves out of a first step may yet come.
         zeros = zero_gradients(reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device))
         if self.dtype in formats.UNITS:
-            rows = formats.judge(ranks, alone, exact, self.job)
+            rows = formats.compare_formats(ranks, alone, exact, self.job)
         else:
             rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
-        judged = judge_exercise(rows, self.job, zeros)
-        return Verdict(self.job, self.dtype, judged, time.monotonic() - self._started, contract, self.notes)
+        compared = check_exercised(rows, self.job, zeros)
+        return Verdict(self.job, self.dtype, compared, time.monotonic() - self._started, contract, self.notes)
 
     def close(self) -> None:
         """End the ranks."""
@@ -150,9 +150,9 @@ def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu",
     if dtype != "float64":
         return replace(verdict, notes=[f'precision.compute = "{own}" is not judged with --dtype {dtype}'])
     second = check(formats.with_precision(small, job, own), own, device)
-    told = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
+    report = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
     seconds = verdict.seconds + second.seconds
-    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[told, *second.notes])
+    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[report, *second.notes])
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:

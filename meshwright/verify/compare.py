@@ -165,12 +165,12 @@ def differences(shards: list[Shard], whole: Tensor) -> tuple[Tensor, str]:
     """
     found, covered = torch.zeros(whole.shape, dtype=torch.float64), torch.zeros(whole.shape, dtype=torch.bool)
     for shard in shards:
-        if shard.piece.shape != tuple(whole.shape):
-            return torch.full_like(found, math.inf), f"shape {shard.piece.shape}, not {tuple(whole.shape)}"
-        shard.piece.put(covered, torch.ones_like(shard.values, dtype=torch.bool))
-        off = (shard.values.double() - shard.piece.take(whole).double()).abs()
-        shard.piece.put(found, torch.maximum(off, shard.piece.take(found)))
-        if bool(off[shard.piece.rows >= whole.shape[0]].any()):
+        if shard.index.shape != tuple(whole.shape):
+            return torch.full_like(found, math.inf), f"shape {shard.index.shape}, not {tuple(whole.shape)}"
+        shard.index.put(covered, torch.ones_like(shard.values, dtype=torch.bool))
+        off = (shard.values.double() - shard.index.take(whole).double()).abs()
+        shard.index.put(found, torch.maximum(off, shard.index.take(found)))
+        if bool(off[shard.index.rows >= whole.shape[0]].any()):
             return torch.full_like(found, math.inf), "padding is not zero"
     missing = int((~covered).sum())
     return found, f"{missing} of {whole.numel()} entries are held by no rank" if missing else ""

@@ -22,19 +22,19 @@ def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
         turned = job.model.positions == "rope"
         return set() if turned else {name for name in zeros if name.endswith(".attention.k.bias")}
     with torch.device("meta"):
-        sharding = build_architecture(job.model).sharding
-    keys = tuple(pattern.rpartition("*.")[2] + ".bias" for pattern, role in sharding.items() if role == "kv-column")
-    return {name for name in zeros if name.endswith(keys)}
+        architecture = build_architecture(job.model)
+    biases = [name for name in zeros if name.endswith(".bias")]
+    return {name for name in biases if architecture.role(name.removesuffix(".bias")) == "kv-column"}
 
 
-def judge_exercise(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
+def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
     """The rows, with those failed that compare nothing but rounding, and those left unjudged that amplify it."""
     expected = zero_by_mathematics(job, zeros)
-    judged = []
+    compared = []
     for row in rows:
         if row.kind == "gradient" and row.name in zeros and row.name not in expected:
             row = replace(row, note="nothing but rounding arrives here: the check says nothing of this parameter")
         elif row.kind == "update" and row.name in expected and job.optimizer.name in SIGN_LIKE:
             row = replace(row, bound=None)
-        judged.append(row)
-    return judged
+        compared.append(row)
+    return compared

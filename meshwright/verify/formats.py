@@ -42,7 +42,7 @@ from torch import Tensor
 
 from meshwright.job import Job
 from meshwright.layout import FP8_MULTIPLE
-from meshwright.parallel import DTYPES
+from meshwright.model.numbers import DTYPES
 from meshwright.verify.compare import Comparison, Kind, differences, series_errors, series_rows, zero_gradients
 from meshwright.verify.compressed import is_lossy
 from meshwright.verify.documents import HELD_OUT
@@ -104,7 +104,7 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
     return job, notes
 
 
-def judge(ranks: Sequence[Observation], alone: Observation, exact: Observation, job: Job) -> list[Comparison]:
+def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Observation, job: Job) -> list[Comparison]:
     """The ranks' run in the job's format beside float64's, by the bounds above and by one process in the format."""
     forward, backward = _variance(job)
     path, tokens = math.sqrt(forward + backward), job.batch.global_batch * job.batch.sequence_length

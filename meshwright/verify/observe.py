@@ -1,6 +1,5 @@
 """What a rank sees of a run: the real training loop with a listener on it."""
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshwright.job import Job
-from meshwright.parallel import Piece, Weights, build, join_world
+from meshwright.parallel import ShardIndex, Weights, build, join_world
+from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, make_trainer
 from meshwright.verify.documents import unequal_corpus
 
@@ -24,7 +24,7 @@ LOSS_SCALE = 2.0**10
 class Shard:
     """A rank's values of one parameter and where they lie in the whole."""
 
-    piece: Piece
+    index: ShardIndex
     values: Tensor
 
 
@@ -58,9 +58,9 @@ def observe(
         training.scaling = LossScale(LOSS_SCALE)
     scale = training.scaling.scale
     training.run()
-    seen.gradients = {name: Shard(held.piece, held.values / scale) for name, held in seen.gradients.items()}
-    pieces = weights.pieces()
-    seen.updates = {name: Shard(pieces[name], after - before[name]) for name, after in _values(weights).items()}
+    seen.gradients = {name: Shard(held.index, held.values / scale) for name, held in seen.gradients.items()}
+    shards = weights.shards()
+    seen.updates = {name: Shard(shards[name], after - before[name]) for name, after in _values(weights).items()}
     return seen
 
 
@@ -71,13 +71,13 @@ def _enliven(weights: Weights) -> None:
     They are drawn for wide models: at this width attention would be all but uniform, its gradients next to nothing, and
     with biases at zero and norms at one, what adds a bias twice or forgets a norm's weight would compute the same.
     """
-    pieces = weights.pieces()
+    shards = weights.shards()
     for name, master in weights.masters.items():
         if master.dim() > 1:
             master.mul_(MATRIX_SCALE)
         else:
-            pattern = VECTOR_SHIFT * torch.cos(torch.arange(pieces[name].shape[0], dtype=torch.float64))
-            master.add_(pieces[name].take(pattern).to(master.device))
+            pattern = VECTOR_SHIFT * torch.cos(torch.arange(shards[name].shape[0], dtype=torch.float64))
+            master.add_(shards[name].take(pattern).to(master.device))
     weights.refresh()
 
 
@@ -85,7 +85,7 @@ def _own_device(kind: str) -> torch.device:
     """The CPU, or this rank's GPU; ranks share GPUs where there are more of them."""
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    device = torch.device(kind, (own_place() or ALONE).local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -101,10 +101,10 @@ def _record_first_gradients(weights: Weights, seen: Observation) -> None:
     def collect_and_record() -> None:
         collect()
         if not seen.gradients:
-            pieces = weights.pieces()
+            shards = weights.shards()
             for name, master in weights.masters.items():
                 gradient = torch.zeros_like(master) if master.grad is None else master.grad
-                seen.gradients[name] = Shard(pieces[name], gradient.detach().to(master.dtype, copy=True).cpu())
+                seen.gradients[name] = Shard(shards[name], gradient.detach().to(master.dtype, copy=True).cpu())
 
     weights.collect_gradients = collect_and_record  # type: ignore[method-assign]
 

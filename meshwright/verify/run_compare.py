@@ -137,8 +137,8 @@ def _tensors(
         kind: Kind = "weight" if name.startswith("model/") else "state"
         shown, value = f"{where}: {name}", seen.get(name)
         if value is None or value.shape != whole.shape:
-            told = "is not in its checkpoint" if value is None else f"has shape {tuple(value.shape)} there"
-            rows.append(Comparison(kind, shown, math.inf, bounds[kind], told))
+            report = "is not in its checkpoint" if value is None else f"has shape {tuple(value.shape)} there"
+            rows.append(Comparison(kind, shown, math.inf, bounds[kind], report))
             continue
         scale = largest[_key_of(name)] if _parameter_of(name) in zeros else _size(whole)
         rows.append(Comparison(kind, shown, measure(value, whole, max(scale, TINY)), bounds[kind]))

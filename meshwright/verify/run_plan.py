@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY
 from meshwright.errors import UserError
-from meshwright.job import Job
+from meshwright.job import FORMAT_BYTES, Job
 from meshwright.job.devices import Layout, Memory
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.verify.compressed import LOSSLESS, is_lossy
@@ -47,9 +47,9 @@ def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
     # What `shrink` puts in memory in place of the job's text, a run reads from the disk.
     kept = [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))]
     formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
-    narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if own not in ("fp32", "tf32")]
-    told = "the format of the check; without --run it is judged in its own"
-    return made, kept + [Change(f"{own} → {told}", hides=True) for own in narrow] + more
+    narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if FORMAT_BYTES[own] < FORMAT_BYTES["fp32"]]
+    report = "the format of the check; without --run it is judged in its own"
+    return made, kept + [Change(f"{own} → {report}", hides=True) for own in narrow] + more
 
 
 def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, list[Change]]:

@@ -17,9 +17,10 @@ from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout.stages import split_layers
 from meshwright.model import build_architecture
+from meshwright.model.sharding import LOOKED_UP
 from meshwright.parallel import WholeWeights
 from meshwright.parallel.engine import OneStage
-from meshwright.parallel.precision import square_sum
+from meshwright.parallel.weights import square_sum
 from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe
 
@@ -43,8 +44,7 @@ def _stages(job: Job) -> list[set[str]]:
         if module == "layers":
             stage = next(stage for stage, own in enumerate(layers) if int(rest.partition(".")[0]) in own)
         else:
-            looks_up = architecture.sharding.get(module) in ("vocabulary", "positions")
-            stage = 0 if looks_up else len(layers) - 1
+            stage = 0 if architecture.role(module) in LOOKED_UP else len(layers) - 1
         stages[stage].add(name)
     return stages
 
@@ -64,7 +64,7 @@ class _StaleTraining(Trainer):
     def _clip(self, norm: float) -> None:
         for names in self._stages:
             masters = {name: self.weights.masters[name] for name in names}
-            own = math.sqrt(square_sum(masters, self.weights.pieces()))
+            own = math.sqrt(square_sum(masters, self.weights.shards()))
             clip_gradients(masters.values(), own, self.job.optimizer.clip)
 
 

@@ -21,7 +21,7 @@ def state_of(model: Decoder, step: int) -> State:
     return State(Facts(step=step, tokens=10 * step, position=step), parts)
 
 
-class Told:
+class Reports:
     """What a saver had to say."""
 
     def __init__(self) -> None:
@@ -32,8 +32,8 @@ class Told:
         self.events.append({"kind": kind, **fields})
 
 
-def make_keeper(run: Path, told: Told | None = None, lease: Lease | None = None, **settings: Any) -> Saver:
-    told = told or Told()
+def make_saver(run: Path, told: Reports | None = None, lease: Lease | None = None, **settings: Any) -> Saver:
+    told = told or Reports()
     callbacks = {name: settings.pop(name) for name in ("flush", "alive") if name in settings}
     job = Job.model_validate({"checkpoint": {"keep_last": 100, **settings}, "cluster": {"mtbf_hours": 1.0}})
     return Saver(
@@ -47,4 +47,4 @@ def make_keeper(run: Path, told: Told | None = None, lease: Lease | None = None,
 
 
 def save_model(run: Path, step: int, model: Decoder, **settings: Any) -> Path:
-    return make_keeper(run, **settings).finish(step, lambda: state_of(model, step))
+    return make_saver(run, **settings).finish(step, lambda: state_of(model, step))

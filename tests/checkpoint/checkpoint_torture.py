@@ -26,8 +26,8 @@ from meshwright.checkpoint import Checkpoint, checkpoints, tensorfile
 from meshwright.checkpoint import saver as keeping
 from meshwright.checkpoint.staging import Staging
 from meshwright.job import load_job
-from meshwright.launch.ranks import find_place
 from meshwright.launch.worker import run_job
+from meshwright.ranks import find_place
 from meshwright.runs.folder import RunFolder
 from meshwright.verify.ranks import RankError, RankGroup
 
@@ -84,9 +84,9 @@ def arm(point: str, after: int) -> None:
     elif point == "tensors":
         blocks = tensorfile._blocks
 
-        def torn(tensors: Any) -> Any:
+        def torn(*given: Any) -> Any:
             left[0] -= 1
-            for number, block in enumerate(blocks(tensors)):
+            for number, block in enumerate(blocks(*given)):
                 if left[0] < 0 and number == 3:
                     die()
                 yield block

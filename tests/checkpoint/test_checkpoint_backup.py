@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from checkpoint_states import Told, make_keeper, save_model, state_of, tiny
+from checkpoint_states import Reports, make_saver, save_model, state_of, tiny
 
 from meshwright.checkpoint import Checkpoint, Damaged, Lease, backups, checkpoints, newest, require_backup, restore
 from meshwright.errors import UserError
@@ -19,9 +19,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/store" if request.param == "file" else f"memory://store-{tmp_path.name}"
 
 
-def saved_steps(run: Path, store: str, steps: range | list[int], **settings) -> Told:
-    told = Told()
-    saver = make_keeper(run, told, backup_to=store, **settings)
+def saved_steps(run: Path, store: str, steps: range | list[int], **settings) -> Reports:
+    told = Reports()
+    saver = make_saver(run, told, backup_to=store, **settings)
     for step in steps:
         saver.finish(step, lambda step=step: state_of(tiny(step), step))
     return told

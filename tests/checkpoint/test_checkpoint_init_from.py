@@ -42,9 +42,9 @@ def wrong_masters(job: Job, folder: Path) -> tuple[int, list[str]]:
     whole = Decoder(job.model)
     load_hf_state(whole, {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()})
     expected = dict(whole.named_parameters(remove_duplicate=False))
-    pieces = weights.pieces()
+    shards = weights.shards()
     bad = [
-        name for name, m in weights.masters.items() if not torch.equal(m, pieces[name].take(expected[name].detach()))
+        name for name, m in weights.masters.items() if not torch.equal(m, shards[name].take(expected[name].detach()))
     ]
     return sum(master.numel() for master in weights.masters.values()), bad
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_states import Told, make_keeper, save_model, state_of, tiny
+from checkpoint_states import Reports, make_saver, save_model, state_of, tiny
 
 from meshwright.checkpoint import Checkpoint, Fenced, Lease, Saver, checkpoint_path, checkpoints, newest, surplus
 from meshwright.checkpoint.interval import Interval
@@ -44,9 +44,9 @@ def hold_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = hold_back(monkeypatch)
-    told, model = Told(), tiny(1)
+    told, model = Reports(), tiny(1)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    saver = make_keeper(tmp_path, told, every_steps=2)
+    saver = make_saver(tmp_path, told, every_steps=2)
     for step in (1, 2, 3):
         saver.after_step(step, lambda: state_of(model, 2))
         saver.count(saver.ballot())
@@ -66,8 +66,8 @@ def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkey
 
 def test_a_save_due_during_another_waits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = hold_back(monkeypatch)
-    told, model = Told(), tiny(1)
-    saver = make_keeper(tmp_path, told, every_steps=1)
+    told, model = Reports(), tiny(1)
+    saver = make_saver(tmp_path, told, every_steps=1)
     saver.after_step(1, lambda: state_of(model, 1))
     threading.Timer(0.2, gate.set).start()
     saver.after_step(2, lambda: state_of(model, 2))
@@ -78,8 +78,8 @@ def test_a_save_due_during_another_waits_and_says_so(tmp_path: Path, monkeypatch
 
 
 def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, model = Told(), tiny(1)
-    saver = make_keeper(tmp_path, told, every_steps=1)
+    told, model = Reports(), tiny(1)
+    saver = make_saver(tmp_path, told, every_steps=1)
     saver.after_step(1, lambda: state_of(model, 1))
     wait(saver)
 
@@ -119,7 +119,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.
         usage.free = 10**12
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    saver = make_keeper(tmp_path, told := Told(), alive=alive)
+    saver = make_saver(tmp_path, told := Reports(), alive=alive)
     saver.finish(3, lambda: state_of(tiny(1), 3))
     assert [event["kind"] for event in told.events] == ["checkpoint_failed", "checkpoint"] and beats
 
@@ -133,8 +133,8 @@ def test_a_failure_whose_note_does_not_fit_on_the_disk_is_told_all_the_same(
 
     monkeypatch.setattr(Path, "write_text", full)
     monkeypatch.setattr("meshwright.checkpoint.saver.write_share", full)
-    told = Told()
-    saver = make_keeper(tmp_path, told, every_steps=1)
+    told = Reports()
+    saver = make_saver(tmp_path, told, every_steps=1)
     saver.after_step(1, lambda: state_of(tiny(1), 1))
     wait(saver)
     assert "the checkpoint of step 1 failed (No space left on device)" in told.messages[0]
@@ -142,7 +142,7 @@ def test_a_failure_whose_note_does_not_fit_on_the_disk_is_told_all_the_same(
 
 def test_rows_go_to_the_disk_before_the_checkpoint_that_makes_up_for_them(tmp_path: Path) -> None:
     seen: list[int] = []
-    saver = make_keeper(tmp_path, every_steps=1, flush=lambda: seen.append(len(list(checkpoints(tmp_path)))))
+    saver = make_saver(tmp_path, every_steps=1, flush=lambda: seen.append(len(list(checkpoints(tmp_path)))))
     for step in (1, 2):
         saver.after_step(step, lambda step=step: state_of(tiny(step), step))
         wait(saver)
@@ -166,8 +166,8 @@ def test_no_room_for_the_manifest_is_a_failed_save(tmp_path: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "seal", full)
-    told = Told()
-    saver = make_keeper(tmp_path, told, every_steps=1)
+    told = Reports()
+    saver = make_saver(tmp_path, told, every_steps=1)
     saver.after_step(1, lambda: state_of(tiny(1), 1))
     wait(saver)
     assert told.events == [{"kind": "checkpoint_failed", "step": 1, "error": "No space left on device"}]
@@ -175,10 +175,10 @@ def test_no_room_for_the_manifest_is_a_failed_save(tmp_path: Path, monkeypatch: 
 
 
 def test_a_stale_writer_is_fenced_off_at_every_point(tmp_path: Path) -> None:
-    stale, model = make_keeper(tmp_path, every_steps=1), tiny(1)
+    stale, model = make_saver(tmp_path, every_steps=1), tiny(1)
     stale.after_step(1, lambda: state_of(model, 1))
     stale._thread.join()  # written, not yet agreed on
-    fresh = make_keeper(tmp_path, every_steps=1)
+    fresh = make_saver(tmp_path, every_steps=1)
     assert (stale._lease.attempt, fresh._lease.attempt) == (0, 1)
     with pytest.raises(Fenced, match=r"taken over by a later attempt than this one \(0\)"):
         stale.count(stale.ballot())
@@ -222,8 +222,8 @@ def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -
 
 
 def test_a_backup_is_a_checkpoint_elsewhere_and_its_failure_harms_nothing(tmp_path: Path) -> None:
-    told, run, store = Told(), tmp_path / "a-run", tmp_path / "store"
-    saver = make_keeper(run, told, backup_to=f"file://{store}", keep_last=1)
+    told, run, store = Reports(), tmp_path / "a-run", tmp_path / "store"
+    saver = make_saver(run, told, backup_to=f"file://{store}", keep_last=1)
     for step in (1, 2):
         saver.finish(step, lambda step=step: state_of(tiny(step), step))
     assert [event["kind"] for event in told.events] == ["checkpoint", "backup"] * 2

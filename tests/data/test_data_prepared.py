@@ -105,16 +105,16 @@ def _prepare_and_exit(wishes: Wishes, out: Path) -> None:
 def test_killed_ten_times_it_ends_as_if_it_never_was(wishes: Wishes, folder: Path, tmp_path: Path, monkeypatch) -> None:
     from meshwright.data.prepared import shard
 
-    write, out, kept = shard.write_whole, tmp_path / "out", []
+    write, out, kept = shard.write_atomic, tmp_path / "out", []
 
-    def slowly(path: Path, text: str) -> None:
+    def slowly(path: Path, text: str, **how: bool) -> None:
         time.sleep(0.15)  # so that kills find the work under way
-        write(path, text)
+        write(path, text, **how)
 
     def finished() -> int:
         return len(list(out.glob(".partial/[0-9]*.json")))
 
-    monkeypatch.setattr(shard, "write_whole", slowly)
+    monkeypatch.setattr(shard, "write_atomic", slowly)
     chance = random.Random(10)
     for turn in range(10):
         child = multiprocessing.get_context("fork").Process(target=_prepare_and_exit, args=(wishes, out))

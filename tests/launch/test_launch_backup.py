@@ -12,8 +12,8 @@ from rich.console import Console
 from meshwright.checkpoint import StoredWeights, backups, checkpoint_path, newest
 from meshwright.errors import UserError
 from meshwright.job import load_job
-from meshwright.launch.ranks import find_place
 from meshwright.launch.worker import run_job
+from meshwright.ranks import find_place
 from meshwright.runs.folder import RunFolder
 from meshwright.verify.ranks import run_ranks
 

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.launch.nodes import Node
-from meshwright.launch.ranks import slurm_variables
+from meshwright.ranks import slurm_variables
 
 TINY = """
 [model]

@@ -15,8 +15,8 @@ from meshwright.checkpoint import newest
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.launch.devices import require_devices, with_own_device
-from meshwright.launch.ranks import Place, find_place, first_host, slurm_variables
 from meshwright.launch.worker import run_job
+from meshwright.ranks import Place, find_place, first_host, is_first_rank, slurm_variables
 from meshwright.verify.ranks import run_ranks
 
 STEP = {
@@ -45,6 +45,21 @@ def test_a_process_alone_is_no_rank() -> None:
     assert slurm_variables({**STEP, "SLURM_NTASKS": "1"}) == {}
     assert slurm_variables({**STEP, "RANK": "0"}) == {}, "torchrun inside a Slurm step speaks for itself"
     assert slurm_variables({**STEP, "SLURM_STEP_ID": "3"})["MASTER_PORT"] != slurm_variables(STEP)["MASTER_PORT"]
+
+
+def test_a_batch_script_of_many_tasks_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has Slurm's variables of a rank, but no step: it is alone in the world it joins, too."""
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_NODELIST"):
+        monkeypatch.setenv(name, {**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}[name])
+    assert parallel.join_world(load_job("demo").job, torch.device("cpu")).size == 1 and is_first_rank()
+
+
+def test_one_of_srun_s_ranks_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert not is_first_rank()
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert is_first_rank()
 
 
 def test_half_of_the_variables_is_refused() -> None:

@@ -23,11 +23,11 @@ from meshwright.cli import main
 from meshwright.errors import UserError
 from meshwright.hardware import known_sites
 from meshwright.job import load_job
-from meshwright.launch.ranks import find_place
 from meshwright.launch.slurm import Status, cancel, status_of
 from meshwright.launch.slurm.commands import SlurmJob, job_state
 from meshwright.launch.slurm.commands import test_only as require_accepted
 from meshwright.launch.worker import run_job
+from meshwright.ranks import find_place
 from meshwright.runs import RunFolder
 from meshwright.verify.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from meshwright.launch.failures import RankFailure
 from meshwright.launch.heartbeat import Beat
 from meshwright.launch.restarts import Restarts, shrunk
 from meshwright.launch.signals import exit_code
-from meshwright.launch.stalls import COLDEST_S, Judge, Verdict
+from meshwright.launch.stalls import COLDEST_S, Stall, StallDetector
 from meshwright.runs.folder import RunFolder
 from meshwright.train import OutOfMemory
 from meshwright.train.links import slow_groups
@@ -24,9 +24,9 @@ class Court:
 
     def __init__(self, *beats: Beat) -> None:
         self.now, self.beats = 100.0, dict(enumerate(beats or (BEAT, BEAT, BEAT)))
-        self.judge = Judge(3, 10.0, lambda: self.now)
+        self.detector = StallDetector(3, 10.0, lambda: self.now)
 
-    def pass_time(self, seconds: float, *stands_still: int, silent: tuple[int, ...] = ()) -> Verdict | None:
+    def pass_time(self, seconds: float, *stands_still: int, silent: tuple[int, ...] = ()) -> Stall | None:
         """Half a second at a time; some main threads do not move, some processes do not even beat."""
         for _ in range(int(seconds * 2)):
             self.now += 0.5
@@ -34,8 +34,8 @@ class Court:
                 if rank not in silent:
                     moves = beat.moves + (rank not in stands_still)
                     self.beats[rank] = replace(beat, number=beat.number + 1, moves=moves)
-            self.judge.see(self.beats)
-        return self.judge.verdict()
+            self.detector.see(self.beats)
+        return self.detector.verdict()
 
 
 def test_ranks_that_move_are_left_in_peace_and_the_verdict_comes_in_time() -> None:
@@ -78,8 +78,8 @@ def test_a_judge_that_could_not_look_blames_nobody_for_that_time() -> None:
     court = Court()
     court.pass_time(1.0)
     court.now += 30.0
-    court.judge.see(court.beats)
-    assert court.judge.verdict() is None
+    court.detector.see(court.beats)
+    assert court.detector.verdict() is None
     assert court.pass_time(10.0, 1, silent=(1,)) is not None
 
 

@@ -80,7 +80,7 @@ def test_the_command_writes_where_plans_look(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(calibrate_shapes, "_CPU", TINY)
     monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path / "profiles"))
     done = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu", "--json"])
-    told = json.loads(done.stdout)
-    assert told["file"] == str(tmp_path / "profiles" / "cpu.json") and told["copy_bytes_per_s"] > 0
+    report = json.loads(done.stdout)
+    assert report["file"] == str(tmp_path / "profiles" / "cpu.json") and report["copy_bytes_per_s"] > 0
     checked = CliRunner().invoke(app, ["plan", "--check", "demo", "--cluster", "1xcpu", "--json"])
     assert json.loads(checked.stdout)["step_s"] > 0

@@ -33,7 +33,7 @@ def played(speeds: dict[str, float]) -> Any:
 
 def tuned(tmp_path: Path, device: str = "CPU") -> Any:
     file = tmp_path / "runs.jsonl"
-    return tune("demo", SMALL, device, 1, file, best=3, arguments=(), told=lambda one: None)
+    return tune("demo", SMALL, device, 1, file, best=3, arguments=(), report=lambda one: None)
 
 
 def test_the_fastest_of_what_was_run_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_the_command_writes_a_job_with_what_was_measured(tmp_path: Path, monkeyp
     counts = ["--best", "1", "--steps", "1", "--warmup", "1"]
     files = ["--write", str(tmp_path / "tuned.toml"), "--out", str(tmp_path / "runs.jsonl")]
     done = CliRunner().invoke(app, ["tune", "demo", *words, *counts, *files, "--json"])
-    told = json.loads(done.stdout)
-    assert [one["state"] for one in told["tried"]] == ["measured"] * 3
+    report = json.loads(done.stdout)
+    assert [one["state"] for one in report["tried"]] == ["measured"] * 3
     job = load_job(str(tmp_path / "tuned.toml")).job
-    assert job.model.width == 32 and job == load_job("demo", [*SMALL, *told["best"]]).job
+    assert job.model.width == 32 and job == load_job("demo", [*SMALL, *report["best"]]).job

@@ -53,7 +53,7 @@ def layer_traffic(sp: bool) -> tuple[dict[str, int], dict[str, int]]:
         )
         engine, weights = build(job, join_world(job, torch.device("cpu")))
         [model] = engine.modules
-        weights.begin_micro_batch(last=True)
+        weights.start_micro_batch(last=True)
         tokens = torch.zeros(B, S, dtype=torch.int64)
         with Collectives() as seen_here:
             model(tokens, tokens, B * S).backward()

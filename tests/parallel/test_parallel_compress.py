@@ -12,9 +12,10 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import require_layout
-from meshwright.parallel import CompressedWeights, build, join_world, replicas
-from meshwright.parallel.codecs import Cast, Int8, TopK
-from meshwright.parallel.compress import Reduction
+from meshwright.parallel import CompressedWeights, build, join_world
+from meshwright.parallel.compression import replicas
+from meshwright.parallel.compression.codecs import Cast, Int8, TopK
+from meshwright.parallel.compression.weights import Reduction
 from meshwright.train import make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from meshwright.job.devices import Layout
-from meshwright.parallel.compress import Reduction
+from meshwright.parallel.compression.weights import Reduction
 
 def interface_bytes():
     return int(Path("/sys/class/net/wire/statistics/tx_bytes").read_text())

@@ -10,8 +10,8 @@ from torch import Tensor
 from meshwright.errors import UserError
 from meshwright.model.attend import CausalAttend
 from meshwright.model.documents import Documents
-from meshwright.parallel import context
-from meshwright.parallel.context import make_context_attend, zigzag_places
+from meshwright.parallel.context import attention as context
+from meshwright.parallel.context.attention import make_context_attend, zigzag_places
 from meshwright.verify.ranks import run_ranks
 
 B, S, E = 2, 48, 8

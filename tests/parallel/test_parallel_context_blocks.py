@@ -10,10 +10,11 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.model.documents import Documents
-from meshwright.parallel import context, context_blocks
-from meshwright.parallel.context import ring_backward, ring_forward, together, zigzag_places
-from meshwright.parallel.context_blocks import block_backward, block_forward, flash_spans, math_backward, math_forward
-from meshwright.parallel.context_order import Block, Order, order_of
+from meshwright.parallel.context import attention as context
+from meshwright.parallel.context import blocks as context_blocks
+from meshwright.parallel.context.attention import ring_backward, ring_forward, run_in_step, zigzag_places
+from meshwright.parallel.context.blocks import block_backward, block_forward, flash_spans, math_backward, math_forward
+from meshwright.parallel.context.order import Block, Order, order_of
 
 B, S, H, K, E = 2, 48, 6, 2, 8
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def one_block(
 
 @pytest.mark.parametrize("piece", [2**22, 100])
 def test_formulas_equal_the_cpu_kernel_in_every_block(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_blocks, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(context_blocks, "SLICE_ELEMENTS", piece)
     for documents, window in ((None, None), (random_documents(2), None), (None, 11), (random_documents(2), 11)):
         for block in blocks(2, documents, window):
             ours = one_block(block, math_forward, math_backward)
@@ -151,11 +152,11 @@ def test_bytes_that_a_ring_sends(ranks: int, dtype: torch.dtype) -> None:
     kv = torch.randn(2, B, S // ranks, K, E).to(dtype)
     once, wider = kv.numel() * kv.element_size(), kv.numel() * max(kv.element_size(), 4)
     sent: list[list[int]] = [[] for _ in range(ranks)]
-    forward = together([counted(ring_forward(q, kv, order), sent[order.rank]) for order in orders(ranks)])
+    forward = run_in_step([counted(ring_forward(q, kv, order), sent[order.rank]) for order in orders(ranks)])
     assert sent == [[once] * (ranks - 1)] * ranks
     sent = [[] for _ in range(ranks)]
     backwards = [ring_backward(q, q, kv, *forward[order.rank], order) for order in orders(ranks)]
-    together([counted(part, sent[order.rank]) for part, order in zip(backwards, orders(ranks), strict=True)])
+    run_in_step([counted(part, sent[order.rank]) for part, order in zip(backwards, orders(ranks), strict=True)])
     assert [sum(messages) for messages in sent] == [(ranks - 1) * (once + wider)] * ranks
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from meshwright.model import CausalAttend, Documents
-from meshwright.parallel.context import ring_backward, ring_forward, together, zigzag_places
-from meshwright.parallel.context_order import order_of
+from meshwright.parallel.context.attention import ring_backward, ring_forward, run_in_step, zigzag_places
+from meshwright.parallel.context.order import order_of
 
 pytestmark = pytest.mark.gpu
 
@@ -35,8 +35,8 @@ def test_a_ring_equals_the_cpu(
     places = [zigzag_places(S, rank, ranks) for rank in range(ranks)]
     qs, grads = ([tensor[:, held].to(device) for held in places] for tensor in (q, grad))
     kvs = [torch.stack((k[:, held], v[:, held])).to(device) for held in places]
-    forward = together([ring_forward(*given) for given in zip(qs, kvs, orders, strict=True)])
-    backward = together(
+    forward = run_in_step([ring_forward(*given) for given in zip(qs, kvs, orders, strict=True)])
+    backward = run_in_step(
         [
             ring_backward(grad, q, kv, *results, order)
             for grad, q, kv, results, order in zip(grads, qs, kvs, forward, orders, strict=True)

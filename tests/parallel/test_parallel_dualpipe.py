@@ -12,8 +12,8 @@ from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.job import Job
 from meshwright.layout import table_of
 from meshwright.parallel import build, join_world
-from meshwright.parallel.dualpipe import copies_of_chains, lower, torch_number
-from meshwright.parallel.staged_weights import Copy, StagedWeights
+from meshwright.parallel.pipelining.dualpipe import copies_of_chains, lower, torch_number
+from meshwright.parallel.pipelining.weights import Copy, StagedWeights
 from meshwright.pipeline import Table, build_table
 from meshwright.train import build_optimizer
 from meshwright.verify import Verdict, check, run_ranks

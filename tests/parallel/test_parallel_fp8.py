@@ -13,7 +13,7 @@ from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
-from meshwright.model.together import project_together
+from meshwright.model.fused import fused_projections
 from meshwright.parallel import World, build
 from meshwright.parallel.fp8 import Fp8Linear, fp8_linear, quantise, use_fp8
 from meshwright.verify import observe, run_ranks
@@ -118,7 +118,7 @@ def test_compiled_blocks_have_the_eager_gradients(monkeypatch: pytest.MonkeyPatc
         engine, weights = build(job, World(torch.device("cpu")))
         for module in engine.modules[0].modules():
             if isinstance(module, Attention | FeedForward):
-                module.together = True  # as compiled: projections of one input share a scale
+                module.fused = True  # as compiled: projections of one input share a scale
         engine.modules[0](tokens, tokens, 16).backward()
         seen.append({name: master.grad for name, master in weights.masters.items()})
     for name, eager in seen[0].items():
@@ -234,5 +234,5 @@ def test_projections_made_together_are_one_fp8_product() -> None:
     with torch.no_grad():
         for linear, part in zip(apart, weight.split([32, 16]), strict=True):
             linear.weight.copy_(part)
-    seen = torch.cat(list(project_together(x, apart)), dim=-1)
+    seen = torch.cat(list(fused_projections(x, apart)), dim=-1)
     assert torch.equal(seen, fp8_linear(x, weight))

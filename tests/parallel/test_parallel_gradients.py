@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
-from meshwright.parallel import WholeWeights, build, join_world, update
-from meshwright.parallel.precision import WIDENED_AT_ONCE, make_step
+from meshwright.parallel import WholeWeights, build, join_world
+from meshwright.parallel.weights import WIDENED_AT_ONCE, make_step
 from meshwright.train import build_optimizer
 from meshwright.verify import observe, run_ranks
 
@@ -56,11 +56,11 @@ def bytes_a_parameter(job: Job) -> dict[str, float]:
     world = join_world(job, torch.device("cpu"))
     engine, weights = build(job, world)
     [model] = engine.modules
-    optimizer = build_optimizer(weights.masters, job, weights.pieces(), world)
+    optimizer = build_optimizer(weights.masters, job, weights.shards(), world)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for _ in range(2):
         for last in (False, True):
-            weights.begin_micro_batch(last)
+            weights.start_micro_batch(last)
             model(tokens, tokens, 8).backward()
         weights.collect_gradients()
         gc.collect()
@@ -73,9 +73,9 @@ def bytes_a_parameter(job: Job) -> dict[str, float]:
             "states": sum(state.untyped_storage().nbytes() for state in states.values()),
             "other wide": held_bytes(torch.float32, masters | set(states)),
         }
-        update(optimizer, weights)
+        weights.update(optimizer)
         weights.zero_gradients()
-    parameters = sum(piece.shape[0] * (piece.shape[1] if piece.shape[1:] else 1) for piece in weights.pieces().values())
+    parameters = sum(shard.shape[0] * (shard.shape[1] if shard.shape[1:] else 1) for shard in weights.shards().values())
     return {kind: size / parameters for kind, size in counted.items()}
 
 

@@ -76,7 +76,7 @@ def census(job: Job) -> dict[str, int]:
 
     for step in range(2):
         for number in range(job.accumulation):
-            weights.begin_micro_batch(last=number == job.accumulation - 1)
+            weights.start_micro_batch(last=number == job.accumulation - 1)
             loss = model(tokens, tokens, 8)
             if step and job.layout.zero_stage != 3:
                 with torch.no_grad():
@@ -90,7 +90,7 @@ def census(job: Job) -> dict[str, int]:
         weights.collect_gradients()
         optimizer.step()
         weights.zero_gradients()
-    sizes = {name: prod(piece.shape) for name, piece in weights.pieces().items()}
+    sizes = {name: prod(shard.shape) for name, shard in weights.shards().items()}
     return {**most, "parameters": sum(sizes.values()), "last_unit": sizes["embed.weight"]}
 
 
@@ -132,7 +132,7 @@ def gradients_at_the_end_of_a_pipeline_step(job: Job) -> tuple[int, int]:
 
     engine.watch(look)
     engine.accumulate(next(data), 1)
-    return counted[0], sum(prod(piece.shape) for piece in weights.pieces().values())
+    return counted[0], sum(prod(shard.shape) for shard in weights.shards().values())
 
 
 def test_a_pipeline_holds_its_gradients_whole_until_the_step_ends() -> None:

@@ -13,8 +13,8 @@ from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import require_layout
-from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic, update
-from meshwright.parallel.host import host_buffer
+from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic
+from meshwright.parallel.offload.host import host_buffer
 from meshwright.torch_private.sharding import parameter_groups
 from meshwright.train import build_optimizer, make_trainer
 from meshwright.verify import check, shrink
@@ -236,8 +236,8 @@ def test_shards_go_to_the_device_for_every_gather_and_gradients_back_for_every_r
 
 def test_an_update_in_many_lots_is_that_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = train(make_job(["optimizer"]), torch.float64)
-    monkeypatch.setattr("meshwright.parallel.offload.CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr("meshwright.parallel.offload.PIECE_ELEMENTS", 300)
+    monkeypatch.setattr("meshwright.parallel.offload.weights.CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("meshwright.parallel.offload.weights.STAGED_ELEMENTS", 300)
     _, pieces = train(make_job(["optimizer"]), torch.float64)
     for name, master in whole.items():
         assert torch.equal(master, pieces[name]), name
@@ -262,7 +262,7 @@ def test_a_master_without_a_gradient_stays_as_it_is() -> None:
     optimizer = build_optimizer(weights.masters, make_job(["optimizer"]))
     model.used.backward(torch.ones(4, 4))
     weights.collect_gradients()
-    update(optimizer, weights)
+    weights.update(optimizer)
     weights.zero_gradients()
     assert not torch.equal(weights.masters["used"], torch.ones(4, 4))
     assert torch.equal(model.used, weights.masters["used"])
@@ -300,7 +300,7 @@ def test_host_buffers_are_page_locked_to_the_byte_and_let_go_of() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [["optimizer"], ["params"], ["activations"], ALL], ids="+".join)
 def test_a_gpu_computes_the_same(offload: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.parallel.offload_activations.SMALL_BYTES", 1)
+    monkeypatch.setattr("meshwright.parallel.offload.activations.SMALL_BYTES", 1)
     device = torch.device("cuda", 0)
     here, weights = train(make_job([]), torch.float64, device)
     there, offloaded = train(make_job(offload), torch.float64, device)
@@ -323,7 +323,7 @@ def test_masters_and_gradients_take_no_room_on_a_gpu() -> None:
         optimizer = build_optimizer(weights.masters, job)
         data = next(iter(Loader(Stream([RunningWindows(unequal_corpus(job).train, 16)], seed=0), global_batch=4)))
         engine.accumulate(data, 1)
-        update(optimizer, weights)
+        weights.update(optimizer)
         weights.zero_gradients()
         torch.cuda.synchronize()
         parameters = sum(master.numel() for master in weights.masters.values())

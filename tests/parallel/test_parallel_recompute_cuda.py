@@ -12,9 +12,9 @@ from meshwright.job.model import Model
 from meshwright.model import Decoder, Documents, initialise
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
+from meshwright.parallel.compiler_fixes import recompute_inside_functions
 from meshwright.parallel.fp8 import use_fp8
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.parallel.recompute_tags import recompute_inside_functions
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +85,7 @@ def test_compiled_blocks_keep_nothing_but_their_input(precision: str) -> None:
     recompute_inside_functions()
     for module in model.modules():
         if isinstance(module, Attention | FeedForward):
-            module.together = True
+            module.fused = True
     for block in model.layers.values():
         block.compile()
     model(given, given, B * S).backward()

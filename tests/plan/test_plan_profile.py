@@ -9,7 +9,7 @@ from plan_jobs import llama
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, write_profile
 from meshwright.job.devices import Cluster
-from meshwright.plan import beside, machine_of, parse_cluster, predict
+from meshwright.plan import compare_with_plan, machine_of, parse_cluster, predict
 
 BATCH = {"sequence_length": 2048, "global_batch": 2, "micro_batch": 2}
 
@@ -89,9 +89,11 @@ def test_a_run_beside_its_prediction() -> None:
     job = llama("llama-3.2-1b", batch=BATCH)
     expected = predict(job, Cluster(gpu="h200"))
     parts = {"forward": 0.01, "loss": 0.01, "backward": 0.01, "optimizer": 0.01, "other": 1.0}
-    terms = {term.name: term for term in beside(job, "NVIDIA H200", 1, 2 * expected.step_s, 30 * 2**30, parts)}
+    terms = {
+        term.name: term for term in compare_with_plan(job, "NVIDIA H200", 1, 2 * expected.step_s, 30 * 2**30, parts)
+    }
     assert set(terms) == {"step", "throughput", "peak memory", "forward", "loss", "backward", "optimizer"}
     assert terms["step"].error == pytest.approx(-0.5)
     named = sum(terms[name].predicted for name in ("forward", "loss", "backward", "optimizer"))
     assert named == pytest.approx(expected.step_s, rel=0.01)
-    assert beside(job, "a device nobody knows", 1, 1.0, None) == []
+    assert compare_with_plan(job, "a device nobody knows", 1, 1.0, None) == []

@@ -47,11 +47,11 @@ def test_the_best_are_those_predicted_fastest_and_run() -> None:
 def test_the_bound_is_below_every_prediction() -> None:
     """No layout is predicted faster than the bound that ranked it."""
     from meshwright.plan import machine_of
-    from meshwright.plan.bound import ALLOWED, bounded, job_at, pieces_of
+    from meshwright.plan.bound import ALLOWED, bounded, families_of, job_at
 
     model, cluster, allow = shape("llama-3-8b"), nodes(1), frozenset(ALLOWED)
     machine = machine_of(cluster)
-    layouts = bounded(model, machine, list(pieces_of(model, machine, 4096, 64, "bf16", allow)), 64, allow)
+    layouts = bounded(model, machine, list(families_of(model, machine, 4096, 64, "bf16", allow)), 64, allow)
     seen = set()
     for index in range(0, len(layouts), 37):
         job = job_at(model, layouts, index, 8, 4096, 64)
@@ -65,11 +65,11 @@ def test_the_bound_is_below_every_prediction() -> None:
 def test_a_width_that_ranks_do_not_divide_is_no_hindrance() -> None:
     """Tensor parallelism is tried as for any other width."""
     from meshwright.plan import machine_of
-    from meshwright.plan.bound import pieces_of
+    from meshwright.plan.bound import families_of
 
     odd = shape("qwen3-0.6b").model_copy(update={"width": 1023})
-    pieces = pieces_of(odd, machine_of(nodes(1)), 4096, 8, "bf16", frozenset())
-    assert {piece.tp for piece in pieces} == {1, 2, 4, 8}
+    families = families_of(odd, machine_of(nodes(1)), 4096, 8, "bf16", frozenset())
+    assert {family.tp for family in families} == {1, 2, 4, 8}
 
 
 def test_copied_keys_are_counted() -> None:

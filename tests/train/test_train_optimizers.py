@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.train import build_optimizer, states_of
 from meshwright.train.optimizer import elementwise, holders, set_learning_rate, states
 from meshwright.train.optimizer.muon import COEFFICIENTS, ROUNDS, orthogonalise
@@ -215,8 +215,8 @@ def test_small_states_forget_old_gradients_as_fast_as_exact_ones(form: str, monk
             optimizer.step()
         [kept] = optimizer.state.values()
         moment = states.Moment("root", signed=False)
-        piece = Piece(torch.arange(2), None, (2, 1024), 1)
-        rule = states.format_of(form, piece, master.device)
+        shard = ShardIndex(torch.arange(2), None, (2, 1024), 1)
+        rule = states.format_of(form, shard, master.device)
         roots = rule.read(kept, moment, slice(None), torch.float32)
         return float(roots[:, 1::2].mean() / roots[:, ::128].mean())
 
@@ -229,22 +229,22 @@ def test_small_states_forget_old_gradients_as_fast_as_exact_ones(form: str, monk
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])
 def test_a_piece_is_rounded_as_the_same_place_of_the_whole(form: str) -> None:
-    whole_piece = Piece(torch.arange(12), None, (12, 1024), 1)
+    whole_shard = ShardIndex(torch.arange(12), None, (12, 1024), 1)
     values = torch.randn(12, 1024, generator=torch.Generator().manual_seed(0)).abs()
     moment = states.Moment("root", signed=False, turn=0.5)
 
-    def kept(piece: Piece, given: Tensor) -> Tensor:
+    def kept(shard: ShardIndex, given: Tensor) -> Tensor:
         state: dict[str, Tensor] = {"step": torch.tensor(7)}
-        rule = states.format_of(form, piece, given.device)
+        rule = states.format_of(form, shard, given.device)
         rule.make(state, moment, given)
         rule.write(state, moment, slice(0, 2), given[:2])
         rule.write(state, moment, slice(2, None), given[2:])
         return rule.read(state, moment, slice(None), torch.float32)
 
-    whole = kept(whole_piece, values)
+    whole = kept(whole_shard, values)
     assert 0 < float((whole - values).abs().max()) < float(values.max()) / 128
-    piece = Piece(torch.arange(5, 9), torch.arange(256, 512), (12, 1024), 1)
-    assert torch.equal(kept(piece, values[5:9, 256:512]), whole[5:9, 256:512])
+    shard = ShardIndex(torch.arange(5, 9), torch.arange(256, 512), (12, 1024), 1)
+    assert torch.equal(kept(shard, values[5:9, 256:512]), whole[5:9, 256:512])
 
 
 @pytest.mark.parametrize(("columns", "length"), [(2048, 128), (14336, 112), (36, 9), (53, 53), (1601, 128)])
@@ -269,10 +269,10 @@ def test_no_layout_cuts_within_a_block(columns: int, cuts: int, unit: int, lengt
 
 
 def test_a_cut_within_a_block_is_refused() -> None:
-    piece = Piece(torch.arange(4), torch.arange(16), (4, 24), 1)
+    shard = ShardIndex(torch.arange(4), torch.arange(16), (4, 24), 1)
     with pytest.raises(UserError, match=r'int8" has columns that share a scale in every 2 .* columns 3 to 20; lower'):
-        states.format_of("int8", replace(piece, columns=torch.arange(3, 20)), torch.device("cpu"), 3)
-    states.format_of("int8", piece, torch.device("cpu"), 3)
+        states.format_of("int8", replace(shard, columns=torch.arange(3, 20)), torch.device("cpu"), 3)
+    states.format_of("int8", shard, torch.device("cpu"), 3)
 
 
 def test_a_large_table_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

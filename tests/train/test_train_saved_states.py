@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint import Checkpoint, Facts, Part
 from meshwright.checkpoint.shares import seal, write_share
 from meshwright.job import Job
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.train import build_optimizer, states_of
 from meshwright.train.optimizer import restore_states, saved_states
 from meshwright.train.optimizer.states import Blocks, encode
@@ -20,31 +20,31 @@ NAME = "layers.0.attention.o.weight"
 KEYS = {"step", "first.codes", "first.scales", "root.codes", "root.scales"}
 
 
-def shard(place: int, cuts: int) -> tuple[dict[str, nn.Parameter], dict[str, Piece]]:
+def shard(place: int, cuts: int) -> tuple[dict[str, nn.Parameter], dict[str, ShardIndex]]:
     whole = torch.randn(6, 24, generator=torch.Generator().manual_seed(0))
     columns = torch.arange(24).chunk(cuts)[place]
     master = nn.Parameter(whole[:, columns].clone())
     master.grad = master.detach() * 0.1
-    return {NAME: master}, {NAME: Piece(torch.arange(6), None if cuts == 1 else columns, (6, 24), 1)}
+    return {NAME: master}, {NAME: ShardIndex(torch.arange(6), None if cuts == 1 else columns, (6, 24), 1)}
 
 
 def save(path: Path, cuts: int) -> list[dict[str, Tensor]]:
     path.mkdir()
     states = []
     for place in range(cuts):
-        masters, pieces = shard(place, cuts)
-        optimizer = build_optimizer(masters, JOB, pieces)
+        masters, shards = shard(place, cuts)
+        optimizer = build_optimizer(masters, JOB, shards)
         optimizer.step()
         states.append(states_of(optimizer, masters)[NAME])
-        write_share(path, saved_states(optimizer, masters, pieces), place, cuts)
+        write_share(path, saved_states(optimizer, masters, shards), place, cuts)
     seal(path, Facts(step=1, tokens=1, position=1), 0, cuts, {})
     return states
 
 
 def restored(path: Path, place: int, cuts: int) -> dict[str, Tensor]:
-    masters, pieces = shard(place, cuts)
-    optimizer = build_optimizer(masters, JOB, pieces)
-    restore_states(optimizer, masters, pieces, Checkpoint.open(path))
+    masters, shards = shard(place, cuts)
+    optimizer = build_optimizer(masters, JOB, shards)
+    restore_states(optimizer, masters, shards, Checkpoint.open(path))
     return states_of(optimizer, masters)[NAME]
 
 

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from verify_jobs import llama_job
 
 from meshwright.job import Job
-from meshwright.parallel import inputs, tensor, zero
+from meshwright.parallel import inputs, tensor
+from meshwright.parallel import weights as weights_module
 from meshwright.parallel.engine import OneStage
-from meshwright.parallel.staged_weights import StagedWeights
+from meshwright.parallel.pipelining.weights import StagedWeights
 from meshwright.train import trainer
 from meshwright.verify import Verdict, check
 from meshwright.verify.check import reference
@@ -52,21 +53,21 @@ def test_averaging_over_a_rank_s_own_tokens(monkeypatch: Patch) -> None:
 
 
 def test_replicated_gradients_counted_once_for_every_copy_in_the_norm(monkeypatch: Patch) -> None:
-    square_sum = zero.square_sum
-    counted = lambda masters, pieces: square_sum(masters, {n: replace(p, copies=1) for n, p in pieces.items()})  # noqa: E731
-    verdict = broken(llama_job(tp=2), lambda: monkeypatch.setattr(zero, "square_sum", counted))
+    square_sum = weights_module.square_sum
+    counted = lambda masters, shards: square_sum(masters, {n: replace(p, copies=1) for n, p in shards.items()})  # noqa: E731
+    verdict = broken(llama_job(tp=2), lambda: monkeypatch.setattr(weights_module, "square_sum", counted))
     assert "norm" in kinds(verdict) and "gradient" not in kinds(verdict)
     assert verdict.first_wrong is not None and verdict.first_wrong.kind == "norm"
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"dp_shard": 2, "zero": 1}])
 def test_the_norm_not_summed_over_an_axis(monkeypatch: Patch, layout: dict[str, Any]) -> None:
-    square_sum = zero.square_sum
+    square_sum = weights_module.square_sum
 
-    def only_on_the_first(masters: Any, pieces: Any) -> Tensor:
-        return square_sum(masters, pieces) * (2.0 if dist.get_rank() == 0 else 0.0)
+    def only_on_the_first(masters: Any, shards: Any) -> Tensor:
+        return square_sum(masters, shards) * (2.0 if dist.get_rank() == 0 else 0.0)
 
-    verdict = broken(llama_job(**layout), lambda: monkeypatch.setattr(zero, "square_sum", only_on_the_first))
+    verdict = broken(llama_job(**layout), lambda: monkeypatch.setattr(weights_module, "square_sum", only_on_the_first))
     assert "norm" in kinds(verdict) and "gradient" not in kinds(verdict)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from verify_jobs import llama_job
 
-from meshwright.parallel.context_order import Order
+from meshwright.parallel.context.order import Order
 from meshwright.parallel.world import World
 from meshwright.verify import RankError, check, run_ranks
 from meshwright.verify.check import reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.verify import Comparison, Observation, Shard, compare
 from meshwright.verify.compare import zero_gradients
 
@@ -16,14 +16,14 @@ ZERO = torch.full((2,), 1e-19, dtype=torch.float64)
 
 
 def whole(values: Tensor) -> Shard:
-    return Shard(Piece(torch.arange(values.shape[0]), None, tuple(values.shape), 1), values)
+    return Shard(ShardIndex(torch.arange(values.shape[0]), None, tuple(values.shape), 1), values)
 
 
 def rows_of(values: Tensor, start: int, stop: int) -> Shard:
     """Rows start to stop, those past the end being padding."""
     rows = torch.arange(start, stop)
-    piece = Piece(rows, None, tuple(values.shape), 1)
-    return Shard(piece, piece.take(values))
+    index = ShardIndex(rows, None, tuple(values.shape), 1)
+    return Shard(index, index.take(values))
 
 
 def observation(weight: Shard, zero: Shard | None = None) -> Observation:
@@ -78,7 +78,7 @@ def test_replicas_that_differ_are_seen_whichever_comes_last() -> None:
 
 def test_padding_must_stay_zero() -> None:
     shard = rows_of(WEIGHT, 2, 4)
-    dirty = Shard(shard.piece, shard.values + torch.tensor([[0.0], [1.0]], dtype=torch.float64))
+    dirty = Shard(shard.index, shard.values + torch.tensor([[0.0], [1.0]], dtype=torch.float64))
     assert wrong([FIRST, replace(SECOND, updates=SECOND.updates | {"weight": dirty})])
 
 

@@ -8,8 +8,8 @@ from verify_jobs import llama_job
 
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
-from meshwright.parallel.compress import Reduction
-from meshwright.parallel.replicas import Replicas
+from meshwright.parallel.compression.replicas import Replicas
+from meshwright.parallel.compression.weights import Reduction
 from meshwright.verify import check, shrink
 from meshwright.verify.check import reference
 

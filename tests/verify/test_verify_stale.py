@@ -12,7 +12,7 @@ from verify_jobs import llama_job
 from meshwright.job import Job, load_job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import PipeDream
-from meshwright.parallel.pipedream import Version, VersionedWeights
+from meshwright.parallel.pipelining.pipedream import Version, VersionedWeights
 from meshwright.train import asynchronous
 from meshwright.verify import Verdict, check, compare, shrink
 from meshwright.verify.check import reference

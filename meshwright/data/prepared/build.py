@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from meshwright.atomic import sync, write_atomic
 from meshwright.data.chat import load_chat_template
 from meshwright.data.files import read_json, read_text
 from meshwright.data.join import write_joined
@@ -29,11 +30,11 @@ from meshwright.data.prepared.folder import (
     Shard,
     read_manifest,
 )
-from meshwright.data.prepared.shard import finished_shard, write_whole
+from meshwright.data.prepared.shard import finished_shard
 from meshwright.data.prepared.workers import Counts, Half, Work, run_units, train_on
 from meshwright.data.raw import Bad, BadDocuments, Inputs, Taking, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
-from meshwright.data.store import sync, token_dtype
+from meshwright.data.store import token_dtype
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
@@ -108,7 +109,7 @@ def build(
         if manifest.tokens["train"] == 0:
             shutil.rmtree(out / PARTIAL)
             raise UserError(f"{', '.join(wishes.sources)} gave no documents to train on; give sources that hold text")
-        write_whole(out / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n")
+        write_atomic(out / MANIFEST, json.dumps(manifest.model_dump(), indent=1) + "\n", durable=True)
     shutil.rmtree(out / PARTIAL)
     return manifest
 
@@ -169,7 +170,7 @@ def _joined(out: Path, taking: Taking, others: Inputs, max_bad: float, report: R
         if bad.count > max_bad * (bad.count + good):
             raise _too_many(bad.count, bad.count + good, bad, max_bad)
         sync(path)
-        write_whole(told, json.dumps(bad.told()))
+        write_atomic(told, json.dumps(bad.told()), durable=True)
     return path, BadDocuments(_BAD.validate_python(read_json(told)))
 
 
@@ -218,7 +219,7 @@ def _claimed(out: Path, identity: str) -> Iterator[None]:
             _lock(lock.fileno(), out)
             for left in partial.glob("unit-*"):
                 shutil.rmtree(left)
-            write_whole(plan, identity)
+            write_atomic(plan, identity, durable=True)
             yield
     except OSError as error:
         raise _unwritable(out, error) from error
@@ -258,10 +259,10 @@ def _tokenizer(
 ) -> Tokenizer:
     path = out / TOKENIZER
     if given is not None:
-        write_whole(path, given.to_json())
+        write_atomic(path, given.to_json(), durable=True)
     elif not path.is_file():
         report(Progress("tokenizer", 0.0, Counts()))
-        write_whole(path, train_on(units, taking, wishes.vocab_size, joined))
+        write_atomic(path, train_on(units, taking, wishes.vocab_size, joined), durable=True)
     return load_tokenizer(path, str(path))
 
 

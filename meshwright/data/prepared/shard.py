@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from meshwright.atomic import sync, write_atomic
 from meshwright.data.files import open_regular, read_json
 from meshwright.data.grouping import grouped_by_size
 from meshwright.data.hashing import fraction_of, mix
@@ -15,7 +16,7 @@ from meshwright.data.prepared.folder import PARTIAL, SPLITS, FileRecord, Part, S
 from meshwright.data.raw import Bad, BadDocuments, Item, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.raw.reading import Watch
 from meshwright.data.split import with_end
-from meshwright.data.store import TokenWriter, sync, token_dtype
+from meshwright.data.store import TokenWriter, token_dtype
 from meshwright.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 1 << 20
@@ -63,7 +64,7 @@ def make_shard(
         writer.close()
         shutil.rmtree(beside, ignore_errors=True)
     shard = Shard(number=unit.number, input_bytes=unit.size_bytes, bad=bad.told(), **parts)
-    write_whole(record_path(out, unit.number), shard.model_dump_json())
+    write_atomic(record_path(out, unit.number), shard.model_dump_json(), durable=True)
     return shard
 
 
@@ -89,17 +90,6 @@ def finished_shard(out: Path, number: int) -> Shard | None:
         return Shard.model_validate(read_json(record_path(out, number)))
     except (OSError, ValueError):
         return None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either there with all its content or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.rename(path)
-    sync(path.parent)
 
 
 def sha256_of(path: Path) -> str:

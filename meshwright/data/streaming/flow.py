@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.atomic import write_atomic
 from meshwright.data.cache import cache_root
-from meshwright.data.prepared.shard import held_out, write_whole
+from meshwright.data.prepared.shard import held_out
 from meshwright.data.prepared.workers import train_on
 from meshwright.data.raw import Taking, Text, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
@@ -104,7 +105,7 @@ def open_flow(data: Data, vocab_size: int) -> Flow:
         path = cache_root(data.cache) / f"stream-{identity[:20]}-{vocab_size}.tokenizer.json"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, train_on(units, Taking(data.text_field), vocab_size))
+            write_atomic(path, train_on(units, Taking(data.text_field), vocab_size), durable=True)
         tokenizer = load_tokenizer(path, str(path))
     if tokenizer.vocab_size > vocab_size:
         raise UserError(

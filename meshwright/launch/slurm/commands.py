@@ -60,7 +60,7 @@ def job_state(job: str) -> SlurmJob | None:
     shown = _run(["scontrol", "show", "job", "-o", job])
     if shown.returncode and "Invalid job id" not in shown.stderr:
         raise NoAnswer(
-            f"Slurm does not say how job {job} is ({_told(shown)}); ask again once it answers: scontrol ping"
+            f"Slurm does not say how job {job} is ({_report(shown)}); ask again once it answers: scontrol ping"
         )
     if shown.returncode == 0 and shown.stdout.strip():
         fields = dict(_FIELD.findall(shown.stdout.splitlines()[0]))
@@ -82,10 +82,10 @@ def job_state(job: str) -> SlurmJob | None:
 def _accounted(job: str) -> list[str]:
     """What the accounting says; nothing on a site that keeps none."""
     try:
-        told = _run(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
+        report = _run(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
     except NoAnswer:
         return []
-    return told.stdout.strip().splitlines() if told.returncode == 0 else []
+    return report.stdout.strip().splitlines() if report.returncode == 0 else []
 
 
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
@@ -101,11 +101,11 @@ def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
 def _call(command: list[str]) -> str:
     done = _run(command)
     if done.returncode:
-        raise UserError(f"{command[0]} refused: {_told(done)}; change what it names")
+        raise UserError(f"{command[0]} refused: {_report(done)}; change what it names")
     return done.stdout
 
 
-def _told(done: "subprocess.CompletedProcess[str]") -> str:
+def _report(done: "subprocess.CompletedProcess[str]") -> str:
     """What a command complained of, in one line."""
     lines = [line.removeprefix(f"{done.args[0]}: ").strip() for line in done.stderr.splitlines()]
     return " ".join(line for line in lines if line) or f"exit code {done.returncode}"

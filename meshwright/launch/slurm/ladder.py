@@ -158,14 +158,14 @@ def verdict(
     tokens = rows[-1]["tokens"] / rows[-1]["step"] / step_s / ranks
     # As many micro-batches for each replica: a step of the whole run takes at least as long.
     hours = steps * step_s * all_ranks / 3600
-    told = {"ranks": ranks, "step_s": step_s, "tokens_per_s_per_gpu": tokens, "gpu_hours_of_the_run": hours}
+    report = {"ranks": ranks, "step_s": step_s, "tokens_per_s_per_gpu": tokens, "gpu_hours_of_the_run": hours}
     if before is not None:
         earlier = (trial_verdict(before) or {}).get("tokens_per_s_per_gpu", 0.0)
         if tokens < _SLOWEST * earlier:
-            return {"go": False, "why": f"a GPU makes {tokens:,.0f} tokens/s, before it was {earlier:,.0f}", **told}
+            return {"go": False, "why": f"a GPU makes {tokens:,.0f} tokens/s, before it was {earlier:,.0f}", **report}
     if budget is not None and hours > budget:
-        return {"go": False, "why": f"the run would take {hours:,.1f} GPU-hours, more than {budget:g}", **told}
-    return {"go": True, "why": f"{tokens:,.0f} tokens/s a GPU; the run would take {hours:,.1f} GPU-hours", **told}
+        return {"go": False, "why": f"the run would take {hours:,.1f} GPU-hours, more than {budget:g}", **report}
+    return {"go": True, "why": f"{tokens:,.0f} tokens/s a GPU; the run would take {hours:,.1f} GPU-hours", **report}
 
 
 def _main(words: list[str]) -> int:
@@ -176,10 +176,10 @@ def _main(words: list[str]) -> int:
     for name, kind in (("--ranks", int), ("--all", int), ("--steps", int), ("--before", Path), ("--budget", float)):
         parser.add_argument(name, type=kind)
     given = parser.parse_args(words)
-    told = verdict(given.run, given.ranks, given.all, given.steps, given.before, given.budget)
-    (given.run / FOLDER / "verdict.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    print(f"{'go' if told['go'] else 'no-go'}: {told['why']}")
-    return 0 if told["go"] else 1
+    report = verdict(given.run, given.ranks, given.all, given.steps, given.before, given.budget)
+    (given.run / FOLDER / "verdict.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(f"{'go' if report['go'] else 'no-go'}: {report['why']}")
+    return 0 if report["go"] else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
 from meshwright.reading import Unfit, is_number, read_object, read_plain, read_text
 
@@ -34,9 +35,7 @@ class Submission:
     def write(self, run: Path) -> None:
         """Keep it in the run folder."""
         text = json.dumps(asdict(self), indent=2) + "\n"
-        draft = run / FOLDER / ".submission.json.new"
-        draft.write_text(text, encoding="utf-8")
-        draft.rename(run / FOLDER / "submission.json")
+        write_atomic(run / FOLDER / "submission.json", text)
 
     @classmethod
     def read(cls, run: Path) -> Self | None:
@@ -68,13 +67,13 @@ def trial_verdict(trial: Path) -> dict[str, Any] | None:
     """What a trial of a ladder said: whether to `go` and `why`, with its numbers; None before it did."""
     path = trial / FOLDER / "verdict.json"
     try:
-        told = read_object(path)
-        if not isinstance(told.get("go"), bool) or not isinstance(told.get("why"), str):
+        report = read_object(path)
+        if not isinstance(report.get("go"), bool) or not isinstance(report.get("why"), str):
             raise Unfit("it says neither go nor why")
-        if told["go"] and not is_number(told.get("tokens_per_s_per_gpu")):
+        if report["go"] and not is_number(report.get("tokens_per_s_per_gpu")):
             raise Unfit("it has no speed")
     except FileNotFoundError:
         return None
     except Unfit as unfit:
         raise UserError(f"{path} is damaged ({unfit}); remove {trial} and submit the ladder again") from None
-    return told
+    return report

@@ -43,7 +43,7 @@ def status_of(path: Path) -> Status:
     word, why = _state(folder, submission, job)
     step = max((row["step"] for row in folder.newest().rows), default=0)
     attempt = max((event.get("attempt", 0) for event in folder.events("start")), default=0)
-    unread = [told for tally in folder.unread.values() if (told := tally.sentence())]
+    unread = [report for tally in folder.unread.values() if (report := tally.sentence())]
     nodes = job.nodes if job and job.active else ""
     why = printable("; ".join([why, *unread]))
     return Status(str(path), word, why, step, folder.steps(), attempt, job.id if job else None, nodes)
@@ -54,10 +54,10 @@ def statuses(parent: Path) -> list[Status]:
     if not parent.is_dir():
         raise UserError(f"{parent} is no folder of runs; give --all the folder they are in")
     found = [path.parent for path in parent.glob("*/job.resolved.json")]
-    return [_told(path) for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
+    return [_report(path) for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
 
 
-def _told(path: Path) -> Status:
+def _report(path: Path) -> Status:
     """The state of one run among others, whose list it must not end."""
     try:
         return status_of(path)
@@ -140,10 +140,10 @@ def _trials_no(run: Path, submission: Submission) -> str | None:
     """What a trial said, or came to, that let the run not start."""
     trials = sorted((path for path in run.glob("ladder/*") if path.name.isdecimal()), key=lambda path: int(path.name))
     for trial, job in zip(trials, submission.ladder, strict=False):
-        told = trial_verdict(trial)
-        if told is not None and not told["go"]:
-            return f"the trial on {trial.name} says no-go: {told['why']}"
-        if told is not None or (final := over(trial)) == "cancelled":
+        report = trial_verdict(trial)
+        if report is not None and not report["go"]:
+            return f"the trial on {trial.name} says no-go: {report['why']}"
+        if report is not None or (final := over(trial)) == "cancelled":
             continue
         known = job_state(job)
         if final or (known is not None and not known.active and known.state not in ("COMPLETED", "CANCELLED")):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.train.optimizer.elementwise import row_spans
 from meshwright.train.optimizer.holders import Holders, span_of
 
@@ -28,10 +28,10 @@ class Adafactor(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], pieces: Mapping[nn.Parameter, Piece], holders: Holders, **defaults: Any
+        self, groups: list[dict[str, Any]], shards: Mapping[nn.Parameter, ShardIndex], holders: Holders, **defaults: Any
     ) -> None:
         super().__init__(groups, defaults)
-        self._pieces, self._holders = pieces, holders
+        self._shards, self._holders = shards, holders
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -44,12 +44,12 @@ class Adafactor(torch.optim.Optimizer):
         ]
         if not moving:
             return
-        pieces = [self._pieces[master] for master, _, _ in moving]
-        scales = self._root_mean_squares([master for master, _, _ in moving], pieces)
+        shards = [self._shards[master] for master, _, _ in moving]
+        scales = self._root_mean_squares([master for master, _, _ in moving], shards)
         sums = self._line_sums([(master, gradient) for master, gradient, _ in moving if master.dim() == 2])
         for master, gradient, group in moving:
             self._precondition(master, gradient, sums.get(master), group["eps"])
-        sizes = self._root_mean_squares([direction for _, direction, _ in moving], pieces)
+        sizes = self._root_mean_squares([direction for _, direction, _ in moving], shards)
         for (master, direction, group), scale, size in zip(moving, scales, sizes, strict=True):
             rate = group["lr"] * scale.clamp(min=LEAST_SCALE) / size.clamp(min=1.0)
             master.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction.mul_(rate))
@@ -62,28 +62,28 @@ class Adafactor(torch.optim.Optimizer):
         self, master: nn.Parameter, gradient: Tensor, sums: tuple[Tensor, Tensor] | None, eps: float
     ) -> None:
         """Take a gradient into its second moment and divide it by that one's root, in place."""
-        state, piece = self.state[master], self._pieces[master]
+        state, shard = self.state[master], self._shards[master]
         if not state:
-            self._make(state, master, piece)
+            self._make(state, master, shard)
         state["step"] += 1
         weight = float(state["step"]) ** -DECAY_POWER
         if sums is None:
             state["second"].lerp_(gradient.square(), weight)
             gradient.mul_(state["second"].clamp(min=eps**2).rsqrt_())
             return
-        state["rows"].lerp_(sums[0] / piece.shape[1], weight)
-        state["columns"].lerp_(sums[1] / piece.shape[0], weight)
-        rows, columns = span_of(piece)
+        state["rows"].lerp_(sums[0] / shard.shape[1], weight)
+        state["columns"].lerp_(sums[1] / shard.shape[0], weight)
+        rows, columns = span_of(shard)
         row = state["rows"][rows] / state["rows"].mean().clamp(min=eps**2)
         column = state["columns"][columns]
         for some in row_spans(gradient[: len(row)]):
             moment = row[some].unsqueeze(1) * column
             gradient[some].mul_(moment.clamp_(min=eps**2).rsqrt_())
 
-    def _make(self, state: dict[str, Tensor], master: nn.Parameter, piece: Piece) -> None:
+    def _make(self, state: dict[str, Tensor], master: nn.Parameter, shard: ShardIndex) -> None:
         state["step"] = torch.zeros((), dtype=torch.int64)
         if master.dim() == 2:
-            state["rows"], state["columns"] = master.new_zeros(piece.shape[0]), master.new_zeros(piece.shape[1])
+            state["rows"], state["columns"] = master.new_zeros(shard.shape[0]), master.new_zeros(shard.shape[1])
         else:
             state["second"] = torch.zeros_like(master)
 
@@ -91,9 +91,9 @@ class Adafactor(torch.optim.Optimizer):
         """For each matrix the sums of its squared gradient along rows and along columns, of the whole matrix."""
         parts = []
         for master, gradient in matrices:
-            piece = self._pieces[master]
-            copies, (rows, columns) = self._holders.copies(piece), span_of(piece)
-            along_rows, along_columns = gradient.new_zeros(piece.shape[0]), gradient.new_zeros(piece.shape[1])
+            shard = self._shards[master]
+            copies, (rows, columns) = self._holders.copies(shard), span_of(shard)
+            along_rows, along_columns = gradient.new_zeros(shard.shape[0]), gradient.new_zeros(shard.shape[1])
             own_rows, own_columns = along_rows[rows], along_columns[columns]
             for some in row_spans(gradient[: len(own_rows)]):
                 squares = gradient[some].square()
@@ -103,10 +103,10 @@ class Adafactor(torch.optim.Optimizer):
         summed = self._holders.sum(parts)
         return {master: (summed[2 * i], summed[2 * i + 1]) for i, (master, _) in enumerate(matrices)}
 
-    def _root_mean_squares(self, values: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-        """Of the whole tensors of which `values` are pieces."""
+    def _root_mean_squares(self, values: Sequence[Tensor], shards: Sequence[ShardIndex]) -> list[Tensor]:
+        """Of the whole tensors of which `values` are shards."""
         norms = torch.stack([torch.linalg.vector_norm(value) for value in values])
-        shares = torch.tensor([self._holders.copies(p) for p in pieces], dtype=norms.dtype, device=norms.device)
-        counts = torch.tensor([prod(p.shape) for p in pieces], dtype=norms.dtype, device=norms.device)
+        shares = torch.tensor([self._holders.copies(p) for p in shards], dtype=norms.dtype, device=norms.device)
+        counts = torch.tensor([prod(p.shape) for p in shards], dtype=norms.dtype, device=norms.device)
         [squares] = self._holders.sum([norms.square() / shares])
         return list((squares / counts).sqrt())

@@ -1,6 +1,5 @@
 """The job's optimizer: which rule updates which masters, and in which format their moments are kept."""
 
-import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -11,17 +10,15 @@ from torch import Tensor, nn
 from meshwright.job import Job
 from meshwright.layout import most_tensor_parallel
 from meshwright.model import build_architecture
-from meshwright.parallel import Piece, World, one_pass_here
-from meshwright.parallel.pieces import piece_of
+from meshwright.model.sharding import PROJECTIONS
+from meshwright.parallel import ShardIndex, World, one_pass_here
+from meshwright.parallel.shard_index import shard_index_of
 from meshwright.torch_private.arithmetic import foreach_mul_
 from meshwright.train.optimizer.adafactor import Adafactor
 from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.muon import Muon
 from meshwright.train.optimizer.onepass import OnePassAdamW
-
-PROJECTIONS = ("column", "kv-column", "row")
-"""Roles of the modules whose matrices Muon updates; embedding, head and vectors are AdamW's."""
 
 
 class Together:
@@ -52,17 +49,17 @@ Optimizer = torch.optim.Optimizer | Together
 def build_optimizer(
     masters: Mapping[str, nn.Parameter],
     job: Job,
-    pieces: Mapping[str, Piece] | None = None,
+    shards: Mapping[str, ShardIndex] | None = None,
     world: World | None = None,
     working: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> Optimizer:
-    """The job's optimizer over named masters, which are `pieces` of whole parameters in a world, or whole without.
+    """The job's optimizer over named masters, which are `shards` of whole parameters in a world, or whole without.
 
     Norms, biases and other vectors are never decayed. Given the working copies of all masters, it may write them in
     the same pass (`OnePassAdamW`). All ranks of a world call this together.
     """
-    whole = {name: piece_of(master, tuple(master.shape)) for name, master in masters.items()}
-    places = {master: (pieces or whole)[name] for name, master in masters.items()}
+    whole = {name: shard_index_of(master, tuple(master.shape)) for name, master in masters.items()}
+    places = {master: (shards or whole)[name] for name, master in masters.items()}
     everything = list(masters.values())
     group = partial(_groups, job, _cut_by_columns(job, masters))
     if job.optimizer.name == "adafactor":
@@ -72,7 +69,7 @@ def build_optimizer(
         return OnePassAdamW(group(everything), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
         return _elementwise(job.optimizer.name, group(everything), job, places)
-    names = _with_roles(job, masters, PROJECTIONS)
+    names = _with_roles(job, masters, PROJECTIONS)  # embedding, head and vectors are AdamW's
     projections = [masters[name] for name in names]
     others = [master for name, master in masters.items() if name not in names]
     holders = Holders(world or _alone(everything))
@@ -125,14 +122,14 @@ def state_names(part: torch.optim.Optimizer, master: nn.Parameter) -> set[str]:
 
 
 def _elementwise(
-    name: str, groups: list[dict[str, Any]], job: Job, pieces: Mapping[nn.Parameter, Piece]
+    name: str, groups: list[dict[str, Any]], job: Job, shards: Mapping[nn.Parameter, ShardIndex]
 ) -> torch.optim.Optimizer:
     settings = job.optimizer
     if name == "adamw" and job.precision.optimizer_states == "fp32":
         decays = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups]
         return torch.optim.AdamW(decays, fused=True, **_adamw_settings(job))
     rule = {"adamw": adamw(), "sgd": sgd(settings.momentum), "lion": lion()}[name]
-    return Elementwise(groups, rule, pieces, momentum=settings.momentum, **_adamw_settings(job))
+    return Elementwise(groups, rule, shards, momentum=settings.momentum, **_adamw_settings(job))
 
 
 def _adamw_settings(job: Job) -> dict[str, Any]:
@@ -168,15 +165,9 @@ def _cut_by_columns(job: Job, masters: Mapping[str, nn.Parameter]) -> set[nn.Par
 def _with_roles(job: Job, masters: Mapping[str, nn.Parameter], roles: tuple[str, ...]) -> list[str]:
     """The masters that are matrices of modules with such roles in the model's sharding table."""
     with torch.device("meta"):
-        sharding = build_architecture(job.model).sharding
-    patterns = [
-        re.compile(re.escape(name).replace(r"\*", r"[^.]+")) for name, role in sharding.items() if role in roles
-    ]
-    return [
-        name
-        for name, master in masters.items()
-        if master.dim() == 2 and any(pattern.fullmatch(name.rpartition(".")[0]) for pattern in patterns)
-    ]
+        architecture = build_architecture(job.model)
+    matrices = [name for name, master in masters.items() if master.dim() == 2]
+    return [name for name in matrices if architecture.role(name.rpartition(".")[0]) in roles]
 
 
 def _alone(masters: list[nn.Parameter]) -> World:

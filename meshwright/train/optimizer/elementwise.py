@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.train.optimizer.states import Moment, State, format_of
 
 ENTRIES_AT_ONCE = 2**24
@@ -64,10 +64,10 @@ class Kept:
     """The moments of one parameter, in the format of its group."""
 
     def __init__(
-        self, master: nn.Parameter, piece: Piece, moments: tuple[Moment, ...], group: Mapping[str, Any]
+        self, master: nn.Parameter, shard: ShardIndex, moments: tuple[Moment, ...], group: Mapping[str, Any]
     ) -> None:
         self._moments, self._master = moments, master
-        self._form = format_of(group["format"], piece, master.device, group["cuts"])
+        self._form = format_of(group["format"], shard, master.device, group["cuts"])
 
     def begin(self, state: State) -> int:
         """Count a step, the first of which makes moments of zeros."""
@@ -99,12 +99,12 @@ class Elementwise(torch.optim.Optimizer):
     """A rule applied to every entry, with decoupled decay; a group's `format` says how its moments are kept."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], rule: Rule, pieces: Mapping[nn.Parameter, Piece], **defaults: Any
+        self, groups: list[dict[str, Any]], rule: Rule, shards: Mapping[nn.Parameter, ShardIndex], **defaults: Any
     ) -> None:
         super().__init__(groups, defaults)
         self._rule = rule
         self._kept = {
-            master: Kept(master, pieces[master], rule.moments, group)
+            master: Kept(master, shards[master], rule.moments, group)
             for group in self.param_groups
             for master in group["params"]
         }

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel import Piece, World
+from meshwright.parallel import ShardIndex, World
 
 Span = tuple[slice, slice]
 
@@ -33,9 +33,9 @@ class Holders:
             self._group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
         self._rank = dist.get_rank(self._group)
 
-    def copies(self, piece: Piece) -> int:
-        """How many of these ranks hold the same piece."""
-        return piece.copies // self._replicas
+    def copies(self, shard: ShardIndex) -> int:
+        """How many of these ranks hold the same shard."""
+        return shard.copies // self._replicas
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The sums of some tensors over these ranks, in one collective."""
@@ -46,9 +46,9 @@ class Holders:
         sizes = [part.numel() for part in parts]
         return [one.view(part.shape).to(part.device) for one, part in zip(torch.split(flat, sizes), parts, strict=True)]
 
-    def spans(self, pieces: Sequence[Piece]) -> list[list[Span]]:
+    def spans(self, shards: Sequence[ShardIndex]) -> list[list[Span]]:
         """For every matrix the rows and columns each rank holds; called once, by all of these ranks."""
-        edges = [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in map(span_of, pieces)]
+        edges = [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in map(span_of, shards)]
         own = torch.tensor(edges, dtype=torch.int64, device=self.device)
         everyones = [own]
         if self._size > 1:
@@ -64,9 +64,9 @@ class Holders:
         spans: Sequence[list[Span]],
         function: Callable[[Tensor], Tensor],
     ) -> Iterator[Tensor]:
-        """This rank's pieces of `function` of whole matrices, of which each rank makes every so-manieth.
+        """This rank's shards of `function` of whole matrices, of which each rank makes every so-manieth.
 
-        As many matrices as there are ranks are on their way at a time: pieces go to the matrix's maker, pieces of the
+        As many matrices as there are ranks are on their way at a time: shards go to the matrix's maker, shards of the
         result come back.
         """
         if self._size == 1:
@@ -102,9 +102,9 @@ class Holders:
         return [arrived[start:end] for start, end in pairwise([0, *accumulate(incoming)])]
 
 
-def span_of(piece: Piece) -> Span:
-    """The rows and columns of the whole matrix that a piece is. Padding is left out."""
-    rows, columns = piece.box()
+def span_of(shard: ShardIndex) -> Span:
+    """The rows and columns of the whole matrix that a shard is. Padding is left out."""
+    rows, columns = shard.box()
     return rows, columns
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.train.optimizer.elementwise import Kept, row_spans
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.states import Moment
@@ -27,16 +27,16 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum of each matrix orthogonalised; each of the ranks that share the matrices makes some of them."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], pieces: Mapping[nn.Parameter, Piece], holders: Holders, **defaults: Any
+        self, groups: list[dict[str, Any]], shards: Mapping[nn.Parameter, ShardIndex], holders: Holders, **defaults: Any
     ) -> None:
         super().__init__(groups, defaults)
-        self._pieces, self._holders = pieces, holders
+        self._shards, self._holders = shards, holders
         masters = [master for group in self.param_groups for master in group["params"]]
         # Matrices of one size together: the ranks' shares of a round are then equal.
-        self._order = sorted(masters, key=lambda master: -math.prod(pieces[master].shape))
-        self._spans = dict(zip(self._order, holders.spans([pieces[master] for master in self._order]), strict=True))
+        self._order = sorted(masters, key=lambda master: -math.prod(shards[master].shape))
+        self._spans = dict(zip(self._order, holders.spans([shards[master] for master in self._order]), strict=True))
         self._kept = {
-            master: Kept(master, pieces[master], (Moment("momentum"),), group)
+            master: Kept(master, shards[master], (Moment("momentum"),), group)
             for group in self.param_groups
             for master in group["params"]
         }
@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         moving = [master for master in self._order if master.grad is not None]
         for master, direction in zip(moving, self._directions(moving, groups), strict=True):
             group, rate = groups[master], groups[master]["lr"]
-            stretch = UPDATE_RMS * math.sqrt(max(self._pieces[master].shape))
+            stretch = UPDATE_RMS * math.sqrt(max(self._shards[master].shape))
             master.mul_(1 - rate * group["weight_decay"])
             master.add_(direction.to(master), alpha=-rate * stretch)
 
@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     def _directions(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> Iterator[Tensor]:
         return self._holders.on_wholes(
             [partial(self._momentum, master, groups[master]) for master in masters],
-            [self._pieces[master].shape for master in masters],
+            [self._shards[master].shape for master in masters],
             [self._spans[master] for master in masters],
             orthogonalise,
         )

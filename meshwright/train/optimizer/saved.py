@@ -12,32 +12,34 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint import Checkpoint, Part
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 from meshwright.train.optimizer.build import Optimizer, parts_of, state_names, states_of
 from meshwright.train.optimizer.states import Blocks, block_length, encode
 
 STATES, CODES, SCALES = "optimizer/", ".codes", ".scales"
 
 
-def saved_states(optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece]) -> list[Part]:
+def saved_states(
+    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], shards: Mapping[str, ShardIndex]
+) -> list[Part]:
     """This rank's boxes of its parameters' states; what every holder has whole is the first one's."""
     parts, cuts = [], _cuts(optimizer)
     for name, states in states_of(optimizer, masters).items():
-        piece, master = pieces[name], masters[name]
+        shard, master = shards[name], masters[name]
         for key, values in states.items():
             full = f"{STATES}{name}/{key}"
             if key.endswith(SCALES):
-                blocks = Blocks.of(piece.shape[1], cuts[master])
-                parts.append(_part(full + _tag(blocks, piece.shape[1]), *_place(blocks, piece), values))
+                blocks = Blocks.of(shard.shape[1], cuts[master])
+                parts.append(_part(full + _tag(blocks, shard.shape[1]), *_place(blocks, shard), values))
             elif values.shape == master.shape and values.dim() > 0:
-                parts.append(_part(full, piece.shape, piece.box(), values))
-            elif all(span.start == 0 < span.stop for span in piece.box()):
+                parts.append(_part(full, shard.shape, shard.box(), values))
+            elif all(span.start == 0 < span.stop for span in shard.box()):
                 parts.append(Part(full, tuple(values.shape), (0,) * values.dim(), values))
     return [part for part in parts if part.values.numel()]
 
 
 def restore_states(
-    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece], checkpoint: Checkpoint
+    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], shards: Mapping[str, ShardIndex], checkpoint: Checkpoint
 ) -> None:
     """Give an optimizer the states a checkpoint holds of this rank's parameters, whatever layout saved them."""
     owners = {master: part for part in parts_of(optimizer) for group in part.param_groups for master in group["params"]}
@@ -45,7 +47,7 @@ def restore_states(
     for full in checkpoint.names(STATES):
         saved.setdefault(parameter_of(full), []).append(full)
     for name, master in masters.items():
-        reader = _Reader(checkpoint, pieces[name], master.shape[0], cuts[master])
+        reader = _Reader(checkpoint, shards[name], master.shape[0], cuts[master])
         for full in saved.get(name, ()):
             for key, values in reader.states(full).items():
                 # Torch's fused AdamW counts steps on the device, the others count on the host.
@@ -59,7 +61,7 @@ def parameter_of(full: str) -> str:
 
 
 def missing_states(
-    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], pieces: Mapping[str, Piece], saved: Collection[str]
+    optimizer: Optimizer, masters: Mapping[str, nn.Parameter], shards: Mapping[str, ShardIndex], saved: Collection[str]
 ) -> list[str]:
     """Of the states an optimizer keeps for parameters that were updated, those that are not among the saved ones."""
     known = {full.partition("@")[0] for full in saved}
@@ -67,17 +69,17 @@ def missing_states(
     return [
         full
         for name, master in masters.items()
-        if math.prod(pieces[name].shape)
+        if math.prod(shards[name].shape)
         for key in sorted(state_names(parts[master], master))
         if (full := f"{STATES}{name}/{key}") not in known
     ]
 
 
 class _Reader:
-    """Reads the states of one parameter, of which this rank holds a piece in so many rows, padding among them."""
+    """Reads the states of one parameter, of which this rank holds a shard in so many rows, padding among them."""
 
-    def __init__(self, checkpoint: Checkpoint, piece: Piece, rows: int, cuts: int) -> None:
-        self._checkpoint, self._piece, self._rows, self._cuts = checkpoint, piece, rows, cuts
+    def __init__(self, checkpoint: Checkpoint, shard: ShardIndex, rows: int, cuts: int) -> None:
+        self._checkpoint, self._shard, self._rows, self._cuts = checkpoint, shard, rows, cuts
 
     def states(self, full: str) -> dict[str, Tensor]:
         """The states that a saved tensor is, by key; codes come with their scales."""
@@ -85,15 +87,15 @@ class _Reader:
         if key.endswith(CODES):
             return {}
         if not key.endswith(SCALES):
-            cut = self._checkpoint.shape(full) == self._piece.shape
-            return {key: self._box(full, self._piece.box()) if cut else self._checkpoint.whole(full)}
-        moment, columns = key.removesuffix(SCALES), self._piece.shape[1]
+            cut = self._checkpoint.shape(full) == self._shard.shape
+            return {key: self._box(full, self._shard.box()) if cut else self._checkpoint.whole(full)}
+        moment, columns = key.removesuffix(SCALES), self._shard.shape[1]
         blocks, were = Blocks.of(columns, self._cuts), _tagged(tag, columns)
-        codes = self._box(full.partition(SCALES)[0] + CODES, self._piece.box())
+        codes = self._box(full.partition(SCALES)[0] + CODES, self._shard.box())
         if were == blocks:
-            scales = self._box(full, _place(blocks, self._piece)[1])
+            scales = self._box(full, _place(blocks, self._shard)[1])
         else:
-            rows, mine = self._piece.box()
+            rows, mine = self._shard.box()
             spread = were.spread(self._box(full, (rows, slice(0, were.count(columns)))))[:, mine]
             values, scales = (
                 codes * spread,
@@ -113,10 +115,10 @@ def _cuts(optimizer: Optimizer) -> dict[nn.Parameter, int]:
     return {master: group.get("cuts", 1) for group in groups for master in group["params"]}
 
 
-def _place(blocks: Blocks, piece: Piece) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    """The shape of a matrix's scales as a whole, and the box of them that a piece has."""
-    rows, columns = piece.box()
-    return (piece.shape[0], blocks.count(piece.shape[1])), (rows, blocks.span(columns))
+def _place(blocks: Blocks, shard: ShardIndex) -> tuple[tuple[int, ...], tuple[slice, ...]]:
+    """The shape of a matrix's scales as a whole, and the box of them that a shard has."""
+    rows, columns = shard.box()
+    return (shard.shape[0], blocks.count(shard.shape[1])), (rows, blocks.span(columns))
 
 
 def _part(full: str, shape: tuple[int, ...], box: tuple[slice, ...], values: Tensor) -> Part:

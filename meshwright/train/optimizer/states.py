@@ -14,11 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from meshwright.cost import SCALED_COLUMNS
 from meshwright.errors import UserError
-from meshwright.parallel import Piece
+from meshwright.parallel import ShardIndex
 
-LONGEST_BLOCK = 128
-"""Most columns that share a scale in 8 bits."""
 FEWEST_BLOCKS = 8
 """A row is cut into as many blocks where its length allows."""
 
@@ -91,13 +90,13 @@ class Blocks:
 def block_length(unit: int, columns: int) -> int:
     """Columns of a unit that share a scale: halves of halves as far as they go, or runs of 128."""
     length = unit
-    while length % 2 == 0 and (length > LONGEST_BLOCK or columns // length < FEWEST_BLOCKS):
+    while length % 2 == 0 and (length > SCALED_COLUMNS or columns // length < FEWEST_BLOCKS):
         length //= 2
-    return min(length, LONGEST_BLOCK)
+    return min(length, SCALED_COLUMNS)
 
 
 class Format(Protocol):
-    """A way to keep the moments of one parameter; `rows` are those of its piece that are read or written together."""
+    """A way to keep the moments of one parameter; `rows` are those of its shard that are read or written together."""
 
     def make(self, state: State, moment: Moment, like: Tensor) -> None:
         """Put a moment of zeros for a parameter into its state."""
@@ -126,23 +125,23 @@ class Exact:
 
 
 class Dither:
-    """Rounding thresholds in [0, 1) for the entries of a matrix's piece."""
+    """Rounding thresholds in [0, 1) for the entries of a matrix's shard."""
 
-    def __init__(self, piece: Piece, device: torch.device) -> None:
-        columns = torch.arange(piece.shape[1]) if piece.columns is None else piece.columns
-        self._rows = (piece.rows.double() * _ROW_TURN).frac().float().to(device).unsqueeze(1)
+    def __init__(self, shard: ShardIndex, device: torch.device) -> None:
+        columns = torch.arange(shard.shape[1]) if shard.columns is None else shard.columns
+        self._rows = (shard.rows.double() * _ROW_TURN).frac().float().to(device).unsqueeze(1)
         self._columns = (columns.double() * _COLUMN_TURN).frac().float().to(device)
 
     def at(self, step: int, rows: slice, turn: float) -> Tensor:
-        """The thresholds of some of the piece's rows at a step."""
+        """The thresholds of some of the shard's rows at a step."""
         return (self._rows[rows] + ((step * _STEP_TURN + turn) % 1.0) + self._columns).frac_()
 
 
 class Bf16:
     """Moments in bf16: 2 bytes, the range of fp32 and 8 bits of precision."""
 
-    def __init__(self, piece: Piece, device: torch.device) -> None:
-        self._dither = Dither(piece, device)
+    def __init__(self, shard: ShardIndex, device: torch.device) -> None:
+        self._dither = Dither(shard, device)
 
     def make(self, state: State, moment: Moment, like: Tensor) -> None:
         """One tensor under the moment's name."""
@@ -166,9 +165,9 @@ class Int8:
     divided by much less than the rounding of what it divides.
     """
 
-    def __init__(self, piece: Piece, device: torch.device, cuts: int) -> None:
-        self._dither, self._blocks = Dither(piece, device), Blocks.of(piece.shape[1], cuts)
-        self._blocks.span(piece.box()[1])  # refused where the piece ends within a block
+    def __init__(self, shard: ShardIndex, device: torch.device, cuts: int) -> None:
+        self._dither, self._blocks = Dither(shard, device), Blocks.of(shard.shape[1], cuts)
+        self._blocks.span(shard.box()[1])  # refused where the shard ends within a block
 
     def make(self, state: State, moment: Moment, like: Tensor) -> None:
         """Two tensors: NAME.codes and NAME.scales."""
@@ -196,11 +195,11 @@ def encode(values: Tensor, blocks: Blocks, thresholds: Tensor | float, codes: Te
     codes.copy_(units.add_(thresholds).floor_().clamp_(least, most))
 
 
-def format_of(name: str, piece: Piece, device: torch.device, cuts: int = 1) -> Format:
+def format_of(name: str, shard: ShardIndex, device: torch.device, cuts: int = 1) -> Format:
     """The format of a name for a parameter, whose columns tensor parallelism cuts into `cuts` parts at most.
 
     What is no matrix is small and kept exactly.
     """
-    if name == "fp32" or len(piece.shape) != 2:
+    if name == "fp32" or len(shard.shape) != 2:
         return Exact()
-    return Bf16(piece, device) if name == "bf16" else Int8(piece, device, cuts)
+    return Bf16(shard, device) if name == "bf16" else Int8(shard, device, cuts)

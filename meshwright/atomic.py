@@ -1,0 +1,102 @@
+"""Files and folders that appear whole or not at all: written under another name beside their place, then renamed."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from uuid import uuid4
+
+from meshwright.errors import UserError
+
+
+@contextmanager
+def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A new name to write a file to, which becomes `path` when all went well and is gone otherwise.
+
+    The name cannot be guessed, so that nothing lies there, not even a link in a stranger's folder. A `durable` file is
+    on the disk before it has its name.
+    """
+    draft = _draft(path)
+    try:
+        yield draft
+        if durable:
+            sync(draft)
+        draft.replace(path)
+        if durable:
+            sync(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a whole file (text as UTF-8): readers see what was there before or all of it."""
+    with atomic_file(path, durable=durable) as draft:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to fill, which becomes `path` when all went well and is gone otherwise, new parents with it."""
+    new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
+    draft = _draft(path)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        draft.rename(path)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        for parent in new_parents:
+            if parent.exists() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def new_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
+    """The same for a folder that the user named: what stands in its way is refused in one sentence."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} exists and is not an empty folder; choose another or remove it")
+    try:
+        with atomic_folder(path) as draft:
+            free = shutil.disk_usage(draft).free
+            if free < needed_bytes:
+                raise UserError(
+                    f"{path} needs {needed_bytes / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB free; free space "
+                    "or choose another disk"
+                )
+            yield draft
+            for made in (*draft.rglob("*"), draft):
+                sync(made)
+        sync(path.absolute().parent)
+    except OSError as error:
+        raise disk_refusal(str(path), error) or error from error
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_refusal(subject: str, error: OSError) -> UserError | None:
+    """What a disk would not do, in one sentence about `subject`; None where the error is of another kind."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem, remedy = "no space is left", "free some or choose a folder on another disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        problem, remedy = "writing is not allowed", "choose a folder you can write to"
+    elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+        problem, remedy = "a file is in its way", "choose another folder"
+    else:
+        return None
+    return UserError(f"{subject} cannot be written ({problem}); {remedy}")
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name[:200]}.{uuid4().hex}.new")

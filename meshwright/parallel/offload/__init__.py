@@ -1,0 +1,1 @@
+"""Offload: masters, optimizer states, parameters and activations in host memory."""

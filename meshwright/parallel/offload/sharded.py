@@ -1,0 +1,63 @@
+"""Offload where the model is sharded: torch keeps each rank's shards of the masters in host memory, and with them their
+gradients and the optimizer's states; a unit's working copy is made anew from them whenever it is gathered.
+
+Torch does the copies; here they are only asked for and counted.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+
+from meshwright.job import Job
+from meshwright.parallel.offload.host import TRAFFIC
+from meshwright.parallel.offload.weights import offloads
+from meshwright.torch_private.sharding import is_gathering, parameter_groups, shard_bytes
+
+
+def offload_policy(job: Job, device: torch.device) -> OffloadPolicy:
+    """Where `fully_shard` is to keep the shards; page-locked memory is of use to a GPU only."""
+    if offloads(job, "optimizer", "params"):
+        return CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    return OffloadPolicy()
+
+
+def materialise_on_host(model: nn.Module, device: torch.device) -> None:
+    """Give a sharded model on the meta device memory: shards on the host, anything else where it is computed with."""
+    model.to_empty(device=torch.device("cpu"))
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
+
+
+def count_traffic(model: nn.Module) -> None:
+    """Have every gather from host memory and every gradient that goes there counted."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                _count(group)
+
+
+def _count(group: Any) -> None:
+    unshard, post_backward = group.unshard, group.post_backward
+
+    def counting_unshard(async_op: bool = False) -> None:
+        idle = not is_gathering(group)
+        unshard(async_op)
+        if idle and is_gathering(group):
+            TRAFFIC.to_device_bytes += sum(shard_bytes(each) for each in group.fsdp_params)
+
+    def counting_post_backward(*unused: Any) -> None:
+        if group.reduce_grads:
+            made = [each for each in group.fsdp_params if _has_gradient(each)]
+            TRAFFIC.to_host_bytes += sum(shard_bytes(each) for each in made)
+        post_backward(*unused)
+
+    group.unshard, group.post_backward = counting_unshard, counting_post_backward
+
+
+def _has_gradient(parameter: Any) -> bool:
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, their weights, and the runtimes that run them by a schedule."""

@@ -1,0 +1,181 @@
+"""The face of a model's weights, and its one-device form: fp32 masters and, below fp32, a working copy of them."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.hardware.torch_versions import HAS_TRITON
+from meshwright.job import Job
+from meshwright.layout import updates_in_one_pass
+from meshwright.parallel.offload.host import TRAFFIC
+from meshwright.parallel.shard_index import ShardIndex, shard_index_of
+from meshwright.torch_private.arithmetic import foreach_copy_, foreach_norm
+
+if TYPE_CHECKING:
+    from meshwright.parallel.compression.weights import Reduction
+
+WIDENED_AT_ONCE = 8
+"""Masters whose 16-bit gradients are widened together for an update: about a layer's. Counted, not weighed, so that
+ranks with shards of unequal size take the same ones together."""
+
+
+def one_pass_here(job: Job, device: torch.device) -> bool:
+    """Whether a job's update is one pass over memory on this device, with its software."""
+    return device.type == "cuda" and HAS_TRITON and updates_in_one_pass(job)
+
+
+class Updates(Protocol):
+    """What is asked of an optimizer: to update every master that has a gradient, and no other."""
+
+    def step(self) -> Any:
+        """Make one step."""
+
+
+@runtime_checkable
+class UpdatesAll(Updates, Protocol):
+    """One that reads gradients in any format and writes the working copies itself."""
+
+    writes_working_copies: bool
+
+
+class Weights:
+    """What the loop needs of a model's weights, on one device or as one rank's shards."""
+
+    masters: dict[str, nn.Parameter]
+    """What the optimizer updates, by the parameters' names: plain tensors of this device, or in its host's memory."""
+    working: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    """What the model computes with, by master, where that is not the master itself and an optimizer may write it."""
+    reduction: "Reduction | None" = None
+    """What sums gradients over replicas where they are compressed, and remembers what it did not send."""
+    _shards: dict[str, ShardIndex]
+
+    def start_step(self, step: int) -> None:
+        """Called before the first micro-batch of a step."""
+
+    def start_micro_batch(self, last: bool) -> None:
+        """Called before every micro-batch of a step."""
+
+    def collect_gradients(self) -> None:
+        """Called after the last backward: the masters have their gradients then."""
+
+    def update(self, optimizer: Updates) -> None:
+        """One step of the optimizer, and working copies that follow it."""
+        started = time.perf_counter()
+        self._update(optimizer)
+        TRAFFIC.update_s += time.perf_counter() - started
+
+    def _update(self, optimizer: Updates) -> None:
+        if isinstance(optimizer, UpdatesAll):
+            optimizer.step()
+        else:
+            make_step(optimizer, self.masters.values())
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Called after the masters changed."""
+
+    def zero_gradients(self) -> None:
+        """Forget all gradients."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def shards(self) -> dict[str, ShardIndex]:
+        """Where each master lies in its whole parameter."""
+        return self._shards
+
+    def square_sum(self) -> Tensor:
+        """This rank's share of the squared gradient norm: the sum over all ranks is the whole."""
+        return square_sum(self.masters, self._shards)
+
+
+class WholeWeights(Weights):
+    """The weights of a model on one device; the model computes with them, or with a working copy in lower precision.
+
+    Gradients of the working copy are moved into the masters' gradients as soon as backward makes them, so that no
+    second set of gradients stays alive and accumulation over micro-batches adds in the format of `gradients`: the
+    masters' own unless told otherwise.
+    """
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, gradients: torch.dtype | None = None) -> None:
+        self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self.masters.items()}
+        self.working: dict[nn.Parameter, Tensor] = {}
+        if any(compute != p.dtype for p in self.masters.values()):
+            self._split(compute, gradients)
+
+    def _split(self, compute: torch.dtype, gradients: torch.dtype | None) -> None:
+        for name, parameter in list(self.masters.items()):
+            master = nn.Parameter(parameter.data)
+            master.grad_dtype = gradients or master.dtype
+            parameter.data = parameter.data.to(compute)
+            parameter.register_post_accumulate_grad_hook(move_gradient_to(master))  # type: ignore[no-untyped-call]
+            self.masters[name] = master
+            self.working[master] = parameter
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Derive the working copy anew."""
+        if self.working:
+            foreach_copy_(list(self.working.values()), list(self.working))
+
+
+def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) -> Tensor:
+    """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same shard."""
+    named = [(name, p.grad) for name, p in masters.items() if p.grad is not None]
+    wide = masters[named[0][0]].dtype  # a norm in 16 bits would be off in its third digit
+    if named[0][1].is_cpu:
+        norms = torch.stack([norm(gradient, wide) for _, gradient in named]).double()
+    else:
+        norms = torch.stack(foreach_norm([gradient for _, gradient in named], 2, wide)).double()
+    copies = torch.tensor([shards[name].copies for name, _ in named], dtype=torch.float64, device=norms.device)
+    return (norms.square() / copies).sum()
+
+
+def norm(tensor: Tensor, wide: torch.dtype | None = None) -> Tensor:
+    """A tensor's norm in float64, by rows: a CPU adds up in the tensor's format, which over 60M entries loses 1 %."""
+    rows: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=wide).double()
+    whole: Tensor = rows.norm()
+    return whole
+
+
+def make_step(optimizer: Any, masters: Iterable[nn.Parameter]) -> None:
+    """One step of an optimizer, which wants gradients in the masters' format.
+
+    Narrower ones are widened a few at a time, since an optimizer leaves alone what has no gradient; they are gone
+    afterwards.
+    """
+    narrow = [(master, master.grad) for master in masters if master.grad is not None]
+    if all(gradient.dtype == master.dtype for master, gradient in narrow):
+        optimizer.step()
+        return
+    for master, _ in narrow:
+        master.grad = None
+    while narrow:
+        some, narrow = narrow[:WIDENED_AT_ONCE], narrow[WIDENED_AT_ONCE:]
+        for master, gradient in some:
+            master.grad_dtype = master.dtype
+            master.grad = gradient.to(master.dtype)
+        optimizer.step()
+        for master, gradient in some:
+            master.grad = None
+            master.grad_dtype = gradient.dtype
+
+
+def move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's gradient to a master's, in the master's grad_dtype, and forgets it."""
+
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if master.grad is None:
+            master.grad = gradient.to(master.grad_dtype)
+        else:
+            master.grad.add_(gradient)
+        parameter.grad = None
+
+    return hook

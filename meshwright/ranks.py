@@ -1,0 +1,78 @@
+"""Which rank this process is, as torchrun, srun or our own launcher tells it. Imports no torch."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshwright.errors import UserError
+
+_FIRST_PORT, _PORTS = 15_000, 16_000  # below the range operating systems hand out by themselves
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place among the others."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None
+    """Ranks on this machine; None where nobody says."""
+
+
+ALONE = Place(0, 1, 0, 1)
+
+
+def own_place() -> Place | None:
+    """This process's place, with srun's variables made torchrun's for whoever reads them later; None when alone."""
+    os.environ.update(slurm_variables(os.environ))
+    return find_place(os.environ)
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks, or is alone."""
+    return (os.environ.get("RANK") or slurm_variables(os.environ).get("RANK", "0")) == "0"
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """The place torchrun's variables give this process; None when it is alone."""
+    alone = int(environment.get("WORLD_SIZE", "1")) < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment
+    if "RANK" not in environment or alone:
+        return None
+    if "LOCAL_RANK" not in environment:
+        raise UserError("RANK and WORLD_SIZE are set but LOCAL_RANK is not; set it, or start with torchrun or srun")
+    local_size = environment.get("LOCAL_WORLD_SIZE")
+    return Place(
+        rank=int(environment["RANK"]),
+        size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment["LOCAL_RANK"]),
+        local_size=None if local_size is None else int(local_size),
+    )
+
+
+def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables for a task that srun started; none outside a step of several tasks.
+
+    A batch script itself has Slurm's rank variables too, but no step: there `--nproc` still starts the ranks.
+    """
+    size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+    if "RANK" in environment or "SLURM_STEP_ID" not in environment or int(size) < 2:
+        return {}
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
+    # Two steps of a job may run at once and must not meet at one port.
+    number = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    number += 101 * int(environment.get("SLURM_RESTART_COUNT", "0"))  # where a port was taken, another the next time
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + number % _PORTS),
+    }
+
+
+def first_host(nodes: str) -> str:
+    """The first machine of Slurm's compressed list: `gpu[07-09,12],login1` begins with gpu07."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else nodes)
