@@ -16,11 +16,10 @@ from meshwright.data import Step
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import ranks_of
-from meshwright.parallel import WholeWeights
+from meshwright.parallel import OneStage, WholeWeights
 from meshwright.parallel.buckets import first_start, pays
 from meshwright.parallel.codecs import Codec
 from meshwright.parallel.compress import make_codec
-from meshwright.parallel.engine import OneStage
 from meshwright.parallel.replicas import cut
 from meshwright.train import Trainer
 from meshwright.verify.observe import Observation, observe

@@ -15,10 +15,9 @@ from torch.func import functional_call
 from meshwright.data import Step
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.layout.stages import split_layers
+from meshwright.layout import split_layers
 from meshwright.model import build_architecture
-from meshwright.parallel import WholeWeights
-from meshwright.parallel.engine import OneStage
+from meshwright.parallel import OneStage, WholeWeights
 from meshwright.parallel.precision import square_sum
 from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe
