@@ -62,6 +62,8 @@ class Outbox:
         path = self._folder / name
         draft = path.with_name(f".{path.name}.new")
         try:
+            if path.parent != self._folder:  # a folder that is empty is lost on the way through git or an object store
+                path.parent.mkdir(exist_ok=True)
             draft.write_bytes(self._files[name])
             draft.replace(path)
         except OSError:
