@@ -1,8 +1,10 @@
-"""Rooms import downward only, and the light ones import no torch."""
+"""Rooms import downward only, through their faces and without circles, and the light ones import no torch."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "meshwright"
@@ -43,6 +45,71 @@ def test_imports_point_down() -> None:
         allowed = set(ORDER[: ORDER.index(room) + 1])
         wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in imported_rooms(path) - allowed]
     assert wrong == []
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name: "job.load", and "job" for the room's face."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(node: ast.AST, typing: bool = True) -> Iterator[tuple[str, str]]:
+    """Module and name of all that is imported from the package, with or without what only type checkers import."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not typing:
+            continue
+        if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("meshwright."):
+            yield from ((str(child.module).removeprefix("meshwright."), alias.name) for alias in child.names)
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names if alias.name.startswith("meshwright.")]
+            yield from ((name.removeprefix("meshwright."), "") for name in names)
+        yield from imports(child, typing)
+
+
+# Modules inside a room's folder that other rooms may import; this can only shrink.
+# The folder's face is for commands that need no torch, and this one imports it.
+DEEP = {"launch.slurm.submit"}
+
+
+def test_other_rooms_are_entered_by_their_face() -> None:
+    """Its face is what its __init__ names and, for the rest, its modules; never a module inside one of its folders."""
+    known = modules()
+    faces = {
+        room: {name for _, name in imports(ast.parse(known[room].read_text(encoding="utf-8")))}
+        for room in {name.partition(".")[0] for name in known}
+    }
+    wrong, used = [], set()
+    for here, path in known.items():
+        for module, name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            room, _, rest = module.partition(".")
+            line = f"{here}: from meshwright.{module} import {name}"
+            if name.startswith("_"):
+                wrong.append(f"{line}: an underscore stays in its module")
+            if room == here.partition(".")[0]:
+                continue
+            if rest and name in faces[room]:
+                wrong.append(f"{line}: meshwright.{room} names it")
+            if "." in rest and module not in DEEP:
+                wrong.append(f"{line}: import it from meshwright.{room}.{rest.partition('.')[0]}")
+            used.add(module)
+    assert wrong == []
+    assert used >= DEEP  # what nobody imports any more is taken off
+
+
+def test_no_circles_inside_rooms() -> None:
+    """Imports inside functions count: they only hide a circle."""
+    known = modules()
+    graph = {}
+    for here, path in known.items():
+        found = imports(ast.parse(path.read_text(encoding="utf-8")), typing=False)
+        graph[here] = {whole if (whole := f"{module}.{name}") in known else module for module, name in found} - {here}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}") from None
 
 
 def test_files_stay_small_enough_to_read() -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attacks.accidents import ODD, damaged, odd_json
 from attacks.case import Case, Family
+from attacks.damage import damaged, damaged_value
 
 TEXTS = [f"document {n} of a few words and more of them, {n * n}" for n in range(50)]
 BOMB_MIB = (1, 30, 300)
@@ -165,14 +165,14 @@ def _saved(chance: random.Random, folder: Path) -> Path:
     told = {"splits": ["train", "test"]}
     state = {"_data_files": [{"filename": "data.arrow"}], "_indices_files": None, "_fingerprint": "x"}
     if chance.random() < 0.5:
-        told = odd_json(told, chance)
+        told = damaged_value(told, chance)
     else:
-        state = odd_json(state, chance)
+        state = damaged_value(state, chance)
     for path, value in ((folder / "dataset_dict.json", told), (folder / "train/state.json", state)):
         text = (
             json.dumps(value)
             if chance.random() < 0.9
-            else chance.choice(["", "[" * 50_000, "{", str(ODD[4]), "\ufeff{}"])
+            else chance.choice(["", "[" * 50_000, "{", str(1 << 62), "\ufeff{}"])
         )
         path.write_text(text)
     return folder

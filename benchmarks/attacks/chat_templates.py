@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from attacks.accidents import ODD
 from attacks.case import Case, Family
+from attacks.damage import ODD
 
 EXPRESSIONS = [
     "messages",

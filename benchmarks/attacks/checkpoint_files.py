@@ -35,7 +35,7 @@ def _run(seed: int, name: str, kind: str, look: str, folder: Path) -> None:
     path = run / "checkpoints" / step / Path(name).name
     before = _digest(path)
     if kind == "damaged":
-        damage_file(chance, path)
+        damage_file(path, chance)
     elif kind == "moved":
         other = run / "checkpoints" / f"step-{chance.choice((3, 5, 99)):08d}"
         (run / "checkpoints" / step).rename(other)
@@ -76,7 +76,7 @@ def _reseal(chance: random.Random, checkpoint: Path) -> None:
     from meshwright.checkpoint.shares import seal_of
 
     name = chance.choice(("index.json", "index.json", "job.json", "manifest.json"))
-    _, data = damage_json(chance, (checkpoint / name).read_bytes())
+    _, data = damage_json((checkpoint / name).read_bytes(), chance)
     (checkpoint / name).write_bytes(data)
     manifest = json.loads((checkpoint / "manifest.json").read_bytes()) if name != "manifest.json" else None
     if isinstance(manifest, dict):

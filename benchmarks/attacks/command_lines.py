@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.case import Case, Family, Refused, command
-from attacks.mutations import TEXTS
+from attacks.damage import TEXTS
 
 WORDS = [
     "demo",

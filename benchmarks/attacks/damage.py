@@ -1,5 +1,6 @@
-"""Damage to a file, drawn from a seed: bytes, lines, JSON values, and what a file may be instead of a file."""
+"""Damage drawn from a seed: odd values, a changed place of a table, hurt bytes, and what may be instead of a file."""
 
+import copy
 import json
 import os
 import random
@@ -8,71 +9,84 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VALUES: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**53, 2**63, 10**30, 10**400, 1e308, -1e308, 5e-324]
-VALUES += [1.5, "", "x", "nan", "inf", "-inf", "NaN", [], {}, [1], ["start"], {"a": 1}, [[[[]]]], "a" * 10_000]
-VALUES += ["{layer:300000000}", "%s%n", "<script>alert(1)</script>", "[/bold]", "\x1b[31m", "\x00", "../../etc"]
-VALUES += ["2026-13-45T99:99:99", "0001-01-01T00:00:00+00:00", "9999-12-31T23:59:59+14:00", "\u202e", 60_000_000]
-VALUES += [list(range(5000)), {str(number): number for number in range(200)}, float("nan"), float("inf")]
-RAW = [b"", b"\n" * 1000, b"[" * 3000, b"[" * 3000 + b"]" * 3000, b'{"a":' * 2000, b"\xff\xfe\x00", b"null", b"[]"]
-RAW += [b"9" * 400, b"9" * 5000, b'{"step": 1e999}', b"\x00" * 4096, b'{"kind": "\\ud800"}', b"NaN", b'"start"', b"{}"]
-RAW += [
-    b'{"step": ' + b"1" * 400 + b"}",
-    b'{"x": "' + b"a" * (1 << 20) + b'"}',
-    b'{"step":1,"step":[]}',
-    b"{'step': 1}",
-]
+NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**32 + 1, 2**53, 2**62, 2**63 - 1, 2**63, -(2**63), 10**30, 10**308, 10**400]
+NUMBERS += [int("9" * 4001), 60_000_000, 0.0, -0.0, -1.0, 0.1, 1.5, 5e-324, 1e-320, 1e300, 1e308, -1e308]
+NUMBERS += [float("inf"), float("-inf"), float("nan")]
+TEXTS = ["", " ", "x", "\0", "a\nb", "\x1b[31m", "é\u202e", "\u2028", "𝕏" * 50, "x" * 10_000, "c" * 300, "\ud800"]
+TEXTS += ["../../../etc/passwd", "/", "/dev/zero", "~", "/proc/self/mem", "%s%n", "{0}", "{layer:300000000}", "$(id)"]
+TEXTS += ["'", '"', "\\", "nan", "inf", "None", "true", "1e999", "auto", "-1", "<|endoftext|>", "[/bold]", "cuda:99"]
+TEXTS += ["https://u:p@h/x", "http://127.0.0.1:1/x?token=1", "s3://", "file:///etc/passwd", "builtin:synthetic"]
+TEXTS += ["builtin:", "a:b:c", "<script>alert(1)</script>", "2026-13-45T99:99:99", "0001-01-01T00:00:00+00:00"]
+TEXTS += ["9999-12-31T23:59:59+14:00"]
+NESTED: list[Any] = [[], {}, [[]], [{}], [1], ["start"], {"a": 1}, {"": ""}, {"": {}}, [1, "a", None], [None]]
+NESTED += [[[[[[1]]]]], {"a": {"b": {"c": {}}}}, [0] * 2000, list(range(5000)), {str(n): n for n in range(200)}]
+ODD: list[Any] = [None, True, False, *NUMBERS, *TEXTS, *NESTED]
+RAW = [b"", b"\n" * 1000, b"[" * 20_000, b"[" * 3000 + b"]" * 3000, b'{"a":' * 20_000, b"\xff\xfe\x00", b"null", b"[]"]
+RAW += [b"9" * 400, b"9" * 6000, b'{"step": 1e999}', b"\0" * 4096, b'{"kind": "\\ud800"}', b"NaN", b'"start"', b"{}"]
+RAW += [b'{"step": ' + b"1" * 400 + b"}", b'{"x": "' + b"a" * (1 << 20) + b'"}', b'{"step":1,"step":[]}']
+RAW += [b"{'step': 1}"]
+NAMES = ["x", "", "new", "layers", "файл", "__class__", "a.b", "k" * 3000]
 
 
-def damage_bytes(chance: random.Random, data: bytes) -> tuple[str, bytes]:
-    """Some bytes flipped, put in, taken out or doubled."""
-    kind = chance.choice(("flip", "cut", "insert", "drop", "repeat", "newlines", "utf-16"))
-    at = chance.randrange(len(data) + 1)
-    if kind == "flip" and data:
-        changed = bytearray(data)
-        for _ in range(chance.choice((1, 1, 8))):
-            changed[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        return kind, bytes(changed)
-    if kind == "cut":
-        return f"cut at {at}", data[:at]
-    if kind == "insert":
-        return kind, data[:at] + chance.choice(RAW) + data[at:]
-    if kind == "drop":
-        return kind, data[:at] + data[at + chance.randrange(1, 40) :]
-    if kind == "repeat":
-        return kind, data * chance.choice((2, 20))
-    if kind == "newlines":
-        return kind, data.replace(b"\n", b"\r\n")
-    return kind, data.decode("utf-8", "replace").encode("utf-16")
+def odd_value(chance: random.Random) -> Any:
+    """Something that stands where it should not."""
+    return copy.deepcopy(chance.choice(chance.choice([NUMBERS, TEXTS, NESTED, ODD])))
 
 
-def damage_value(chance: random.Random, value: Any) -> Any:
-    """A JSON value with something inside it replaced, taken out or put in."""
-    if isinstance(value, dict) and value and chance.random() < 0.9:
-        name, what = chance.choice(list(value)), chance.random()
-        rest = {key: inner for key, inner in value.items() if key != name}
-        if what < 0.15:
-            return rest
-        return (
-            {**value, "new": chance.choice(VALUES)}
-            if what < 0.25
-            else value | {name: damage_value(chance, value[name])}
-        )
-    if isinstance(value, list) and value and chance.random() < 0.7:
-        at = chance.randrange(len(value))
-        return [*value[:at], damage_value(chance, value[at]), *value[at + 1 :]]
-    return chance.choice(VALUES)
+def near(value: Any, chance: random.Random) -> Any:
+    """The value changed a little, or made something else altogether."""
+    if chance.random() < 0.5:
+        return odd_value(chance)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return chance.choice([value + 1, value - 1, -value, value * 2, value // 2, value * 10**6, str(value)])
+    if isinstance(value, float):
+        return chance.choice([-value, value * 1e6, value * 1e-6, str(value)])
+    if isinstance(value, str):
+        at = chance.randrange(len(value) + 1)
+        return value[:at] + chance.choice(TEXTS)[:200] + value[at + chance.randrange(2) :]
+    if isinstance(value, list):
+        return chance.choice([value[:-1], value * 2, [*value, odd_value(chance)], value[::-1], [value]])
+    return odd_value(chance)
 
 
-def damage_json(chance: random.Random, data: bytes) -> tuple[str, bytes]:
-    """JSON, of one value or of a value a line, with a value of it damaged."""
+def mutate(table: Any, chance: random.Random) -> str:
+    """Change one place of nested tables; what was done."""
+    key = chance.choice(list(table)) if isinstance(table, dict) else chance.randrange(len(table))
+    if isinstance(table[key], dict | list) and table[key] and chance.random() < 0.9:
+        return mutate(table[key], chance)
+    what = chance.choice(["change", "change", "change", "remove", "add", "rename"])
+    if what == "change" or (what != "remove" and isinstance(table, list)):
+        table[key] = near(table[key], chance)
+    elif what == "remove":
+        del table[key]
+    elif what == "add":
+        table[chance.choice(NAMES)] = odd_value(chance)
+    else:
+        table[chance.choice([str(key).upper(), f"{key}s", f" {key}"])] = table.pop(key)
+    return f"{what} {key}"
+
+
+def damaged_value(value: Any, chance: random.Random) -> Any:
+    """A JSON value of which one place is changed."""
+    if not isinstance(value, dict | list) or not value or chance.random() < 0.05:
+        return odd_value(chance)
+    value = copy.deepcopy(value)
+    mutate(value, chance)
+    return value
+
+
+def damage_json(data: bytes, chance: random.Random) -> tuple[str, bytes]:
+    """JSON, of one value or of a value a line, with a value of it damaged; what was done, and what came of it."""
     try:
-        return "value", json.dumps(damage_value(chance, json.loads(data))).encode()
+        return "value", json.dumps(damaged_value(json.loads(data), chance)).encode()
     except (ValueError, RecursionError):
         lines = data.splitlines()
     for _ in range(chance.choice((1, 1, 3, 10)) if lines else 0):
         at, what = chance.randrange(len(lines)), chance.random()
         try:
-            changed = json.dumps(damage_value(chance, json.loads(lines[at]))).encode()
+            changed = json.dumps(damaged_value(json.loads(lines[at]), chance)).encode()
         except (ValueError, RecursionError):
             changed = chance.choice(RAW)
         lines[at] = chance.choice(RAW) if what < 0.3 else changed
@@ -81,24 +95,37 @@ def damage_json(chance: random.Random, data: bytes) -> tuple[str, bytes]:
     return "rows", b"\n".join(lines) + chance.choice((b"\n", b"\n", b""))
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """The bytes after one to four small accidents."""
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data) + 1)
+        data = chance.choice(ACCIDENTS)(data, at, chance)
+    return data
 
 
-def _folder(path: Path) -> None:
-    path.mkdir()
+def _flip(data: bytes, at: int, chance: random.Random) -> bytes:
+    return data[:at] + bytes(byte ^ 1 << chance.randrange(8) for byte in data[at : at + 1]) + data[at + 1 :]
 
 
-def _link(path: Path) -> None:
-    path.symlink_to("/etc/hostname")
+def _false_number(data: bytes, at: int, chance: random.Random) -> bytes:
+    """A size or an offset that is none."""
+    number = chance.choice([0, 0xFF, 0x7FFFFFFF, (1 << 62) + 1, (1 << 64) - 1, chance.randrange(1 << 32)])
+    width = chance.choice([4, 8])
+    return data[:at] + (number % (1 << 8 * width)).to_bytes(width, "little") + data[at + width :]
 
 
-def _link_to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
+ACCIDENTS: list[Callable[[bytes, int, random.Random], bytes]] = [
+    _flip,
+    _false_number,
+    lambda data, at, chance: data[:at],
+    lambda data, at, chance: data[:at] + chance.randbytes(chance.randint(1, 64)) + data[at:],
+    lambda data, at, chance: data[:at] + chance.choice(RAW) + data[at:],
+    lambda data, at, chance: data[:at] + data[at + chance.randint(1, 600) :],
+    lambda data, at, chance: data[:at] + data[at // 2 :],
+    lambda data, at, chance: data[:at] + data[:512] + data[at + 512 :],
+    lambda data, at, chance: data.replace(b"\n", b"\r\n"),
+    lambda data, at, chance: data.decode("utf-8", "replace").encode("utf-16"),
+]
 
 
 def _unreadable(path: Path) -> None:
@@ -111,35 +138,31 @@ def _sparse(path: Path) -> None:
         file.truncate(1 << 29)
 
 
-def _missing(path: Path) -> None:
-    pass
+INSTEAD: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "link": lambda path: path.symlink_to("/etc/hostname"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "unreadable": _unreadable,
+    "sparse": _sparse,
+    "missing": lambda path: None,
+}
 
 
-INSTEAD: list[Callable[[Path], None]] = [
-    _pipe,
-    _folder,
-    _link,
-    _link_to_itself,
-    _device,
-    _unreadable,
-    _sparse,
-    _missing,
-]
-
-
-def damage_file(chance: random.Random, path: Path) -> str:
+def damage_file(path: Path, chance: random.Random) -> str:
     """Damage a file on the disk; what was done to it."""
     what = chance.random()
     if what < 0.15:
-        make = chance.choice(INSTEAD)
+        kind = chance.choice(list(INSTEAD))
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-        make(path)
-        return make.__name__.strip("_")
+        INSTEAD[kind](path)
+        return kind
     data = path.read_bytes()
-    kind, changed = damage_json(chance, data) if what < 0.75 else damage_bytes(chance, data)
+    kind, changed = damage_json(data, chance) if what < 0.75 else ("bytes", damaged(data, chance))
     if what >= 0.95:
         kind, changed = "other contents", chance.choice(RAW)
     path.write_bytes(changed)

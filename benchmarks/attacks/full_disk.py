@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.case import Case, Family, InternalError
-from attacks.tiny_run import JOB, finished, in_child, left_alone, require_equal, train
+from attacks.tiny_run import finished, in_child, left_alone, require_equal, train
 from meshwright.errors import UserError
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -41,7 +41,6 @@ def _run(trouble: "Refusing | Filled", folder: Path) -> None:
     """A run that ends is equal; one that gives up says why, and goes on to an equal end once there is room."""
 
     def work() -> None:
-        Path("job.toml").write_text(JOB)
         with trouble, contextlib.suppress(UserError):
             train()
         if not finished():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.case import Case, Family, InternalError, Refused, command
-from attacks.mutations import damaged, mutated, odd_value
+from attacks.damage import damaged, mutate, odd_value
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 2},
@@ -127,7 +127,7 @@ def _damaged_json(content: bytes, how: str, chance: random.Random) -> bytes:
         return damaged(content, chance)
     table = json.loads(content)
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        mutated(table, chance)
+        mutate(table, chance)
     return json.dumps(table).encode()
 
 

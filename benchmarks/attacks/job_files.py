@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks.case import Case, Family, command
-from attacks.mutations import damaged, mutated, odd_value
+from attacks.damage import damaged, mutate, odd_value
 from meshwright.job import job_schema
 
 READERS: list[tuple[str, ...]] = [
@@ -59,7 +59,7 @@ def draw(chance: random.Random) -> Iterator[Case]:
         kind = chance.randrange(11)
         if kind <= 2:
             table: dict[str, Any] = tomllib.loads(texts[name])
-            done = [mutated(table, chance) for _ in range(chance.choice([1, 1, 2, 3]))]
+            done = [mutate(table, chance) for _ in range(chance.choice([1, 1, 2, 3]))]
             yield Case(
                 f"{number} {name}: {', '.join(done)[:60]}",
                 partial(_read, reader, _toml(table).encode("utf-8", "surrogatepass")),
@@ -68,7 +68,7 @@ def draw(chance: random.Random) -> Iterator[Case]:
             yield Case(f"{number} {name}: damaged", partial(_read, reader, damaged(texts[name].encode(), chance)))
         elif kind == 4:
             table = copy.deepcopy(whole)
-            done = [mutated(table, chance) for _ in range(chance.choice([1, 2]))]
+            done = [mutate(table, chance) for _ in range(chance.choice([1, 2]))]
             yield Case(f"{number} resolved: {', '.join(done)[:60]}", partial(_resolved, json.dumps(table)))
         elif kind == 5:
             yield Case(f"{number} {name}: --set", partial(_overridden, name, reader, _overrides(whole, chance)))
@@ -78,7 +78,7 @@ def draw(chance: random.Random) -> Iterator[Case]:
             yield Case(f"{number} {name}: {told[:80]}", case, SECONDS)
         else:
             theirs = copy.deepcopy(DEEPSPEED if kind == 6 else TRAINER)
-            done = [mutated(theirs, chance) for _ in range(chance.choice([1, 1, 2]))]
+            done = [mutate(theirs, chance) for _ in range(chance.choice([1, 1, 2]))]
             content = json.dumps(theirs).encode()
             if chance.random() < 0.2:
                 content = damaged(content, chance)

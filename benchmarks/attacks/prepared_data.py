@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from attacks.accidents import damaged, odd_json
 from attacks.archives import TEXTS
 from attacks.case import Case, Family, command
+from attacks.damage import damaged, damaged_value
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _run(seed: str, folder: Path) -> None:
         files = [place / "manifest.json"]
     for path in chance.sample(files, min(len(files), chance.randint(1, 2))):
         if path.suffix == ".json" and chance.random() < 0.7:
-            path.write_text(json.dumps(odd_json(json.loads(path.read_text()), chance)))
+            path.write_text(json.dumps(damaged_value(json.loads(path.read_text()), chance)))
         elif chance.random() < 0.1:
             path.unlink()
         else:

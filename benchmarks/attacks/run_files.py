@@ -77,7 +77,7 @@ def _run(seed: int, files: list[str], words: tuple[str, ...], studio: bool, fold
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
             path.write_text(SUBMISSION if name.endswith("submission.json") else '{"go": true, "why": "x"}\n')
-        damage_file(chance, path)
+        damage_file(path, chance)
     if not studio:
         command(*words)
         return

@@ -8,34 +8,9 @@ from functools import cache
 from pathlib import Path
 
 STEPS, RESUMED_FROM = 6, 4
-JOB = f"""
-[model]
-preset = "tiny-llama"
-layers = 1
-vocab_size = 512
-
-[data]
-sources = ["builtin:synthetic"]
-workers = 0
-
-[batch]
-sequence_length = 16
-global_batch = 4
-micro_batch = 2
-
-[evaluation]
-every_steps = 3
-batches = 1
-
-[checkpoint]
-every_steps = 2
-keep_last = 3
-
-[run]
-steps = {STEPS}
-device = "cpu"
-folder = "run"
-"""
+JOB = Path(__file__).parents[2] / "tests" / "small.toml"
+SET = ["model.vocab_size=512", "evaluation.every_steps=3", "evaluation.batches=1", "checkpoint.every_steps=2"]
+SET += ["checkpoint.keep_last=3", f"run.steps={STEPS}"]
 
 
 @cache
@@ -51,8 +26,7 @@ def finished_run() -> Path:
         try:
             os.chdir(place)
             os.environ["XDG_CACHE_HOME"] = str(place / ".cache")
-            Path("job.toml").write_text(JOB)
-            command("train", "job.toml")
+            command("train", str(JOB), *(word for one in SET for word in ("--set", one)))
             code = 0
         finally:
             os._exit(code)

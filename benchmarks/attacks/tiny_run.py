@@ -14,32 +14,10 @@ from rich.console import Console
 from attacks.case import InternalError, LostSteps
 
 STEPS = 20
-JOB = f"""
-[model]
-preset = "tiny-llama"
-vocab_size = 64
-width = 16
-layers = 1
-heads = 2
-kv_heads = 1
-ffn_width = 32
-max_sequence_length = 32
-[data]
-sources = ["builtin:synthetic"]
-workers = 0
-[batch]
-sequence_length = 8
-global_batch = 2
-micro_batch = 2
-[evaluation]
-every_steps = 0
-[checkpoint]
-every_steps = 5
-[run]
-steps = {STEPS}
-device = "cpu"
-folder = "run"
-"""
+JOB = str(Path(__file__).parents[2] / "tests" / "small.toml")
+SET = ["model.vocab_size=64", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.ffn_width=32"]
+SET += ["model.max_sequence_length=32", "batch.sequence_length=8", "batch.global_batch=2", "checkpoint.every_steps=5"]
+SET += [f"run.steps={STEPS}"]
 Numbers = tuple[list[tuple[str, ...]], dict[str, str]]
 
 
@@ -51,9 +29,7 @@ def train(resume: bool = False) -> None:
 
     packages, code = described()
     folder.describe_packages, folder.describe_code = lambda: packages, lambda: code
-    if not Path("job.toml").exists():
-        Path("job.toml").write_text(JOB)
-    run_job(load_job("job.toml", []), Console(quiet=True), resume=resume)
+    run_job(load_job(JOB, SET), Console(quiet=True), resume=resume)
 
 
 def finished() -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from attacks.accidents import damaged, odd_json
 from attacks.archives import TEXTS
 from attacks.case import Case, Family
+from attacks.damage import damaged, damaged_value
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -47,7 +47,7 @@ def _run(seed: str, folder: Path) -> None:
     for name, text in whole().items():
         raw = text.encode()
         if name == hit and name.endswith("json") and chance.random() < 0.75:
-            raw = json.dumps(odd_json(json.loads(text), chance)).encode()
+            raw = json.dumps(damaged_value(json.loads(text), chance)).encode()
         elif name == hit:
             raw = damaged(raw, chance)
         if name != "chat_template.jinja" or chance.random() < 0.5:

@@ -10,7 +10,7 @@ import typer
 from meshwright.cli.job import JOB, JSON, SET, TRUST
 
 if TYPE_CHECKING:
-    from meshwright.measure.tune import Tried
+    from meshwright.measure import Tried
 
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the job with the fastest settings.")
 OUT = typer.Option(None, "--out", metavar="FILE", help="Where runs are kept; a second call goes on from there.")

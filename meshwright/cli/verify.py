@@ -10,13 +10,14 @@ import typer
 
 from meshwright.cli.job import JSON, SET, TRUST
 from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
+from meshwright.cli.verify_verdict import as_row, print_verdict, say, where
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from meshwright.job import LoadedJob
-    from meshwright.verify import Comparison, LayerGrade, Line, LineResult, Verdict
+    from meshwright.verify import LayerGrade, Line, LineResult
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option(
@@ -163,50 +164,6 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
     return False if strict and hiding else verdict.ok
 
 
-def as_row(row: Comparison) -> dict[str, Any]:
-    """A comparison as it is printed with --json."""
-    error = row.error if math.isfinite(row.error) else None
-    seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
-    return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
-
-
-def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
-    """The worst of every kind as a table, and in a sentence whether it is equal or where it is not first."""
-    from rich.table import Table
-
-    from meshwright.verify import worst
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("compared", "number", "worst error", "bound", "where", ""):
-        table.add_column(column, overflow="fold")
-    for form, kind in dict.fromkeys((row.format, row.kind) for row in verdict.rows):
-        rows = [row for row in verdict.rows if (row.format, row.kind) == (form, kind)]
-        top = worst(rows)
-        mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
-        bound = "–" if top.bound is None else f"{top.bound:.0e}"
-        table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
-        if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
-            names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
-            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
-    console.print(table)
-    say(console, _sentence(verdict, equal))
-
-
-def _sentence(verdict: Verdict, equal: str) -> str:
-    first = verdict.first_wrong
-    if first is None:
-        forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
-        within = f", in {forms} as exactly as the format can" if forms else ""
-        return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
-    return f"not equal: first diverging is the {_where(first)}"
-
-
-def _where(row: Comparison) -> str:
-    return f"{row.kind} of {row.name}{f' in {row.format}' if row.format else ''}, off by {row.error:.1e}" + (
-        f" ({row.note})" if row.note else ""
-    )
-
-
 def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
     import time
 
@@ -270,7 +227,7 @@ def _print_line(console: Console, result: LineResult) -> None:
     mark = "equal    " if first is None else "NOT EQUAL"
     say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
-        say(console, f"           first diverging: {_where(first)}")
+        say(console, f"           first diverging: {where(first)}")
     if result.verdict.collectives is not None and not result.verdict.collectives.ok:
         for line in contract_lines(result.verdict.collectives):
             say(console, f"           {line}")
@@ -316,8 +273,3 @@ def _graded(grade: LayerGrade) -> str:
     if grade.first_wrong is not None:
         return f"the {grade.first_wrong} is wrong, off by {grade.errors[grade.first_wrong]:.1e} ({counted})"
     return f"equal, each rank holds at most {max(grade.held):.0%} ({counted})"
-
-
-def say(console: Console, text: str) -> None:
-    """A line of text as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from meshwright.cli.verify_verdict import say
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ def _numbers(count: int, only: str | None) -> list[int]:
 def _print_answer(console: Console, answer: Answer) -> None:
     mark = answer.outcome.upper() if answer.wrong else answer.outcome
     took = "" if answer.verdict is None else f"{answer.verdict.seconds:.1f} s"
-    _say(console, f"{mark:<16}  {took:>6}  {answer.draw.name}")
+    say(console, f"{mark:<16}  {took:>6}  {answer.draw.name}")
     if answer.outcome != "equal":
-        _say(console, f"    {_why(answer)}")
+        say(console, f"    {_why(answer)}")
     if answer.wrong:
-        _say(console, f"\n{_job_file(answer.draw)}")
+        say(console, f"\n{_job_file(answer.draw)}")
 
 
 def _why(answer: Answer) -> str:
@@ -81,13 +82,13 @@ def _print_table(console: Console, answers: list[Answer], seconds: float) -> Non
     for outcome in ("refused", "refused in ranks"):
         reasons = Counter(subject_of(answer.sentence or "") for answer in answers if answer.outcome == outcome)
         for reason, number in reasons.most_common():
-            _say(console, f"{number:5}  {outcome}: {reason}")
+            say(console, f"{number:5}  {outcome}: {reason}")
     for outcome, number in counts.most_common():
         if not outcome.startswith("refused") or outcome == "refused badly":
-            _say(console, f"{number:5}  {outcome}")
+            say(console, f"{number:5}  {outcome}")
     wrong = [str(answer.draw.number) for answer in answers if answer.wrong]
     verdict = f"wrong: {', '.join(wrong)}" if wrong else "nothing wrong"
-    _say(console, f"{len(answers)} drawn, {verdict} ({seconds:.0f} s)")
+    say(console, f"{len(answers)} drawn, {verdict} ({seconds:.0f} s)")
 
 
 def _json(seed: int, dtype: str, seconds: float, answers: list[Answer]) -> dict[str, Any]:
@@ -120,7 +121,3 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "seconds": None if verdict is None else verdict.seconds,
         "job": answer.draw.table,
     }
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from meshwright.cli.verify_verdict import as_row, print_verdict, say
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: bool, as_json: bool) -> bool:
     """Run a job small through `train` and print what came of comparing it; whether it is equal."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
-    from meshwright.cli.verify import as_row, print_verdict, say
     from meshwright.launch.worker import run_quietly
     from meshwright.layout import ranks_of, require_layout
     from meshwright.verify import RankError

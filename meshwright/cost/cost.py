@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from meshwright.cost.parameters import matmul_parameters
-from meshwright.job.model import Model
+from meshwright.job import Model
 
 
 @dataclass(frozen=True)

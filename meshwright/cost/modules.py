@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from meshwright.cost.cost import Cost, saved
 from meshwright.cost.recompute import Mode, under
-from meshwright.job.model import Model
+from meshwright.job import Model
 
 _TOKEN, _FLAG = 8, 1
 """Bytes of a token's number or position, and of a dropout mask's entry."""

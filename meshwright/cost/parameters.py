@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.job import Job
-from meshwright.job.model import Model
+from meshwright.job import Job, Model
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ _MAKERS = ("nvidia ", "tesla ", "amd ")
 class Fact(BaseModel):
     """Something known, as a file has it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Link(Fact):

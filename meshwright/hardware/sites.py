@@ -23,7 +23,7 @@ Asked = Literal["account", "qos", "partition", "time"]
 class Site(BaseModel):
     """One GPU partition of one site; None or empty is unknown, never a guess."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """As `--site`, `--cluster` and `cluster.name` know it."""

@@ -34,7 +34,7 @@ from meshwright.launch.watchdog import Watch
 from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.runs.lifecycle import (
     OnEnd,
     create_folder,

@@ -12,7 +12,7 @@ from meshwright.launch.elastic import ended_by, run_agent
 from meshwright.launch.failures import NoMeetingPoint
 from meshwright.launch.nodes import Node
 from meshwright.layout import require_layout
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.runs.lifecycle import OnEnd, record_failure, run_path
 
 

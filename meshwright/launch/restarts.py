@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.failures import RankFailure
 from meshwright.layout import ranks_of, require_layout
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.train import OutOfMemory
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0

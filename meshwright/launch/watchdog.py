@@ -21,7 +21,7 @@ from meshwright.launch.failures import Hang, write_failure
 from meshwright.launch.heartbeat import ANSWER_S, WATCH, Board, Heartbeat, beat_interval_s
 from meshwright.launch.stalls import COLD, COLDEST_S, VERDICT, Stall, StallDetector
 from meshwright.ranks import Place
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.train import Activity
 
 _LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1

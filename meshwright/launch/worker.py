@@ -23,7 +23,7 @@ from meshwright.launch.watchdog import signs_of_life
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World, join_world
 from meshwright.ranks import ALONE, Place, own_place
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 from meshwright.runs.gather import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.lifecycle import (
     Finished,

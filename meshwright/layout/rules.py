@@ -4,9 +4,8 @@ from functools import lru_cache
 from math import gcd, prod
 
 from meshwright.errors import UserError
-from meshwright.job import Job
+from meshwright.job import Job, Model
 from meshwright.job.devices import Layout
-from meshwright.job.model import Model
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages

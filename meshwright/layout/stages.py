@@ -4,8 +4,7 @@ from functools import lru_cache
 
 from meshwright.cost import block_products
 from meshwright.errors import UserError
-from meshwright.job import Job
-from meshwright.job.model import Model
+from meshwright.job import Job, Model
 
 BYTES_AS_FLOPS = 300
 """FLOPs a GPU could do while it moves one byte (H100 SXM: 989e12 FLOP/s over 3.35e12 B/s): weighs work that only moves

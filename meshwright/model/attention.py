@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.cost import parameter_count
 from meshwright.errors import UserError
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.decoder import Decoder
 from meshwright.model.sharding import DECODER_SHARDING, ROLES, role_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import UserError
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.block import Block
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.fused import fused_product
 from meshwright.model.swiglu import swiglu
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.cost import chunk_rows, in_whole_lines
 from meshwright.hardware.torch_versions import HAS_TRITON
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.numbers import wide_dtype
 
 IGNORE = -100

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UserError
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.decoder import Decoder
 
 Size = Sequence[int]

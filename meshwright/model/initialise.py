@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.decoder import Decoder
 
 ROWS_PER_DRAW = 512

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.numbers import wide_dtype
 
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.job.model import Model
+from meshwright.job import Model
 from meshwright.model.numbers import wide_dtype
 
 RotaryTables = tuple[Tensor, Tensor]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import HfWeights
 from meshwright.job import Model, start_folder
-from meshwright.model.initialise import ROWS_PER_DRAW, initial_rows
+from meshwright.model import initial_rows
+from meshwright.model.initialise import ROWS_PER_DRAW
 from meshwright.parallel.shard_index import ShardIndex
 
 

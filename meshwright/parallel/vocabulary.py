@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from meshwright.model.head import IGNORE, Head, chunked_loss
+from meshwright.model import IGNORE
+from meshwright.model.head import Head, chunked_loss
 from meshwright.model.numbers import wide_dtype
 
 

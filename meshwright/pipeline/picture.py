@@ -1,8 +1,8 @@
-"""Simulated tables as one SVG picture: a panel per schedule, all on the same time scale."""
+"""Simulated tables drawn in SVG: the rows and the axis of any picture of them, and a whole file of several tables."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -11,18 +11,19 @@ from meshwright.pipeline.table import Kind, Table
 from meshwright.pipeline.text import common_time
 
 _WIDTH, _MARGIN = 1160, 16
-_ROW, _GAP = 21, 3
+_ROW, _GAP = 24, 3  # a rank's row, and what of it is left empty
 _HEAD, _FOOT = 34, 20  # room above a panel's rows for its title, below them before the next
 _TOP, _AXIS = 92, 34  # title and legend; the time axis at the bottom
 
-# Dark for a rank's first stage, light for its last; text white on dark, dark on light.
+# Dark for a rank's first stage (level 0), light for its last; text white on dark, dark on light.
+_LEVELS = 4
 _COLOURS = {
     Kind.FORWARD: ("#1f5fa8", "#a9cdf2"),
     Kind.BACKWARD: ("#1e7a4c", "#a5dcbd"),
     Kind.INPUT: ("#0f7f86", "#9fdde0"),
     Kind.WEIGHT: ("#b4600f", "#f6cf9f"),
 }
-_NAMES = {
+KIND_NAMES = {
     Kind.FORWARD: "forward (F)",
     Kind.BACKWARD: "whole backward (B)",
     Kind.INPUT: "gradient of the input (I)",
@@ -31,45 +32,75 @@ _NAMES = {
 _STYLE = (
     "text{font-family:ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1d2733}"
     ".h{font-size:19px;font-weight:700}.n{font-size:14px;font-weight:700}.s{font-size:12px;fill:#4a5866}"
-    ".r{font-size:11px;fill:#4a5866;text-anchor:end}.t{font-size:11px;fill:#4a5866;text-anchor:middle}"
-    ".m10,.m8{font-size:10px;text-anchor:middle}.m8{font-size:8px}.w{fill:#fff}.track{fill:#e4e8ec}.grid{stroke:#d5dbe1}"
+    ".tick{font-size:11px;fill:#4a5866}.on{font-size:10px;fill:#fff}.on.small{font-size:8px}"
+    ".on.level-2,.on.level-3{fill:#1d2733}.idle{fill:#e4e8ec}.grid{stroke:#d5dbe1}"
 )
 
 
-def gantt_svg(runs: Sequence[tuple[Table, Simulation]]) -> str:
-    """A picture of one or more simulated tables with the same ranks and micro-batches."""
-    table = runs[0][0]
-    frame = _Frame.around(runs)
-    panel = _HEAD + table.ranks * (_ROW + _GAP) + _FOOT
-    bottom = _TOP + panel * len(runs)
-    parts = [_title(table, len(runs)), _legend(runs)]
-    parts += [_panel(*run, frame, _TOP + panel * index) for index, run in enumerate(runs)]
-    parts.append(_axis(frame, bottom))
-    height = bottom + _AXIS
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="{escape(_heading(table))}"><style>{_STYLE}{_colour_style(runs)}</style>'
-        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n'
-    )
-
-
 @dataclass(frozen=True)
-class _Frame:
-    """Where time is drawn: from the pixel `left` on, `scale` pixels a unit, until `until_s`."""
+class Frame:
+    """Where time is drawn: from the pixel `left` on, `scale` pixels a unit, until `until_s`; `row` pixels a rank."""
 
     left: float
     scale: float
     until_s: float
-
-    @classmethod
-    def around(cls, runs: Sequence[tuple[Table, Simulation]]) -> "_Frame":
-        labels = [_label(table, rank) for table, _ in runs for rank in range(table.ranks)]
-        left = _MARGIN + 5.6 * max(map(len, labels)) + 8
-        until_s = common_time([simulation for _, simulation in runs])
-        return cls(left, (_WIDTH - left - _MARGIN) / until_s, until_s)
+    row: int = _ROW
 
     def x(self, at_s: float) -> float:
         return self.left + at_s * self.scale
+
+
+def draw_ranks(table: Table, simulation: Simulation, labels: Mapping[int, str], frame: Frame, top: int) -> str:
+    """A row for each rank that has a label; what ends after the frame is left out."""
+    end_s = min(simulation.makespan_s, frame.until_s)
+    width = end_s * frame.scale
+    parts = []
+    for place, (rank, label) in enumerate(labels.items()):
+        y = top + place * frame.row
+        parts.append(_tick(frame.left - 8, y + frame.row / 2 + 2.5, "end", label))
+        parts.append(
+            f'<rect class="idle" x="{frame.left:.1f}" y="{y}" width="{width:.1f}" height="{frame.row - _GAP}"/>'
+        )
+        parts += _bars(table, [span for span in simulation.spans_of(rank) if span.end_s <= end_s], frame, y)
+    return "".join(parts)
+
+
+def draw_axis(frame: Frame, bottom: int, unit: str = "time", per_unit: float = 1.0) -> str:
+    """The axis below the rows: round numbers of a unit of which there are `per_unit` in one of time."""
+    rough = frame.until_s * per_unit / 12
+    power = 10.0 ** math.floor(math.log10(rough))
+    gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    end = frame.x(frame.until_s)
+    parts = [f'<line class="grid" x1="{frame.left:.1f}" x2="{end:.1f}" y1="{bottom}" y2="{bottom}"/>']
+    for tick in range(int(frame.until_s * per_unit / gap + 1e-9) + 1):
+        x = frame.x(tick * gap / per_unit)
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
+        parts.append(_tick(x, bottom + 19, "middle", f"{tick * gap:g}"))
+    return "".join([*parts, _tick(frame.left - 8, bottom + 19, "end", unit)])
+
+
+def gantt_svg(runs: Sequence[tuple[Table, Simulation]]) -> str:
+    """A file that shows one or more simulated tables with the same ranks and micro-batches on one time scale."""
+    table = runs[0][0]
+    frame = _frame_around(runs)
+    panel = _HEAD + table.ranks * _ROW + _FOOT
+    bottom = _TOP + panel * len(runs)
+    parts = [_title(table, len(runs)), _legend(runs)]
+    parts += [_panel(*run, frame, _TOP + panel * index) for index, run in enumerate(runs)]
+    parts.append(draw_axis(frame, bottom))
+    height = bottom + _AXIS
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{escape(_heading(table))}"><style>{_STYLE}{_colour_style()}</style>'
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _frame_around(runs: Sequence[tuple[Table, Simulation]]) -> Frame:
+    labels = [_label(table, rank) for table, _ in runs for rank in range(table.ranks)]
+    left = _MARGIN + 5.6 * max(map(len, labels)) + 8
+    until_s = common_time([simulation for _, simulation in runs])
+    return Frame(left, (_WIDTH - left - _MARGIN) / until_s, until_s)
 
 
 def _label(table: Table, rank: int) -> str:
@@ -96,15 +127,15 @@ def _legend(runs: Sequence[tuple[Table, Simulation]]) -> str:
         parts.append(
             f'<rect x="{x}" y="64" width="14" height="14" fill="{dark}"/>'
             f'<rect x="{x + 14}" y="64" width="14" height="14" fill="{light}"/>'
-            f'<text class="s" x="{x + 34}" y="75.5">{_NAMES[kind]}</text>'
+            f'<text class="s" x="{x + 34}" y="75.5">{KIND_NAMES[kind]}</text>'
         )
-        x += 34 + 6 * len(_NAMES[kind]) + 26
-    parts.append(f'<rect class="track" x="{x}" y="64" width="28" height="14"/>')
+        x += 34 + 6 * len(KIND_NAMES[kind]) + 26
+    parts.append(f'<rect class="idle" x="{x}" y="64" width="28" height="14"/>')
     parts.append(f'<text class="s" x="{x + 34}" y="75.5">idle: the bubble</text>')
     return "".join(parts)
 
 
-def _panel(table: Table, simulation: Simulation, frame: _Frame, top: int) -> str:
+def _panel(table: Table, simulation: Simulation, frame: Frame, top: int) -> str:
     end_s = min(simulation.makespan_s, frame.until_s)
     figures = (
         f"bubble {simulation.bubble_over_ideal:.1%} of ideal time, {simulation.bubble_share_of_step:.1%} of the step"
@@ -114,73 +145,58 @@ def _panel(table: Table, simulation: Simulation, frame: _Frame, top: int) -> str
     figures += " (cut in the picture)" if simulation.makespan_s > end_s else ""
     figures += f" · {table.parameter_copies} copies of the parameters" if table.parameter_copies > 1 else ""
     figures += f" · weight versions {_listed(table.weight_versions)}" if max(table.weight_versions) > 1 else ""
-    parts = [
+    title = (
         f'<text x="{_MARGIN}" y="{top + 20}"><tspan class="n">{escape(table.schedule)}</tspan>'
         f'<tspan class="s" dx="12">{escape(figures)}</tspan></text>'
-    ]
-    for rank in range(table.ranks):
-        y = top + _HEAD + rank * (_ROW + _GAP)
-        width = end_s * frame.scale
-        parts.append(f'<text class="r" x="{frame.left - 8:.1f}" y="{y + 14.5}">{_label(table, rank)}</text>')
-        parts.append(f'<rect class="track" x="{frame.left:.1f}" y="{y}" width="{width:.1f}" height="{_ROW}"/>')
-        parts += _bars(table, [span for span in simulation.spans_of(rank) if span.end_s <= end_s], frame, y)
-    return "".join(parts)
+    )
+    labels = {rank: _label(table, rank) for rank in range(table.ranks)}
+    return title + draw_ranks(table, simulation, labels, frame, top + _HEAD)
 
 
-def _bars(table: Table, spans: Sequence[Span], frame: _Frame, y: int) -> list[str]:
+def _bars(table: Table, spans: Sequence[Span], frame: Frame, y: int) -> list[str]:
+    """One shape for all bars of a colour, and numbers where there is room for them."""
     starts = Counter(span.start_s for span in spans)
-    parts, above = [], -1.0
+    shapes: dict[str, str] = {}
+    numbers, above = [], -1.0
     for span in spans:
         # Of an overlapped pair the forward is drawn above, the backward below.
-        height = _ROW / starts[span.start_s]
+        height = (frame.row - _GAP) / starts[span.start_s]
         top = y + height if span.start_s == above else y
         above = span.start_s
         x, width = frame.x(span.start_s), (span.end_s - span.start_s) * frame.scale
-        shade, ink = _shade(table, span)
-        box = f'x="{x + 0.5:.1f}" y="{top:g}" width="{max(width - 1, 0.5):.1f}" height="{height:g}"'
-        parts.append(f'<rect class="{shade}" {box}/>')
+        level = _level(table, span)
+        shape = f"M{x + 0.5:.1f} {top:g}h{max(width - 1, 0.5):.1f}v{height:g}H{x + 0.5:.1f}z"
+        colour = f"act-{span.action.kind.value} level-{level}"
+        shapes[colour] = shapes.get(colour, "") + shape
         label = str(span.action.micro_batch)
         size = next((size for size in (10, 8) if width >= 0.6 * size * len(label)), None)
         if size:
+            style = f"on level-{level}" + " small" * (size == 8)
             middle = f'x="{x + width / 2:.1f}" y="{top + height / 2 + 0.36 * size:.1f}"'
-            parts.append(f'<text class="m{size} {ink}" {middle}>{label}</text>')
-    return parts
+            numbers.append(f'<text class="{style}" text-anchor="middle" {middle}>{label}</text>')
+    return [f'<path class="{colour}" d="{shape}"/>' for colour, shape in shapes.items()] + numbers
 
 
-def _shade(table: Table, span: Span) -> tuple[str, str]:
-    """The classes of a bar and of the number on it."""
+def _level(table: Table, span: Span) -> int:
     stages = table.stages_of(span.rank)
-    level = stages.index(span.action.stage)
-    return f"{span.action.kind.value}{level}-{len(stages)}", "d" if level * 2 >= len(stages) else "w"
+    return round((_LEVELS - 1) * stages.index(span.action.stage) / max(len(stages) - 1, 1))
 
 
-def _colour_style(runs: Sequence[tuple[Table, Simulation]]) -> str:
-    rules = []
-    for count in sorted({table.virtual_stages for table, _ in runs}):
-        for kind, (dark, light) in _COLOURS.items():
-            for level in range(count):
-                colour = _between(dark, light, level / max(count - 1, 1))
-                rules.append(f".{kind.value}{level}-{count}{{fill:{colour}}}")
-    return "".join(rules)
+def _tick(x: float, y: float, anchor: str, text: str) -> str:
+    return f'<text class="tick" text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}">{text}</text>'
+
+
+def _colour_style() -> str:
+    return "".join(
+        f".act-{kind.value}.level-{level}{{fill:{_between(dark, light, level / (_LEVELS - 1))}}}"
+        for kind, (dark, light) in _COLOURS.items()
+        for level in range(_LEVELS)
+    )
 
 
 def _between(dark: str, light: str, part: float) -> str:
     ends = [[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in (dark, light)]
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(*ends, strict=True))
-
-
-def _axis(frame: _Frame, bottom: int) -> str:
-    rough = frame.until_s / 12
-    power = 10.0 ** math.floor(math.log10(rough))
-    gap = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    end = frame.x(frame.until_s)
-    parts = [f'<line class="grid" x1="{frame.left:.1f}" x2="{end:.1f}" y1="{bottom}" y2="{bottom}"/>']
-    for tick in range(int(frame.until_s / gap + 1e-9) + 1):
-        x = frame.x(tick * gap)
-        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
-        parts.append(f'<text class="t" x="{x:.1f}" y="{bottom + 19}">{tick * gap:g}</text>')
-    parts.append(f'<text class="r" x="{frame.left - 8:.1f}" y="{bottom + 19}">time</text>')
-    return "".join(parts)
 
 
 def _listed(counts: Iterable[float]) -> str:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost import MASTER_BYTES, layer_parameters, state_bytes
-from meshwright.job import Job
-from meshwright.job.model import Model
+from meshwright.job import Job, Model
 from meshwright.plan.compute import block_work, head_work, products_of
 from meshwright.plan.kernels import device_of, matmul_at_once
 from meshwright.plan.machine import Machine

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.cost import MASTER_BYTES, in_whole_lines, layer_parameters, stage_parameters, state_bytes
-from meshwright.job import FORMAT_BYTES, Job
-from meshwright.job.model import Model
+from meshwright.job import FORMAT_BYTES, Job, Model
 from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.compute import loss_chunks, products_of, tokens_of

@@ -9,9 +9,8 @@ from time import process_time
 import numpy as np
 
 from meshwright.errors import UserError
-from meshwright.job import Job
+from meshwright.job import Job, Model
 from meshwright.job.devices import Cluster
-from meshwright.job.model import Model
 from meshwright.layout import require_layout
 from meshwright.plan.bound import ALLOWED, Layouts, bounded, families_of, job_at
 from meshwright.plan.machine import machine_of

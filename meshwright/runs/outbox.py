@@ -60,7 +60,10 @@ class Outbox:
             self._opened.clear()
 
     def _write_file(self, name: str) -> None:
-        write_atomic(self._folder / name, self._files[name])
+        path = self._folder / name
+        if path.parent != self._folder:  # a folder that is empty is lost on the way through git or an object store
+            path.parent.mkdir(exist_ok=True)
+        write_atomic(path, self._files[name])
         del self._files[name]
 
     def _write_rows(self, name: str) -> None:

@@ -16,12 +16,8 @@ from meshwright.data import Step
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import ranks_of
-from meshwright.parallel import WholeWeights
-from meshwright.parallel.compression.buckets import first_start, pays
-from meshwright.parallel.compression.codecs import Codec
-from meshwright.parallel.compression.replicas import cut
-from meshwright.parallel.compression.weights import make_codec
-from meshwright.parallel.engine import OneStage
+from meshwright.parallel import OneStage, WholeWeights
+from meshwright.parallel.compression import Codec, cut, first_start, make_codec, pays
 from meshwright.train import Trainer
 from meshwright.verify.observe import Observation, observe
 

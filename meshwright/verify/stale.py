@@ -15,11 +15,10 @@ from torch.func import functional_call
 from meshwright.data import Step
 from meshwright.job import Job
 from meshwright.job.devices import Layout
-from meshwright.layout.stages import split_layers
+from meshwright.layout import split_layers
 from meshwright.model import build_architecture
 from meshwright.model.sharding import LOOKED_UP
-from meshwright.parallel import WholeWeights
-from meshwright.parallel.engine import OneStage
+from meshwright.parallel import OneStage, WholeWeights
 from meshwright.parallel.weights import square_sum
 from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe

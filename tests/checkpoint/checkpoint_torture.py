@@ -32,28 +32,9 @@ from meshwright.runs.folder import RunFolder
 from meshwright.verify.ranks import RankError, RankGroup
 
 STEPS = 12
-JOB = f"""
-[model]
-preset = "tiny-llama"
-layers = 1
-[data]
-sources = ["builtin:synthetic"]
-workers = 0
-[batch]
-sequence_length = 16
-global_batch = 4
-micro_batch = 2
-[evaluation]
-every_steps = 5
-batches = 1
-sample_tokens = 0
-[checkpoint]
-every_steps = 2
-[run]
-steps = {STEPS}
-device = "cpu"
-folder = "run"
-"""
+SMALL = Path(__file__).parents[1] / "small.toml"
+SET = ["evaluation.every_steps=5", "evaluation.batches=1", "evaluation.sample_tokens=0", "checkpoint.every_steps=2"]
+SET += [f"run.steps={STEPS}"]
 WORST = ["staging", "tensors", "share", "seal", "before rename", "after rename", "prune", "append"]
 """Points of a save at which a process kills itself."""
 
@@ -117,7 +98,7 @@ def alone(folder: str, point: str | None, after: int) -> None:
     os.chdir(folder)
     if point is not None:
         arm(point, after)
-    run_job(load_job("job.toml"), Console(quiet=True), resume=True)
+    run_job(load_job(str(SMALL), SET), Console(quiet=True), resume=True)
 
 
 def as_rank(folder: str, point: str | None, after: int, victim: int) -> None:
@@ -126,7 +107,7 @@ def as_rank(folder: str, point: str | None, after: int, victim: int) -> None:
     assert place is not None
     if point is not None and place.rank == victim:
         arm(point, after)
-    loaded = load_job("job.toml", [f"layout.dp_shard={place.size}", "layout.zero=2", "batch.micro_batch=1"])
+    loaded = load_job(str(SMALL), [*SET, f"layout.dp_shard={place.size}", "layout.zero=2", "batch.micro_batch=1"])
     run_job(loaded, Console(quiet=True), place, resume=True)
 
 
@@ -182,7 +163,6 @@ def torture(folder: Path, moments: int, ranks: int, seed: int) -> dict[str, Any]
     whole, hurt = folder / "whole", folder / "hurt"
     for place in (whole, hurt):
         place.mkdir()
-        (place / "job.toml").write_text(JOB)
     began = time.monotonic()
     assert attempt(whole, ranks, None, 0, 0, None)
     usual_s = time.monotonic() - began

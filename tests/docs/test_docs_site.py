@@ -37,15 +37,15 @@ def test_what_leads_nowhere_is_named(site: ModuleType, tmp_path: Path) -> None:
     (root / "README.md").write_text("# One\n\n[two](docs/two.md#a-b) [lost](docs/three.md) ![p](docs/p.svg)\n")
     (root / "docs" / "two.md").write_text("# Two\n\n## A `b`\n\n[up](../README.md#one) [not](#c) [`x`](../data.toml)\n")
     (root / "docs" / "deep" / "README.md").write_text(
-        "# Deep\n\n[out](../../../secret) [odd](javascript:x) [ok](https://a.b/c)\n"
+        "# Deep\n\n[out](../../../secret) [odd](https:x) [bad](javascript:x) [ok](https://a.b/c)\n"
     )
     (root / "data.toml").write_text("a = 1\n")
     (tmp_path / "secret").write_text("x")
     site.build(root, out)
-    assert (out / "data.toml").is_file()
+    assert (out / "data.toml").is_file() and "javascript" not in (out / "docs/deep/index.html").read_text()
     assert site.broken(out) == [
         "docs/deep/index.html: ../../../secret is not there",
-        "docs/deep/index.html: javascript:x is no address",
+        "docs/deep/index.html: https:x is no address",
         "docs/two.html: #c has no such heading",
         "index.html: docs/three.md is not there",
         "index.html: docs/p.svg is not there",

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -9,23 +10,7 @@ from meshwright.errors import UserError
 from meshwright.launch.nodes import Node
 from meshwright.ranks import slurm_variables
 
-TINY = """
-[model]
-preset = "tiny-llama"
-[data]
-sources = ["builtin:synthetic"]
-workers = 0
-[batch]
-sequence_length = 16
-global_batch = 4
-micro_batch = 2
-[evaluation]
-every_steps = 0
-[run]
-steps = 1
-device = "cpu"
-folder = "run"
-"""
+SMALL = str(Path(__file__).parents[1] / "small.toml")
 
 
 @pytest.fixture
@@ -34,9 +19,8 @@ def taken() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def test_a_master_port_in_use_is_one_sentence(cli, tmp_path, taken: int) -> None:
-    (tmp_path / "job.toml").write_text(TINY)
-    assert cli("train", "job.toml").code == 0
+def test_a_master_port_in_use_is_one_sentence(cli, taken: int) -> None:
+    assert cli("train", SMALL).code == 0
     two = ["--set", "layout.dp_replicate=2", "--nproc", "1", "--nodes", "2", "--node-rank", "0"]
     told = cli("train", "run", "--resume", *two, "--master", f"127.0.0.1:{taken}")
     assert told.code == 1 and len(told.err.splitlines()) == 1
@@ -44,7 +28,6 @@ def test_a_master_port_in_use_is_one_sentence(cli, tmp_path, taken: int) -> None
 
 
 def test_a_rank_whose_master_port_is_in_use_says_so(cli, tmp_path, taken: int, monkeypatch) -> None:
-    (tmp_path / "job.toml").write_text(TINY)
     for name, value in {
         "RANK": 0,
         "WORLD_SIZE": 2,
@@ -54,7 +37,7 @@ def test_a_rank_whose_master_port_is_in_use_says_so(cli, tmp_path, taken: int, m
     }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    told = cli("train", "job.toml", "--set", "layout.dp_replicate=2")
+    told = cli("train", SMALL, "--set", "layout.dp_replicate=2")
     assert told.code == 1 and len(told.err.splitlines()) == 1
     assert f"MASTER_ADDR:MASTER_PORT = 127.0.0.1:{taken} (the port is in use)" in told.err
     assert not (tmp_path / "run").exists()

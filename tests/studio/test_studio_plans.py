@@ -132,10 +132,24 @@ def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
     text = "# A <b>\n\n`<i>` and **bold** [x](javascript:alert(1)) [y](plan.md)\n\n"
     text += "| a | b |\n|---|---|\n| <u> | 2 |\n\n- one\n"
     html = to_html(text, lambda target: "#y" if target == "plan.md" else None)
-    assert "<b>bold</b>" in html and "javascript" not in html and '<a href="#y">y</a>' in html
-    assert to_html(r"| a \| b |", str).count("<th ") == 1 and "<b><code>c</code> d</b>" in to_html("**`c` d**", str)
-    assert '<a href="t"><code>c</code></a>' in to_html("[`c`](t)", str) and "<ol><li>x</li></ol>" in to_html(
-        "1. x", str
-    )
-    assert "<pre" in to_html("    code", str) and '<img src="p&amp;q" alt="&lt;">' in to_html("![<](p&q)", str, str)
+    assert "<strong>bold</strong>" in html and "javascript" not in html and '<a href="#y">y</a>' in html
     assert "<td>&lt;u&gt;</td>" in html and "<code>&lt;i&gt;</code>" in html and "A &lt;b&gt;" in html
+
+
+def test_markdown_leads_nowhere_unsafe_and_shows_no_comments() -> None:
+    """Even where the caller would let every target through."""
+    odd = ("JavaScript:x", "<java\tscript:x>", "&#9;javascript:x", "java&Tab;script:x")
+    for target in ("javascript:x", "data:x", "file:/x", *odd):
+        assert "href" not in to_html(f"[words]({target})", str) and "words" in to_html(f"[words]({target})", str)
+        assert "src" not in to_html(f"![words]({target})", str, str)
+    for target in ("https://a.b/c", "mailto:a@b", "a.md#x:y", "/a?b=c:d"):
+        assert to_html(f"[w]({target})", str) == f'<p><a href="{target}">w</a></p>\n'
+    comment = to_html(
+        "<!-- one\n\ntwo -->\n\nwords <!-- three --> more <script>x</script>\n\n<img src=x onerror=y>\n", str
+    )
+    assert comment == "\n<p>words  more &lt;script&gt;x&lt;/script&gt;</p>\n&lt;img src=x onerror=y&gt;\n"
+    assert to_html("| a \\| b |\n|---|\n| 1 |", str).count("<th ") == 1
+    assert "<strong><code>c</code> d</strong>" in to_html("**`c` d**", str)
+    assert '<a href="t"><code>c</code></a>' in to_html("[`c`](t)", str) and "<ol>\n<li>x</li>" in to_html("1. x", str)
+    assert '<pre tabindex="0"><code>a &amp; b\n' in to_html("```sh\na & b\n```", str)
+    assert '<img src="p&amp;q" alt="&lt;" />' in to_html("![<](p&q)", str, str)

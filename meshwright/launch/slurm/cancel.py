@@ -7,7 +7,7 @@ from meshwright.errors import UserError
 from meshwright.launch.slurm.commands import NoAnswer, SlurmJob, job_state, scancel
 from meshwright.launch.slurm.record import OVER, Submission
 from meshwright.launch.slurm.status import Status, status_of
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 
 _POLL_S = 0.5
 

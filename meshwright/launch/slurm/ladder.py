@@ -18,7 +18,7 @@ from meshwright.hardware import Site
 from meshwright.job import Job, LoadedJob, code_of
 from meshwright.launch.slurm.record import FOLDER, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 
 TRIAL_STEPS = 20
 TRIAL_TIME = "00:15:00"

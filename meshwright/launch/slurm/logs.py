@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.launch.slurm.record import Submission
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 
 _CHUNK = 1 << 16
 _LONGEST = 16 << 20

@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.launch.slurm.commands import NoAnswer, SlurmJob, job_state
 from meshwright.launch.slurm.record import Submission, over, trial_verdict
 from meshwright.reading import printable
-from meshwright.runs.folder import RunFolder
+from meshwright.runs import RunFolder
 
 Word = Literal["pending", "running", "requeued", "done", "stopped", "cancelled", "failed", "oom", "timeout", "damaged"]
 _MEMORY = re.compile(r"(?<!may have run )out of memory|outofmemory|\boom\b", re.IGNORECASE)

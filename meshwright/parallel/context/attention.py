@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import UserError
-from meshwright.model.attend import Attend, CausalAttend
-from meshwright.model.documents import Documents
+from meshwright.model import Attend, CausalAttend, Documents
 from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.context.blocks import block_backward, block_forward
 from meshwright.parallel.context.order import Order, order_of, zigzag_places

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.model.documents import Documents
+from meshwright.model import Documents
 from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.context.order import Block
 from meshwright.torch_private.attention import cpu_flash, cpu_flash_backward, varlen_flash, varlen_flash_backward

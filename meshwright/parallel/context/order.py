@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UserError
-from meshwright.model.documents import Documents
+from meshwright.model import Documents
 
 
 def zigzag_places(sequence: int, rank: int, ranks: int, device: torch.device | str | None = None) -> Tensor:

@@ -1,0 +1,61 @@
+"""What `meshwright verify` prints of a verdict: the worst of every kind, and the first that diverges."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.verify import Comparison, Verdict
+
+
+def as_row(row: Comparison) -> dict[str, Any]:
+    """A comparison as it is printed with --json."""
+    error = row.error if math.isfinite(row.error) else None
+    seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
+    return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
+
+
+def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
+    """The worst of every kind as a table, and in a sentence whether it is equal or where it is not first."""
+    from rich.table import Table
+
+    from meshwright.verify import worst
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("compared", "number", "worst error", "bound", "where", ""):
+        table.add_column(column, overflow="fold")
+    for form, kind in dict.fromkeys((row.format, row.kind) for row in verdict.rows):
+        rows = [row for row in verdict.rows if (row.format, row.kind) == (form, kind)]
+        top = worst(rows)
+        mark = {True: "[green]equal[/]", False: "[red]not equal[/]", None: "shown"}[top.ok]
+        bound = "–" if top.bound is None else f"{top.bound:.0e}"
+        table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
+        if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
+            names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
+            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
+    console.print(table)
+    say(console, _sentence(verdict, equal))
+
+
+def _sentence(verdict: Verdict, equal: str) -> str:
+    first = verdict.first_wrong
+    if first is None:
+        forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
+        within = f", in {forms} as exactly as the format can" if forms else ""
+        return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
+    return f"not equal: first diverging is the {where(first)}"
+
+
+def where(row: Comparison) -> str:
+    """What a comparison compared, and by how much it is off."""
+    return f"{row.kind} of {row.name}{f' in {row.format}' if row.format else ''}, off by {row.error:.1e}" + (
+        f" ({row.note})" if row.note else ""
+    )
+
+
+def say(console: Console, text: str) -> None:
+    """A line of text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
