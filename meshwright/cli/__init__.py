@@ -26,7 +26,7 @@ from meshwright.cli import (
     tune,
     verify,
 )
-from meshwright.cli.given import refusals_of_the_system, require_text
+from meshwright.cli.os_errors import refusals_of_the_system, require_text
 from meshwright.errors import UserError
 from meshwright.ranks import is_first_rank
 from meshwright.version import VERSION

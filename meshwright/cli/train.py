@@ -121,7 +121,7 @@ def _as_rank(
     from meshwright.launch.failures import failures_written_down, leave
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_job
-    from meshwright.runs.gather import SharedRefusal
+    from meshwright.runs.rank_zero import SharedRefusal
 
     console.quiet = place.rank > 0
     launched = RUN_FOLDER in os.environ

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import gpu_by_key
 from meshwright.hardware.profile import profile_of
-from meshwright.job.plain import odd_character
 from meshwright.job.reading import read_settings_text, reason, toml_table
+from meshwright.job.sanitize import odd_character
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Asked = Literal["account", "qos", "partition", "time"]

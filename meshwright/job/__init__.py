@@ -1,6 +1,6 @@
 """The Job: one file that the planner writes and everything else reads. Imports no torch."""
 
-from meshwright.job.foreign import Converted
+from meshwright.job.convert import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.hf_config import (

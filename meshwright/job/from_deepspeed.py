@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.job.foreign import (
+from meshwright.job.convert import (
     ANY,
     ONE_RANK,
     Conversion,

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from meshwright.job.foreign import ANY, ONE_RANK, Conversion, Converted, Field, Passed, Rule, read_settings
+from meshwright.job.convert import ANY, ONE_RANK, Conversion, Converted, Field, Passed, Rule, read_settings
 
 _WHOLE = ("accelerator_config", "fsdp_config", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "deepspeed")
 _SAME: dict[str, Rule] = {

@@ -13,9 +13,9 @@ from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, require_agreement, require_tokenizer
 from meshwright.job.job import Job
-from meshwright.job.plain import odd_character, without_secrets
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
+from meshwright.job.sanitize import odd_character, without_secrets
 from meshwright.job.trust import require_trust
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from meshwright.job.plain import odd_character, secret_in
+from meshwright.job.sanitize import odd_character, secret_in
 
 _LONGEST = 4096
 """Of a path Linux takes no more bytes."""

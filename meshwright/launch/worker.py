@@ -24,7 +24,6 @@ from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World, join_world
 from meshwright.ranks import ALONE, Place, own_place
 from meshwright.runs import RunFolder
-from meshwright.runs.gather import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.lifecycle import (
     Finished,
     OnEnd,
@@ -39,6 +38,7 @@ from meshwright.runs.lifecycle import (
     require_room,
     run_path,
 )
+from meshwright.runs.rank_zero import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.resume import Found, begin, find_checkpoint, require_same_run
 from meshwright.runs.rewinds import Rewinds
 from meshwright.train import (

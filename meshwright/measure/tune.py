@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.measure.sweep import Sweep
 from meshwright.plan import Candidate, predict
-from meshwright.plan.against import cluster_here
+from meshwright.plan.compare import cluster_here
 
 RECOMPUTE = ("none", "selective", "full")
 LOADERS = ((0, 2), (2, 2), (4, 4))

@@ -24,6 +24,8 @@ class Decoder(nn.Module):
     position_embed: nn.Embedding | None
     final_norm: RMSNorm | nn.LayerNorm | None
     head: Head | None
+    after_block: Callable[[str, Tensor], None] | None = None
+    """Called with a block's name and result; unlike a hook of the block's it is not compiled with it."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -72,6 +74,8 @@ class Decoder(nn.Module):
         for name, block in self.layers.items():
             drawn = None if draws is None else draws.at_layer(int(name))
             hidden_BSD = block(hidden_BSD, rotary, positions, documents, drawn, cache)
+            if self.after_block is not None:
+                self.after_block(name, hidden_BSD)
         if self.final_norm is not None:
             hidden_BSD = self.final_norm(hidden_BSD)
         if self.head is None:

@@ -2,8 +2,8 @@
 
 from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows
-from meshwright.plan.against import Term, compare_with_plan
 from meshwright.plan.bound import ALLOWED
+from meshwright.plan.compare import Term, compare_with_plan
 from meshwright.plan.economy import Economy, economy
 from meshwright.plan.explain import batch_sequences, layout_words, limit, usual_batch_tokens, why_not
 from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled

@@ -13,7 +13,7 @@ from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
-from meshwright.plan.play import Played, play, shortened
+from meshwright.plan.simulate import Played, play, shortened
 from meshwright.plan.software import Software
 from meshwright.plan.update import update_s
 

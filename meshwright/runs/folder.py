@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from meshwright.atomic import atomic_folder, write_atomic
 from meshwright.errors import UserError
-from meshwright.job.plain import without_secrets
+from meshwright.job.sanitize import without_secrets
 from meshwright.reading import (
     ATTEMPTS,
     EVENTS,

@@ -20,8 +20,8 @@ from meshwright.job import Job, LoadedJob
 from meshwright.model import count_parameters
 from meshwright.parallel import World
 from meshwright.runs.folder import RunFolder
-from meshwright.runs.gather import from_rank_zero, on_rank_zero
 from meshwright.runs.huggingface import keep_start, require_start
+from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import recorded_everywhere, require_sinks
 from meshwright.train import (
     Activity,

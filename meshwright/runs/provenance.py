@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import meshwright
-from meshwright.runs.recorded import recorded_command, recorded_variables
+from meshwright.runs.redact import recorded_command, recorded_variables
 from meshwright.version import VERSION
 
 _GIT_TIMEOUT_S = 30

@@ -15,7 +15,7 @@ from meshwright.job import Job
 from meshwright.model import build_architecture
 from meshwright.parallel import World
 from meshwright.runs.folder import RunFolder
-from meshwright.runs.gather import from_rank_zero, on_rank_zero
+from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import require_sinks
 from meshwright.train import Start, fingerprint
 

@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.parallel import World
 from meshwright.runs.folder import RunFolder
-from meshwright.runs.gather import from_rank_zero, on_rank_zero
+from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.resume import begin, find_checkpoint
 from meshwright.train import Start
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.reading import METRICS, Row, Tally, is_number, rows_in
-from meshwright.studio.inside import Outside, open_inside
+from meshwright.studio.confined import Outside, open_inside
 
 FIELDS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s")
 """The curves of a run, beside its validation loss."""

@@ -8,7 +8,7 @@ from importlib.resources.abc import Traversable
 from posixpath import dirname, join, normpath
 from urllib.parse import quote
 
-from meshwright.studio.inside import Outside
+from meshwright.studio.confined import Outside
 from meshwright.studio.markdown import to_html
 
 

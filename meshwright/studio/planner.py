@@ -10,10 +10,10 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.studio.asked import SHAPE, Asked, asked, pick_of
 from meshwright.studio.expectations import expectations
 from meshwright.studio.numbers import count
 from meshwright.studio.plan_report import layout_pictures
+from meshwright.studio.plan_request import SHAPE, Asked, asked, pick_of
 
 if TYPE_CHECKING:
     from meshwright.job.devices import Cluster

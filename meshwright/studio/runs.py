@@ -11,8 +11,8 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.reading import EVENTS, FILE_BYTES, MEMORY, METRICS, Tally, Unfit, is_number, parse_json, rows_in
 from meshwright.runs import state_of
+from meshwright.studio.confined import Outside, names_inside, open_inside, read_inside
 from meshwright.studio.follow import AXES, Follower
-from meshwright.studio.inside import Outside, names_inside, open_inside, read_inside
 from meshwright.studio.memory import memory_chart
 
 _FIRST_EVENTS_BYTES, _LAST_EVENTS_BYTES = 1 << 20, 3 << 20

@@ -15,12 +15,12 @@ from urllib.parse import parse_qs, urlsplit
 
 from meshwright.errors import UserError
 from meshwright.reading import Unfit, parse_json
-from meshwright.studio.asked import LIMITS
-from meshwright.studio.child import PlannerProcess
+from meshwright.studio.confined import Outside
 from meshwright.studio.guard import COOKIE, HEADERS, Guard
-from meshwright.studio.inside import Outside
 from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.limits import QUESTIONS, Connections, Guesses, TimedReader, TooLarge
+from meshwright.studio.plan_request import LIMITS
+from meshwright.studio.planner_process import PlannerProcess
 from meshwright.studio.runs import Runs
 from meshwright.version import VERSION
 

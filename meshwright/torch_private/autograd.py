@@ -1,7 +1,6 @@
 """Where a backward is, and operations seen one by one. torch 2.11 to 2.15."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_iter"]
-
-
-Around = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-"""Makes a call of a module into another one."""
 
 
 def in_backward() -> bool:
@@ -44,26 +39,6 @@ def storage_of_reference(reference: Any) -> torch.UntypedStorage | None:
     return found
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `Module.compile` was called."""
-    return module._compiled_call_impl is not None
-
-
 def call_attribute(module: nn.Module, plain: str) -> str:
     """The attribute that a call of a module ends in: the compiled call, or `plain`."""
-    return "_compiled_call_impl" if is_compiled(module) else plain
-
-
-@contextmanager
-def around_calls(module: nn.Module, around: Around) -> Iterator[None]:
-    """Put something around every call of a module: hooks would be compiled with it, what a call ends in is not."""
-    name = call_attribute(module, "_call_impl")
-    own = module.__dict__.get(name)
-    setattr(module, name, around(module, getattr(module, name)))
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, own)
+    return plain if module._compiled_call_impl is None else "_compiled_call_impl"

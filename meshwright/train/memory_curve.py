@@ -10,25 +10,27 @@ host         any of the first three in host memory while the device is another
 
 On a GPU the total is the allocator's. A CPU has no such counter: there the memory of every operation's result is
 followed until it is freed, which compiled code does not allow.
+
+The model is watched through hooks, which change nothing of what it computes. A fault in the watching is reported once
+and ends it, never the run.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from meshwright.model import Decoder
 from meshwright.parallel import Weights, live_gradients, live_parameters
 from meshwright.torch_private.autograd import (
-    Around,
     TorchDispatchMode,
-    around_calls,
     at_end_of_backward,
     in_backward,
-    is_compiled,
     is_traceable_wrapper_subclass,
     storage_key,
     storage_of_reference,
@@ -55,10 +57,15 @@ class MemoryCurve:
         device: torch.device,
         rank: int,
         record: Record,
+        report: Callable[[str], None],
+        *,
+        compiled: bool,
     ) -> None:
         self._modules, self._weights, self._optimizer = modules, weights, optimizer
-        self._device, self._rank, self._record = device, rank, record
-        self._results = None if device.type == "cuda" or _compiled(modules) else _Results()
+        self._device, self._rank, self._record, self._report = device, rank, record, report
+        self._compiled = compiled
+        self._results = None if device.type == "cuda" or compiled else _Results(self._give_up)
+        self._given_up = False
         self._step = 0
         """The step that is watched; 0 between and after them."""
         self._started: float | None = None
@@ -69,27 +76,85 @@ class MemoryCurve:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Watch what runs inside where it is one of the first steps."""
-        if step > WATCHED_STEPS:
+        if step > WATCHED_STEPS or self._given_up:
             yield
             return
         with ExitStack() as watching:
-            for module in self._modules:
-                watching.enter_context(around_calls(module, self._around_model))
-                for layer, block in cast(nn.ModuleDict, module.layers).items():
-                    watching.enter_context(around_calls(block, self._around_block(layer)))
-                    for part in () if _compiled([block]) else block.children():
-                        watching.enter_context(around_calls(part, self._around_part(layer)))
-            if self._results is not None:
-                watching.enter_context(self._results)
             watching.callback(setattr, self, "_step", 0)
             self._step = step
-            self._begin()
+            self._safely(self._watch, watching)
+            self._safely(self._begin)
             yield
 
     def sample(self, at: str, micro_batch: int | None = None, layer: str | None = None) -> None:
         """Record what is held now; outside the first steps nothing happens."""
-        if not self._step:
-            return
+        if self._step:
+            self._safely(self._sample, at, micro_batch, layer)
+
+    def _safely(self, act: Callable[..., None], *given: Any) -> None:
+        try:
+            act(*given)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        if not self._given_up:
+            self._given_up, self._step = True, 0
+            self._report(f"the memory curve ends here ({type(error).__name__}: {error}); training goes on")
+
+    def _watch(self, watching: ExitStack) -> None:
+        """Hook into the model until `watching` ends; inside of compiled blocks hooks would be compiled with them."""
+
+        def after(module: nn.Module, act: Callable[..., None]) -> None:
+            # Also where the module raises: torch ends a recomputation so, once it has all it needs.
+            handle = module.register_forward_hook(
+                lambda called, _given, result: self._safely(act, called, result), always_call=True
+            )
+            watching.callback(handle.remove)
+
+        for module in self._modules:
+            handle = module.register_forward_pre_hook(lambda called, _given: self._safely(self._model_begins, called))
+            watching.callback(handle.remove)
+            after(module, self._model_ends)
+            blocks = cast(nn.ModuleDict, module.layers)
+            if isinstance(module, Decoder):
+                module.after_block = lambda layer, result: self._safely(self._block_ends, layer, None, result)
+                watching.callback(setattr, module, "after_block", None)
+            for layer, block in () if self._compiled else blocks.items():
+                if not isinstance(module, Decoder):
+                    after(block, partial(self._block_ends, layer))
+                for part in block.children():
+                    after(part, partial(self._part_ends, layer))
+        if self._results is not None:
+            watching.enter_context(self._results)
+
+    def _model_begins(self, module: nn.Module) -> None:
+        self._micro_batches[module] += 1
+        self._micro_batch = self._micro_batches[module]
+
+    def _model_ends(self, module: nn.Module, result: Any) -> None:
+        number = self._micro_batches[module]
+        self.sample("forward_end", number)
+        # The hook runs inside the backward, which calls at its end whoever asks from there.
+        self._on_gradient(result, at_end_of_backward, lambda: self.sample("backward_end", number))
+
+    def _block_ends(self, layer: str, _block: nn.Module | None, result: Any) -> None:
+        number = self._micro_batch
+        if number <= WATCHED_MICRO_BATCHES:
+            self.sample("forward", number, layer)
+            self._on_gradient(result, self.sample, "backward", number, layer)
+
+    def _part_ends(self, layer: str, _part: nn.Module, _result: Any) -> None:
+        """One of a block's own modules, which are called in a backward only where it recomputes the block."""
+        if in_backward() and self._micro_batch <= WATCHED_MICRO_BATCHES:
+            self.sample("recompute", self._micro_batch, layer)
+
+    def _on_gradient(self, result: Any, act: Callable[..., None], *given: Any) -> None:
+        """Act when a result's gradient arrives: the backward of what made it is about to begin."""
+        if isinstance(result, Tensor) and result.requires_grad:
+            result.register_hook(lambda _gradient: self._safely(act, *given))  # type: ignore[no-untyped-call]
+
+    def _sample(self, at: str, micro_batch: int | None, layer: str | None) -> None:
         kinds, host_bytes, known = self._known()
         activations = self._beyond(sum(kinds.values()), known)
         other = None
@@ -158,75 +223,26 @@ class MemoryCurve:
             return max(0, torch.cuda.memory_allocated(self._device) - known_bytes)
         return None if self._results is None else self._results.bytes_but(known)
 
-    def _around_model(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._micro_batches[module] += 1
-            number = self._micro_batch = self._micro_batches[module]
-            result = call(*args, **kwargs)
-            self.sample("forward_end", number)
-            # The hook runs inside the backward, whose end is told to who asks from there.
-            _on_gradient(result, lambda: at_end_of_backward(lambda: self.sample("backward_end", number)))
-            return result
-
-        return watched
-
-    def _around_block(self, layer: str) -> "Around":
-        def around(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                result = call(*args, **kwargs)
-                number = self._micro_batch
-                if number > WATCHED_MICRO_BATCHES:
-                    return result
-                self.sample("forward", number, layer)
-                _on_gradient(result, lambda: self.sample("backward", number, layer))
-                return result
-
-            return watched
-
-        return around
-
-    def _around_part(self, layer: str) -> "Around":
-        """Around a block's own modules, which are called in a backward only where it makes the block's results anew."""
-
-        def around(part: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    return call(*args, **kwargs)
-                finally:  # torch ends a recomputation by raising, once it has all it needs
-                    number = self._micro_batch
-                    if in_backward() and number <= WATCHED_MICRO_BATCHES:
-                        self.sample("recompute", number, layer)
-
-            return watched
-
-        return around
-
-
-def _on_gradient(result: Any, act: Callable[[], None]) -> None:
-    """Act when a result's gradient arrives: the backward of what made it is about to begin."""
-    if isinstance(result, Tensor) and result.requires_grad:
-        result.register_hook(lambda _gradient: act())  # type: ignore[no-untyped-call]
-
-
-def _compiled(modules: Sequence[nn.Module]) -> bool:
-    return any(is_compiled(each) for module in modules for each in module.modules())
-
 
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory of every operation's results without keeping it alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, give_up: Callable[[Exception], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._give_up = give_up
         self._living: dict[int, StorageWeakRef] = {}
         self._standing: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note where its results lie."""
         results = func(*args, **(kwargs or {}))
-        for result in tree_iter(results):
-            if isinstance(result, Tensor):
-                for plain in _plain(result):
-                    self._follow(plain.untyped_storage())
+        try:
+            for result in tree_iter(results):
+                if isinstance(result, Tensor):
+                    for plain in _plain(result):
+                        self._follow(plain.untyped_storage())
+        except Exception as error:
+            self._give_up(error)
         return results
 
     def _follow(self, storage: torch.UntypedStorage) -> None:

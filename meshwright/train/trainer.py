@@ -81,7 +81,7 @@ class Trainer:
     def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
         """Have the memory curve of the first steps recorded, a row a sample; an asynchronous pipeline has none."""
         parts = (self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank)
-        self._memory_curve = MemoryCurve(*parts, record)
+        self._memory_curve = MemoryCurve(*parts, record, self.progress.message, compiled=self.job.run.compile)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint instead of from the first weights."""

@@ -13,6 +13,7 @@ from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.torch_private.compiler import find_cpp_compiler
 from meshwright.verify import formats, staged
+from meshwright.verify.asynchronous import observe_stale
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
@@ -20,7 +21,6 @@ from meshwright.verify.exercised import check_exercised
 from meshwright.verify.observe import Observation, observe
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
-from meshwright.verify.stale import observe_stale
 
 FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0

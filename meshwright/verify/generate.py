@@ -15,8 +15,8 @@ from meshwright.job import Job, job_of_table
 from meshwright.layout import budget_span, ranks_of, require_layout, table_of
 from meshwright.pipeline import SCHEDULES, require_schedule, unchecked_table
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.mistakes import slip
 from meshwright.verify.notation import in_a_line
-from meshwright.verify.slips import slip
 
 Table = dict[str, Any]
 

@@ -11,9 +11,9 @@ from meshwright.job import Job
 from meshwright.job.devices import Budget, Layout
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
+from meshwright.verify.asynchronous import STALE_REFERENCE
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
-from meshwright.verify.stale import STALE_REFERENCE
 
 MOST_RANKS = 16
 MOST_WORKERS = 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import UserError
 from meshwright.job import job_schema, load_job, model_of_config, read_hf_config
-from meshwright.job.plain import secret_in, without_secrets
+from meshwright.job.sanitize import secret_in, without_secrets
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,6 +1,7 @@
 """Offload: the same numbers as without it in every mode, and what really leaves the device."""
 
 import gc
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import require_layout
 from meshwright.parallel import OffloadedWeights, World, build, join_world, take_traffic
+from meshwright.parallel.offload import sharded
 from meshwright.parallel.offload.host import host_buffer
 from meshwright.torch_private.sharding import parameter_groups
 from meshwright.train import build_optimizer, make_trainer
@@ -232,6 +234,28 @@ def test_shards_go_to_the_device_for_every_gather_and_gradients_back_for_every_r
         assert last["torch_told"]
         assert last["offload_to_host_bytes"] == pytest.approx(2 * last["shard_bytes"], rel=0.05)
         assert last["offload_to_device_bytes"] == pytest.approx(4 * last["shard_bytes"], rel=0.1)
+
+
+def uncounted(job: Job, name: str) -> tuple[list[Any], list[Any], list[str]]:
+    """Losses with counters and with broken ones, and what was warned of."""
+    counted = [row["loss"] for row in shards_on_the_host(job)]
+
+    def broken(*_: Any) -> Any:
+        raise AttributeError("torch has no such name any more")
+
+    setattr(sharded, name, broken)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = shards_on_the_host(job)
+    return counted, [row["loss"] for row in rows], [str(one.message) for one in caught if "counted" in str(one.message)]
+
+
+@pytest.mark.parametrize("name", ["is_gathering", "shard_bytes", "parameter_groups"])
+def test_counters_that_fail_are_reported_once_and_fail_no_run(name: str) -> None:
+    for counted, found, messages in run_ranks(uncounted, 2, make_job(["params"], dp_shard=2, zero=3), name):
+        assert found == counted
+        [message] = messages
+        assert message.endswith("not counted any more (AttributeError: torch has no such name any more)")
 
 
 def test_an_update_in_many_lots_is_that_in_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from meshwright.hardware import completed, find_site
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.plan import machine_of, machines_of, parse_cluster, predict, search, spelled
-from meshwright.plan.against import cluster_here
+from meshwright.plan.compare import cluster_here
 from meshwright.runs import RunFolder
 
 SEARCH = ["--seq", "2048", "--batch-tokens", "131072", "--top", "1"]

@@ -12,7 +12,7 @@ from meshwright.pipeline import StageTimes, build_table, simulate
 from meshwright.plan import MESHWRIGHT, machine_of, parse_cluster, predict
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of
 from meshwright.plan.compute import products_of
-from meshwright.plan.play import play, shortened
+from meshwright.plan.simulate import play, shortened
 
 CLUSTER = parse_cluster("8xh100")
 BATCH = {"sequence_length": 4096, "global_batch": 64, "micro_batch": 1}

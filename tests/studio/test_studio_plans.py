@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.studio.inside import Outside
+from meshwright.studio.confined import Outside
 from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.markdown import to_html
 from meshwright.studio.planner import Planner

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
-from meshwright.train import Trainer, make_trainer
+from meshwright.train import Trainer, make_trainer, memory_curve
 from meshwright.train.memory_curve import WATCHED_STEPS
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
@@ -32,24 +33,35 @@ class Losses:
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
+        self.messages: list[str] = []
 
     def metric(self, row: dict[str, Any]) -> None:
         self.found.append((row["loss"], row["grad_norm"]))
 
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
     def ignore(self, *args: Any, **kwargs: Any) -> None: ...
 
-    event = sample = step = evaluation = message = ignore
+    event = sample = step = evaluation = ignore
 
 
 def make_job(**sections: dict[str, Any]) -> Job:
     given: dict[str, dict[str, Any]] = {
+        "model": MODEL,
         "batch": {"sequence_length": SEQUENCE, "global_batch": 4, "micro_batch": 2},
         "data": {"workers": 0},  # batches that wait in a queue would be counted too
         "evaluation": {"every_steps": 0},
         "run": {"steps": WATCHED_STEPS + 2, "device": "cpu"},
     }
     merged = {name: given.get(name, {}) | sections.get(name, {}) for name in given.keys() | sections.keys()}
-    return Job.model_validate({"model": MODEL, **merged})
+    return Job.model_validate(merged)
+
+
+def hooks(model: nn.Module) -> int:
+    """Hooks of all of a model's modules, and what it calls after its blocks."""
+    found = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+    return found + (getattr(model, "after_block", None) is not None)
 
 
 def train(job: Job, watch: bool = True, device: str = "cpu") -> tuple[Trainer, Losses, Rows]:
@@ -125,9 +137,8 @@ def test_nothing_changes_and_nothing_stays() -> None:
     job = make_job()
     training, losses, rows = train(job)
     _, expected, none = train(job, watch=False)
-    assert losses.found == expected.found and rows and not none
-    for module in training.engine.modules[0].modules():
-        assert "_call_impl" not in module.__dict__
+    assert losses.found == expected.found and rows and not none and not losses.messages
+    assert hooks(training.engine.modules[0]) == 0
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
@@ -143,7 +154,38 @@ def test_a_failing_step_is_let_go_of() -> None:
     with pytest.raises(UserError, match="step 1 gave loss nan"):
         training.run()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-    assert "_call_impl" not in engine.modules[0].layers["0"].__dict__
+    assert hooks(engine.modules[0]) == 0
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise AttributeError("torch has no such name any more")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (memory_curve, "storage_key"),
+        (memory_curve, "storage_of_reference"),
+        (memory_curve, "live_gradients"),
+        (memory_curve, "at_end_of_backward"),
+        (memory_curve, "in_backward"),
+        (memory_curve, "tree_iter"),
+        (nn.Module, "register_forward_hook"),
+    ],
+    ids=lambda place: place[1],
+)
+def test_a_fault_of_its_own_is_reported_once_and_the_run_goes_on(
+    place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(memory={"recompute": "full"}, run={"steps": 2})
+    _, expected, _ = train(job, watch=False)
+    monkeypatch.setattr(*place, broken)
+    training, losses, _ = train(job)
+    assert losses.found == expected.found
+    [message] = losses.messages
+    assert "the memory curve ends here (AttributeError: torch has no such name" in message
+    assert hooks(training.engine.modules[0]) == 0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 def test_long_steps_are_looked_at_in_part() -> None:
@@ -167,8 +209,32 @@ def test_compiled_blocks_are_not_compiled_anew(monkeypatch: pytest.MonkeyPatch) 
     assert found.found == expected.found
     assert set(column(rows, "activations")) == {None} and rows[0]["how"] == "parameters, gradients and states only"
     assert column(rows, "gradients", step=1, at="backward_end")[0] > 0
-    block: Any = training.engine.modules[0].layers["0"]
-    assert "watched" not in block._compiled_call_impl.__qualname__
+    assert column(rows, "gradients", step=1, at="forward", layer="0", micro_batch=1) == [0]
+    assert hooks(training.engine.modules[0]) == 0
+
+
+def test_a_model_of_one_s_own_is_watched_block_by_block(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from torch import nn\n"
+        "from meshwright.model.decoder import Decoder\n"
+        "from meshwright.model.sharding import DECODER_SHARDING as SHARDING\n"
+        "class Own(nn.Module):\n"
+        "    def __init__(self, shape):\n"
+        "        super().__init__()\n"
+        "        decoder = Decoder(shape)\n"
+        "        self.embed, self.layers, self.head = decoder.embed, decoder.layers, decoder.head\n"
+        "        self.shape, self.final_norm = shape, decoder.final_norm\n"
+        "        self.position_embed, self.after_block = None, None\n"
+        "    forward, _embedded, _default_positions = Decoder.forward, Decoder._embedded, Decoder._default_positions\n"
+        "def build(shape):\n"
+        "    return Own(shape)\n"
+    )
+    _, expected, rows = train(make_job(run={"steps": 1}))
+    job = make_job(model={"file": str(file)}, run={"steps": 1})
+    _, found, own = train(job)
+    assert found.found == expected.found
+    assert [(row["at"], row["layer"]) for row in own] == [(row["at"], row["layer"]) for row in rows]
 
 
 def in_layout(job: Job) -> tuple[list[Any], list[Any], Rows, int]:

@@ -11,7 +11,7 @@ from meshwright.data.raw.extras import need
 from meshwright.data.raw.remote import RemoteEntry, RemoteFile, is_remote, list_remote
 from meshwright.data.sources import STDLIB, TEXT_SUFFIXES, list_sources, regular_inside, walk
 from meshwright.errors import UserError
-from meshwright.job.plain import without_secrets
+from meshwright.job.sanitize import without_secrets
 
 Format = Literal["text", "jsonl", "csv", "tsv", "parquet", "arrow", "tar"]
 Compression = Literal["none", "gz", "zst"]

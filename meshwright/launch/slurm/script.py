@@ -12,7 +12,7 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site
-from meshwright.job.plain import odd_character
+from meshwright.job.sanitize import odd_character
 from meshwright.launch.slurm.record import FOLDER
 from meshwright.version import VERSION
 

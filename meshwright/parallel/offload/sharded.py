@@ -4,6 +4,9 @@ gradients and the optimizer's states; a unit's working copy is made anew from th
 Torch does the copies; here they are only asked for and counted.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,28 +36,55 @@ def materialise_on_host(model: nn.Module, device: torch.device) -> None:
 
 def count_traffic(model: nn.Module) -> None:
     """Have every gather from host memory and every gradient that goes there counted."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in parameter_groups(module):
-                _count(group)
+    counter = _Counter()
+    with counter.safely():
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                for group in parameter_groups(module):
+                    counter.follow(group)
 
 
-def _count(group: Any) -> None:
-    unshard, post_backward = group.unshard, group.post_backward
+class _Counter:
+    """Counts as long as torch's groups are as they were known: a fault in it is reported once, and never a run's."""
 
-    def counting_unshard(async_op: bool = False) -> None:
-        idle = not is_gathering(group)
-        unshard(async_op)
-        if idle and is_gathering(group):
-            TRAFFIC.to_device_bytes += sum(shard_bytes(each) for each in group.fsdp_params)
+    def __init__(self) -> None:
+        self._counting = True
 
-    def counting_post_backward(*unused: Any) -> None:
-        if group.reduce_grads:
-            made = [each for each in group.fsdp_params if _has_gradient(each)]
-            TRAFFIC.to_host_bytes += sum(shard_bytes(each) for each in made)
-        post_backward(*unused)
+    @contextmanager
+    def safely(self) -> Iterator[None]:
+        """Around what may fail."""
+        try:
+            yield
+        except Exception as error:
+            if self._counting:
+                self._counting = False
+                fault = f"{type(error).__name__}: {error}"
+                warnings.warn(f"bytes to and from the host are not counted any more ({fault})", stacklevel=2)
 
-    group.unshard, group.post_backward = counting_unshard, counting_post_backward
+    def follow(self, group: Any) -> None:
+        """Count what a group gathers and what it reduces."""
+        unshard, post_backward = group.unshard, group.post_backward
+
+        def counting_unshard(async_op: bool = False) -> None:
+            idle = self._counting and self._is(group, gathering=False)
+            unshard(async_op)
+            if idle and self._is(group, gathering=True):
+                with self.safely():
+                    TRAFFIC.to_device_bytes += sum(shard_bytes(each) for each in group.fsdp_params)
+
+        def counting_post_backward(*unused: Any) -> None:
+            with self.safely():
+                if self._counting and group.reduce_grads:
+                    made = [each for each in group.fsdp_params if _has_gradient(each)]
+                    TRAFFIC.to_host_bytes += sum(shard_bytes(each) for each in made)
+            post_backward(*unused)
+
+        group.unshard, group.post_backward = counting_unshard, counting_post_backward
+
+    def _is(self, group: Any, *, gathering: bool) -> bool:
+        with self.safely():
+            return is_gathering(group) == gathering
+        return False
 
 
 def _has_gradient(parameter: Any) -> bool:

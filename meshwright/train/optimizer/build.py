@@ -21,7 +21,7 @@ from meshwright.train.optimizer.muon import Muon
 from meshwright.train.optimizer.onepass import OnePassAdamW
 
 
-class Together:
+class CombinedOptimizer:
     """Several optimizers over different masters as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
@@ -43,7 +43,7 @@ class Together:
             part.step()
 
 
-Optimizer = torch.optim.Optimizer | Together
+Optimizer = torch.optim.Optimizer | CombinedOptimizer
 
 
 def build_optimizer(
@@ -79,7 +79,7 @@ def build_optimizer(
         parts.append(Muon(group(projections), places, holders, **settings))
     if others:
         parts.append(_elementwise("adamw", group(others), job, places))
-    return Together(parts)
+    return CombinedOptimizer(parts)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
@@ -106,7 +106,7 @@ def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
 
 def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
     """The optimizers that one is made of."""
-    return optimizer.parts if isinstance(optimizer, Together) else [optimizer]
+    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:

@@ -6,7 +6,7 @@ A list of what is known to do no harm, not of what is known to be secret: a name
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.job.load import field_names
-from meshwright.job.plain import HIDDEN, without_secrets
+from meshwright.job.sanitize import HIDDEN, without_secrets
 
 _BY_PREFIX = {
     "": """

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.runs import RunFolder
-from meshwright.runs.recorded import VARIABLES, recorded_command
+from meshwright.runs.redact import VARIABLES, recorded_command
 
 SECRETS = ["NCCL_PASS", "SLURM_CREDENTIAL", "TORCH_AUTH", "CUDA_PASSWD", "SLURM_JWT", "OMP_X", "MESHWRIGHT_ANYTHING"]
 
