@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -120,7 +121,7 @@ def test_tokens_are_those_of_transformers(converse, folder: Path, template: str)
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
     )
     marked = "endgeneration" in template
-    told = theirs.apply_chat_template(
+    told: Any = theirs.apply_chat_template(
         DIALOGUE, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
     )
     corpus = converse({"messages": DIALOGUE}, template=template)

@@ -149,7 +149,8 @@ def test_one_long_value_that_many_rows_share_is_held_once(tmp_path: Path) -> Non
         out.write_batch(pa.record_batch([shared], names=["text"]))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     (unit,) = plan_units(list_inputs([str(tmp_path / "a.arrow")]).files)
-    assert sum(item.size_bytes for item in read_unit(unit, Taking())) == 600 * MIB
+    sizes: list[int] = [item.size_bytes for item in read_unit(unit, Taking())]
+    assert sum(sizes) == 600 * MIB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
 
 
