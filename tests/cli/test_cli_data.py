@@ -84,7 +84,7 @@ CASES = {
     "vocabulary too small": (["lines.jsonl", "--vocab-size", "9"], "--vocab-size 9 is too small"),
     "taken": (["lines.jsonl", "--out", "taken"], "--out taken exists and is not a prepared folder"),
     "a file": (["lines.jsonl", "--out", "lines.jsonl"], "--out lines.jsonl exists and is not a prepared folder"),
-    "nothing in it": (["empty.txt", "--max-bad", "1"], "empty.txt gave no documents to train on"),
+    "nothing in it": (["empty.txt", "--max-bad", "1"], "empty.txt holds no text to train on"),
     "no server": (["s3://nowhere/text.jsonl"], "s3://nowhere/text.jsonl could not be read for 0 s"),
 }
 
