@@ -159,7 +159,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "file.arrow"])
 def test_a_table_without_the_column_is_refused(tmp_path: Path, name: str) -> None:
     KINDS[name](tmp_path / name)
-    with pytest.raises(UserError, match=rf'{name} has no column "body" \(.*text.*\); set data.text_field \(--text-field\)'):
+    with pytest.raises(UserError, match=rf'{name} has no column "body" \(.*text.*\); set data.text_field'):
         items_of(tmp_path / name, field="body")
 
 
