@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +13,7 @@ from meshwright.data.cache import building, cache_root, sweep
 from meshwright.data.chat import load_chat_template
 from meshwright.data.corpus import Corpus
 from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
-from meshwright.data.prepared.folder import PARTIAL, Prepared, ShardedTokens, is_prepared, open_prepared
+from meshwright.data.prepared.folder import PARTIAL, Manifest, Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.raw import BadDocuments, Taking, list_inputs
 from meshwright.data.raw.local import SYNTHETIC
 from meshwright.data.store import SyntheticTokens, TokenStore, token_dtype
@@ -60,7 +60,7 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
                 shutil.rmtree(draft / PARTIAL)
         except OSError as error:
             raise _unwritable(error, root, order) from error
-    return _open(folder, len(data.sources))
+    return _open(folder, order)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def _named_as(field: str) -> Iterator[None]:
         raise UserError(f"{field}: {error}") from error
 
 
-def _open(folder: Path, sources: int) -> Corpus:
+def _open(folder: Path, order: Order) -> Corpus:
     try:
         prepared = open_prepared(folder)
     except UserError as error:
@@ -80,14 +80,14 @@ def _open(folder: Path, sources: int) -> Corpus:
             f"data.cache: {folder} was damaged since it was prepared; start again, and it is made anew"
         ) from error
     manifest = prepared.manifest
-    bounds = accumulate((train for train, _ in manifest.source_tokens(sources)), initial=0)
+    bounds = accumulate((train for train, _ in manifest.source_tokens(len(order.wishes.sources))), initial=0)
     return Corpus(
         prepared.tokenizer,
         _plain(prepared.store("train")),
         _plain(prepared.store("validation")),
         folder,
         (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
-        tuple(_notes(prepared)),
+        tuple(_notes(manifest, order.inputs.left_out)),
     )
 
 
@@ -96,15 +96,15 @@ def _plain(store: ShardedTokens) -> TokenStore:
     return store.parts[0] if len(store.parts) == 1 else store
 
 
-def _notes(prepared: Prepared) -> Iterator[str]:
+def _notes(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
     """What was not taken of the sources, so that nothing is missing silently."""
-    bad = BadDocuments(dict(prepared.manifest.bad))
+    bad = BadDocuments(dict(manifest.bad))
     if bad.against_limit:
-        yield f"{bad.against_limit} documents were left out of the data: {bad.sentence()}"
-    left_out = prepared.manifest.left_out
+        yield f"left out of data.sources, since they cannot be used: {bad.sentence()}"
     if left_out:
-        names = ", ".join(left_out[:_NAMED]) + (" …" if len(left_out) > _NAMED else "")
-        yield f"{len(left_out)} files of data.sources were left out, of no known kind or of another split: {names}"
+        more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+        names = ", ".join(left_out[:_NAMED])
+        yield f"left out of data.sources, being of no known kind or of another split: {names}{more}"
 
 
 def read_anew(data: Data) -> str:

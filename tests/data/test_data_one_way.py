@@ -131,8 +131,8 @@ def test_what_is_not_taken_is_named(tmp_path: Path) -> None:
     (folder / "no-suffix").write_text("who knows")
     (folder / "empty.txt").write_text(" \n")
     bad, left_out = prepare(Data(sources=(str(folder),), cache=str(tmp_path / "cache")), 300).notes
-    assert bad.startswith("1 documents were left out of the data: 1 broken JSON, first at") and ":401" in bad
-    assert "2 files of data.sources were left out" in left_out
+    assert bad.startswith("left out of data.sources, since they cannot be used: 1 broken JSON") and ":401" in bad
+    assert left_out.startswith("left out of data.sources, being of no known kind")
     assert "picture.png" in left_out and "no-suffix" in left_out
 
 
