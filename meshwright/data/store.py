@@ -14,6 +14,7 @@ from meshwright.data.hashing import mix_array
 from meshwright.errors import UserError
 
 Int64Array = NDArray[np.int64]
+_MOVED_TOKENS = 1 << 20
 
 
 class TokenStore(Protocol):
@@ -175,19 +176,16 @@ class TokenWriter:
         self._stream.write(np.array(tokens, self._dtype).tobytes())
         self.count += len(tokens)
 
-    def take_back(self, count: int) -> Int64Array:
-        """Remove the last tokens of the current document and return them."""
-        size = count * self._dtype.itemsize
-        self._stream.seek(-size, os.SEEK_END)
-        tokens = np.frombuffer(self._stream.read(size), self._dtype).astype(np.int64)
-        self._stream.seek(-size, os.SEEK_END)
-        self._stream.truncate()
+    def move_end(self, count: int, other: "TokenWriter") -> None:
+        """Hand the last tokens of the current document over to another writer, a little at a time."""
+        size, stop = self._dtype.itemsize, self.count
         self.count -= count
-        return tokens
-
-    def document_length(self) -> int:
-        """Tokens of the current document so far."""
-        return self.count - self._starts[-1]
+        for first in range(self.count, stop, _MOVED_TOKENS):
+            self._stream.seek(first * size)
+            raw = self._stream.read(min(_MOVED_TOKENS, stop - first) * size)
+            other.append(np.frombuffer(raw, self._dtype).astype(np.int64))
+        self._stream.seek(self.count * size)
+        self._stream.truncate()
 
     def finish(self) -> None:
         """Write the document starts and bring both files to the disk."""

@@ -163,9 +163,8 @@ class _Splits:
         train, validation = (self._writers[split] for split in SPLITS)
         count = self._held_out.end_of(train.count - self._began_at)
         if count:
-            tail = train.take_back(count)
             validation.begin_document()
-            validation.append(tail)
+            train.move_end(count, validation)
             validation.append([self._end_of_text])
             moved = int(self._document_bytes * self._held_out.fraction)
             self._text_bytes["train"] -= moved
