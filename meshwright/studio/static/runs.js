@@ -9,7 +9,7 @@ const CHARTS = [
   { field: "lr", title: "Learning rate", unit: "learning rate", fromZero: true }, { field: "memory_bytes", title: "Memory", unit: "peak, GiB", scale: 2 ** -30, fromZero: true },
   { field: "data_wait_s", title: "Waiting for data", unit: "ms per step", scale: 1e3, fromZero: true },
 ];
-const AXES = { step: "steps", tokens: "tokens", time: "seconds" };
+const AXES = { step: "steps", tokens: "tokens", time: "seconds of training" };
 const EVERY_MS = 1500, FEW = 5;
 let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false, detailed = "";
 const tints = new Map();  // a run keeps its colour when newer ones appear above it
