@@ -1,4 +1,4 @@
-"""Plans and runs for people to look at: reports as files, and a page that is live."""
+"""Plans and runs in the browser: reports as files, and a live page."""
 
 from meshwright.studio.drawing import write_plan_svg
 from meshwright.studio.plan_report import write_plan_report

@@ -1,4 +1,4 @@
-"""A prediction as bars: the memory of every pipeline rank against the card, and where a step's time goes."""
+"""A prediction as bars: the memory of every pipeline rank relative to the GPU, and where a step's time goes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 TINTS = 13
-"""Classes tint-0 … of the style sheet: one for every phase a step can have."""
+"""Classes tint-0 … of the style sheet: one per phase of a step."""
 WIDTH, _LEFT, _RIGHT, _TOP = 1080, 64, 60, 26
 _MOST_RANKS = 32
 _SMALLEST_SHARE = 0.002
@@ -21,7 +21,7 @@ _SMALLEST_SHARE = 0.002
 
 @dataclass(frozen=True)
 class Bars:
-    """What is drawn, how high it is, and the tint of each name in it."""
+    """A drawing, its height, and the tint of each name in it."""
 
     title: str
     unit: str
@@ -31,15 +31,15 @@ class Bars:
 
 
 def memory_bars(prediction: "Prediction") -> str:
-    """A bar for every pipeline rank, its terms stacked, with the card's memory as a line."""
+    """A bar for every pipeline rank, its terms stacked, with the GPU's memory as a line."""
     bars = draw_memory(prediction)
     left_out = len(prediction.memory) - len(_shown(prediction.memory))
-    note = f'<p class="note foot">{left_out} ranks between them are left out.</p>' if left_out else ""
+    note = f'<p class="note foot">{left_out} ranks in the middle are not shown.</p>' if left_out else ""
     return _figure(bars, "memory", _legend(bars.tints), note)
 
 
 def draw_memory(prediction: "Prediction") -> Bars:
-    """The bars of `memory_bars` by themselves."""
+    """Only the bars of `memory_bars`."""
     ranks = _shown(prediction.memory)
     parts = [_parts(rank) for rank in ranks]
     most = max(prediction.capacity_bytes, prediction.fullest.device)
@@ -62,14 +62,14 @@ def draw_memory(prediction: "Prediction") -> Bars:
     limit = _LEFT + prediction.capacity_bytes * scale
     base = _TOP + row * len(ranks)
     drawn.append(f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{_TOP - 8}" y2="{base}"/>')
-    words = f"the card: {prediction.capacity_bytes / GIB:.0f} GiB"
+    words = f"GPU memory: {prediction.capacity_bytes / GIB:.0f} GiB"
     drawn.append(f'<text class="tick" text-anchor="end" x="{limit + 55:.1f}" y="12">{words}</text>')
     drawn.append(_axis(1.04 * most / GIB, base, "GiB on the device, by pipeline rank"))
     return Bars("Memory of each stage", "GiB", "".join(drawn), height, tints)
 
 
 def step_bar(prediction: "Prediction") -> str:
-    """The step as one bar of its phases, and the same as a table."""
+    """The step as one bar of its phases, with a table."""
     bars = draw_step(prediction)
     rows = [
         f'<tr><th scope="row"><i class="swatch tint-{bars.tints[name]}"></i>{escape(name)}</th>'
@@ -85,7 +85,7 @@ def step_bar(prediction: "Prediction") -> str:
 
 
 def draw_step(prediction: "Prediction") -> Bars:
-    """The bar of `step_bar` by itself."""
+    """Only the bar of `step_bar`."""
     phases = _phases(prediction)
     tints = {name: place % TINTS for place, name in enumerate(phases)}
     scale = (WIDTH - _LEFT - _RIGHT) / prediction.step_s
@@ -104,7 +104,7 @@ def _phases(prediction: "Prediction") -> dict[str, float]:
 
 
 def _shown(memory: Sequence["RankMemory"]) -> list["RankMemory"]:
-    """All ranks, or as many of the first and the last as read well."""
+    """All ranks, or the first and the last if there are too many to read."""
     half = _MOST_RANKS // 2
     return list(memory) if len(memory) <= _MOST_RANKS else [*memory[:half], *memory[-half:]]
 

@@ -10,7 +10,7 @@ from meshwright.studio.curves import Point, finite, thin
 from meshwright.studio.numbers import short
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40
-"""Margins around a chart's area, in its own pixels."""
+"""Margins around the plot area, in pixels."""
 _LOG_ABOVE = 50  # a curve whose largest value is this many times its smallest reads better on a logarithmic axis
 _MOST_MARKS = 40
 
@@ -97,7 +97,7 @@ def _step_scale(low: float, high: float, width: int) -> Scale:
     if low == high:
         low, high = low - 1, high + 1
     elif 0 < low <= 0.05 * high:
-        low = 0  # an axis that begins at step 1 has no round number to begin with
+        low = 0  # an axis that starts at step 1 has no round number to start with
     ticks = nice_ticks(low, high, 8 if width > 600 else 5)
     whole = tuple(tick for tick in ticks if tick == int(tick))
     return Scale(low, high, LEFT, width - RIGHT, False, whole)
@@ -142,7 +142,7 @@ def axes(x: Scale, y: Scale, unit: str, width: int, height: int, axis: str = "st
 
 
 def _path(one: Series, x: Scale, y: Scale) -> str:
-    """The curve in unbroken pieces; a piece of one point is a dot, since a line of no length draws nothing."""
+    """The curve in unbroken segments; a segment of one point is a dot, since a line of zero length is invisible."""
     pieces: list[list[str]] = [[]]
     for step, value in one.points:
         if value is None:
@@ -158,7 +158,7 @@ def _path(one: Series, x: Scale, y: Scale) -> str:
 
 
 def vertical(at: float, style: str, height: int) -> str:
-    """A line from top to bottom at a place along the steps."""
+    """A vertical line over the whole height."""
     return f'<line class="{style}" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>'
 
 
@@ -168,13 +168,13 @@ def _bad_mark(at: float, height: int) -> str:
 
 
 def heading(title: str, unit: str) -> str:
-    """A chart's title, with the unit for where a narrow page has no room for it beside the axis."""
+    """A chart's title, with the unit for narrow pages where it does not fit next to the axis."""
     small = "" if unit == title.lower() else f" <small>{escape(unit)}</small>"
     return f"<h3>{escape(title)}{small}</h3>"
 
 
 def legend(series: Sequence[Series], dashed: str = "") -> str:
-    """The curves' names beside their colours, of which one needs none, and what dashed lines stand for."""
+    """The curves' names and colours, omitted for a single curve, and the meaning of dashed lines."""
     keys = [f'<span><i class="key {one.style}"></i>{escape(one.label)}</span>' for one in series if len(series) > 1]
     keys += [f'<span><i class="key marked"></i>{escape(dashed)}</span>'] if dashed else []
     if not keys:
@@ -183,7 +183,7 @@ def legend(series: Sequence[Series], dashed: str = "") -> str:
 
 
 def _hover_data(series: Sequence[Series], x: Scale, y: Scale, axis: str) -> str:
-    """What the read-out needs, as JSON the page's script reads; the chart is whole without it."""
+    """Data for the read-out, as JSON for the page's script; the chart is complete without it."""
     data = {
         "axis": axis,
         "x": [x.low, x.high, x.start, x.end],

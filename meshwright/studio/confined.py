@@ -1,4 +1,4 @@
-"""Files of one folder and of nothing else: no name leads out of it, and no link is followed."""
+"""File access confined to one folder: no name leads outside, and links are not followed."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Outside(Exception):
-    """A name that is not a plain file or folder inside."""
+    """A name that is not a regular file or folder inside the root."""
 
 
 def open_inside(root: Path, *parts: str) -> int:
-    """A descriptor of a plain file below `root`, opened one folder at a time so that no link can slip in between."""
+    """A descriptor of a regular file below `root`, opened one folder at a time so that no link is followed."""
     holder = _folder(root, *parts[:-1])
     try:
         return open_plain(_name(parts[-1]), holder)
@@ -24,7 +24,7 @@ def open_inside(root: Path, *parts: str) -> int:
 
 
 def read_inside(root: Path, *parts: str, most: int, start: int = 0) -> bytes:
-    """At most so many bytes of a plain file below `root`."""
+    """At most `most` bytes of a regular file below `root`."""
     descriptor = open_inside(root, *parts)
     try:
         return os.pread(descriptor, most, start)
@@ -35,7 +35,7 @@ def read_inside(root: Path, *parts: str, most: int, start: int = 0) -> bytes:
 
 
 def names_inside(root: Path, *parts: str) -> list[str]:
-    """The names of the plain files in a folder below `root`; none where there is no such folder."""
+    """The names of the regular files in a folder below `root`; empty if the folder does not exist."""
     try:
         holder = _folder(root, *parts)
     except Outside:

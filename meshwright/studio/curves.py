@@ -1,4 +1,4 @@
-"""From rows of metrics to curves: one value a step, smoothing, and few enough points to draw."""
+"""From rows of metrics to curves: one value per step, smoothing, and few enough points to draw."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _SMALLEST_TO_SMOOTH = 20
 
 
 def curve(rows: Iterable[dict[str, Any]], field: str, scale: float = 1.0) -> list[Point]:
-    """One field over steps: where a restart did a step again, the later row counts; not-finite values are gaps."""
+    """One field over steps: if a restart repeated a step, the later row counts; non-finite values are gaps."""
     by_step: dict[float, float | None] = {}
     for row in rows:
         value = row.get(field)
@@ -23,9 +23,9 @@ def curve(rows: Iterable[dict[str, Any]], field: str, scale: float = 1.0) -> lis
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A mean over the neighbours on both sides, a hundredth of the curve each, fewer at its ends so that it never lags.
+    """A mean over the neighbours on both sides, 1% of the curve each, fewer at its ends so that it never lags.
 
-    Nothing where there is too little to smooth.
+    Empty if there are too few points to smooth.
     """
     if len(points) < _SMALLEST_TO_SMOOTH:
         return []
@@ -44,7 +44,7 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """At most two points a bucket, its lowest and its highest, so that no spike is lost in a long run."""
+    """At most two points per bucket, the lowest and the highest, so that no spike is lost in a long run."""
     if len(points) <= 2 * _BUCKETS:
         return list(points)
     thinned: list[Point] = []

@@ -1,4 +1,4 @@
-"""A prediction's bars as one SVG file that any program shows: colours and words are inside it."""
+"""A prediction's bars as one self-contained SVG file that any program can show."""
 
 import re
 from html import escape
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 _LEFT, _ROW = 64, 20
 _LETTER = 6.4
-"""Pixels of a letter, about: where the next word of a legend begins."""
+"""Approximate width of a letter in pixels, for placing the legend."""
 
 
 def write_plan_svg(prediction: "Prediction", out: Path) -> Path:
-    """Write memory of each stage and time of a step as one picture, and return where it is."""
+    """Write the memory of each stage and the time of a step as one picture, and return its path."""
     return write_page(out, _svg(prediction), "--svg")
 
 
@@ -51,7 +51,7 @@ def _part(bars: Bars, top: float) -> tuple[str, float]:
 
 
 def _style() -> str:
-    """The page's light colours, by value: programs other than browsers know no variables."""
+    """The page's light colours, by value: programs other than browsers do not support CSS variables."""
     light = asset("base.css").split("@media")[0] + asset("pictures.css").split("@media")[0]
     colours = dict(re.findall(r"--(t\d+|red|soft):(#\w+)", light))
     tints = "".join(f".tint-{tint}{{fill:{colours[f't{tint}']}}}" for tint in range(TINTS))

@@ -1,4 +1,4 @@
-"""A report's table of what the planner expected beside what the run reached."""
+"""A report's table that compares the planner's prediction with what the run measured."""
 
 from statistics import median
 from typing import Any
@@ -12,11 +12,11 @@ from meshwright.studio.curves import curve, finite
 from meshwright.studio.numbers import size
 
 _MOST_RANKS, _MOST_LAYERS, _MOST_STAGES = 1 << 20, 4096, 64
-"""Beyond what anybody trains, a prediction only takes time and memory: the job may be a stranger's."""
+"""Limits beyond any real training run: the job may be untrusted, and a prediction costs time and memory."""
 
 
 def expectations(job: dict[str, Any], metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> str:
-    """Predicted and measured, or nothing where the planner knows nothing of the machine or the job."""
+    """Predicted and measured, or nothing if the planner does not know the machine or the job."""
     start: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "start"), {})
     stop: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
     steps = [step_s for step_s in finite(curve(metrics, "step_s")[1:]) if step_s > 0]  # the first one compiles

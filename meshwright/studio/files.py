@@ -1,4 +1,4 @@
-"""Pages on a disk: whole or not at all."""
+"""Pages on disk, written atomically."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ from meshwright.errors import UserError
 
 
 def write_page(target: Path, text: str, option: str = "--out", *, given: bool = True) -> Path:
-    """Write a page that no reader sees half of, and of which a full disk leaves nothing.
+    """Write a page atomically: readers never see part of it, and a full disk leaves nothing behind.
 
-    A device or a pipe that the user gave as the target is written to; one that lies in a run folder is replaced.
+    A device or a pipe that the user gave as the target is written to; one found in a run folder is replaced.
     """
     raw = text.encode("utf-8", "replace")
     try:
@@ -18,5 +18,5 @@ def write_page(target: Path, text: str, option: str = "--out", *, given: bool = 
         else:
             write_atomic(target, raw)
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror}); name another place with {option}") from error
+        raise UserError(f"{target} cannot be written ({error.strerror}); choose another path with {option}") from error
     return target

@@ -1,4 +1,4 @@
-"""A run's numbers while they grow: only new lines are read, and only what can be drawn is kept."""
+"""Following a run's metrics: only new lines are read, and only what can be drawn is kept."""
 
 import os
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ from meshwright.reading import METRICS, Row, Tally, is_number, rows_in
 from meshwright.studio.confined import Outside, open_inside
 
 FIELDS = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_bytes", "data_wait_s", "step_s")
-"""The curves of a run, beside its validation loss."""
+"""The curves of a run, apart from its validation loss."""
 AXES = ("step", "tokens", "time")
-"""What they can be drawn over; time is what the steps took."""
+"""The possible x axes; time is the sum of step times."""
 _CHUNK = 1 << 20
 _MOST_ROWS = 1 << 16
-"""Rows held while reading; more are folded into pairs of lowest and highest."""
+"""Rows held while reading; beyond this they are folded into pairs of lowest and highest."""
 _BUCKETS = 1500
 _TAIL = 1500
-"""Newest rows that stay as they are, so that a restart can take them back."""
+"""Newest rows that are not folded, so that a restart can discard them."""
 _MOST_VALIDATIONS = 5000
 _MOST_REREADS = 8
-"""A restart that reaches into what was folded has all read again; of more of them a bucket may keep void steps."""
+"""A restart that goes back into folded rows causes a full reread; beyond this limit buckets may keep void steps."""
 
 
 class Follower:
-    """One run's metrics.jsonl: rows become (place on the axes, lowest, highest), folded as they grow many."""
+    """One run's metrics.jsonl: rows become (position on the axes, lowest, highest), folded when there are many."""
 
     def __init__(self, runs: Path, name: str) -> None:
         self._place = (runs, name, "metrics.jsonl")
         self._lock = Lock()
         self._starts: dict[int, float] = {}
-        """First step of every attempt; what earlier attempts did from there on is void."""
+        """First step of every attempt; rows of earlier attempts from there on are void."""
         self._rereads = 0
         self.size = 0
         self._ended = False
@@ -55,25 +55,25 @@ class Follower:
 
     @property
     def read_share(self) -> float:
-        """How much of the file has been read; a last line that is still being written does not count."""
+        """How much of the file has been read; an incomplete last line does not count."""
         return 1.0 if self._ended else min(0.999, self.offset / max(1, self.size))
 
     @property
     def version(self) -> int:
-        """The file's size when all of it had been read; less before."""
+        """The file's size once all of it has been read; less before."""
         return self.size if self._ended else self.offset
 
     def read(self, until: float) -> None:
-        """Take up new lines until the file ends or the monotonic clock says `until`."""
+        """Read new lines until the file ends or the monotonic clock reaches `until`."""
         with self._lock:
             try:
                 descriptor = open_inside(*self._place)
-            except Outside:  # there are no numbers yet
+            except Outside:  # no metrics yet
                 self.size, self._ended = 0, True
                 return
             try:
                 self.size = os.fstat(descriptor).st_size
-                if self.size < self.offset:  # another file took its place
+                if self.size < self.offset:  # the file was replaced
                     self._starts.clear()
                     self._rereads = 0
                     self._clear()
@@ -94,7 +94,7 @@ class Follower:
             self._fold(_BUCKETS, _TAIL)
 
     def _rows(self, lines: bytes) -> list[Row]:
-        """Rows of whole lines; none of a stretch of a line that is longer than any row is."""
+        """Rows of complete lines; none for part of a line that is longer than any valid row."""
         if not lines:
             if not self._in_long_line:
                 self.tally.lines += 1
@@ -107,7 +107,7 @@ class Follower:
         return rows_in(lines, METRICS, self.tally)
 
     def _take(self, rows: list[dict[str, Any]]) -> None:
-        """Add rows, attempt by attempt; may begin anew when a restart reaches into what was folded."""
+        """Add rows, attempt by attempt; may start over if a restart goes back into folded rows."""
         attempts = [row.get("attempt", 0) for row in rows]
         if attempts.count(self._attempt) == len(rows):
             self._append(rows)
@@ -119,16 +119,16 @@ class Follower:
                 start = place
                 if not self._begin(attempt, rows[place]["step"]):
                     self._clear()
-                    self.offset = -1  # not where it was: the caller starts at the beginning
+                    self.offset = -1  # changed: the caller starts over
                     return
         self._append(self._current(rows[start:]))
 
     def _current(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows of this attempt: one that was not told yet that it is over may still write."""
+        """Rows of this attempt: an older attempt that has not noticed its end may still write."""
         return [row for row in rows if row.get("attempt", 0) == self._attempt]
 
     def _begin(self, attempt: int, step: float) -> bool:
-        """Take back what earlier attempts did from this step on; False where it cannot be told apart any more."""
+        """Discard rows of earlier attempts from this step on; False if they can no longer be separated."""
         self._attempt = attempt
         known = attempt in self._starts
         self._starts[attempt] = step
@@ -171,7 +171,7 @@ class Follower:
             self._fold(_BUCKETS, _TAIL)
 
     def _fold(self, buckets: int, tail: int) -> None:
-        """Keep the newest rows as they are and fold all before them, if that makes them fewer."""
+        """Keep the newest rows and fold all before them, if that reduces their number."""
         older = len(self._at) - tail
         if older <= 2 * buckets:
             return
@@ -203,14 +203,14 @@ class Follower:
         }
 
     def places(self, steps: Sequence[float], axis: str) -> Any:
-        """Where steps lie on an axis."""
+        """The positions of steps on an axis."""
         if not len(self._at) or not len(steps):
             return np.array(steps, dtype=float)
         return np.interp(steps, self._at[:, 0], self._at[:, AXES.index(axis)])
 
 
 def folded(at: Any, low: Any, high: Any, buckets: int) -> tuple[Any, Any, Any]:
-    """Rows in so many buckets of equal numbers: the last place, the lowest and the highest value of each."""
+    """Rows in `buckets` buckets of equal size: the last position, the lowest and the highest value of each."""
     edges = np.unique(np.linspace(0, len(at), buckets, endpoint=False).astype(int))
     ends = np.append(edges[1:], len(at)) - 1
     return at[ends], np.fmin.reduceat(low, edges), np.fmax.reduceat(high, edges)

@@ -1,4 +1,4 @@
-"""One step of a pipeline in time: who works on which micro-batch, and who waits."""
+"""The timeline of one pipeline step: which rank works on which micro-batch, and which waits."""
 
 from html import escape
 
@@ -9,7 +9,7 @@ _MOST_RANKS = 16
 
 
 def gantt(table: Table, simulation: Simulation, micro_batches: int) -> str:
-    """A row for every pipeline rank; a table with fewer than the step's micro-batches is said to be its beginning."""
+    """A row for every pipeline rank; a note says if the table shows only the first micro-batches of the step."""
     every = -(-table.ranks // _MOST_RANKS)
     labels = {rank: str(rank) for rank in range(0, table.ranks, every)}
     scale = (_WIDTH - _LEFT - _RIGHT) / simulation.makespan_s
@@ -34,12 +34,10 @@ def _words(table: Table) -> str:
 
 
 def _note(table: Table, simulation: Simulation, micro_batches: int, every: int) -> str:
-    parts = [f"{table.schedule}, one row a pipeline rank" + (f" (every {every}th)" if every > 1 else "")]
+    parts = [f"{table.schedule}, one row per pipeline rank" + (f" (every {every}th)" if every > 1 else "")]
     if table.virtual_stages > 1:
-        parts.append(f"{table.virtual_stages} stages a rank, the first dark and the last light")
+        parts.append(f"{table.virtual_stages} stages per rank, from dark (first) to light (last)")
     if table.micro_batches < micro_batches:
-        parts.append(
-            f"the first {table.micro_batches} of {micro_batches} micro-batches, so that the bubble looks larger"
-        )
-    parts.append(f"waiting {simulation.bubble_share_of_step:.1%} of what is drawn")
+        parts.append(f"the first {table.micro_batches} of {micro_batches} micro-batches, so the bubble looks larger")
+    parts.append(f"waiting for {simulation.bubble_share_of_step:.1%} of the time shown")
     return "; ".join(parts) + "."

@@ -1,4 +1,4 @@
-"""Who may ask: this machine's own browser at this address, or whoever has the token; and what pages may do."""
+"""Access control: this machine's own browser at this address, or any client with the token; and security headers."""
 
 import hmac
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from http.cookies import CookieError, SimpleCookie
 COOKIE = "meshwright"
 _ONCE = ("host", "origin", "sec-fetch-site", "cookie", "content-type", "content-length", "transfer-encoding")
 HEADERS = {
-    # No script but our own files, no inline one; nothing from elsewhere; not inside another page.
+    # Only our own script files, no inline scripts; nothing from other origins; no framing by other pages.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -27,21 +27,21 @@ class Guard:
     port: int
     host: str = "127.0.0.1"
     token: str | None = None
-    """Needed by everyone where it is given."""
+    """Required from every client if set."""
 
     def refusal(self, given: Sequence[tuple[str, str]]) -> str | None:
-        """Why a request with these headers is refused, or None; its token is asked for apart."""
+        """Why a request with these headers is refused, or None; the token is checked separately."""
         names = [name.lower() for name, _ in given]
         for name in _ONCE:
             if names.count(name) > 1:
-                return f"a request has one {name} header"  # which of two is meant, each reader would say for itself
+                return f"a request must have one {name} header"  # readers disagree about which of two counts
         headers = {name.lower(): value for name, value in given}
         host = headers.get("host", "")
         if not host:
-            return "a request has a host header"
-        # A name that some page let point to this machine (DNS rebinding) is not one of ours.
+            return "a request must have a host header"
+        # A foreign name that was made to resolve to this machine (DNS rebinding) is not one of ours.
         if self.token is None and host not in self._own_hosts():
-            return "this server answers at its own address only"
+            return "this server answers only at its own address"
         origin = headers.get("origin")
         if origin is not None and origin != f"http://{host}":
             return "requests from other pages are not answered"
@@ -50,7 +50,7 @@ class Guard:
         return None
 
     def knows_token(self, headers: Message, token: str | None) -> bool | None:
-        """Whether a request's address or cookie has the token; None where it gives none, and always on this machine."""
+        """Whether a request's URL or cookie has the token, True if none is needed; None if the request has no token."""
         if self.token is None:
             return True
         cookie = _cookie(headers)

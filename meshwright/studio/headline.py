@@ -1,4 +1,4 @@
-"""The top of a report: which run this is, and the numbers it comes down to."""
+"""The top of a report: which run this is, and its main numbers."""
 
 from datetime import datetime
 from html import escape
@@ -10,7 +10,7 @@ from meshwright.studio.curves import Point, curve, finite, smooth
 from meshwright.studio.numbers import count, duration, size
 
 _WORDS = {"done": "finished"}
-"""States that a report calls otherwise."""
+"""States that a report words differently."""
 
 
 def headline(
@@ -91,7 +91,7 @@ def _tokens_tile(metrics: list[dict[str, Any]], job: dict[str, Any]) -> str:
 def _throughput_tile(metrics: list[dict[str, Any]]) -> str:
     rates = _settled(curve(metrics, "tokens_per_s"))
     step_s = _settled(curve(metrics, "step_s"))
-    more = f"median; {_step_time(median(step_s))} a step" if step_s else "median"
+    more = f"median; {_step_time(median(step_s))} per step" if step_s else "median"
     return _tile("Tokens per second", f"{median(rates):,.0f}" if rates else None, more if rates else "")
 
 
@@ -127,7 +127,7 @@ def _time_tile(metrics: Metrics, events: list[dict[str, Any]]) -> str:
 
 
 def _memory_tile(events: list[dict[str, Any]]) -> list[str]:
-    """Peak and steady memory, once a run has ended with a step to tell of."""
+    """Peak and steady memory, once a run with at least one step has ended."""
     stop: dict[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
     peak, steady = stop.get("peak_memory_bytes"), stop.get("steady_memory_bytes")
     if peak is None:
@@ -136,7 +136,7 @@ def _memory_tile(events: list[dict[str, Any]]) -> list[str]:
 
 
 def _settled(points: list[Point]) -> list[float]:
-    """Values without the first step's, which pays for allocation and compilation."""
+    """Values without the first step's, which includes allocation and compilation."""
     return finite(points[1:] or points)
 
 

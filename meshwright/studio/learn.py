@@ -13,7 +13,7 @@ from meshwright.studio.markdown import to_html
 
 
 def titles_in_order(texts: Mapping[str, str]) -> dict[str, str]:
-    """Name → title, of pages by name; a folder's stand together, as its README links them, else by title."""
+    """Name → title for pages by name, grouped by folder, in the order of its README's links, else by title."""
     titles = {name: text.partition("\n")[0].removeprefix("# ").strip() for name, text in texts.items()}
     orders = {folder: _order(folder, texts) for folder in {dirname(name) for name in texts}}
 
@@ -44,7 +44,7 @@ def guide_page(name: str) -> str:
     folder = dirname(name)
 
     def address(target: str) -> str | None:
-        """Links between pages of the guide lead inside; others would leave this machine or point at files not here."""
+        """Links between pages of the guide stay inside; others would leave this machine or point to missing files."""
         path, _, heading = target.partition("#")
         found = _inside(folder, path).removesuffix(".md") if path else name
         if (path and not path.endswith(".md")) or found not in guide_titles():

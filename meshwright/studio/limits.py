@@ -1,4 +1,4 @@
-"""What one server gives away at most: connections, a request's time and size, and guesses of its token."""
+"""Limits of one server: connections, time and size of a request, and wrong guesses of its token."""
 
 import http.client
 import io
@@ -14,44 +14,44 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 CONNECTIONS = 64
-"""Held at a time; a browser holds six."""
+"""Open at a time; a browser opens six."""
 QUESTIONS = 16
-"""To the planner, at a time: it answers one after the other."""
+"""Requests to the planner at a time: it answers one after the other."""
 REQUEST_S = 15.0
-"""From the moment a connection waits for a request until all of it has come, its body included."""
+"""From the moment a connection waits for a request until all of it has arrived, including the body."""
 HEADER_BYTES = 1 << 15
 WRONG_TOKENS, EVERY_S = 10, 60.0
-"""So many wrong tokens in so many seconds from one address, and it is not listened to for as long."""
+"""After this many wrong tokens in this many seconds an address is blocked for the same time."""
 ALL_WRONG_TOKENS = 300
-"""The same for all addresses together that have never known the token."""
+"""The same for all addresses together that have never sent the right token."""
 _ADDRESSES = 1024
 
 
 class TooLarge(http.client.HTTPException):
-    """A request whose head is larger than any browser's."""
+    """A request with larger headers than any browser sends."""
 
 
 class TimedReader(io.RawIOBase):
-    """A connection's bytes within a request's time and size: one that drips is as late as one that is silent."""
+    """A connection's bytes within the limits on time and size: a slow client times out like a silent one."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self.begin()
 
     def begin(self) -> None:
-        """Wait for a request from now on."""
+        """Start waiting for a request."""
         self._until, self._room = time.monotonic() + REQUEST_S, HEADER_BYTES
 
     def allow(self, size: int) -> None:
-        """Let a body of this size come, too."""
+        """Also allow a body of this size."""
         self._room += size
 
     def readable(self) -> bool:
-        """As a stream says it."""
+        """Part of the stream interface."""
         return True
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
-        """What has come; late and too much are errors."""
+        """Read what has arrived; too late or too much is an error."""
         if self._room <= 0:
             raise TooLarge(f"more than {HEADER_BYTES} bytes of headers")
         left_s = self._until - time.monotonic()
@@ -64,7 +64,7 @@ class TimedReader(io.RawIOBase):
 
 
 class Connections:
-    """Those that are open, the oldest first; when there is no room, one that is not being answered makes it."""
+    """Open connections, the oldest first; at the limit, an idle one is closed for a new one."""
 
     def __init__(self, most: int = CONNECTIONS) -> None:
         self._most = most
@@ -76,20 +76,20 @@ class Connections:
         return len(self._open)
 
     def enter(self, connection: socket.socket) -> bool:
-        """Take a new one in; False where all others are being answered."""
+        """Accept a new one; False if all others are being answered."""
         with self._lock:
             if len(self._open) >= self._most:
                 idle = next((one for one, answered in self._open.items() if not answered), None)
                 if idle is None:
                     return False
                 del self._open[idle]
-                with suppress(OSError):  # its thread wakes up and ends
+                with suppress(OSError):  # its thread wakes up and exits
                     idle.shutdown(socket.SHUT_RDWR)
             self._open[connection] = False
             return True
 
     def answering(self, connection: socket.socket, now: bool) -> None:
-        """Whether a connection is being answered; what a client is slow to send or to take is no answering."""
+        """Set whether a connection is being answered; waiting for a slow client does not count."""
         with self._lock:
             if connection in self._open:
                 self._open[connection] = now
@@ -101,18 +101,18 @@ class Connections:
 
 
 class Guesses:
-    """Wrong tokens by address, so that nobody tries them by the thousand."""
+    """Wrong tokens by address, to prevent brute force."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._wrong: OrderedDict[str, list[float]] = OrderedDict()
         self._all: list[float] = []
         self._trusted: OrderedDict[str, None] = OrderedDict()
-        """Addresses that have known the token."""
+        """Addresses that have sent the right token."""
         self._lock = threading.Lock()
 
     def refused(self, address: str) -> bool:
-        """Whether an address has guessed too often to be listened to now, with whatever token."""
+        """Whether an address is blocked now after too many guesses, whatever its token."""
         with self._lock:
             since = self._clock() - EVERY_S
             own = [when for when in self._wrong.get(address, ()) if when > since]
@@ -129,7 +129,7 @@ class Guesses:
                 self._wrong.popitem(last=False)
 
     def right(self, address: str) -> None:
-        """Remember who knows the token."""
+        """Remember an address that knows the token."""
         with self._lock:
             self._trusted[address] = None
             if len(self._trusted) > _ADDRESSES:

@@ -1,4 +1,4 @@
-"""Markdown to HTML by markdown-it: links lead where the caller says, comments are left out, all other HTML is text."""
+"""Markdown to HTML with markdown-it: the caller resolves links, comments are removed, all other HTML becomes text."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 Address = Callable[[str], str | None]
-"""Turns a link's or picture's target into an address, or None where the page must not lead there."""
+"""Turns a link's or picture's target into a URL, or None if the page must not link to it."""
 
 _SAFE = {"http", "https", "mailto"}
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -36,7 +36,7 @@ def _set_blocks(tokens: list[Token]) -> None:
         if token.type == "heading_open":
             token.attrSet("id", re.sub(r"[^\w-]", "", following.content.lower().replace(" ", "-")))
     for token in tokens:
-        if token.type in ("heading_open", "heading_close"):  # the page's own name is its first heading
+        if token.type in ("heading_open", "heading_close"):  # the page's own title is the first heading
             token.tag = f"h{min(int(token.tag[1]) + 1, 6)}"
         elif token.type in ("fence", "code_block"):
             token.type, token.attrs = "code_block", {"tabindex": "0"}
@@ -62,7 +62,7 @@ def _everywhere(tokens: list[Token]) -> Iterator[Token]:
 
 
 def _lead(token: Token, attribute: str, address: Address) -> bool:
-    """Set where a link or picture leads; False where it must not lead anywhere."""
+    """Set the target of a link or picture; False if it must not have one."""
     found = address(str(token.attrGet(attribute)))
     # Browsers skip spaces and control characters inside a scheme.
     scheme = re.match(r"([^/?#]*?):", re.sub(r"[\0-\x20]", "", found or ""))

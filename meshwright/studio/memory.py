@@ -1,4 +1,4 @@
-"""What a rank held in its first steps, as a picture: kinds of memory stacked on each other."""
+"""A chart of what a rank held in its first steps: kinds of memory, stacked."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from meshwright.studio.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, Series, axe
 from meshwright.studio.numbers import size, size_unit
 
 KINDS = ("other", "parameters", "optimizer", "gradients", "activations")
-"""From bottom to top: what moves least lies lowest."""
+"""From bottom to top: what changes least is lowest."""
 
 _WIDTH, _HEIGHT = 1080, 360
 _MOST_SAMPLES = 800
@@ -26,12 +26,12 @@ _MOMENTS = {
     "backward_end": "backward done",
     "reduced": "gradients summed",
     "updated": "weights updated",
-    "end": "gradients forgotten",
+    "end": "gradients freed",
 }
 
 
 def memory_chart(rows: Sequence[dict[str, Any]]) -> str:
-    """The memory curve as a section of a report; nothing where none was recorded."""
+    """The memory curve as a section of a report; empty if none was recorded."""
     if not rows:
         return ""
     places, kept = _places(rows), _thinned(rows)
@@ -88,7 +88,7 @@ def _scales(samples: Sequence[dict[str, Any]], unit: int) -> tuple[Scale, Scale]
 def _hover_data(
     samples: Sequence[dict[str, Any]], layers: Sequence[_Layer], x_values: list[float], x: Scale, y: Scale
 ) -> str:
-    """What the read-out needs, as JSON the page's script reads."""
+    """Data for the read-out, as JSON for the page's script."""
     series = [
         {
             "label": layer.kind,
@@ -106,7 +106,7 @@ def _hover_data(
 
 
 def _places(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Where each sample lies: every step is as wide as the others, and its samples are spread evenly."""
+    """The position of each sample: all steps are equally wide, and their samples are spread evenly."""
     counts: dict[int, int] = {}
     for row in rows:
         counts[row["step"]] = counts.get(row["step"], 0) + 1
@@ -119,7 +119,7 @@ def _places(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _thinned(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """Few enough samples to draw: of each run of neighbours the one that held most."""
+    """Few enough samples to draw: the largest of each group of neighbours."""
     buckets = min(len(rows), _MOST_SAMPLES)
     edges = [bucket * len(rows) // buckets for bucket in range(buckets + 1)]
     return [max(range(start, end), key=lambda index: _total(rows[index])) for start, end in pairwise(edges)]
@@ -132,7 +132,7 @@ def _area(layer: _Layer, x_values: list[float], x: Scale, y: Scale) -> str:
 
 
 def _moment(row: dict[str, Any]) -> str:
-    # Only our own words have a place for the layer: what a file says is never a format.
+    # Only our own texts are format strings, never what a file contains.
     words = _MOMENTS[row["at"]].format(layer=row["layer"]) if row["at"] in _MOMENTS else row["at"]
     micro_batch = f" (micro-batch {row['micro_batch']})" if row.get("micro_batch") else ""
     return f"step {row['step']}, {words}{micro_batch}"
@@ -142,7 +142,7 @@ def _note(samples: Sequence[dict[str, Any]]) -> str:
     fullest = max(samples, key=_total)
     parts = [f"Rank {fullest['rank']}: most at {_moment(fullest)}, {size(_total(fullest))}."]
     if any(row["other_bytes"] is None for row in samples):
-        parts.append("What stood beyond the known kinds before a step is not counted on a CPU.")
+        parts.append("Memory outside the known kinds is not counted on a CPU.")
     if any(row["activations_bytes"] is None for row in samples):
         parts.append("Activations of compiled blocks are not counted on a CPU.")
     if (host := max(row["host_bytes"] for row in samples)) >= _WORTH_TELLING_BYTES:

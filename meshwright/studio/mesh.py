@@ -1,4 +1,4 @@
-"""The mesh as it lies on the machines: nodes of GPUs, once for every axis, coloured by the place along it."""
+"""The mesh on the machines: nodes of GPUs, once per axis, coloured by the position along it."""
 
 from html import escape
 from math import prod
@@ -10,23 +10,23 @@ _WORDS = {
     "pp": "pipeline stages (pp)",
     "dp_replicate": "replicas (dp_replicate)",
     "dp_shard": "shards (dp_shard)",
-    "cp": "pieces of a sequence (cp)",
-    "tp": "pieces of a layer (tp)",
+    "cp": "slices of a sequence (cp)",
+    "tp": "shards of a layer (tp)",
 }
 
 
 def mesh(axes: dict[str, int], gpus_per_node: int) -> str:
-    """A panel for every axis with ranks along it; `axes` are sizes by name, outermost first, as ranks are numbered."""
+    """A panel for every axis larger than 1; `axes` are sizes by name, outermost first, as ranks are numbered."""
     ranks = prod(axes.values())
     nodes = -(-ranks // gpus_per_node)
     shown = min(nodes, _MOST_NODES)
     used = [name for name, size in axes.items() if size > 1]
     panels = "".join(_panel(name, axes, gpus_per_node, shown) for name in used)
-    note = "Every row is a node, every square a GPU; GPUs of one colour have the same place along the axis."
+    note = "Every row is a node, every square a GPU; GPUs of one colour have the same position along the axis."
     if max(axes.values()) > _TINTS:
-        note += f" Colours come again after {_TINTS} places."
+        note += f" Colours repeat after {_TINTS} positions."
     if nodes > shown:
-        note += f" The first {shown} of {nodes} nodes."
+        note += f" Only the first {shown} of {nodes} nodes are shown."
     if not used:
         note = "One GPU: there is nothing to lay out."
     return (

@@ -21,7 +21,7 @@ def short(value: float) -> str:
 
 
 def exact(value: float) -> str:
-    """A setting as it was given, without the noise of binary fractions: 10,000, 0.1, 1e-5."""
+    """A setting as it was given, without binary rounding noise: 10,000, 0.1, 1e-5."""
     if not math.isfinite(value) or abs(value) >= 1e9:
         return short(value)
     if value == int(value):
@@ -30,7 +30,7 @@ def exact(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number of parameters or tokens as people say it: 22.1M, 1.24B."""
+    """A number of parameters or tokens as people write it: 22.1M, 1.24B."""
     if abs(value) >= 1e15:
         return short(value)
     for unit, suffix in _COUNT_SUFFIXES:
@@ -40,13 +40,13 @@ def count(value: float) -> str:
 
 
 def size(bytes_: float) -> str:
-    """Bytes as people say them: 512 B, 1.5 MiB, 41.2 GiB."""
+    """Bytes as people write them: 512 B, 1.5 MiB, 41.2 GiB."""
     unit, name = size_unit(bytes_)
     return f"{_trimmed(bytes_ / unit, 3)} {name}"
 
 
 def size_unit(largest_bytes: float) -> tuple[int, str]:
-    """A unit in which numbers up to this size read well."""
+    """A readable unit for numbers up to this size."""
     power = 3 if largest_bytes >= 2**30 else 2 if largest_bytes >= 2**20 else 1 if largest_bytes >= 2**10 else 0
     return 2 ** (10 * power), ("B", "KiB", "MiB", "GiB")[power]
 

@@ -1,4 +1,4 @@
-"""The shell of a report: style and script, both inside the file so that it opens from a disk without a network."""
+"""The HTML shell of a report, with style and script embedded so that the file opens offline."""
 
 from html import escape
 from importlib.resources import files
@@ -23,5 +23,5 @@ def page(title: str, body: str) -> str:
 
 
 def asset(name: str) -> str:
-    """The text of a file that the pages are made of."""
+    """The text of one of the static files."""
     return files("meshwright.studio").joinpath("static", name).read_text(encoding="utf-8")

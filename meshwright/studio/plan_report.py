@@ -1,4 +1,4 @@
-"""One layout as pictures: memory, time, schedule, mesh and scaling, for the page and for a file that opens anywhere."""
+"""The charts of one layout: memory, time, schedule, mesh and scaling, for the page and for a self-contained file."""
 
 from datetime import UTC, datetime
 from html import escape
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _MOST_ACTIONS = 3000
-"""Of a drawn schedule: a step of many micro-batches repeats itself, and a browser should not carry it all."""
+"""Of a drawn schedule: a step of many micro-batches is repetitive, and too large for a browser."""
 _SCALES = (1, 2, 4, 8, 16)
 
 
 def layout_pictures(job: "Job", cluster: "Cluster", prediction: "Prediction") -> str:
-    """Every picture of a job planned for these machines, as HTML."""
+    """All charts of a job planned for these machines, as HTML."""
     parts = [memory_bars(prediction), step_bar(prediction), _schedule(job, cluster)]
     return "".join([*parts, _mesh(job, cluster), _scaling(job, cluster)])
 
 
 def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> Path:
-    """Write the pictures of a job on these machines as one page, and return where it is."""
+    """Write the charts of a job on these machines as one page, and return its path."""
     from meshwright.plan import job_text, layout_words, predict
 
     prediction = predict(job, cluster)
@@ -41,7 +41,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB too much"
     tiles = (
-        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", "a GPU"),
+        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per GPU"),
         ("MFU", mfu, "attention over every pair"),
         ("Step", f"{prediction.step_s:.3g} s", f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"),
         ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", room),
@@ -52,7 +52,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
         for what, value, more in tiles
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}"
-    guessed = "".join(f'<p class="note">guessed: {escape(guess)}</p>' for guess in prediction.guessed)
+    guessed = "".join(f'<p class="note">assumed: {escape(guess)}</p>' for guess in prediction.guessed)
     body = (
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'
         f"<span>{escape(layout_words(job))}</span>"
@@ -80,7 +80,7 @@ def _schedule(job: "Job", cluster: "Cluster") -> str:
 
 
 def _drawn_micro_batches(job: "Job") -> int:
-    """As many whole rounds of the pipeline as can be drawn, at least one."""
+    """The number of micro-batches in as many rounds of the pipeline as can be drawn, at least one."""
     layout = job.layout
     round_actions = 2 * layout.pp * layout.pp * (layout.virtual_stages or 2)
     rounds = max(1, min(3, _MOST_ACTIONS // round_actions))
@@ -103,7 +103,7 @@ def _scaling(job: "Job", cluster: "Cluster") -> str:
     first = next((rate for _, rate in weak if rate), 0.0)
     ideal: list[Point] = [(gpus, first), (sizes[-1], first * _SCALES[-1])]
     series = [
-        Series("perfect", "train", ideal),
+        Series("ideal", "train", ideal),
         Series("batch grows with the GPUs", "plain", weak),
         Series("same batch", "other", [point for point in strong if point[1] is not None]),
     ]

@@ -1,4 +1,4 @@
-"""What the planning page asks for, checked: a model, machines, a batch, and one layout of those found."""
+"""The planning page's request, validated: a model, machines, a batch, and one of the layouts found."""
 
 import json
 from dataclasses import dataclass
@@ -29,25 +29,25 @@ LIMITS = {
     "ffn_width": (16, 2**18),
     "max_sequence_length": (16, 2**24),
 }
-"""Least and most of every number; what is larger is a slip of the finger, or an attempt to keep the planner busy."""
+"""Minimum and maximum of every number; larger values are typos, or attempts to keep the planner busy."""
 _PICKED = ("layout", "memory", "precision", "run")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question to the planner."""
+    """One request to the planner."""
 
     model: "Model"
     cluster: "Cluster"
     sequence: int
     batch: int
-    """Sequences a step."""
+    """Sequences per step."""
     practice: str
-    """Where the batch is from, if it was not asked for."""
+    """Where the batch comes from, if the request does not set it."""
 
     @property
     def gpus(self) -> int:
-        """In all."""
+        """In total."""
         return self.cluster.nodes * self.cluster.gpus_per_node
 
     def picked(self, words: str) -> "Job":
@@ -63,26 +63,24 @@ class Asked:
             if settings:
                 raise ValueError
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise UserError("pick is not a layout this page made; choose a row of the table") from None
+            raise UserError("pick is not a layout from this page; choose a row of the table") from None
         batch = {"sequence_length": self.sequence, "global_batch": self.batch, "micro_batch": micro_batch}
         parts = {"model": self.model.model_dump(exclude_unset=True), "batch": batch, **sections}
         try:
             return Job.model_validate(parts)
         except ValidationError as error:
-            raise UserError(
-                f"pick is not a layout that a job may have ({first_fault(error)}); choose another row"
-            ) from None
+            raise UserError(f"pick is not a valid layout ({first_fault(error)}); choose another row") from None
 
 
 def pick_of(job: "Job") -> str:
-    """The words for a layout that `Asked.picked` takes."""
+    """The text of a layout that `Asked.picked` accepts."""
     sections = {name: getattr(job, name).model_dump(mode="json", exclude_unset=True) for name in _PICKED}
     parts = {"micro_batch": job.batch.micro_batch, **{name: fields for name, fields in sections.items() if fields}}
     return json.dumps(parts, separators=(",", ":"))
 
 
 def asked(state: dict[str, Any]) -> Asked:
-    """The question that a page's state puts; a UserError names what cannot be."""
+    """The request for a page's state; a UserError names what is invalid."""
     from meshwright.cost import parameter_count
     from meshwright.plan import batch_sequences
 
@@ -122,7 +120,7 @@ def _cluster(state: dict[str, Any]) -> "Cluster":
         rate = state.get(key)
         if rate is not None:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e5:
-                raise UserError(f"{key} = {rate} is no rate; give GB/s above 0, or leave it out")
+                raise UserError(f"{key} = {rate} is not a rate; give GB/s above 0, or leave it out")
             links[name] = float(rate)
     fields: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "gpu": known.gpu}
     return Cluster(**fields, **({"links": links} if links else {}))
@@ -139,7 +137,7 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
 
 
 def first_fault(error: Any) -> str:
-    """The first thing a section's check says, as one sentence."""
+    """The first validation error, as one sentence."""
     report = error.errors()[0]
     place = ".".join(str(part) for part in report["loc"])
     words = str(report["msg"]).removeprefix("Value error, ")

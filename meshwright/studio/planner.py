@@ -1,6 +1,6 @@
-"""Answers to the planning page: ranked layouts, the pictures of one, a model from an uploaded config.
+"""Answers to the planning page: ranked layouts, the charts of one, a model from an uploaded config.
 
-It runs in a process of its own (`meshwright.studio.worker`), which keeps the planner's tables warm and leaves the
+It runs in a separate process (`meshwright.studio.worker`), which keeps the planner's tables warm and leaves the
 server free to answer while a search runs.
 """
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from meshwright.plan import Candidate, Search
 
 QUICK_S = 0.12
-"""What a first answer may spend on bounds and predictions; for all of them, and more rows, the page asks again."""
+"""Time of a first answer for bounds and predictions; the page then requests the full search with more rows."""
 _TOP, _QUICK_TOP = 10, 3
 _KEPT = 256
 GIB = 2**30
 
 
 class Planner:
-    """Answers questions and remembers the answers."""
+    """Answers requests and caches the answers."""
 
     def __init__(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         self._interrupted = interrupted
-        """Whether somebody else waits: then a long search ends with what it has."""
+        """Whether another request waits: then a long search returns what it has."""
         self._answers: dict[str, dict[str, Any]] = {}
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What the page shows for a question, or `error`: one sentence on what cannot be."""
+        """What the page shows for a request, or `error`: one sentence on what is invalid."""
         parts = {"search": self._search, "layout": _layout, "config": _config, "run": _run}
         key = json.dumps(question, sort_keys=True)
         for known in (key, json.dumps({**question, "full": True}, sort_keys=True)):
@@ -61,7 +61,7 @@ class Planner:
         from meshwright.plan import search, why_not
 
         question = asked(state)
-        until = process_time() + QUICK_S  # of the processor, so that a busy machine answers late but as well
+        until = process_time() + QUICK_S  # CPU time, so that a busy machine answers later but just as well
         full = bool(state.get("full"))
         enough = self._interrupted if full else lambda: process_time() > until
         found = search(
@@ -94,7 +94,7 @@ class Planner:
 def _allowed(state: dict[str, Any]) -> list[str]:
     words = state.get("allow") or []
     if not isinstance(words, list):
-        raise UserError("allow is no list of words; give some of those on the page")
+        raise UserError("allow is not a list of words; give some of those on the page")
     return [str(word) for word in words]
 
 
@@ -102,7 +102,7 @@ def _nothing(question: Asked, found: "Search") -> str:
     if found.best:
         return ""
     gpus = "one GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
-    return f"No layout fits on {gpus} of this kind; take more or larger ones, or a smaller model."
+    return f"No layout fits on {gpus} of this kind; use more or larger ones, or a smaller model."
 
 
 def _row(one: "Candidate") -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
     prediction = predict(job, cluster)
     heading = (
         f"planned for {spelled(cluster)}: {layout_words(job)}; "
-        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
     )
     return {
         "title": layout_words(job),
@@ -142,15 +142,15 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def commands(cluster: "Cluster") -> list[dict[str, str]]:
-    """What to type next, with a downloaded job.toml at hand."""
+    """The next commands to run with a downloaded job.toml."""
     gpus = cluster.gpus_per_node
     train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
     lines = {
-        "prove that it computes what one process does": "meshwright verify job.toml",
+        "verify that it computes what one process does": "meshwright verify job.toml",
         "see every term of the prediction": "meshwright plan --check job.toml",
         **({"train": train} if cluster.nodes == 1 else {}),
-        "submit it to a Slurm site (leonardo, or a profile of your own)": "meshwright submit job.toml --site leonardo",
-        "keep these pictures": "meshwright report job.toml --out plan.html",
+        "submit it to a Slurm site (leonardo, or your own profile)": "meshwright submit job.toml --site leonardo",
+        "save these charts": "meshwright report job.toml --out plan.html",
     }
     return [{"what": what, "command": command} for what, command in lines.items()]
 
@@ -166,5 +166,5 @@ def _config(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(state: dict[str, Any]) -> dict[str, Any]:
-    """What was predicted for a run beside what it reached, as HTML; nothing where its machine is not known."""
+    """A run's prediction compared with its measurements, as HTML; empty if its machine is unknown."""
     return {"html": expectations(state["job"], state["metrics"], state["events"])}

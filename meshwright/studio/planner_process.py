@@ -1,4 +1,4 @@
-"""The planner's process as the server sees it: started when needed, let go when nobody plans."""
+"""The server's handle on the planner process: started when needed, stopped when idle."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 _LONGEST_S = 120.0
 IDLE_S = 900.0
-"""After so long without a question the process is ended: its tables take as much memory as everything else here."""
+"""The process is stopped after this long without a request: its tables use as much memory as the rest of the studio."""
 
 
 class PlannerProcess:
@@ -26,12 +26,12 @@ class PlannerProcess:
         self._idle: threading.Timer | None = None
 
     def start(self) -> None:
-        """Begin loading, so that the first question need not wait for it."""
+        """Start loading, so that the first request need not wait for it."""
         with self._lock:
             self._running()
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """The answer; `error` in it where there is none."""
+        """The answer, with `error` if it failed."""
         with self._lock:
             process = self._running()
             self._asked += 1
@@ -53,7 +53,7 @@ class PlannerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, where one runs."""
+        """The process id, if one is running."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
@@ -73,7 +73,7 @@ class PlannerProcess:
                 text=True,
                 encoding="utf-8",
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is for the server, which ends it by closing its input
+                start_new_session=True,  # Ctrl-C is for the server, which stops it by closing its input
             )
             threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
         if self._idle is not None:

@@ -1,4 +1,4 @@
-"""A run as one page that opens anywhere: what it reached, how it went, and what exactly was run."""
+"""A run as one self-contained page: its results, its course, and exactly what was run."""
 
 import time
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ _LONGEST_SAMPLE = 4000
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write a run's report, RUN/report.html unless `out` says otherwise, and return where it is."""
+    """Write a run's report, to RUN/report.html unless `out` is given, and return its path."""
     folder = RunFolder.open(run)
     metrics, events, memory = folder.numbers(), folder.events(), folder.memory_curve()
     name = folder.path.absolute().name
@@ -72,7 +72,7 @@ def _charts(metrics: Metrics) -> str:
         ("Gradient norm", "before clipping", "grad_norm", 1.0, False),
         ("Learning rate", "learning rate", "lr", 1.0, True),
         ("Memory", "peak, GiB", "memory_bytes", 2.0**-30, True),
-        ("Waiting for data", "ms a step", "data_wait_s", 1e3, True),
+        ("Waiting for data", "ms per step", "data_wait_s", 1e3, True),
     ):
         points = curve(rows, field, scale)
         noisy = smooth(points) if field in ("tokens_per_s", "mfu", "data_wait_s") else []

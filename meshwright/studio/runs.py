@@ -1,4 +1,4 @@
-"""The runs of a folder, as the page lists and shows them; everything is read, nothing is written."""
+"""The runs of a folder, as the page lists and shows them; read-only."""
 
 import os
 import time
@@ -22,9 +22,9 @@ _MOST_MEMORY_BYTES = 4 << 20
 _LOG_TAIL = 1 << 16
 _ROW_TAIL = 1 << 14
 _READ_S = 0.15
-"""What one request may spend on reading; the page asks again until all is read."""
+"""Time one request may spend reading; the page repeats the request until everything is read."""
 _POINTS = 24_000
-"""Buckets of all curves in one answer, shared by the runs asked for."""
+"""Buckets of all curves in one answer, shared by the requested runs."""
 _SILENT_S = 180.0
 _SILENT_STEPS = 20
 _MARKS = ("restart", "resume", "bad_step", "overflow", "skip", "rewind", "checkpoint", "checkpoint_failed", "stop")
@@ -32,7 +32,7 @@ _MARKS = ("restart", "resume", "bad_step", "overflow", "skip", "rewind", "checkp
 
 @dataclass
 class _Events:
-    """What events.jsonl said when it was so long and written then."""
+    """The content of events.jsonl at a given size and modification time."""
 
     stamp: tuple[int, float]
     rows: list[dict[str, Any]]
@@ -41,7 +41,7 @@ class _Events:
 
 @dataclass
 class _Seen:
-    """When a run's numbers were first seen as they are, by a clock that nobody sets, and how old they were then."""
+    """When a run's current metrics were first seen, by the monotonic clock, and how old they were then."""
 
     stamp: tuple[int, float]
     at: float
@@ -76,7 +76,7 @@ class Runs:
         return [name for _, name in sorted(found, reverse=True)]
 
     def listed(self) -> list[dict[str, Any]]:
-        """A line for every run: its name, one word for its state, its size, and where it is."""
+        """An entry for every run: its name, one word for its state, its size, and its progress."""
         names = self.names()
         with self._lock:
             for kept in (self._followers, self._events, self._seen):
@@ -98,7 +98,7 @@ class Runs:
         }
 
     def _silent_s(self, name: str, stamp: tuple[int, float]) -> float:
-        """How long a run's numbers have stayed as they are; by the wall clock only for what was so when first seen."""
+        """How long a run's metrics have not changed; the wall clock counts only before they were first seen."""
         now, seen = time.monotonic(), self._seen.get(name)
         if seen is None or seen.stamp != stamp:
             age_s = max(0.0, time.time() - stamp[1]) if seen is None else 0.0
@@ -106,7 +106,7 @@ class Runs:
         return seen.age_s + now - seen.at
 
     def _stamp(self, *parts: str) -> tuple[int, float]:
-        """A file's size and when it was written."""
+        """A file's size and modification time."""
         try:
             descriptor = open_inside(self.root, *parts)
         except Outside:
@@ -118,18 +118,17 @@ class Runs:
             os.close(descriptor)
 
     def _last_row(self, name: str, size: int) -> dict[str, Any]:
-        """The newest row of a step, from the file's end."""
+        """The newest row of a step, from the end of the file."""
         rows = rows_in(self._tail(name, "metrics.jsonl", size, _ROW_TAIL), METRICS, Tally(METRICS.name))
         return next((row for row in reversed(rows) if "loss" in row), {})
 
     def _tail(self, name: str, file: str, size: int, most: int) -> bytes:
-        """The whole lines among the last bytes of a file."""
+        """The complete lines among the last bytes of a file."""
         data = self._bytes(name, file, most=most, start=max(0, size - most))
         return data if size <= most else data.partition(b"\n")[2]
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Everything that happened in a run, of very much the first and the last; lines that are no rows are counted
-        and left out."""
+        """All events of a run, or the first and the last of very many; invalid lines are counted and left out."""
         stamp = self._stamp(name, EVENTS.name)
         known = self._events.get(name)
         if known is None or known.stamp != stamp:
@@ -145,12 +144,12 @@ class Runs:
         return known.rows
 
     def _tallies(self, name: str) -> list[Tally]:
-        """What could not be read of a run's events, and of its numbers as far as anybody asked for them."""
+        """Unreadable lines of a run's events, and of its metrics as far as they were requested."""
         events, follower = self._events.get(name), self._followers.get(name)
         return [one.tally for one in (events, follower) if one is not None]
 
     def curves(self, names: Sequence[str], axis: str) -> dict[str, Any]:
-        """The curves of some runs, as many points as a screen has, and how much of each was read."""
+        """The curves of some runs, with as many points as a screen can show, and how much of each was read."""
         if axis not in AXES:
             raise Outside(axis)
         known = set(self.names())
@@ -164,7 +163,7 @@ class Runs:
             if time.monotonic() < until:
                 follower.read(until)
             elif follower.read_share < 1 and answer:
-                continue  # its turn comes when the page asks again
+                continue  # read when the page asks again
             answer[name] = self._curve(name, follower, axis, buckets)
         return answer
 
@@ -176,7 +175,7 @@ class Runs:
         return {**read, **follower.drawn(axis, buckets), "marks": marks[-_MOST_EVENTS:]}
 
     def shown(self, name: str) -> dict[str, Any]:
-        """What the page tells of one run."""
+        """The details of one run."""
         self._require(name)
         events, memory = self.events(name), Tally(MEMORY.name)
         rows = rows_in(self._bytes(name, MEMORY.name, most=_MOST_MEMORY_BYTES), MEMORY, memory)
@@ -208,7 +207,7 @@ class Runs:
         }
 
     def question(self, name: str) -> dict[str, Any]:
-        """What the planner must know to set a prediction beside this run: its newest steps, its last start and stop."""
+        """What the planner needs to compare this run with a prediction: its newest steps, its last start and stop."""
         self._require(name)
         events = {event["kind"]: event for event in self.events(name) if event["kind"] in ("start", "stop")}
         size, _ = self._stamp(name, METRICS.name)
@@ -241,11 +240,11 @@ class Runs:
 
 
 def heard(state: str, silent_s: float, step_s: Any) -> str:
-    """The state; `silent` where a run says running, but has written nothing for long: a killed one says no farewell."""
+    """The state; `silent` if a run is marked as running but has written nothing for long, as after a kill."""
     long = max(_SILENT_S, _SILENT_STEPS * (_number(step_s) or 0))
     return "silent" if state == "running" and silent_s > long else state
 
 
 def _number(value: Any) -> float | None:
-    """A number that a page can show; what else a line may hold is none."""
+    """A number that a page can show, or None for anything else."""
     return value if is_number(value) else None

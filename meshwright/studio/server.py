@@ -1,4 +1,4 @@
-"""The studio's server: a few static files, answers in JSON, and nothing that changes a run."""
+"""The studio's server: a few static files and JSON answers; it never changes a run."""
 
 import io
 import json
@@ -30,7 +30,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Refused(Exception):
-    """A request that gets a status and a sentence instead of an answer."""
+    """A request that is answered with a status and an error message."""
 
     def __init__(self, status: HTTPStatus, words: str) -> None:
         super().__init__(words)
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 
 class Studio(ThreadingHTTPServer):
-    """The server of one runs folder; `serve_forever` it, and `close` it."""
+    """The server of one runs folder; call `serve_forever`, then `close`."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -55,31 +55,31 @@ class Studio(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise UserError(
-                f"--port = {port} cannot be used on {host} ({error.strerror}); give another, or 0 for any that is free"
+                f"--port = {port} cannot be used on {host} ({error.strerror}); give another, or 0 for any free one"
             ) from error
         self.guard = Guard(self.server_address[1], host, token)
 
     @property
     def address(self) -> str:
-        """What to open in a browser; it holds the token, where one is needed."""
+        """The URL to open in a browser, with the token if one is needed."""
         host, port = self.server_address[:2]
         token = f"?token={self.guard.token}" if self.guard.token else ""
         return f"http://{host!s}:{port}/{token}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own, where there is room for one."""
+        """Answer a connection in its own thread, if the limit allows another."""
         if self.connections.enter(request):
             super().process_request(request, client_address)
         else:
             self._turn_away(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection and make room for another."""
+        """Close a connection and free its slot."""
         self.connections.leave(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks off is nobody's business."""
+        """Ignore broken connections."""
 
     def _turn_away(self, request: socket.socket) -> None:
         try:
@@ -90,7 +90,7 @@ class Studio(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def close(self) -> None:
-        """Stop listening and end the planner."""
+        """Stop listening and stop the planner."""
         self.server_close()
         self.planner.close()
 
@@ -142,16 +142,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.connections.answering(self.connection, True)
             make(split.path, query)
         except Refused as refused:
-            self.close_connection = True  # a body that was not read must not be taken for the next request
+            self.close_connection = True  # an unread body must not be parsed as the next request
             self._send_json({"error": str(refused)}, refused.status)
         except UserError as error:
             self._send_json({"error": str(error)}, HTTPStatus.BAD_REQUEST)
         except (Outside, ValueError):
             self.close_connection = True
-            self._send_json({"error": "there is nothing here"}, HTTPStatus.NOT_FOUND)
-        except OSError:  # the other side is gone, too late, or made room for another
+            self._send_json({"error": "not found"}, HTTPStatus.NOT_FOUND)
+        except OSError:  # the client is gone, too slow, or was dropped for another
             self.close_connection = True
-        except Exception as error:  # whatever a run holds, the next request is answered
+        except Exception as error:  # whatever a run contains, the next request must still work
             self.close_connection = True
             report = f"internal error, {type(error).__name__}: {error}; please report it"
             self._send_json({"error": report}, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if known is False:
             guesses.wrong(address)
-        words = "the token is missing or wrong; open the address that `meshwright studio` printed"
+        words = "the token is missing or wrong; open the URL that `meshwright studio` printed"
         raise Refused(HTTPStatus.FORBIDDEN, words)
 
     def _get(self, path: str, query: dict[str, list[str]]) -> None:
@@ -200,30 +200,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _post(self, path: str, _query: dict[str, list[str]]) -> None:
         if path != "/api/plan":
-            raise Refused(HTTPStatus.NOT_FOUND, "there is nothing here")
+            raise Refused(HTTPStatus.NOT_FOUND, "not found")
         if self.headers.get_content_type() != "application/json":
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a question is JSON")
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a request must be JSON")
         if "Transfer-Encoding" in self.headers:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a question says how long it is")
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a request needs a Content-Length")
         length = self.headers.get("Content-Length", "")
         if not length.isascii() or not length.isdigit():
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a question says how long it is")
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "a request needs a Content-Length")
         if len(length) > 9 or int(length) > _LARGEST_QUESTION:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a question is at most 1 MiB")
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "a request may have at most 1 MiB")
         self._reader.allow(int(length))
-        self.server.connections.answering(self.connection, False)  # while it drips in, it may have to make room
+        self.server.connections.answering(self.connection, False)  # may be dropped while its body arrives
         try:
             question = parse_json(self.rfile.read(int(length)))
         except Unfit:
-            raise Refused(HTTPStatus.BAD_REQUEST, "a question is JSON") from None
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request must be JSON") from None
         self.server.connections.answering(self.connection, True)
         if not isinstance(question, dict) or question.get("part") not in ("search", "layout", "config"):
-            raise Refused(HTTPStatus.BAD_REQUEST, "a question has a part: search, layout or config")
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, layout or config")
         self._ask(question)
 
     def _ask(self, question: dict[str, Any]) -> None:
         if not self.server.questions.acquire(blocking=False):
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the planner is busy with other questions; ask again")
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the planner is busy with other requests; try again")
         try:
             answer = self.server.planner.ask(question)
         finally:
@@ -232,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _first_page(self, with_token: bool) -> None:
         if with_token and self.server.guard.token:
-            # Into a cookie that no other page's request carries, and out of the address bar.
+            # Move it into a cookie that other pages' requests do not carry, and out of the address bar.
             self.send_response(HTTPStatus.SEE_OTHER)
             cookie = f"{COOKIE}={self.server.guard.token}; Path=/; HttpOnly; SameSite=Strict"
             self._end_headers({"Location": "/", "Set-Cookie": cookie, "Content-Length": "0"})
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_json(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except ValueError:  # browsers read no such floats
+        except ValueError:  # browsers cannot parse non-finite floats
             text = json.dumps(_worded(value), ensure_ascii=False)
         body = text.encode("utf-8", "replace")
         self._send(body, "application/json; charset=utf-8", status)
@@ -267,11 +267,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: what matters is on the page."""
+        """Print nothing: what matters is on the page."""
 
 
 def _worded(value: Any) -> Any:
-    """The same with words for floats that are not finite."""
+    """The same with strings for non-finite floats."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, dict):

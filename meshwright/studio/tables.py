@@ -16,20 +16,20 @@ _LONGEST_JOB = 1 << 16
 
 
 def events_table(events: list[dict[str, Any]]) -> str:
-    """What happened, when; the middle of a very long list is left out and said so."""
+    """The events with their times; the middle of a very long list is left out, with a note."""
     if not events:
-        return '<p class="note">Nothing has happened yet.</p>'
+        return '<p class="note">No events yet.</p>'
     left_out = max(0, len(events) - _FIRST_EVENTS - _LAST_EVENTS)
     rows = [_event_row(event) for event in events[: _FIRST_EVENTS if left_out else None]]
     if left_out:
-        rows.append(f'<tr><td></td><td class="none" colspan="2">{left_out:,} events left out here</td></tr>')
+        rows.append(f'<tr><td></td><td class="none" colspan="2">{left_out:,} events not shown</td></tr>')
         rows.extend(_event_row(event) for event in events[-_LAST_EVENTS:])
     head = '<thead><tr><th scope="col">after</th><th scope="col">event</th><th scope="col">details</th></tr></thead>'
     return f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
 
 
 def job_tables(job: dict[str, Any], raw: str) -> str:
-    """The resolved job, a small table a section; what the job file itself gives is bold."""
+    """The resolved job, one small table per section; values from the job file are bold."""
     given = _given(raw)
     sections = []
     for section, fields in job.items():
@@ -38,14 +38,12 @@ def job_tables(job: dict[str, Any], raw: str) -> str:
         rows = "".join(_row(field, value, field in given.get(section, {})) for field, value in fields.items())
         sections.append(f"<section><h3>{escape(section)}</h3><table><tbody>{rows}</tbody></table></section>")
     file = f"<details><summary>job.toml as written</summary><pre>{escape(raw)}</pre></details>" if raw.strip() else ""
-    note = (
-        '<p class="note above">Every field as it was resolved; bold where the job file gives it.</p>' if given else ""
-    )
+    note = '<p class="note above">All resolved fields; values from the job file are bold.</p>' if given else ""
     return f'{note}<div class="sections">{"".join(sections)}</div>{file}'
 
 
 def environment_table(environment: dict[str, Any]) -> str:
-    """Versions, machine and the variables that steer a run."""
+    """Versions, machine and the environment variables that affect a run."""
     plain = {key: value for key, value in environment.items() if key != "variables"}
     plain["argv"] = " ".join(str(word) for word in environment.get("argv", []))
     variables = environment.get("variables", {})

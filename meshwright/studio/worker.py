@@ -1,6 +1,6 @@
-"""The planner's process: questions as lines of JSON on standard input, answers on standard output.
+"""The planner process: requests as lines of JSON on standard input, answers on standard output.
 
-It is started as `python -m meshwright.studio.worker` and ends with its input, so that no server leaves one behind.
+It is started as `python -m meshwright.studio.worker` and exits when its input closes, so none is left behind.
 """
 
 import gc
@@ -17,7 +17,7 @@ from meshwright.studio.planner import Planner
 def main() -> None:
     """Answer until the input ends."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints must not stand between the answers
+    os.dup2(2, 1)  # library output must not mix with the answers
     waiting: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     threading.Thread(target=_read, args=(waiting,), daemon=True).start()
     planner = Planner(interrupted=lambda: not waiting.empty())
@@ -30,7 +30,7 @@ def main() -> None:
             answer = {"error": f"the planner failed ({type(error).__name__}: {error}); please report it", "bug": True}
         out.write(json.dumps({"id": line["id"], "answer": answer}) + "\n")
         out.flush()
-        gc.freeze()  # the planner's tables stay: to look through them for garbage would hold an answer up by 100 ms
+        gc.freeze()  # the planner's tables stay: scanning them for garbage would delay an answer by 100 ms
 
 
 def _read(waiting: "SimpleQueue[dict[str, Any] | None]") -> None:

@@ -68,11 +68,11 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
         ({"shape": {"heads": 7, "kv_heads": 2}}, "model.kv_heads = 2 does not divide model.heads = 7"),
         ({"shape": {"file": "/etc/passwd"}}, "shape has fields that no plan depends on"),
         ({"shape": {"norm": "<b>"}}, "norm"),
-        ({"network_link": -1}, "network_link = -1 is no rate"),
+        ({"network_link": -1}, "network_link = -1 is not a rate"),
         ({"allow": ["x"]}, "nothing to allow"),
-        ({"part": "layout", "pick": "x"}, "pick is not a layout this page made"),
-        ({"part": "layout", "pick": '{"micro_batch": 1, "data": {}}'}, "pick is not a layout this page made"),
-        ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": "x"}}'}, "pick is not a layout that a job"),
+        ({"part": "layout", "pick": "x"}, "pick is not a layout from this page"),
+        ({"part": "layout", "pick": '{"micro_batch": 1, "data": {}}'}, "pick is not a layout from this page"),
+        ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": "x"}}'}, "pick is not a valid layout"),
         ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": 2}}'}, "layout takes 2 ranks"),
         ({"part": "config", "config": {"model_type": "bert"}}, "bert"),
         ({"part": "config", "config": [1]}, "config is not a JSON object"),
@@ -110,7 +110,7 @@ def test_a_plan_as_a_picture(cli: Callable[..., Any], tmp_path: Path) -> None:
     picture = (tmp_path / "one.svg").read_text()
     assert picture == (tmp_path / "two.svg").read_text()
     ElementTree.fromstring(picture)
-    assert "optimizer states" in picture and "recomputation" in picture and "the card: 80 GiB" in picture
+    assert "optimizer states" in picture and "recomputation" in picture and "GPU memory: 80 GiB" in picture
     assert "var(" not in picture and "currentColor" not in picture and picture.count("http") == 1
     for wrong in (["--scale", "4"], ["--svg", "nowhere/x.svg"]):
         done = cli(*asked, "--svg", "three.svg", *wrong)
@@ -119,7 +119,7 @@ def test_a_plan_as_a_picture(cli: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_the_guide_is_escaped_and_its_links_stay_inside() -> None:
     assert {"plan", "runs", "studio", "playbook/zero"} <= set(guide_titles())
-    assert '<a href="#learn?page=layouts&amp;at=the-zero-dial">' in guide_page("playbook/zero")
+    assert '<a href="#learn?page=layouts&amp;at=the-zero-stages">' in guide_page("playbook/zero")
     assert '<a href="#learn?page=playbook/zero">' in guide_page("playbook/data-parallelism")
     assert '<img src="guide/playbook/images/1f1b.svg"' in guide_page("playbook/pipeline-parallelism")
     assert guide_picture("playbook/images/1f1b.svg").startswith(b"<svg")

@@ -166,7 +166,7 @@ def test_a_long_run_stays_small_and_keeps_its_spikes(tmp_path: Path) -> None:
         run.sample(step, "word " * 5000)
     html, parsed = read(tmp_path / "run")
     assert len(html.encode()) < 2_000_000
-    assert "77.7" in html and "events left out here" in parsed.text and "of 299 earlier samples" in parsed.text
+    assert "77.7" in html and "events not shown" in parsed.text and "of 299 earlier samples" in parsed.text
 
 
 def test_other_place_and_other_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// The pages and the address: what comes after # is the whole state, so that a copied address shows the same.
+// The pages and the URL: the part after # is the whole state, so that a copied URL shows the same page.
 import { remember } from "./dom.js";
 import * as learn from "./learn.js";
 import * as plan from "./plan.js";

@@ -40,7 +40,7 @@ function extent(series) {
   return { low, high, left, right };
 }
 
-// Draws into `figure`, which is kept from one poll to the next so that nothing jumps.
+// Draws into `figure`, which is reused from one poll to the next so that nothing jumps.
 export function draw(figure, { title, unit, axis, series, marks = [], fromZero = false }) {
   const wide = figure.classList.contains("wide"), width = Math.max(300, figure.clientWidth || 600), height = wide ? 330 : 240;
   const dashed = wide ? [...new Set(marks.map(mark => mark.kind.replaceAll("_", " ")))] : [];
@@ -95,7 +95,7 @@ function curve(one, atX, atY) {
   for (let n = 0; n < one.x.length; n += 1) {
     if (one.low[n] === null || one.x[n] === null) { open = false; continue; }
     const x = atX(one.x[n]).toFixed(1);
-    path += `${open ? "L" : "M"}${x} ${atY(one.low[n]).toFixed(1)}${open ? "" : "h0"}`;  // h0: alone, a point is a dot
+    path += `${open ? "L" : "M"}${x} ${atY(one.low[n]).toFixed(1)}${open ? "" : "h0"}`;  // h0: a single point becomes a dot
     if (one.high && one.high[n] !== one.low[n]) path += `L${x} ${atY(one.high[n]).toFixed(1)}`;
     open = true; points += 1;
   }

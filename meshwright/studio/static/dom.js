@@ -1,4 +1,4 @@
-// Small helpers; text always goes in as text, never as markup.
+// Small helpers; text is always inserted as text, never as markup.
 export const $ = id => document.getElementById(id);
 
 export function h(tag, attributes = {}, ...children) {
@@ -33,7 +33,7 @@ export function setAddress(page, query) {
   remember(page, wanted);
 }
 
-// The link to a page leads to how it was left.
+// The link to a page restores its last state.
 export function remember(page, address) {
   document.querySelector(`[data-page=${page}]`).setAttribute("href", address);
 }

@@ -1,4 +1,4 @@
-// A read-out under the pointer for every chart that carries its data; the charts are whole without it.
+// A read-out under the pointer for every chart that embeds its data; the charts are complete without it.
 export function bindFigures(root) {
   for (const figure of root.querySelectorAll("figure.chart")) {
     const source = figure.querySelector("script");

@@ -1,4 +1,4 @@
-// Plan: the form is the state, the state is the address, and every change asks the planner.
+// Plan: the form is the state, the URL stores it, and every change queries the planner.
 import { $, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 
@@ -26,13 +26,13 @@ export async function enter(query) {
 
 export function leave() { clearTimeout(timer); turn += 1; }
 
-// A name that this studio does not know is kept, so that the planner refuses it by name instead of another being planned.
+// An unknown name is kept, so that the planner rejects it by name instead of planning something else.
 function take(select, name) {
   if (![...select.options].some(option => option.value === name)) select.append(h("option", {}, name));
   select.value = name;
 }
 
-// Of an address that was cut or typed, what cannot be read counts as not given.
+// Parts of a truncated or hand-typed URL that cannot be parsed are ignored.
 function parsed(text, otherwise) {
   try {
     const found = JSON.parse(text);
@@ -42,7 +42,7 @@ function parsed(text, otherwise) {
 
 async function begin() {
   choices = await ask("/api/choices");
-  fields.model.append(h("option", { value: "" }, "own shape"), ...Object.keys(choices.models).map(name => h("option", {}, name)));
+  fields.model.append(h("option", { value: "" }, "custom shape"), ...Object.keys(choices.models).map(name => h("option", {}, name)));
   fields.gpu.append(...Object.entries(choices.gpus).map(([name, gib]) => h("option", { value: name }, `${name} (${gib} GiB)`)));
   fields.cluster.append(h("option", { value: "" }, "as below"), ...Object.keys(CLUSTERS).map(name => h("option", {}, name)));
   $("shape").append(...SLIDERS.map(slider));
@@ -53,9 +53,9 @@ async function begin() {
     try {
       await navigator.clipboard.writeText($("job").textContent);
       told("copied", false, "copied");
-    } catch {  // a page that was not opened on this machine may not write there
+    } catch {  // a page from another machine may not access the clipboard
       getSelection().selectAllChildren($("job"));
-      told("your browser lets this page copy nothing; the text is marked, press Ctrl-C", true, "copied");
+      told("your browser does not let this page copy; the text is selected, press Ctrl-C", true, "copied");
     }
   });
 }
@@ -97,11 +97,11 @@ async function upload(input) {
     shape = answer.shape;
     own = false;
     refresh();
-    told(`${file.name} is the shape now`);
+    told(`using the shape of ${file.name}`);
   } catch (error) {
     told(`${file.name} cannot be used: ${error.message}`, true);
   }
-  input.value = "";  // so that the same file, mended, can be chosen again
+  input.value = "";  // so that the same file can be chosen again after a fix
 }
 
 function matchCluster() {
@@ -127,7 +127,7 @@ function refresh() {
   if (!busy) run();
 }
 
-// One question at a time: while it is answered, only the latest change waits.
+// One request at a time: while it runs, only the latest change is queued.
 async function run() {
   busy = true;
   while (again) {
@@ -142,16 +142,16 @@ async function run() {
 
 async function search(asked, mine, full) {
   const begun = performance.now();
-  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: "the studio does not answer; is it still running?" }));
+  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: "the studio does not respond; is it still running?" }));
   if (mine !== turn) return;
-  if (found.error) { say(found.error, true); return; }  // what stands below stays dim: it answers an earlier question
+  if (found.error) { say(found.error, true); return; }  // the results below stay dimmed: they answer an earlier request
   $("answer").classList.remove("late");
   base = found.shape;
   showShape(found);
-  // A layout that somebody chose stays chosen, also where a shared address names one that is not among the best.
+  // A layout that the user chose stays selected, even if a shared URL names one that is not among the best.
   if (!own) pick = found.rows[0]?.pick ?? null;
   showRows(found);
-  const more = found.whole ? "" : "; the rest is being predicted";
+  const more = found.whole ? "" : "; still searching";
   say(found.nothing || `${found.bounded.toLocaleString("en")} layouts bounded, ${found.predicted} predicted in ${Math.round(performance.now() - begun)} ms${more}`, Boolean(found.nothing));
   await choose(asked, mine);
   if (!found.whole && mine === turn) timer = setTimeout(() => mine === turn && search(asked, mine, true), 150);
@@ -162,13 +162,13 @@ function showShape(found) {
   $("size").textContent = `${found.parameters_words} parameters`;
   fields.seq.placeholder = found.sequence;
   fields.batch.placeholder = found.batch_tokens;
-  $("practice").textContent = found.practice || `${found.batch} sequences a step`;
+  $("practice").textContent = found.practice || `${found.batch} sequences per step`;
 }
 
 function showRows(found) {
   const rows = found.rows.map(row => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
     h("td", {}, h("button", { type: "button", class: "pick", "aria-pressed": String(row.pick === pick) }, row.layout)),
-    h("td", { class: "number", "data-name": "tokens/s a GPU" }, number(row.tokens_per_s_per_gpu)),
+    h("td", { class: "number", "data-name": "tokens/s per GPU" }, number(row.tokens_per_s_per_gpu)),
     h("td", { class: "number", "data-name": "MFU" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
     h("td", { class: "number", "data-name": "step" }, `${number(row.step_s)} s`),
     h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1)),
@@ -202,7 +202,7 @@ async function choose(asked, mine) {
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
+  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `assumed: ${guess}`)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);

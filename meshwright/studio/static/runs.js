@@ -1,4 +1,4 @@
-// Runs: a list that is asked for again and again, and curves that are fetched only where a run has grown.
+// Runs: a list that is polled, and curves that are fetched only if a run has grown.
 import { draw } from "./chart.js";
 import { $, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
@@ -7,9 +7,9 @@ const CHARTS = [
   { field: "loss", title: "Loss", unit: "nats per token", wide: true }, { field: "tokens_per_s", title: "Throughput", unit: "tokens/s", fromZero: true },
   { field: "mfu", title: "Model FLOPs utilisation", unit: "% of dense peak", scale: 100, fromZero: true }, { field: "grad_norm", title: "Gradient norm", unit: "before clipping" },
   { field: "lr", title: "Learning rate", unit: "learning rate", fromZero: true }, { field: "memory_bytes", title: "Memory", unit: "peak, GiB", scale: 2 ** -30, fromZero: true },
-  { field: "data_wait_s", title: "Waiting for data", unit: "ms a step", scale: 1e3, fromZero: true },
+  { field: "data_wait_s", title: "Waiting for data", unit: "ms per step", scale: 1e3, fromZero: true },
 ];
-const AXES = { step: "steps", tokens: "tokens", time: "seconds in steps" };
+const AXES = { step: "steps", tokens: "tokens", time: "seconds of training" };
 const EVERY_MS = 1500, FEW = 5;
 let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false, detailed = "";
 const tints = new Map();  // a run keeps its colour when newer ones appear above it
@@ -74,7 +74,7 @@ async function poll() {
       if (incomplete) wait = 30;
     }
   } catch {
-    $("runs-status").textContent = "the studio does not answer; is it still running?";
+    $("runs-status").textContent = "the studio does not respond; is it still running?";
     $("runs-status").classList.add("error");
   }
   if (polling === 0) polling = setTimeout(poll, wait);
@@ -133,7 +133,7 @@ async function open(name) {
 
 const growth = run => [run.name, run.state, run.version + run.unread].join();
 
-// What is told of one run, again whenever it has grown; a picture that did not change is left under the pointer.
+// The details of one run, refreshed whenever it has grown; a chart that did not change is left in place.
 async function details(name) {
   const now = list.find(run => run.name === name), before = detailed.split(",").slice(0, -1).join();
   const run = await ask(`/api/run?run=${encodeURIComponent(name)}`);
@@ -174,7 +174,7 @@ async function showPredicted(name) {
   const { html, error } = await ask(`/api/predicted?run=${encodeURIComponent(name)}`);
   if (shown !== name) return;
   if (html) $("predicted").innerHTML = html;  // escaped by the server
-  else $("predicted").replaceChildren(h("p", { class: "note" }, error ?? "Nothing is predicted for this run: it has no steps yet, or ran on no device that the planner knows."));
+  else $("predicted").replaceChildren(h("p", { class: "note" }, error ?? "No prediction for this run: it has no steps yet, or ran on a device that the planner does not know."));
 }
 
 async function tail() {
@@ -182,7 +182,7 @@ async function tail() {
   if (!shown || !name || $("logs").hidden) return;
   const query = new URLSearchParams({ run: shown, log: name, ...(log === null ? {} : { offset: log }) });
   const more = await ask(`/api/log?${query}`);
-  if (more.error || name !== $("log").value || run !== shown || from !== log) return;  // asked twice, or no longer
+  if (more.error || name !== $("log").value || run !== shown || from !== log) return;  // requested twice, or no longer needed
   const box = $("log-text"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 5;
   if (log === null) box.textContent = "";
   log = more.offset;
