@@ -157,7 +157,7 @@ def test_export_refuses_what_it_cannot_do_and_leaves_nothing(cli, original: Path
     (tmp_path / "file").touch()
     for out, options, match in (
         ("full", (), "full exists and is not an empty folder"),
-        ("file/out", (), "a file is in its way"),
+        ("file/out", (), "a file is in the way"),
         ("out", ("--dtype", "int8"), "--dtype = int8"),
     ):
         told = cli("checkpoint", "export", "run", out, *options)
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_no_half_folder(folder: Path, tmp_path: Path, monkeyp
 
     import_folder(folder, tmp_path / "run")
     monkeypatch.setattr("meshwright.checkpoint.hf_write.write_safetensors", full)
-    with pytest.raises(UserError, match="no space is left"):
+    with pytest.raises(UserError, match="no space left"):
         export_run(tmp_path / "run", tmp_path / "deep/out", "fp32")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run"}
 
