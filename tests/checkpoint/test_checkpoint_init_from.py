@@ -90,7 +90,7 @@ def test_the_folder_decides_shape_and_tokenizer(folders: Path, tmp_path: Path) -
         ("", 'model.norm="layernorm"', r"--set: model\.norm = 'layernorm' contradicts .* gives 'rmsnorm'"),
         ("", "model.rope_scaling={factor=2.0}", r"--set: model\.rope_scaling = .* contradicts"),
         ('preset = "tiny-qwen3"', None, r"preset tiny-qwen3: model\.vocab_size = 512 contradicts"),
-        ('file = "own.py"', None, r"model\.file beside model\.init_from"),
+        ('file = "own.py"', None, r"model\.file with model\.init_from"),
         ("", "model.init_from=nowhere", r"model\.init_from = \"nowhere\": nowhere is not a folder; download"),
     ],
 )
