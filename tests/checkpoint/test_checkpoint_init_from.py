@@ -139,5 +139,5 @@ def test_a_run_folder_says_the_same_job_and_an_import_has_no_training_to_go_on_w
 
     import_folder(folders / "qwen3", tmp_path / "imported")
     corpus = open_corpus(load_job(str(tmp_path / "imported"), ['data.sources=["builtin:synthetic"]']).job)
-    with pytest.raises(UserError, match=r'was imported.*model\.init_from = ".*qwen3" in a run\.folder of its own'):
+    with pytest.raises(UserError, match=r'was imported.*model\.init_from = ".*qwen3" in a new run\.folder'):
         require_same_run(job, corpus, newest(tmp_path / "imported"))

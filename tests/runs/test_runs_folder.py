@@ -232,4 +232,4 @@ def test_a_run_that_a_second_signal_ended_was_stopped_and_did_not_fail(cli, tmp_
     folder.event("start", attempt=0)
     record_failure(folder, KeyboardInterrupt(), "KeyboardInterrupt: ", print)
     told = json.loads(cli("status", "run", "--json").out)
-    assert told["state"] == "stopped" and "a second signal ended it at once, unsaved" in told["why"]
+    assert told["state"] == "stopped" and "a second signal stopped it at once, unsaved" in told["why"]

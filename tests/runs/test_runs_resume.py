@@ -211,7 +211,7 @@ def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:  # type: 
 
 
 REFUSED = {
-    "run.seed=5": r"run\.seed = 5 cannot continue run/checkpoints/step-00000002, which was saved with 0; set it back",
+    "run.seed=5": r"run\.seed = 5 cannot continue run/checkpoints/step-00000002, which was saved with 0; restore it",
     "batch.sequence_length=32": r"batch\.sequence_length = 32 cannot continue",
     "data.packing=best-fit": r"data\.packing = best-fit cannot continue",
     "optimizer.name=lion": r"optimizer\.name = lion cannot continue",

@@ -101,7 +101,7 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
     whole = OneStage.accumulate
     monkeypatch.setattr(OneStage, "accumulate", lambda *given: whole(*given) * float("nan"))
     monkeypatch.setattr(rewinds, "MOST_REWINDS", 2)
-    with pytest.raises(UserError, match="step 1 came out bad after 2 rewinds; look at it with `meshwright replay"):
+    with pytest.raises(UserError, match="step 1 is still bad after 2 rewinds; look at it with `meshwright replay"):
         train("hopeless", "run.on_bad_step=rewind", "run.steps=3")
 
 
@@ -128,7 +128,7 @@ def test_a_step_is_made_again_and_its_samples_shown(cli, spoil) -> None:  # type
     assert good["loss"] == pytest.approx(good["recorded_loss"], rel=1e-6)
     assert good["grad_norm"] == pytest.approx(good["recorded_grad_norm"], rel=1e-5)
     result = cli("replay", "run", "--step", "99")
-    assert result.code == 2 and "--step 99 is no step of run, which has 1 to 8" in result.err
+    assert result.code == 2 and "--step 99 is not a step of run; give one from 1 to 8" in result.err
     assert "sample" in cli("replay", "run", "--step", "5", "--device", "cpu").out
 
 
