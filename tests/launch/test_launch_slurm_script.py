@@ -160,7 +160,7 @@ def test_a_refusal_of_sbatch_leaves_nothing(cli, tiny_job: Path, monkeypatch: py
     (bin_folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(bin_folder))
     refused = cli("submit", "job.toml", "--site", "vega", "--time", "10")
-    assert refused.code == 2 and "sbatch refused: error: Invalid account" in refused.err
+    assert refused.code == 2 and "sbatch failed: error: Invalid account" in refused.err
     assert not (tiny_job.parent / "run").exists()
 
 

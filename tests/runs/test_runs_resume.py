@@ -216,7 +216,7 @@ REFUSED = {
     "data.packing=best-fit": r"data\.packing = best-fit cannot continue",
     "optimizer.name=lion": r"optimizer\.name = lion cannot continue",
     "precision.optimizer_states=bf16": r"precision\.optimizer_states = bf16 cannot continue",
-    "data.validation_fraction=0.4": r"data\.sources = \['corpus'\] does not give the tokens",
+    "data.validation_fraction=0.4": r"data\.sources = \['corpus'\] does not produce the tokens",
     "model.ffn_width=96": r"layers\.0\.ffn\.gate\.weight has shape \(32, 32\), the model's is \(96, 32\)",
     "model.tied=true": r"does not fit the model: head\.weight is on one side only",
 }
@@ -275,7 +275,7 @@ def test_error_feedback_goes_on_bit_for_bit_and_its_sum_outlives_another_number_
     if compress == "topk":
         run_ranks(_ranks, 4, "four", *overrides, "layout.dp_replicate=4", "run.steps=5", "schedule.name=constant")
         [changed] = events("four", "feedback_changed")
-        assert changed["replicas"] == [2, 4] and changed["memory"] == "its sum is shared out"
+        assert changed["replicas"] == [2, 4] and changed["memory"] == "its sum is redistributed"
 
 
 def _memories(folder: str, *overrides: str) -> dict[str, torch.Tensor]:

@@ -107,7 +107,7 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
 
 def test_a_spike_stops_or_is_skipped_as_the_job_says(spoil) -> None:  # type: ignore[no-untyped-def]
     spoil(4 * 20, 50.0, times=99)
-    with pytest.raises(UserError, match=r"step 21 gave loss .* robust deviations above the last ones"):
+    with pytest.raises(UserError, match=r"step 21 has loss .* robust deviations above the recent losses"):
         train("stops", "run.spike_score=8")
     events = train("skips", "run.spike_score=8", "run.on_bad_step=skip")
     assert kinds(events, "bad_step")[0]["policy"] == "skip" and kinds(events, "stop")[0]["reason"] == "finished"
@@ -149,10 +149,10 @@ def test_what_nvidia_smi_says_becomes_plain_units() -> None:
 def test_the_rank_that_keeps_others_waiting_is_named() -> None:
     times = {"work_s": [0.1, 0.1, 0.19, 0.11], "data_wait_s": [0.0, 0.05, 0.0, 0.0]}
     assert slow_ranks(times) == [
-        "rank 2 works 190.0 ms a step, others 100.0 ms",
-        "rank 1 waits for data 50.0 ms a step, others 0.0 ms",
+        "rank 2 works 190.0 ms per step, others 100.0 ms",
+        "rank 1 waits for data 50.0 ms per step, others 0.0 ms",
     ]
     assert slow_ranks({"work_s": [0.1, 0.2], "data_wait_s": [0.0, 0.0]}) == [
-        "rank 1 works 200.0 ms a step, others 100.0 ms"
+        "rank 1 works 200.0 ms per step, others 100.0 ms"
     ]
     assert slow_ranks({"work_s": [0.1, 0.12], "data_wait_s": [0.0, 0.001]}) == []
