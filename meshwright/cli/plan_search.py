@@ -62,7 +62,7 @@ def show_search(
     console.print(_table(found, machines, training))
     if practice:
         console.print(practice, markup=False, highlight=False, soft_wrap=True)
-    predicted = f"{found.predicted} predicted" + ("" if found.exact else "(the limit)")
+    predicted = f"{found.predicted} predicted" + ("" if found.exact else " (the limit)")
     console.print(
         f"{found.bounded} layouts bounded in {found.bound_s:.2f} s, {predicted}; "
         f"{batch} sequences of {sequence} tokens per step",

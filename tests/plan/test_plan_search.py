@@ -114,7 +114,7 @@ def test_refusals_say_what_to_do() -> None:
         (["--model", "llama-3-70b", "--cluster", "1xh100"], "no layout of llama-3-70b fits"),
         (["--model", "llama-3.2-1b"], "--cluster is missing"),
         (["--model", "llama-3.2-1b", "--cluster", "8xh100", "--seq", "1000000"], "--seq = 1000000 is longer"),
-        (["--model", "no.json", "--cluster", "8xh100"], "no.json is not there; give --model"),
+        (["--model", "no.json", "--cluster", "8xh100"], "no.json does not exist; give --model"),
     ):
         error = CliRunner().invoke(app, ["plan", *arguments]).exception
         assert isinstance(error, UserError) and word in str(error), arguments
