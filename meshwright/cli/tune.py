@@ -58,7 +58,7 @@ def tune(
         tried = [asdict(one) for one in found.tried]
         print_json({"best": list(found.best), "verdict": found.verdict, "tried": tried, "file": str(file)})
         return
-    fastest = " ".join(found.best) or "the job as it was"
+    fastest = " ".join(found.best) or "the original job"
     console.print(f"fastest: {fastest}: {found.verdict}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -132,7 +132,7 @@ def test_a_restart_that_is_refused_is_tried_again(folder: RunFolder) -> None:
     restarts.next(RankFailure("rank 1 fell", 1, ""), folder, 1)
     assert restarts.allows(locked, folder) and restarts.next(locked, folder, 1)[0] == 1.0
     folder.metric({"step": 1, "loss": 1.0, "attempt": 1})
-    assert not restarts.allows(UserError("step 2 gave loss nan"), folder), "it had begun"
+    assert not restarts.allows(UserError("step 2 has loss nan"), folder), "it had begun"
 
 
 def test_only_data_parallel_axes_shrink_to_what_the_batch_can_be_cut_by() -> None:

@@ -192,7 +192,7 @@ def _one_batch(made: Trainer) -> Any:
 def test_an_overflow_that_no_scale_mends_is_a_bad_step() -> None:
     made, told = training(make_job(), LossScale(start=1.0))
     made.weights.square_sum = lambda: torch.tensor(math.inf)  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=r"step 1 gave loss .* and gradient norm inf"):
+    with pytest.raises(UserError, match=r"step 1 has loss .* and gradient norm inf"):
         made.run()
     assert [event["kind"] for event in told.events] == ["start", "bad_step"]
 
