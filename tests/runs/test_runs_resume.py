@@ -200,8 +200,8 @@ def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:  # type: 
     assert result.code == 1 and damages == [False, False, True]
     result = cli("train", "run", "--resume")
     assert result.code == 0, result.err
-    assert "passed over: run/checkpoints/step-00000010/manifest.json" in result.out
-    assert "passed over: run/checkpoints/step-00000008/model.safetensors was altered" in result.out
+    assert "skipped: run/checkpoints/step-00000010/manifest.json" in result.out
+    assert "skipped: run/checkpoints/step-00000008/model.safetensors was altered" in result.out
     assert "resuming from step 4 (attempt 1)" in result.out
     assert [event["error"].split()[0] for event in events("run", "checkpoint_refused")] == [
         "run/checkpoints/step-00000010/manifest.json", "run/checkpoints/step-00000008/model.safetensors"
