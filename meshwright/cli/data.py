@@ -132,6 +132,13 @@ def verify(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         raise typer.Exit(1)
 
 
+_STAGES = {
+    "joining": "joining the sources",
+    "tokenizer": "training a tokenizer",
+    "counting": "counting the documents",
+}
+
+
 @contextmanager
 def _followed() -> Iterator[tuple[Callable[[Progress], None], Callable[[], Progress | None]]]:
     """A progress line on the terminal, and its last state."""
@@ -145,7 +152,7 @@ def _followed() -> Iterator[tuple[Callable[[Progress], None], Callable[[], Progr
             heard[:] = [progress]
             counts = progress.counts
             if progress.stage != "tokens":
-                status.update("training a tokenizer" if progress.stage == "tokenizer" else "joining the sources")
+                status.update(_STAGES[progress.stage])
                 return
             rate = counts.read_bytes / max(1e-9, time.perf_counter() - started) / 1e6
             parts = [f"tokens {progress.share:.0%}", f"{counts.documents:,} documents", f"{rate:.1f} MB/s"]
@@ -183,4 +190,5 @@ def _print_summary(folder: Path, manifest: Manifest) -> None:
     for kind, entry in manifest.bad.items():
         print(f"  {entry['count']:,} bad: {kind}, first at {', '.join(entry['first'])}")
     if manifest.left_out:
-        print(f"  {len(manifest.left_out)} files of other splits left out, first {manifest.left_out[0]}")
+        why = "of no known kind or of another split"
+        print(f"  {len(manifest.left_out)} files left out, {why}, first {manifest.left_out[0]}")

@@ -4,7 +4,7 @@ from meshwright.data.batch import Batch, Step
 from meshwright.data.corpus import Corpus
 from meshwright.data.evaluation_sets import evaluation_windows
 from meshwright.data.loader import Loader, validation_batches
-from meshwright.data.prepare import prepare
+from meshwright.data.prepare import prepare, read_anew
 from meshwright.data.readers import WorkerDied
 from meshwright.data.samples import IGNORE, RunningWindows
 from meshwright.data.sequences import training_index, training_stream, validation_windows
@@ -30,6 +30,7 @@ __all__ = [
     "evaluation_windows",
     "open_flow",
     "prepare",
+    "read_anew",
     "training_index",
     "training_stream",
     "validation_batches",

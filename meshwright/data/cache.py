@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from meshwright.atomic import sync
 
-MANIFEST = "manifest.json"
+_LOCK = ".lock"
 _PARTIAL = ".partial"
 # A builder needs a moment between making its folder and locking it.
 _YOUNG_S = 60.0
@@ -35,8 +35,8 @@ def building(final: Path, is_complete: Callable[[Path], bool]) -> Iterator[Path]
     partial = final.parent / f".{final.name}.{uuid4().hex}{_PARTIAL}"
     partial.mkdir()
     try:
-        # The lock on the manifest says that the builder is alive; it ends with the process, however that ends.
-        with (partial / MANIFEST).open("ab") as lock:
+        # The lock says that the builder is alive; it ends with the process, however that ends.
+        with (partial / _LOCK).open("ab") as lock:
             with suppress(OSError):  # some file systems have no locks; nothing is swept there
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield partial
@@ -53,7 +53,7 @@ def sweep(root: Path) -> None:
         with suppress(OSError):
             if time.time() - partial.stat().st_mtime < _YOUNG_S:
                 continue
-            with (partial / MANIFEST).open("ab") as lock:
+            with (partial / _LOCK).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(partial)
 

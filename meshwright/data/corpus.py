@@ -22,6 +22,9 @@ class Corpus:
     source_bounds: tuple[int, ...] = ()
     """Where each of data.sources begins in the training tokens, and where the last ends; empty when there is one."""
 
+    notes: tuple[str, ...] = ()
+    """What of the sources was not taken, a sentence each."""
+
     flow: "Flow | None" = None
     """Where training is read from when nothing was prepared; there are no training tokens then."""
 

@@ -1,46 +1,31 @@
-"""From sources to a corpus: tokenise once, keep the tokens in the cache, find them there the next time."""
+"""What a job's data section names, as a corpus: prepared folders as they are, files prepared into the cache once."""
 
 import errno
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Literal, Self
 
-import numpy as np
-from pydantic import BaseModel, Field, model_validator
-
-from meshwright.atomic import sync
-from meshwright.data.cache import MANIFEST, building, cache_root, sweep
-from meshwright.data.chat import ChatTemplate, load_chat_template
+from meshwright.data.cache import building, cache_root, sweep
+from meshwright.data.chat import load_chat_template
 from meshwright.data.corpus import Corpus
-from meshwright.data.files import read_json
-from meshwright.data.grouping import grouped_by_size
-from meshwright.data.hashing import fraction_of
-from meshwright.data.join import joined
-from meshwright.data.prepared.folder import Prepared, ShardedTokens, is_prepared, open_prepared
-from meshwright.data.sources import SYNTHETIC, Document, Source, iterate_documents, list_sources
-from meshwright.data.split import SplitWriter, splits_by_document
-from meshwright.data.store import FileTokens, SyntheticTokens, load_index, token_dtype
-from meshwright.data.tokenizer import LARGEST_VOCABULARY, Tokenizer, load_tokenizer, train_tokenizer
+from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
+from meshwright.data.prepared.folder import PARTIAL, Manifest, Prepared, ShardedTokens, is_prepared, open_prepared
+from meshwright.data.raw import SYNTHETIC, BadDocuments, Taking, list_inputs
+from meshwright.data.store import SyntheticTokens, TokenStore, token_dtype
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer, require_trainable
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
-FORMAT = 2
-TOKENIZER = "tokenizer.json"
-# More text hardly changes the merges of a tokenizer; this much keeps the first run of a demo short.
-TRAINING_BYTES = 20_000_000
-_SAMPLING_KEY = 0x70_4B_E2
-_BATCH_BYTES = 4_000_000
-"""Enough documents for every processor core, and few enough for memory."""
-
-_SPLITS: tuple[Literal["train"], Literal["validation"]] = ("train", "validation")
+FORMAT = 3
+"""Of what is kept in the cache; 2 was that of version 0.1."""
+_NAMED = 3
+"""So many of the files that were not taken are named."""
 
 Report = Callable[[str, float], None]
-Read = Callable[[Sequence[Source]], Iterator[Document]]
 
 
 def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
@@ -52,25 +37,83 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
         return _synthetic(data, vocab_size)
     if any(is_prepared(name) for name in data.sources):
         return _prepared(data, vocab_size)
-    sources = list_sources(data.sources)
     given = tokenizer or _given_tokenizer(data.tokenizer, vocab_size)
-    chat = _chat_template(data)
+    taking = _taking(data)
+    wishes = Wishes(
+        data.sources,
+        vocab_size=vocab_size,
+        text_field=data.text_field,
+        content=data.format,
+        join=data.join,
+        validation_fraction=data.validation_fraction,
+    )
+    with _named_as("data.sources"):
+        order = order_for(wishes, given, taking)
     root = cache_root(data.cache)
-    folder = root / f"tokens-{_key(data, sources, vocab_size, given, chat)}"
+    folder = root / f"tokens-{_key(order)}"
     sweep(root)
     if not _is_complete(folder):
         try:
-            with building(folder, _is_complete) as draft:
-                with _reading(data, sources, chat, root) as (read, apart):
-                    used = given or train_tokenizer(_training_texts(apart, read, report), vocab_size)
-                    _write(draft, data, apart, read, used, report)
-                if _state(list_sources(data.sources)) != _state(sources):
-                    raise UserError(
-                        "data.sources changed while it was read; start again when nothing writes to it any more"
-                    )
+            with building(folder, _is_complete) as draft, _named_as("data.sources"):
+                fill(draft, order, None, lambda progress: report(progress.stage, progress.share) if report else None)
+                shutil.rmtree(draft / PARTIAL)
         except OSError as error:
-            raise _unwritable(error, root, sources, vocab_size) from error
-    return _open(folder)
+            raise _unwritable(error, root, order) from error
+    return _open(folder, order)
+
+
+@contextmanager
+def _named_as(field: str) -> Iterator[None]:
+    """Inside, what is wrong with the input is told of the field that names it."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{field}: {error}") from error
+
+
+def _open(folder: Path, order: Order) -> Corpus:
+    try:
+        prepared = open_prepared(folder)
+    except UserError as error:
+        raise UserError(
+            f"data.cache: {folder} was damaged since it was prepared; start again, and it is made anew"
+        ) from error
+    manifest = prepared.manifest
+    bounds = accumulate((train for train, _ in manifest.source_tokens(len(order.wishes.sources))), initial=0)
+    return Corpus(
+        prepared.tokenizer,
+        _plain(prepared.store("train")),
+        _plain(prepared.store("validation")),
+        folder,
+        (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
+        tuple(_notes(manifest, order.inputs.left_out)),
+    )
+
+
+def _plain(store: ShardedTokens) -> TokenStore:
+    """A single shard is read without a look for the right one."""
+    return store.parts[0] if len(store.parts) == 1 else store
+
+
+def _notes(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
+    """What was not taken of the sources, so that nothing is missing silently."""
+    bad = BadDocuments(dict(manifest.bad))
+    if bad.against_limit:
+        yield f"left out of data.sources, since they cannot be used: {bad.sentence()}"
+    if left_out:
+        more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+        names = ", ".join(left_out[:_NAMED])
+        yield f"left out of data.sources, being of no known kind or of another split: {names}{more}"
+
+
+def read_anew(data: Data) -> str:
+    """Where version 0.1 took other documents from the sources of a job: a remark on that, else nothing."""
+    if data.stream or SYNTHETIC in data.sources or any(is_prepared(name) for name in data.sources):
+        return ""
+    files = list_inputs(data.sources).files
+    anew = [file.name for file in files if file.format not in ("text", "jsonl") or file.compression != "none"]
+    told = "took CSV files for plain text and passed over compressed files, Parquet, Arrow and tar"
+    return f" (version 0.1 {told}, and {anew[0]} is now read by rows or unpacked)" if anew else ""
 
 
 def _synthetic(data: Data, vocab_size: int) -> Corpus:
@@ -138,6 +181,7 @@ def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int
 
 def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
     if name is None:
+        require_trainable(vocab_size)
         return None
     path = Path(name).expanduser()
     tokenizer = load_tokenizer(path)
@@ -149,170 +193,34 @@ def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _chat_template(data: Data) -> ChatTemplate | None:
+def _taking(data: Data) -> Taking:
+    if data.join is not None and len(data.sources) < 2:
+        raise UserError(f'data.join = "{data.join}" needs two data.sources or more; name them or leave it out')
     if data.format == "text":
-        return None
+        return Taking(data.text_field, data.join)
     tokenizer = None if data.tokenizer is None else Path(data.tokenizer).expanduser()
-    return load_chat_template(tokenizer, data.chat_template)
+    return Taking(chat=load_chat_template(tokenizer, data.chat_template))
 
 
-def _key(
-    data: Data, sources: Sequence[Source], vocab_size: int, given: Tokenizer | None, chat: ChatTemplate | None
-) -> str:
+def _key(order: Order) -> str:
     """A name for exactly this preparation: anything that would change the tokens changes it."""
-    identity = {
-        "format": FORMAT,
-        "files": _state(sources),
-        "text_field": data.text_field,
-        "join": data.join,
-        "tokenizer": given.fingerprint() if given else vocab_size,
-        "validation_fraction": data.validation_fraction,
-        "chat": None if chat is None else chat.fingerprint,
-    }
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
-
-
-def _state(sources: Sequence[Source]) -> list[list[str | int]]:
-    return [[str(file.path), file.size_bytes, file.modified_ns] for source in sources for file in source.files]
-
-
-@contextmanager
-def _reading(
-    data: Data, sources: Sequence[Source], chat: ChatTemplate | None, root: Path
-) -> Iterator[tuple[Read, Sequence[Source]]]:
-    """How documents are read, and the sources that they are read from: joined ones are one."""
-    if data.join is None:
-        yield partial(iterate_documents, text_field=data.text_field, chat=chat), sources
-    else:
-        with joined(sources, data.text_field, data.join, root) as table:
-            yield table.documents, sources[:1]
-
-
-def _training_texts(sources: Sequence[Source], read: Read, report: Report | None) -> Iterator[str]:
-    """A fixed sample of the documents, at most TRAINING_BYTES of them."""
-    total = sum(source.size_bytes for source in sources)
-    taken = 0
-    for number, document in enumerate(read(sources)):
-        if taken and fraction_of(number, _SAMPLING_KEY) >= TRAINING_BYTES / total:
-            continue
-        yield document.text
-        taken += document.source_bytes
-        if report:
-            report("tokenizer", min(1.0, taken / min(total, TRAINING_BYTES)))
-        if taken >= TRAINING_BYTES:
-            return
-
-
-def _write(
-    folder: Path,
-    data: Data,
-    sources: Sequence[Source],
-    read: Read,
-    tokenizer: Tokenizer,
-    report: Report | None,
-) -> None:
-    fraction, marked = data.validation_fraction, data.format == "conversations"
-    # The end of a conversation without its beginning would be no test of anything.
-    by_document = marked or fraction == 0 or splits_by_document(read(sources), fraction)
-    dtype = token_dtype(tokenizer.vocab_size)
-    total = sum(source.size_bytes for source in sources)
-    done = 0
-    bounds = [0]
-    with SplitWriter(folder, dtype, tokenizer.end_of_text, fraction, by_document=by_document, marked=marked) as writer:
-        for source in sources:
-            for batch in grouped_by_size(read([source]), lambda document: document.source_bytes, _BATCH_BYTES):
-                _add(writer, tokenizer, batch)
-                done += sum(document.source_bytes for document in batch)
-                if report:
-                    report("tokens", done / total)
-            bounds.append(writer.train.count)
-        writer.finish()
-    tokenizer.save(folder / TOKENIZER)
-    manifest = {
-        "format": FORMAT,
-        "dtype": dtype.str,
-        "tokens": {"train": writer.train.count, "validation": writer.validation.count},
-        "documents": {"train": writer.train.documents, "validation": writer.validation.documents},
-        "source_bounds": bounds,
-        "content": data.format,
-        "split": "documents" if by_document else "end of each document",
-        "sources": [{"name": s.name, "files": len(s.files), "bytes": s.size_bytes} for s in sources],
-        "text_field": data.text_field,
-        "validation_fraction": fraction,
-        "vocab_size": tokenizer.vocab_size,
-        "end_of_text": tokenizer.end_of_text,
-        "tokenizer_sha256": tokenizer.fingerprint(),
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    sync(folder / TOKENIZER)
-    sync(folder / MANIFEST)
-
-
-def _add(writer: SplitWriter, tokenizer: Tokenizer, batch: Sequence[Document]) -> None:
-    texts = [document.text for document in batch]
-    marks = [document.marks for document in batch if document.marks is not None]
-    if marks:
-        for text, spans, (tokens, targets) in zip(texts, marks, tokenizer.encode_marked(texts, marks), strict=True):
-            writer.add_marked(tokens, targets, end_counts=spans[-1][1] > len(text))
-    else:
-        for document, tokens in zip(batch, tokenizer.encode_batch(texts), strict=True):
-            writer.add(tokens, last_piece=document.last_piece)
-
-
-class _Manifest(BaseModel):
-    """What is needed of a manifest to open its folder."""
-
-    format: Literal[2]
-    dtype: Literal["<u2", "<u4"]
-    tokens: dict[Literal["train", "validation"], Annotated[int, Field(ge=0, lt=1 << 48)]]
-    source_bounds: list[Annotated[int, Field(ge=0)]]
-    content: Literal["text", "conversations"]
-    vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        bounds = self.source_bounds
-        whole = bounds == sorted(bounds) and bounds[:1] == [0] and bounds[-1:] == [self.tokens.get("train")]
-        if len(self.tokens) != 2 or not whole or self.dtype != token_dtype(self.vocab_size).str:
-            raise ValueError("the numbers of tokens do not fit together")
-        return self
+    told = [FORMAT, order.identity, [file.source for file in order.inputs.files]]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:20]
 
 
 def _is_complete(folder: Path) -> bool:
     """Whether the folder is there with every file of the size its manifest states."""
-    return _read_manifest(folder) is not None
-
-
-def _read_manifest(folder: Path) -> _Manifest | None:
     try:
-        manifest = _Manifest.model_validate(read_json(folder / MANIFEST))
-        itemsize = np.dtype(manifest.dtype).itemsize
-        for split, count in manifest.tokens.items():
-            if (folder / f"{split}.bin").stat().st_size != count * itemsize:
-                return None
-            load_index(folder / f"{split}.documents.npy")
-        load_tokenizer(folder / TOKENIZER)
-    except (OSError, ValueError, UserError):
-        return None
-    return manifest
+        open_prepared(folder)
+    except UserError:
+        return False
+    return True
 
 
-def _open(folder: Path) -> Corpus:
-    manifest = _read_manifest(folder)
-    if manifest is None:
-        raise UserError(f"data.cache: {folder} was damaged since it was prepared; start again, and it is made anew")
-    marked = manifest.content == "conversations"
-    train, validation = (
-        FileTokens(folder, split, manifest.tokens[split], manifest.dtype, manifest.vocab_size, has_targets=marked)
-        for split in _SPLITS
-    )
-    return Corpus(load_tokenizer(folder / TOKENIZER), train, validation, folder, tuple(manifest.source_bounds))
-
-
-def _unwritable(error: OSError, root: Path, sources: Sequence[Source], vocab_size: int) -> UserError:
+def _unwritable(error: OSError, root: Path, order: Order) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         # A token stands for at least a byte of the source.
-        needed = sum(source.size_bytes for source in sources) * token_dtype(vocab_size).itemsize
+        needed = order.inputs.size_bytes * token_dtype(order.wishes.vocab_size).itemsize
         return UserError(
             f"data.cache: the disk or quota of {root} is full, and preparing needs up to {needed} bytes there; "
             "free some, or set data.cache to a folder on another disk"

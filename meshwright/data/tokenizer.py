@@ -168,11 +168,7 @@ def _within(offsets: Spans, spans: Spans) -> list[bool]:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a byte-level BPE of at most vocab_size entries from texts; the same texts give the same bytes."""
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"model.vocab_size = {vocab_size} is too small for a byte-level tokenizer; choose at least "
-            f"{SMALLEST_VOCABULARY}, or give a data.tokenizer of your own"
-        )
+    require_trainable(vocab_size)
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -188,6 +184,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     _note_threads()
     inner.train_from_iterator(slices, trainer)
     return Tokenizer(inner, inner.get_vocab()[END_OF_TEXT_NAMES[0]])
+
+
+def require_trainable(vocab_size: int, named: str = "model.vocab_size =") -> None:
+    """Refuse a vocabulary too small to train a tokenizer for."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"{named} {vocab_size} is too small for a byte-level tokenizer; choose at least {SMALLEST_VOCABULARY}, or "
+            "give a tokenizer of your own"
+        )
 
 
 def load_tokenizer(path: Path, named: str | None = None) -> Tokenizer:

@@ -22,18 +22,19 @@ class Data(Section):
     """The text to train on; by default the Python standard library found on this machine."""
 
     sources: tuple[str, ...] = Field(default=("builtin:stdlib",), min_length=1)
-    """Text files, JSONL files or folders of either; or `builtin:stdlib`, or `builtin:synthetic` alone."""
+    """Files, folders or addresses of text, JSONL, CSV, Parquet, Arrow or tar, plain or compressed; folders that `data
+    prepare` made; `builtin:stdlib`; or `builtin:synthetic` alone."""
     weights: tuple[Weight, ...] | None = None
     """How often each source is sampled, in the order of sources; by size when not given."""
     stages: tuple[Stage, ...] = ()
     """Weights that change after a number of tokens, as `{tokens = 1000000, weights = [1, 2]}`; ascending."""
     text_field: str = Field(default="text", min_length=1)
-    """The key that holds the text in each line of a JSONL file."""
+    """The field or column that holds the text in each line of JSONL or row of a table."""
     join: str | None = Field(default=None, min_length=1)
-    """A field of JSONL files: each document of the first source is followed by the other sources' documents with the
+    """A field or column: each document of the first source is followed by the other sources' documents with the
     same value there."""
     format: Literal["text", "conversations"] = "text"
-    """`conversations`: every line of a JSONL file is one, and only the assistant's tokens count in the loss."""
+    """`conversations`: every line of JSONL or row of a table is one; only the assistant's tokens count in the loss."""
     chat_template: str | None = None
     """A Jinja file that formats conversations as text; by default the one that comes with data.tokenizer."""
     tokenizer: str | None = None
@@ -44,7 +45,7 @@ class Data(Section):
     mask_documents: bool = False
     """Attention and positions do not cross document boundaries."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
-    """Fraction of the documents held out for validation; 0 for none."""
+    """Fraction of the documents held out for validation (with fewer than twenty, the end of each); 0 for none."""
     stream: bool = False
     """Read and tokenise the sources while training, without preparing them; from any source `data prepare` reads."""
     virtual_shards: PositiveInt = Field(default=64, le=10**6)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from meshwright.checkpoint import backups, require_backup, tries
 from meshwright.cost import checkpoint_bytes
-from meshwright.data import Corpus, training_index
+from meshwright.data import Corpus, training_index, training_stream
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.model import count_parameters
@@ -195,7 +195,22 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     text = " · ".join(parts)
     if slow := emulated_format(job, world.device):
         text += f" · note: this CPU has no {slow} arithmetic; fp32 is much faster here"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for line in (text, *(f"note: {note}" for note in (*corpus.notes, *_little_text(job, corpus)))):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _little_text(job: Job, corpus: Corpus) -> list[str]:
+    """A note if one step already reads some of the text twice."""
+    if corpus.flow is not None:
+        return []
+    stream = training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed)
+    found = sum(map(len, stream.parts))
+    if found >= job.batch.global_batch:
+        return []
+    return [
+        f"data.sources hold {found} sequences of {job.batch.sequence_length} tokens, fewer than batch.global_batch = "
+        f"{job.batch.global_batch}: every step reads some of them twice; add text or lower it"
+    ]
 
 
 def _packing(job: Job, corpus: Corpus) -> list[str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from meshwright.checkpoint import Checkpoint, Damaged, checkpoints, require_shapes, restore
-from meshwright.data import Corpus
+from meshwright.data import Corpus, read_anew
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import build_architecture
@@ -89,8 +89,8 @@ def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
             )
     if checkpoint.facts.data != fingerprint(corpus):
         raise UserError(
-            f"data.sources = {list(job.data.sources)} does not produce the tokens {checkpoint.path} was trained on; "
-            "restore them or start a new run"
+            f"data.sources = {list(job.data.sources)} does not produce the tokens {checkpoint.path} was trained on"
+            f"{read_anew(job.data)}; restore them or start a new run"
         )
     with torch.device("meta"):
         parameters = build_architecture(job.model).model.named_parameters()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.prepared import Wishes, build, is_prepared
-from meshwright.data.sources import SYNTHETIC
+from meshwright.data.raw import SYNTHETIC
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from meshwright.job import Job
 from meshwright.job.data import Data, Stage

@@ -40,7 +40,7 @@ def _raise(error: BaseException) -> None:
         (lambda folder: bytearray(3 << 28).count(1) and None, "memory"),
     ],
 )
-def test_what_breaks_is_seen(run, verdict: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_breaks_is_seen(run, verdict: str) -> None:
     assert run_case(Case("x", run, seconds=2.0, memory_gib=0.5)).verdict == verdict
 
 

@@ -61,7 +61,7 @@ def arm(point: str, after: int) -> None:
 
     if point == "staging":
         stage = Staging.stage
-        Staging.stage = then_die(stage, lambda self, parts: stage(self, parts[: len(parts) // 2]))  # type: ignore[method-assign]
+        Staging.stage = then_die(stage, lambda self, parts: stage(self, parts[: len(parts) // 2]))
     elif point == "tensors":
         blocks = tensorfile._blocks
 
@@ -72,7 +72,7 @@ def arm(point: str, after: int) -> None:
                     die()
                 yield block
 
-        tensorfile._blocks = torn
+        vars(tensorfile)["_blocks"] = torn
     elif point == "share":
         keeping.write_share = then_die(keeping.write_share, keeping.write_share)
     elif point == "seal":
@@ -85,7 +85,7 @@ def arm(point: str, after: int) -> None:
         keeping.remove = then_die(keeping.remove)
     elif point == "append":
         append = RunFolder._append
-        RunFolder._append = then_die(append, half_a_line)  # type: ignore[method-assign]
+        RunFolder._append = then_die(append, half_a_line)
 
 
 def half_a_line(folder: RunFolder, name: str, row: dict[str, Any]) -> None:
@@ -131,8 +131,8 @@ def attempt(folder: Path, ranks: int, point: str | None, after: int, victim: int
                 if group.poll(max(0.0, deadline - time.monotonic())):
                     return True
             doomed = group._processes if victim < 0 else [group._processes[victim]]  # a rank, or all
-            for process in doomed:
-                process.kill()
+            for rank in doomed:
+                rank.kill()
         while not group.poll(1.0):
             pass
         return True

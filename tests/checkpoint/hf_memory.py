@@ -4,6 +4,7 @@ has freed nothing before (allocators keep what was freed and use it again, which
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def main(folder: Path, out: Path) -> None:
             "batch": {"global_batch": 4, "micro_batch": 1, "sequence_length": 64},
         }
     )
-    grown = {"ranks": run_ranks(sharded_start, 4, job)}
+    grown: dict[str, Any] = {"ranks": run_ranks(sharded_start, 4, job)}
     start = resident("VmRSS")
     import_folder(folder, out / "run")
     grown["import"] = resident("VmHWM") - start

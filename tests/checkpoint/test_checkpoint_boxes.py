@@ -13,7 +13,7 @@ from meshwright.checkpoint.records import PieceRecord, TensorRecord, is_whole
 from meshwright.checkpoint.shares import Incomplete, seal, write_share
 
 WHOLE = torch.arange(7 * 12 * 2, dtype=torch.float32).view(7, 12, 2)
-CUTS = {
+CUTS: dict[str, list[tuple[slice, ...]]] = {
     "rows": [(slice(0, 3), slice(0, 12)), (slice(3, 7), slice(0, 12))],
     "columns": [(slice(0, 7), slice(0, 5)), (slice(0, 7), slice(5, 6)), (slice(0, 7), slice(6, 12))],
     "both": [(slice(r, r + 4 if r == 0 else 7), slice(c, c + 6)) for r in (0, 4) for c in (0, 6)],

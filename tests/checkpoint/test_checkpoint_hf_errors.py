@@ -211,7 +211,7 @@ def test_a_tokenizer_that_does_not_work_is_refused(folder: Path, content: bytes)
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b'{"model": 5}', b'{"model": {"foo": 1}}'])
-def test_a_run_whose_job_was_altered_is_refused(cli, original: Path, tmp_path: Path, content: bytes) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_whose_job_was_altered_is_refused(cli, original: Path, tmp_path: Path, content: bytes) -> None:
     RunFolder.create(tmp_path / "run", "", {}, [])
     (tmp_path / "run/job.resolved.json").write_bytes(content)
     for command in (["checkpoint", "export", "run", "out"], ["generate", "run"], ["train", "run", "--resume"]):

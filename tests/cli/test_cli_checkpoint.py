@@ -13,13 +13,13 @@ from meshwright.checkpoint.tensorfile import hash_file
 
 
 @pytest.fixture
-def run(cli, tiny_job: Path) -> Path:  # type: ignore[no-untyped-def]
+def run(cli, tiny_job: Path) -> Path:
     words = ["checkpoint.every_steps=2", "checkpoint.keep_last=9", "run.steps=6", "evaluation.every_steps=0"]
     assert cli("train", "job.toml", *(word for each in words for word in ("--set", each))).code == 0
     return tiny_job.parent / "run"
 
 
-def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
+def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:
     listed = json.loads(cli("checkpoint", "list", "run", "--json").out)
     assert set(listed) == {"run", "checkpoints", "backup"}
     assert listed["backup"] == {"target": None, "error": None, "copies": []}
@@ -55,19 +55,19 @@ def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:  # type: ignor
     assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["step-00000006"]
 
 
-def test_what_is_no_run_is_refused(cli, tiny_job: Path) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_no_run_is_refused(cli, tiny_job: Path) -> None:
     for command in (["list", "corpus"], ["show", "corpus"], ["verify", "nowhere"], ["diff", "corpus", "corpus"]):
         result = cli("checkpoint", *command)
         assert result.code == 2 and len(result.err.splitlines()) == 1 and "Traceback" not in result.err
 
 
-def test_a_run_without_checkpoints_is_still_a_run(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_without_checkpoints_is_still_a_run(cli, run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     for command in (["show", "run"], ["diff", "run", "run"], ["export", "run", "out"]):
         assert "run holds no complete checkpoint under checkpoints/; let its" in cli("checkpoint", *command).err
 
 
-def test_a_path_with_brackets_and_a_loss_that_is_no_number_are_told_as_they_are(cli, run: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_path_with_brackets_and_a_loss_that_is_no_number_are_told_as_they_are(cli, run: Path) -> None:
     path = run / "checkpoints/step-00000006"
     index = json.loads((path / "index.json").read_text())
     index["facts"]["loss"] = float("nan")
@@ -89,7 +89,7 @@ def test_a_path_with_brackets_and_a_loss_that_is_no_number_are_told_as_they_are(
     assert "[red]/checkpoints" in cli("checkpoint", "list", "[red]").out.replace("\n", "")
 
 
-def test_what_may_not_be_removed_is_told_in_a_sentence(cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_what_may_not_be_removed_is_told_in_a_sentence(cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(path: Path, target: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 

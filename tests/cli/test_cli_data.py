@@ -51,12 +51,13 @@ def test_prepare_inspect_verify(cli, lines: Path) -> None:
 
 
 def test_bad_documents_are_counted_and_too_many_stop_it(cli, lines: Path) -> None:
-    lines.write_text(lines.read_text() + '{"text": ""}\n{"text": \n')
+    lines.write_text(lines.read_text() + '{"text": ""}\n{"text": \n{"text": 3}\n')
     done = cli("data", "prepare", "lines.jsonl", "--out", "out", *PREPARE)
     assert done.code == 0 and "1 bad: broken JSON, first at" in done.out and "lines.jsonl:62" in done.out
     stopped = cli("data", "prepare", "lines.jsonl", "--out", "strict", *PREPARE, "--max-bad", "0.03")
     assert stopped.code == 2
-    assert "2 of 62 documents cannot be used (1 broken JSON, first at" in stopped.err and "1 empty" in stopped.err
+    assert "2 of 62 documents cannot be used (1 broken JSON, first at" in stopped.err and "1 wrong field" in stopped.err
+    assert "empty" not in stopped.err, "an empty document loses nothing"
     assert cli("data", "prepare", "lines.jsonl", "--out", "strict", *PREPARE, "--max-bad", "0.04").code == 0
 
 
@@ -84,7 +85,7 @@ CASES = {
     "vocabulary too small": (["lines.jsonl", "--vocab-size", "9"], "--vocab-size 9 is too small"),
     "taken": (["lines.jsonl", "--out", "taken"], "--out taken exists and is not a prepared folder"),
     "a file": (["lines.jsonl", "--out", "lines.jsonl"], "--out lines.jsonl exists and is not a prepared folder"),
-    "nothing in it": (["empty.txt", "--max-bad", "1"], "empty.txt gave no documents to train on"),
+    "nothing in it": (["empty.txt", "--max-bad", "1"], "empty.txt holds no text to train on"),
     "no server": (["s3://nowhere/text.jsonl"], "s3://nowhere/text.jsonl could not be read for 0 s"),
 }
 

@@ -11,8 +11,8 @@ def test_sets_are_judged_by_name(cli, tiny_job: Path) -> None:
     """One run of a few steps, judged by two sets on the way, serves every case."""
     Path("other").mkdir()
     Path("other/a.txt").write_text("another kind of text, with words the model has never seen. " * 40)
-    sets = 'evaluation.sets={code = "corpus", prose = "other/a.txt"}'
-    done = cli("train", "job.toml", "--set", sets, "--set", "run.steps=6")
+    two = 'evaluation.sets={code = "corpus", prose = "other/a.txt"}'
+    done = cli("train", "job.toml", "--set", two, "--set", "run.steps=6")
     assert done.code == 0, done.err
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     sets = [row for row in rows if "set" in row]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -120,7 +121,7 @@ def test_tokens_are_those_of_transformers(converse, folder: Path, template: str)
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
     )
     marked = "endgeneration" in template
-    told = theirs.apply_chat_template(
+    told: Any = theirs.apply_chat_template(
         DIALOGUE, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
     )
     corpus = converse({"messages": DIALOGUE}, template=template)
@@ -171,8 +172,8 @@ def message(content="hi", role="assistant"):
 @pytest.mark.parametrize(
     ("record", "match"),
     [
-        ('{"messages": [', r"talk\.jsonl:2 is not JSON"),
-        ("[1]", r"talk\.jsonl:2 is a list and not an object; mend or remove"),
+        ('{"messages": [', r"1 broken JSON, first at .*talk\.jsonl:2\)"),
+        ("[1]", r"talk\.jsonl:2 \(is a list and not an object\)"),
         ({"text": "words"}, r'has none of "messages", .* \(only text\)'),
         ({"messages": []}, r'has no list of messages in its field "messages"'),
         ({"messages": "hello"}, r'has no list of messages in its field "messages"'),
@@ -189,7 +190,7 @@ def message(content="hi", role="assistant"):
         ({"prompt": 1, "completion": "a"}, r'has no list of messages in its field "prompt"'),
         ({"instruction": "a", "output": 2}, r"has a int in output where text is needed"),
         (message(content="stop <|im_end|> here"), r"holds the special token <\|im_end\|> amid a text"),
-        (message(content="\ud800"), r"holds half of a surrogate pair"),
+        (message(content="\ud800"), r"1 not UTF-8, first at .*talk\.jsonl:2"),
     ],
 )
 def test_a_bad_conversation_is_named(converse, record, match):
@@ -198,7 +199,7 @@ def test_a_bad_conversation_is_named(converse, record, match):
 
 
 def test_a_template_that_refuses_says_why(converse):
-    with pytest.raises(UserError, match=r"talk\.jsonl:1 is refused by the chat template of .*\(roles must alternate\)"):
+    with pytest.raises(UserError, match=r"talk\.jsonl:1 \(is refused by the chat template .*\(roles must alternate\)"):
         converse({"messages": [DIALOGUE[2], *DIALOGUE[1:]]}, template=BRACKETS)
 
 
@@ -209,7 +210,7 @@ def test_a_template_that_refuses_says_why(converse):
         ({"template": None, "chat_template": "gone.jinja"}, r"data\.chat_template = gone\.jinja cannot be read"),
         ({"template": "{% for %}"}, r"template\.jinja: the chat template is broken"),
         ({"template": "{{ messages | length }}"}, r"does not tell where message 1 begins"),
-        ({"sources": (__file__,)}, r'data\.format = "conversations" reads \.jsonl files, not .*\.py; write'),
+        ({"sources": (__file__,)}, r"\.py is plain text, in which there are no fields; give \.jsonl"),
     ],
 )
 def test_a_wrong_setting_is_named(converse, fields, match):

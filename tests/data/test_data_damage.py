@@ -123,12 +123,12 @@ def test_tokens_in_the_cache_that_were_altered_are_made_again(tmp_path: Path) ->
     first = prepare(data, 300)
     right, folder = tokens(first), first.folder
     for name, change in (
-        ("manifest.json", lambda raw: raw.replace(b'"source_bounds"', b'"bounds"')),
+        ("manifest.json", lambda raw: raw.replace(b'"identity"', b'"identities"')),
         ("manifest.json", lambda raw: raw.replace(b"<u2", b"|O8")),
         ("manifest.json", lambda raw: b"[" * 100_000),
         ("tokenizer.json", lambda raw: raw[:-9]),
-        ("train.documents.npy", lambda raw: raw.replace(b"<i8", b"<f8")),
-        ("train.bin", lambda raw: raw[:-1]),
+        ("train-00000.documents.npy", lambda raw: raw[:-8]),
+        ("train-00000.bin", lambda raw: raw[:-1]),
     ):
         (folder / name).write_bytes(change((folder / name).read_bytes()))
         assert tokens(prepare(data, 300)) == right, name

@@ -107,11 +107,11 @@ def test_bad_documents_are_told_by_kind_and_place(tmp_path: Path) -> None:
     ]
     assert found == [
         ("broken JSON", "a.jsonl:2"),
-        ("wrong field", "a.jsonl:3"),
-        ("wrong field", "a.jsonl:4"),
+        ("wrong field", "a.jsonl:3 (no \"text\", only 'body')"),
+        ("wrong field", 'a.jsonl:4 (a int in "text")'),
         ("empty", "a.jsonl:5"),
         ("not UTF-8", "a.jsonl:6"),
-        ("wrong field", "a.jsonl:7"),
+        ("wrong field", "a.jsonl:7 (a list and no object)"),
         ("not UTF-8", "a.jsonl:8"),
         ("broken JSON", "a.jsonl:9"),
     ]
@@ -152,14 +152,14 @@ CUT = {
 @pytest.mark.parametrize("name", CUT)
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(CUT[name])
-    with pytest.raises(UserError, match=rf"{name} cannot be read to its end \(.+\); mend or remove it"):
+    with pytest.raises(UserError, match=rf"{name} cannot be read to its end \(.+\); fix or remove it"):
         items_of(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "file.arrow"])
 def test_a_table_without_the_column_is_refused(tmp_path: Path, name: str) -> None:
     KINDS[name](tmp_path / name)
-    with pytest.raises(UserError, match=rf'{name} has no column "body" \(.*text.*\); set --text-field'):
+    with pytest.raises(UserError, match=rf'{name} has no column "body" \(.*text.*\); set data.text_field'):
         items_of(tmp_path / name, field="body")
 
 
@@ -204,24 +204,23 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
         write_parquet(hub / "data" / f"{name}.parquet")
     inputs = list_inputs([str(hub)])
     assert [Path(file.name).name[:11] for file in inputs.files] == ["train-00000", "train-00001"]
-    assert [Path(name).name[:4] for name in inputs.left_out] == ["test"]
+    assert [Path(name).name[:4] for name in inputs.left_out] == ["READ", "test"]
 
 
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
         ("nowhere.jsonl", "nowhere.jsonl does not exist"),
-        ("picture.png", "is of no kind known here; give text"),
-        ("a.parquet.gz", "is of no kind known here"),
+        ("a.parquet.gz", "is of no kind known here; give text"),
         ("pictures", "holds no text, .jsonl, .csv"),
-        ("builtin:synthetic", "only builtin:stdlib can"),
+        ("builtin:synthetic", "holds no files to read; choose builtin:stdlib"),
         ("gopher://old/text", "gopher://old/text is not an address fsspec knows"),
     ],
 )
 def test_sources_that_are_refused(tmp_path: Path, monkeypatch, source: str, sentence: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pictures").mkdir()
-    for name in ("picture.png", "a.parquet.gz", "pictures/b.png"):
+    for name in ("a.parquet.gz", "pictures/b.png"):
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(UserError, match=sentence):
         list_inputs([source])

@@ -286,7 +286,7 @@ def test_tokens_that_vanish_are_named(corpus, tmp_path, workers):
     source.write_text("words " * 500)
     gone = prepare(Data(sources=(str(source),), cache=str(tmp_path / "cache")), 300)
     shutil.rmtree(gone.folder)
-    with pytest.raises(UserError, match=r"^data\.cache: .*train\.bin is gone, damaged or was cut short .*start again$"):
+    with pytest.raises(UserError, match=r"^data\.cache: .*train-00000\.bin is gone, damaged .*start again$"):
         next(loader_of(gone.train, workers=workers))
     assert multiprocessing.active_children() == []
 

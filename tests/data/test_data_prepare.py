@@ -13,7 +13,8 @@ import pytest
 from data_texts import text_of
 
 from meshwright.data import Corpus, TokenStore, prepare
-from meshwright.data.sources import PIECE_BYTES
+from meshwright.data.raw import Taking, list_inputs, plan_units, read_unit
+from meshwright.data.raw.reading import TEXT_BYTES
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 
@@ -53,7 +54,8 @@ def test_manifest_states_what_was_made(prepare_from, write):
     manifest = json.loads((corpus.folder / "manifest.json").read_text())
     assert manifest["tokens"] == {"train": len(corpus.train), "validation": len(corpus.validation)}
     assert manifest["dtype"] == "<u2"
-    assert manifest["sources"] == [{"name": source, "files": 1, "bytes": len(text_of(1))}]
+    assert [(one["name"], one["bytes"]) for one in manifest["sources"]] == [(source, len(text_of(1)))]
+    assert manifest["held_out"] == "ends"
     assert manifest["tokenizer_sha256"] == corpus.tokenizer.fingerprint()
 
 
@@ -80,8 +82,8 @@ def test_validation_is_not_empty_when_no_document_falls_to_it(prepare_from, writ
 
 def test_long_files_are_read_in_pieces(prepare_from, write):
     text = "".join(f"line {number}: ünïcödé {number * number}\n" for number in range(70_000))
-    unbroken = "x" * (PIECE_BYTES + 10)
-    assert len(text.encode()) > 2 * PIECE_BYTES
+    unbroken = "x" * (TEXT_BYTES + 10)
+    assert len(text.encode()) > 2 * TEXT_BYTES
     corpus = prepare_from(write("long.txt", text), write("unbroken.txt", unbroken), validation_fraction=0)
     assert documents_of(corpus, corpus.train) == [text, unbroken]
 
@@ -95,7 +97,7 @@ def test_wide_vocabularies_take_four_bytes(prepare_from, write):
     tokenizer = write("tokenizer.json", raw.to_str())
     corpus = prepare_from(source, tokenizer=tokenizer, vocab_size=70_001, validation_fraction=0)
     assert corpus.train.read(0, 9).tolist() == [69_999, 70_000, 0, 70_000]
-    assert (corpus.folder / "train.bin").stat().st_size == 16
+    assert (corpus.folder / "train-00000.bin").stat().st_size == 16
 
 
 def test_second_preparation_reads_nothing(prepare_from, write, tmp_path):
@@ -137,10 +139,10 @@ def test_what_matters_prepares_anew(prepare_from, write, tmp_path):
 def test_a_damaged_cache_is_prepared_anew(prepare_from, write, tmp_path):
     source = write("a.txt", text_of(1))
     folder = prepare_from(source).folder
-    tokens = (folder / "train.bin").read_bytes()
-    (folder / "train.bin").write_bytes(tokens[:-2])
+    tokens = (folder / "train-00000.bin").read_bytes()
+    (folder / "train-00000.bin").write_bytes(tokens[:-2])
     prepare_from(source)
-    assert (folder / "train.bin").read_bytes() == tokens
+    assert (folder / "train-00000.bin").read_bytes() == tokens
     assert folders(tmp_path / "cache") == [folder.name]
 
 
@@ -230,12 +232,11 @@ def test_synthetic_tokens_have_no_files():
 
 def test_the_standard_library_is_there():
     # Listing only: tokenising all of it takes too long for a test.
-    from meshwright.data.sources import STDLIB, iterate_documents, list_sources
-
-    (source,) = list_sources([STDLIB])
-    assert source.size_bytes > 5_000_000
-    assert not any("site-packages" in file.path.parts for file in source.files)
-    assert any('"""' in next(documents).text for documents in [iterate_documents([source], "text")] for _ in range(20))
+    inputs = list_inputs(["builtin:stdlib"])
+    assert inputs.size_bytes > 5_000_000
+    assert not any("site-packages" in file.name for file in inputs.files)
+    documents = read_unit(plan_units(inputs.files)[0], Taking())
+    assert any('"""' in getattr(next(documents), "text", "") for _ in range(20))
 
 
 def test_sources_are_joined_by_key(prepare_from, write, tmp_path):
@@ -261,9 +262,9 @@ def test_sources_are_joined_by_key(prepare_from, write, tmp_path):
         (
             "",
             {"join": "key"},
-            r'a\.jsonl:1 has no text or whole number in its field "key" to join it by; correct data\.join',
+            r"data\.sources: 1 of 1 documents cannot be used \(1 no key, first at .*\.jsonl:1\).* data\.join",
         ),
-        ('{"text": "x", "id": true}', {"join": "id"}, r'b\.jsonl:1 has no text or whole number in its field "id"'),
+        ('{"text": "x", "id": true}', {"join": "id"}, r"1 no key, first at .*b\.jsonl:1"),
         (None, {"join": "id"}, r'data\.join = "id" needs two data\.sources or more'),
     ],
 )
@@ -274,8 +275,8 @@ def test_what_cannot_be_joined_is_named(prepare_from, write, second, fields, mat
         prepare_from(first, *others, **fields)
 
 
-def test_only_lines_can_be_joined(prepare_from, write):
+def test_plain_text_cannot_be_joined(prepare_from, write):
     with pytest.raises(
-        UserError, match=r"data\.join joins \.jsonl files, not .*/b\.txt; write a document with its key"
+        UserError, match=r"data\.sources: .*/b\.txt is plain text, in which there are no fields; give \.jsonl"
     ):
         prepare_from(write("a.jsonl", '{"text": "one", "id": 1}\n'), write("b.txt", "text"), join="id")

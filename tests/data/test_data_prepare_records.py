@@ -126,7 +126,7 @@ def test_sources_are_joined_by_key_whatever_kind_they_are(folder: Path, tmp_path
     assert len(manifest.shards) > 1 and not (tmp_path / "out" / ".partial").exists()
     assert manifest.bad == {
         "no key": {"count": 1, "first": [manifest.bad["no key"]["first"][0]]},
-        "wrong field": {"count": 1, "first": [f"{sources[1]}:4"]},
+        "wrong field": {"count": 1, "first": [f'{sources[1]}:4 (a int in "text")']},
     }
     prepared = open_prepared(tmp_path / "out")
     tokens, starts, _ = content(prepared.store("train"))
@@ -147,7 +147,7 @@ def test_a_key_that_the_others_have_not_stops_the_work(folder: Path, tmp_path: P
 
 
 def test_a_join_that_was_made_is_kept_over_a_kill(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    module = importlib.import_module("meshwright.data.prepared.build")
+    module = importlib.import_module("meshwright.data.prepared.fill")
     sources = [tmp_path / name for name in ("papers.jsonl", "notes.jsonl")]
     for path, text in zip(sources, (PAPERS, NOTES), strict=True):
         path.write_text(text)

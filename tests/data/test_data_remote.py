@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data_texts import text_of
@@ -136,7 +137,7 @@ def test_a_stream_outlives_a_killed_server(server: Server, tmp_path: Path) -> No
     data = Data(
         sources=("s3://corpus/text",), tokenizer=str(tmp_path / "tokenizer.json"), stream=True, virtual_shards=4
     )
-    settings = {"seed": 1, "sequence_length": 64, "global_batch": 8}
+    settings: dict[str, Any] = {"seed": 1, "sequence_length": 64, "global_batch": 8}
 
     def steps(disturb: bool) -> list[list[list[int]]]:
         loader = StreamLoader(open_flow(data, 300), **settings)

@@ -3,8 +3,8 @@
 import importlib.util
 import shutil
 import tomllib
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ def test_absent_packages_and_programs_are_named(monkeypatch: pytest.MonkeyPatch)
     ("name", "memory_gib", "status"), [("NVIDIA H200", 139.8, "ok"), ("NVIDIA T9000", 31.0, "warning")]
 )
 def test_gpus_are_looked_up(monkeypatch: pytest.MonkeyPatch, name: str, memory_gib: float, status: str) -> None:
-    properties = namedtuple("properties", "name total_memory")(name, int(memory_gib * 2**30))
+    properties = SimpleNamespace(name=name, total_memory=int(memory_gib * 2**30))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -41,7 +41,7 @@ def arguments_of_transformers() -> Settings:
     transformers = pytest.importorskip("transformers")
     fields = [field for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
     missing = dataclasses.MISSING
-    values = {f.name: f.default if f.default is not missing else f.default_factory() for f in fields}  # type: ignore[misc]
+    values = {f.name: f.default if f.default is not missing else f.default_factory() for f in fields}
     return json.loads(json.dumps(values, default=str))
 
 
@@ -312,7 +312,7 @@ def test_the_linear_schedule_is_the_trainer_s_but_for_one_step(tmp_path: Path) -
 
     for kind, function in (("linear", "linear_schedule"), ("cosine", "cosine_schedule")):
         job = trainer(tmp_path, {"lr_scheduler_type": kind, "warmup_steps": 10}).job
-        settings = {"num_warmup_steps": 10, "num_training_steps": 100}
+        settings: dict[str, float] = {"num_warmup_steps": 10, "num_training_steps": 100}
         if kind == "cosine":
             settings["num_cycles"] = 0.5
         theirs = getattr(optimization, f"_get_{function}_with_warmup_lr_lambda")

@@ -150,7 +150,7 @@ def test_a_config_says_what_it_says_or_is_refused(tmp_path: Path, change: dict[s
     assert model_of_config(LLAMA).rope_theta == 10000.0
 
 
-def test_a_config_is_read_by_plan_too(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_config_is_read_by_plan_too(cli, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2**63 - 1}))
     refused = cli("plan", "--model", "config.json", "--cluster", "8xh100")
     assert refused.code == 2 and "config.json is not a valid model (layers = 92233" in refused.err

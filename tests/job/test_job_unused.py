@@ -51,7 +51,7 @@ def test_a_field_that_acts_is_not_named(recwarn: pytest.WarningsRecorder) -> Non
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_command_says_it_in_one_line(cli) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_says_it_in_one_line(cli) -> None:
     done = cli("job", "explain", "demo", "--set", "optimizer.momentum=0.5")
     assert done.code == 0
     assert done.err == (

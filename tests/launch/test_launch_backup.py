@@ -103,7 +103,7 @@ def test_ranks_share_what_rank_zero_brought_back() -> None:
     assert [event["step"] for event in events("restored")] == [4] and newest(Path("run")).facts.step == 6
 
 
-def test_list_and_restore(cli) -> None:  # type: ignore[no-untyped-def]
+def test_list_and_restore(cli) -> None:
     train()
     listed = json.loads(cli("checkpoint", "list", "run", "--json").out)["backup"]
     assert listed["target"] == "store" and listed["error"] is None

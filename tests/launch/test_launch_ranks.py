@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_ranks_that_something_else_started_train_what_one_process_trains(
     assert alone.names("model/") == sorted(ranks.names("model/"), key=alone.names().index)
     for name in alone.names("model/"):
         own, other = ranks.whole(name), alone.whole(name)
-        torch.testing.assert_close(own, other, rtol=0, atol=2e-4, msg=lambda text, name=name: f"{name} {text}")
+        torch.testing.assert_close(own, other, rtol=0, atol=2e-4, msg=partial("{} {}".format, name))
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events] == ["links", "start", "checkpoint", "stop"]
     assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 13, "one rank records, the others are silent"

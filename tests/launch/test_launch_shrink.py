@@ -62,7 +62,8 @@ def lose_the_last_of(ranks: int = 4) -> None:
     Every rank also writes down which samples it has taken; all compute in float64, so that layouts agree closely.
     """
     lost = ranks - 1
-    step_of, meet, build = Trainer.step, meshwright.launch.worker.join_world, meshwright.train.setup.build
+    worker, setup, trainer = meshwright.launch.worker, meshwright.train.setup, Trainer
+    step_of, meet, build = trainer.step, worker.join_world, setup.build
 
     def hurt(rank: int, size: int) -> None:
         if (rank, size) == (lost, ranks):
@@ -91,9 +92,9 @@ def lose_the_last_of(ranks: int = 4) -> None:
             hurt(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         return meet(*given)
 
-    Trainer.step = step  # type: ignore[method-assign]
-    meshwright.launch.worker.join_world = join
-    meshwright.train.setup.build = lambda job, world, dtype: build(job, world, torch.float64)
+    vars(worker)["join_world"] = join
+    vars(setup)["build"] = lambda job, world, dtype: build(job, world, torch.float64)
+    setattr(trainer, "step", step)  # noqa: B010
 
 
 class Run:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +255,13 @@ def moved(job: str, cluster: Cluster) -> tuple[str, str]:
     return before, RunFolder.open(Path("moved")).attempt(1)["environment"]["variables"]["SLURM_JOB_NODELIST"]
 
 
+def attempts_are(count: int) -> bool:
+    return len({row["attempt"] for row in rows("chained")}) == count
+
+
 def chained(jobs: list[str]) -> list[str]:
     for number, job in enumerate(jobs[:-1]):
-        until(lambda number=number: len({row["attempt"] for row in rows("chained")}) == number + 1, "chained")
+        until(partial(attempts_are, number + 1), "chained")
         signal_before_the_limit(job)
     until(lambda: Path("chained/slurm/over").exists() and not state(jobs[-1]).active, "chained")
     return [state(job).exit_code for job in jobs]

@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -168,7 +169,7 @@ def test_a_run_in_one_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     stop, start = "stop", ("start", {"attempt": 0})
     known: dict[str, SlurmJob | None] = {}
     monkeypatch.setattr(status_module, "job_state", lambda job: known.get(job))
-    cases = {
+    cases: dict[str, tuple[list[Any], SlurmJob | None, str]] = {
         "done": ([start, (stop, {"reason": "finished"})], SlurmJob("1", "COMPLETED"), "done"),
         "pending": ([], SlurmJob("1", "PENDING", "Priority"), "pending"),
         "running": ([start], SlurmJob("1", "RUNNING", nodes="n1"), "running"),

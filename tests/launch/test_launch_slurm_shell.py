@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -43,7 +44,14 @@ def test_no_string_becomes_a_command(
 
 @pytest.mark.parametrize("place", ["account", "partition", "qos", "container", "options"])
 def test_a_line_end_is_refused_wherever_it_would_end_a_line(tmp_path: Path, place: str) -> None:
-    given = {"time": "10", "account": None, "partition": None, "qos": None, "signal_s": 60, "per_rank": False}
+    given: dict[str, Any] = {
+        "time": "10",
+        "account": None,
+        "partition": None,
+        "qos": None,
+        "signal_s": 60,
+        "per_rank": False,
+    }
     given |= {"container": None, place: ("a\nb",) if place == "options" else "a\nb"}
     here = site(container_command="image")
     with pytest.raises(UserError, match=r"contains the control character U\+000A"):

@@ -1,5 +1,7 @@
 """Layouts that cannot work are refused before any process starts, with the values that would."""
 
+from typing import Any
+
 import pytest
 
 from meshwright.errors import UserError
@@ -20,7 +22,7 @@ def job(sequence: int = 24, batch: int = 24, model: dict[str, int] | None = None
 
 
 def test_axes_are_outermost_first_and_dp_may_stand_outside_pp() -> None:
-    layout = {"pp": 2, "dp_replicate": 3, "dp_shard": 4, "tp": 2, "zero": 1}
+    layout: dict[str, Any] = {"pp": 2, "dp_replicate": 3, "dp_shard": 4, "tp": 2, "zero": 1}
     assert list(axes(job(**layout).layout)) == ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
     assert list(axes(job(**layout, order="dp-outside").layout)) == ["dp_replicate", "dp_shard", "pp", "cp", "tp"]
     assert ranks_of(job(**layout).layout) == 48
@@ -48,7 +50,7 @@ def test_the_largest_tensor_parallelism_is_divided_by_every_other() -> None:
         ({"tp": 3}, 3, r"layout.tp = 3 does not divide model.kv_heads = 2; .*layout.kv_replicate = true"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_one_sentence(layout: dict[str, int], ranks: int, sentence: str) -> None:
+def test_a_layout_that_does_not_fit_is_one_sentence(layout: dict[str, Any], ranks: int, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
         require_layout(job(**layout), ranks)
     assert "\n" not in str(caught.value)

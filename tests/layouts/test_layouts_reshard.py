@@ -16,7 +16,7 @@ from meshwright.checkpoint import Checkpoint, Lease, Saver, checkpoint_path, dif
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
-from meshwright.train import make_trainer
+from meshwright.train import Silent, make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
@@ -40,7 +40,7 @@ END = ["tp2·pp2·dp2", "single"]
 TIED = ["pp2·dp2", "tp4", "dualpipe"]
 
 
-class Memory:
+class Memory(Silent):
     """Recorder and progress that keep the numbers."""
 
     def __init__(self) -> None:
@@ -52,14 +52,6 @@ class Memory:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
-
-    def sample(self, step: int, text: str) -> None: ...
-
-    def step(self, row: dict[str, Any]) -> None: ...
-
-    def evaluation(self, step: int, val_loss: float) -> None: ...
-
-    def message(self, text: str) -> None: ...
 
 
 def make_job(layout: dict[str, Any], steps: int, **changes: dict[str, Any]) -> Job:
@@ -91,7 +83,7 @@ def some_steps(
     training = make_trainer(job, unequal_corpus(job), engine, weights, memory, memory, world)
 
     def saver(folder: Path) -> Saver:
-        place = {"rank": world.rank, "ranks": world.size, "sums": world.sum_over_world}
+        place: dict[str, Any] = {"rank": world.rank, "ranks": world.size, "sums": world.sum_over_world}
         return Saver(
             job, Lease(folder, 0), memory.event, memory.message, lambda n: torch.empty(n, dtype=torch.uint8), **place
         )

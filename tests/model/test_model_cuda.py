@@ -26,7 +26,7 @@ def test_every_path_equals_the_cpu(
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [tensor.to(device, compute).requires_grad_() for tensor in (q, k, v)]
         ids = None if documents is None else Documents(documents.to(device), at_most=8)
-        out, _ = CausalAttend(window)(*inputs, None, ids)
+        out, _ = CausalAttend(window)(inputs[0], inputs[1], inputs[2], None, ids)
         gradients = torch.autograd.grad((out * weights.to(device, compute)).sum(), inputs)
         return [tensor.detach().cpu().double() for tensor in (out, *gradients)]
 

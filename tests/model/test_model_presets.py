@@ -1,6 +1,7 @@
 """Public shapes have the public parameter counts, on the meta device and in closed form, and the known FLOPs."""
 
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_the_largest_is_built_on_meta_in_well_under_a_second() -> None:
 
 
 @pytest.mark.parametrize(("attention", "flops", "days"), [("causal", 7.72e23, 71_600), ("full", 8.69e23, 80_600)])
-def test_llama_3_8b_on_15_trillion_tokens(attention: str, flops: float, days: float) -> None:
+def test_llama_3_8b_on_15_trillion_tokens(attention: Literal["causal", "full"], flops: float, days: float) -> None:
     total = flops_per_token(preset("llama-3-8b"), 8192, attention) * 15e12
     assert total == pytest.approx(flops, rel=1e-3)
     assert total / (0.4 * 312e12) / 86400 == pytest.approx(days, rel=1e-3)

@@ -16,7 +16,7 @@ from meshwright.parallel import CompressedWeights, build, join_world
 from meshwright.parallel.compression import replicas
 from meshwright.parallel.compression.codecs import Cast, Int8, TopK
 from meshwright.parallel.compression.weights import Reduction
-from meshwright.train import make_trainer
+from meshwright.train import Silent, make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
 
@@ -235,7 +235,7 @@ def fit(layout: dict[str, Any], forgets: bool) -> float:
         if forgets:
             reduction.forget()
         with torch.no_grad():
-            master -= 0.05 * master.grad
+            master.sub_(0.05 * master.grad)
     return float(((master - truth) / sizes).square().mean())
 
 
@@ -260,7 +260,7 @@ def small_job(**layout: Any) -> Job:
     )
 
 
-class Rows:
+class Rows(Silent):
     """A recorder that keeps the rows."""
 
     def __init__(self) -> None:
@@ -268,11 +268,6 @@ class Rows:
 
     def metric(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-
-    def ignore(self, *args: Any, **fields: Any) -> None:
-        pass
-
-    event = step = evaluation = sample = message = ignore
 
 
 def train(job: Job) -> tuple[list[dict[str, Any]], dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:

@@ -62,10 +62,11 @@ def difference(method: str, case: dict[str, Any], dtype: torch.dtype = torch.flo
     attend = make_context_attend(method, dist.group.WORLD, window)
     found = wide(twice(attend, *(t[:, places] for t in (q, k, v, grad))))
     with torch.no_grad():
-        evaluated, _ = attend(*(t[:, places] for t in (q, k, v)), None, documents)
+        evaluated, _ = attend(q[:, places], k[:, places], v[:, places], None, documents)
+    wide_q, wide_k, wide_v = wide([q, k, v])
     found, expected = (
         [*found, evaluated.double()],
-        [*expected, CausalAttend(window)(*wide([q, k, v]), None, documents)[0][:, places]],
+        [*expected, CausalAttend(window)(wide_q, wide_k, wide_v, None, documents)[0][:, places]],
     )
     names = ["out", "lse", "q", "k", "v", "without gradients"]
     return {name: (a - b).abs().max().item() for name, a, b in zip(names, found, expected, strict=True)}
@@ -156,4 +157,4 @@ def test_only_the_ranks_own_tensors_wait_for_the_backward(method: str) -> None:
 
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(UserError, match=r'layout.cp_method = "rings" is not one of ring, allgather, ulysses'):
-        make_context_attend("rings", None, None)  # type: ignore[arg-type]
+        make_context_attend("rings", None, None)

@@ -155,7 +155,8 @@ def test_bytes_that_a_ring_sends(ranks: int, dtype: torch.dtype) -> None:
     forward = run_in_step([counted(ring_forward(q, kv, order), sent[order.rank]) for order in orders(ranks)])
     assert sent == [[once] * (ranks - 1)] * ranks
     sent = [[] for _ in range(ranks)]
-    backwards = [ring_backward(q, q, kv, *forward[order.rank], order) for order in orders(ranks)]
+    ended = zip(forward, orders(ranks), strict=True)
+    backwards = [ring_backward(q, q, kv, out, lse, order) for (out, lse), order in ended]
     run_in_step([counted(part, sent[order.rank]) for part, order in zip(backwards, orders(ranks), strict=True)])
     assert [sum(messages) for messages in sent] == [(ranks - 1) * (once + wider)] * ranks
 

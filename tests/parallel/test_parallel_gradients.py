@@ -149,7 +149,7 @@ def test_impossible_combinations_are_one_sentence(fields: dict[str, Any], senten
 
 
 def test_fp16_and_offloaded_shards_are_refused_where_they_cannot_work() -> None:
-    pipedream = {"pp": 2, "schedule": "pipedream", "accumulation": 1}
+    pipedream: dict[str, Any] = {"pp": 2, "schedule": "pipedream", "accumulation": 1}
     job = make_job("fp32", "fp16", **pipedream)
     untied = job.model.model_copy(update={"tied": False})
     batch = job.batch.model_copy(update={"micro_batch": 2})

@@ -161,7 +161,7 @@ def messages_of_a_step(jobs: list[Job]) -> list[int]:
         sent[-1] += 1
         return send(operations)
 
-    dist.batch_isend_irecv = counting
+    vars(dist)["batch_isend_irecv"] = counting
     for job in jobs:
         engine, _ = build(job, world)
         tokens = torch.zeros(1, 8, dtype=torch.int64)
@@ -182,7 +182,7 @@ def forwards_of_a_block(job: Job) -> list[int]:
     world = join_world(job, torch.device("cpu"))
     engine, _ = build(job, world)
     runs: Counter[int] = Counter()
-    blocks = [block for module in engine.modules for block in module.layers.values()]  # type: ignore[operator, union-attr]
+    blocks = [block for module in engine.modules for block in module.layers.values()]
     for place, block in enumerate(blocks):
         block.attention.register_forward_pre_hook(lambda *_, place=place: runs.update([place]))
     data = iter(
@@ -290,7 +290,8 @@ def peak_of_a_step(job: Job) -> int:
     """Most bytes of activations alive after the forward, or when a block's forward has just been run again."""
     model = Decoder(job.model)
     initialise(model, 0)
-    parameters, peaks, living = list(model.parameters()), [], Living()
+    parameters: list[torch.Tensor] = list(model.parameters())
+    peaks, living = list[int](), Living()
 
     def watched(forward: Any) -> Any:
         def run(*args: Any) -> Any:

@@ -179,7 +179,7 @@ def test_what_is_offloaded_must_fit_the_host() -> None:
         assert bool(search(model, cluster, 2048, 8, top=1, allow=("offload",)).best) == found
 
 
-def test_a_plan_that_cannot_be_written_and_a_sequence_of_nothing_are_refused(cli) -> None:  # type: ignore[no-untyped-def]
+def test_a_plan_that_cannot_be_written_and_a_sequence_of_nothing_are_refused(cli) -> None:
     asked = ("plan", "--model", "gpt2", "--cluster", "1xh100")
     told = cli(*asked, "--write", "nowhere/job.toml")
     assert told.code == 2 and told.err.startswith("meshwright: --write = nowhere/job.toml cannot be written"), told.err

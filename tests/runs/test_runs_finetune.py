@@ -98,7 +98,7 @@ def test_the_first_loss_is_that_of_the_assistants_tokens_alone(folder: Path, run
     job = load_job(str(run / "job.toml")).job
     stream = training_stream(prepare(job.data, job.model.vocab_size), job.data, 64, job.run.seed)
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     assistant, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     total, count = 0.0, 0
     for sample in map(stream.read, range(8)):
@@ -124,8 +124,8 @@ def test_the_loss_of_the_answers_falls(run: Path) -> None:
 
 def test_the_exported_folder_answers_in_transformers(run: Path, tmp_path: Path) -> None:
     export_run(run / "run", tmp_path / "out", "fp32")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for number in range(len(WORDS)):
         asked, answer = talk(number)
         prompt = tokenizer.apply_chat_template(

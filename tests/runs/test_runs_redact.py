@@ -62,7 +62,7 @@ def test_what_is_prepared_is_named_without_its_signature(tmp_path: Path, monkeyp
     assert file.name == "https://host/a.jsonl?[hidden]" and file.remote is not None and file.remote.url == address
 
 
-def test_a_script_is_its_owner_s_alone(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_script_is_its_owner_s_alone(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile's variables are in it."""
     stub = tiny_job.parent / "bin/sbatch"
     stub.parent.mkdir()

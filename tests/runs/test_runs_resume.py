@@ -186,7 +186,7 @@ def test_without_a_checkpoint_it_starts_and_without_a_folder_too() -> None:
         run_job(load_job("demo", ["run.device=cpu"]), QUIET, resume=True)
 
 
-def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:
     words = [word for each in [*SETTINGS, "checkpoint.keep_last=9"] for word in ("--set", each)]
     assert cli("train", "job.toml", *words).code == 0
     whole = rows("run")

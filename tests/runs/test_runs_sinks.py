@@ -36,7 +36,7 @@ class Calls(list):
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, calls: Any) -> None:
     module = ModuleType(name)
-    module.__getattr__ = lambda attribute: getattr(calls, attribute)  # type: ignore[method-assign]
+    module.__getattr__ = lambda attribute: getattr(calls, attribute)
     module.__spec__ = SimpleNamespace(name=name)  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, name, module)
 

@@ -1,5 +1,7 @@
 """What a chart is made of: ticks, thinning, smoothing, numbers."""
 
+from typing import Any
+
 import pytest
 
 from meshwright.studio.chart import Series, line_chart, nice_ticks
@@ -42,7 +44,8 @@ def test_smoothing_does_not_lag_and_passes_over_gaps() -> None:
 
 
 def test_curves_take_the_last_row_of_a_step_in_order() -> None:
-    rows = [{"step": 2, "loss": 5.0}, {"step": 1, "loss": 6.0}, {"step": 2, "loss": 4.0}, {"step": 3, "loss": None}]
+    rows: list[dict[str, Any]] = [{"step": 2, "loss": 5.0}, {"step": 1, "loss": 6.0}]
+    rows += [{"step": 2, "loss": 4.0}, {"step": 3, "loss": None}]
     assert curve(rows, "loss", 2.0) == [(1, 12.0), (2, 8.0)]
     assert curve([{"step": 1, "loss": float("nan")}], "loss") == [(1, None)]
 

@@ -23,7 +23,7 @@ def drawn(follower: Follower, buckets: int = 10**6) -> list[tuple[float, float]]
     return list(zip(curves["x"], curves["fields"]["loss"]["low"], strict=True))
 
 
-def whole(run: RunFolder) -> list[tuple[float, float]]:
+def whole(run: RunFolder) -> list[tuple[float, Any]]:
     return [(row["step"], pytest.approx(row["loss"], rel=1e-5)) for row in run.metrics() if "loss" in row]
 
 

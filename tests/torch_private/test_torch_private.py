@@ -88,7 +88,7 @@ def test_what_a_call_of_a_module_ends_in_is_known() -> None:
 
 
 def test_operations_are_seen_one_by_one() -> None:
-    class Seen(autograd.TorchDispatchMode):  # type: ignore[misc]
+    class Seen(autograd.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             names.append(str(func))
             return func(*args, **(kwargs or {}))
@@ -104,10 +104,9 @@ def test_operations_are_seen_one_by_one() -> None:
 def _sharded() -> dict[str, Any]:
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     module = nn.Sequential(nn.Linear(4, 4, bias=False))
-    fully_shard(module[0], mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    sharding.gather_in_background(module)
-    [group] = sharding.parameter_groups(module[0])
+    inner = fully_shard(module[0], mesh=mesh)
+    sharding.gather_in_background(fully_shard(module, mesh=mesh))
+    [group] = sharding.parameter_groups(inner)
     before = sharding.is_gathering(group)
     module[0].unshard(async_op=True)
     during = sharding.is_gathering(group)

@@ -73,7 +73,7 @@ def test_a_loss_is_judged_by_the_last_ones() -> None:
     assert (RecentLosses([2.0] * 40).score(2.0001) or 0.0) < 1.0, "a flat line is no reason to see spikes"
 
 
-def test_a_spike_that_comes_once_is_rewound_and_nothing_is_lost(spoil) -> None:  # type: ignore[no-untyped-def]
+def test_a_spike_that_comes_once_is_rewound_and_nothing_is_lost(spoil) -> None:
     settings = ("run.on_bad_step=rewind", "run.spike_score=8")
     assert kinds(train("quiet", *settings), "bad_step") == []
     spoil(4 * 20, 50.0, times=1)  # the batch of step 21
@@ -84,7 +84,7 @@ def test_a_spike_that_comes_once_is_rewound_and_nothing_is_lost(spoil) -> None: 
     assert rows("run") == rows("quiet")
 
 
-def test_a_batch_that_is_bad_twice_is_passed_over(spoil) -> None:  # type: ignore[no-untyped-def]
+def test_a_batch_that_is_bad_twice_is_passed_over(spoil) -> None:
     spoil(4 * 9, float("nan"), times=99)
     events = train("run", "run.on_bad_step=rewind", "run.steps=12")
     assert [event["pass_over"] for event in kinds(events, "rewind")] == [[], [36]]
@@ -93,7 +93,7 @@ def test_a_batch_that_is_bad_twice_is_passed_over(spoil) -> None:  # type: ignor
     assert "nan" not in str(rows("run"))
 
 
-def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, monkeypatch) -> None:
     train("quiet", "run.steps=3")
     spoil(8, float("inf"), times=1)
     assert kinds(train("run", "run.on_bad_step=rewind", "run.steps=3"), "rewind")[0]["to"] == 0
@@ -105,7 +105,7 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
         train("hopeless", "run.on_bad_step=rewind", "run.steps=3")
 
 
-def test_a_spike_stops_or_is_skipped_as_the_job_says(spoil) -> None:  # type: ignore[no-untyped-def]
+def test_a_spike_stops_or_is_skipped_as_the_job_says(spoil) -> None:
     spoil(4 * 20, 50.0, times=99)
     with pytest.raises(UserError, match=r"step 21 has loss .* robust deviations above the recent losses"):
         train("stops", "run.spike_score=8")
@@ -113,7 +113,7 @@ def test_a_spike_stops_or_is_skipped_as_the_job_says(spoil) -> None:  # type: ig
     assert kinds(events, "bad_step")[0]["policy"] == "skip" and kinds(events, "stop")[0]["reason"] == "finished"
 
 
-def test_a_step_is_made_again_and_its_samples_shown(cli, spoil) -> None:  # type: ignore[no-untyped-def]
+def test_a_step_is_made_again_and_its_samples_shown(cli, spoil) -> None:
     spoil(4 * 5, float("nan"), times=1)
     train("run", "run.on_bad_step=skip", "run.steps=8")
     result = cli("replay", "run", "--step", "6", "--device", "cpu", "--json")
@@ -132,7 +132,7 @@ def test_a_step_is_made_again_and_its_samples_shown(cli, spoil) -> None:  # type
     assert "sample" in cli("replay", "run", "--step", "5", "--device", "cpu").out
 
 
-def test_rewinding_stages_that_do_not_wait_for_each_other_is_refused(cli) -> None:  # type: ignore[no-untyped-def]
+def test_rewinding_stages_that_do_not_wait_for_each_other_is_refused(cli) -> None:
     words = ["layout.pp=2", "layout.schedule=pipedream", "model.tied=false", "batch.micro_batch=4"]
     sets = [word for each in [*words, "run.on_bad_step=rewind"] for word in ("--set", each)]
     result = cli("train", "job.toml", *sets, "--nproc", "2")

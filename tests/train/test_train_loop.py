@@ -13,11 +13,11 @@ from meshwright.data import Stream, prepare, watch
 from meshwright.errors import UserError
 from meshwright.job import load_job
 from meshwright.model import Decoder, initialise
-from meshwright.parallel import WholeWeights, World, build
-from meshwright.train import Outcome, Trainer, build_optimizer, clip_gradients
+from meshwright.parallel import PipeDream, WholeWeights, World, build
+from meshwright.train import Outcome, Silent, Trainer, build_optimizer, clip_gradients
 
 
-class Memory:
+class Memory(Silent):
     """Recorder and progress that remember."""
 
     def __init__(self) -> None:
@@ -34,26 +34,21 @@ class Memory:
     def sample(self, step: int, text: str) -> None:
         self.samples[step] = text
 
-    def step(self, row: dict[str, Any]) -> None: ...
-
-    def evaluation(self, step: int, val_loss: float) -> None: ...
-
-    def message(self, text: str) -> None: ...
-
     def column(self, name: str) -> list[Any]:
         return [row[name] for row in self.rows if name in row]
 
 
 @pytest.fixture
-def run(tiny_job: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def run(tiny_job: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tiny_job.parent)
 
-    def train(*overrides: str, change=lambda training: None) -> tuple[Memory, Outcome, Trainer]:  # type: ignore[no-untyped-def]
+    def train(*overrides: str, change=lambda training: None) -> tuple[Memory, Outcome, Trainer]:
         job = load_job(str(tiny_job), ["data.cache=cache", *overrides]).job
         corpus = prepare(job.data, job.model.vocab_size)
         memory = Memory()
         world = World(torch.device("cpu"))
         engine, weights = build(job, world)
+        assert not isinstance(engine, PipeDream)
         training = Trainer(job, corpus, engine, weights, memory, memory, world)
         change(training)
         return memory, training.run(), training
@@ -61,7 +56,7 @@ def run(tiny_job: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
     return train
 
 
-def test_the_loss_falls_and_every_step_is_recorded(run) -> None:  # type: ignore[no-untyped-def]
+def test_the_loss_falls_and_every_step_is_recorded(run) -> None:
     memory, outcome, _ = run("run.steps=30")
     assert memory.column("step")[-1] == 30 and len(memory.column("loss")) == 30
     assert memory.column("loss")[-1] < 0.8 * memory.column("loss")[0]
@@ -72,25 +67,25 @@ def test_the_loss_falls_and_every_step_is_recorded(run) -> None:  # type: ignore
 
 
 @pytest.mark.parametrize("masks", ["false", "true"])
-def test_accumulation_gives_the_whole_batch_s_gradients_with_unequal_masks(run, masks: str) -> None:  # type: ignore[no-untyped-def]
+def test_accumulation_gives_the_whole_batch_s_gradients_with_unequal_masks(run, masks: str) -> None:
     whole, _, _ = run("batch.micro_batch=4", f"data.mask_documents={masks}", "run.steps=4")
     parts, _, _ = run("batch.micro_batch=1", f"data.mask_documents={masks}", "run.steps=4")
     for name in ("loss", "grad_norm"):
         assert parts.column(name) == pytest.approx(whole.column(name), rel=2e-5)
 
 
-def test_two_runs_of_one_seed_are_identical_and_another_seed_differs(run) -> None:  # type: ignore[no-untyped-def]
+def test_two_runs_of_one_seed_are_identical_and_another_seed_differs(run) -> None:
     first, again, other = (run(f"run.seed={seed}", "model.dropout=0.1")[0] for seed in (1, 1, 2))
     assert first.column("loss") == again.column("loss")
     assert first.column("grad_norm") == again.column("grad_norm")
     assert first.column("loss") != other.column("loss")
 
 
-def test_loader_workers_do_not_change_the_run(run) -> None:  # type: ignore[no-untyped-def]
+def test_loader_workers_do_not_change_the_run(run) -> None:
     assert run("data.workers=0")[0].column("loss") == run("data.workers=2")[0].column("loss")
 
 
-def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch) -> None:
     read = Stream.read
     monkeypatch.setattr(watch, "SLOW_S", 0.2)
     monkeypatch.setattr(Stream, "read", lambda self, sample: (sample == 9 and time.sleep(0.8)) or read(self, sample))
@@ -99,7 +94,7 @@ def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch) -> None:  # t
     assert re.search(r"for data worker 0 of 1 \(process \d+, reading the step of sample 8\)", told)
 
 
-def test_dropout_and_micro_batches_draw_the_same_masks(run) -> None:  # type: ignore[no-untyped-def]
+def test_dropout_and_micro_batches_draw_the_same_masks(run) -> None:
     whole, _, _ = run("model.dropout=0.2", "batch.micro_batch=4", "run.steps=3")
     parts, _, _ = run("model.dropout=0.2", "batch.micro_batch=1", "run.steps=3")
     assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=2e-5)
@@ -110,7 +105,7 @@ def _poison(training: Trainer) -> None:
         training.weights.masters["layers.0.ffn.down.weight"].fill_(float("nan"))
 
 
-def test_a_bad_step_stops_skips_or_is_kept_as_the_job_says(run) -> None:  # type: ignore[no-untyped-def]
+def test_a_bad_step_stops_skips_or_is_kept_as_the_job_says(run) -> None:
     with pytest.raises(UserError, match="step 1 has loss nan"):
         run("run.on_bad_step=stop", change=_poison)
     memory, _, training = run("run.on_bad_step=skip", "run.steps=2", change=_poison)
@@ -120,7 +115,7 @@ def test_a_bad_step_stops_skips_or_is_kept_as_the_job_says(run) -> None:  # type
     assert training.weights.masters["layers.0.ffn.gate.weight"].isnan().any()
 
 
-def test_compiled_blocks_compute_the_same(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_compiled_blocks_compute_the_same(run, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, _, _ = run("run.steps=2")
     compile_module = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
@@ -160,7 +155,7 @@ def test_bf16_accumulates_in_fp32_and_leaves_no_second_set_of_gradients(tiny_job
     assert torch.equal(model.final_norm.weight, torch.ones_like(model.final_norm.weight))
 
 
-def test_bf16_learns_too(run) -> None:  # type: ignore[no-untyped-def]
+def test_bf16_learns_too(run) -> None:
     memory, _, training = run("precision.compute=bf16", "run.steps=6", "batch.global_batch=2", "batch.micro_batch=2")
     assert memory.column("loss")[-1] < memory.column("loss")[0]
     assert all(master.dtype == torch.float32 for master in training.weights.masters.values())

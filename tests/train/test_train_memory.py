@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of
 from meshwright.parallel import World, build, join_world
-from meshwright.train import Trainer, make_trainer, memory_curve
+from meshwright.train import Silent, Trainer, make_trainer, memory_curve
 from meshwright.train.memory_curve import WATCHED_STEPS
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import run_ranks
@@ -28,7 +28,7 @@ MODEL = {
 Rows = list[dict[str, Any]]
 
 
-class Losses:
+class Losses(Silent):
     """Recorder and progress that keep the losses."""
 
     def __init__(self) -> None:
@@ -40,10 +40,6 @@ class Losses:
 
     def message(self, text: str) -> None:
         self.messages.append(text)
-
-    def ignore(self, *args: Any, **kwargs: Any) -> None: ...
-
-    event = sample = step = evaluation = ignore
 
 
 def make_job(**sections: dict[str, Any]) -> Job:

@@ -108,7 +108,7 @@ def test_orthogonalising_applies_the_polynomial_to_the_singular_values(shape: tu
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     s = s / s.norm()
     for _ in range(ROUNDS):
-        s = sum(c * s ** (2 * i + 1) for i, c in enumerate(COEFFICIENTS))  # type: ignore[assignment]
+        s = sum(c * s ** (2 * i + 1) for i, c in enumerate(COEFFICIENTS))
     result = orthogonalise(matrix)
     assert torch.allclose(result, u @ torch.diag(s) @ vh, atol=1e-12)
     assert float(s.min()) > 0.6 and float(s.max()) < 1.3
@@ -126,7 +126,7 @@ def test_muon_is_torch_s_but_for_its_bf16() -> None:
 
 def test_muon_takes_each_projection_apart_and_leaves_the_rest_to_adamw() -> None:
     job = make_job("muon", weight_decay=0.0)
-    shapes = {f"layers.0.attention.{n}.weight": (16, 16) for n in "qkvo"}
+    shapes: dict[str, Any] = {f"layers.0.attention.{n}.weight": (16, 16) for n in "qkvo"}
     shapes |= {f"layers.0.ffn.{n}.weight": (16, 16) for n in ("gate", "up", "down")}
     shapes |= {"embed.weight": (40, 16), "head.weight": (40, 16), "final_norm.weight": (16,)}
     masters = random_masters(**shapes)
@@ -360,7 +360,7 @@ def test_a_gpu_updates_as_the_cpu_does(name: str, form: str) -> None:
             give = random_masters(torch.float32, ffn_up=(64, 256), ffn_norm=(64,))
             give_gradients(give, step)
             for key, master in masters.items():
-                master.grad = give[key].grad.to(device)  # type: ignore[union-attr]
+                master.grad = give[key].grad.to(device)
             optimizer.step()
         ends.append({key: master.detach().cpu() for key, master in masters.items()})
     for key, there in ends[1].items():

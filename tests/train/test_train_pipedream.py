@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import build, join_world
-from meshwright.train import make_trainer, windows
+from meshwright.train import Silent, make_trainer, windows
 from meshwright.verify import run_ranks
 from meshwright.verify.documents import UnequalDocuments
 
@@ -32,7 +32,7 @@ def job(pp: int = 2, *, layers: int | None = None, steps: int = 6, every: int = 
     return Job.model_validate(described)
 
 
-class Memory:
+class Memory(Silent):
     """Recorder and progress that remember, in order."""
 
     def __init__(self) -> None:
@@ -44,14 +44,6 @@ class Memory:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append({"kind": kind, **fields})
-
-    def sample(self, step: int, text: str) -> None: ...
-
-    def step(self, row: dict[str, Any]) -> None: ...
-
-    def evaluation(self, step: int, val_loss: float) -> None: ...
-
-    def message(self, text: str) -> None: ...
 
 
 def on_rank(
@@ -199,7 +191,7 @@ def test_a_bad_step_stops_the_run_with_its_sentence() -> None:
 
 
 def test_a_skipped_step_is_skipped_by_its_stage_and_those_before_it() -> None:
-    skip = {"run": {"on_bad_step": "skip"}}
+    skip: dict[str, Any] = {"run": {"on_bad_step": "skip"}}
     (memory, _, first), (_, _, last) = train(job(steps=2, **skip), _bad_gradient_of("embed.weight"))
     assert max(first.values()) == 0.0 and min(last.values()) > 0.0
     assert [(event["step"], event["policy"]) for event in memory.events if event["kind"] == "bad_step"] == [

@@ -13,8 +13,8 @@ from meshwright.data import Step, prepare
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import ranks_of
-from meshwright.parallel import World, build
-from meshwright.train import LossScale, Trainer, choose_device, emulated_format
+from meshwright.parallel import PipeDream, World, build
+from meshwright.train import LossScale, Silent, Trainer, choose_device, emulated_format
 from meshwright.train.feed import training_loader
 from meshwright.verify import Observation, compare, observe, run_ranks, worst
 from meshwright.verify.observe import LOSS_SCALE
@@ -64,18 +64,18 @@ def test_what_no_scale_can_mend_is_left_to_the_policy_for_bad_steps() -> None:
 class Overflowing(Trainer):
     """A run in which one rank's gradients overflow at one step."""
 
-    def __init__(self, *args: Any, rank: int, step: int) -> None:
+    def __init__(self, *args: Any, rank: int, at_step: int) -> None:
         super().__init__(*args)
         accumulate = self.engine.accumulate
 
-        def accumulate_and_spoil(data: Step, now: int) -> torch.Tensor:
-            loss = accumulate(data, now)
-            if now == step and self.world.rank == rank:
+        def accumulate_and_spoil(data: Step, step: int) -> torch.Tensor:
+            loss = accumulate(data, step)
+            if step == at_step and self.world.rank == rank:
                 gradient = next(p.grad for p in self.weights.masters.values() if p.grad is not None)
                 gradient.view(-1)[0] = math.inf
             return loss
 
-        self.engine.accumulate = accumulate_and_spoil  # type: ignore[method-assign]
+        self.engine.accumulate = accumulate_and_spoil
 
     def run(self, *args: Any) -> Any:
         outcome = super().run(*args)
@@ -114,7 +114,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(
 ) -> None:
     """In float64 with the scale on: only what the scale does differs from a run without that update."""
     job = make_job(**layout)
-    overflowing = partial(Overflowing, rank=1, step=2)
+    overflowing = partial(Overflowing, rank=1, at_step=2)
     ranks = run_ranks(observe, ranks_of(job.layout), job, torch.float64, "cpu", overflowing)
     for seen in ranks:
         assert math.isinf(seen.norms[1]) and all(map(math.isfinite, seen.losses + seen.norms[2:]))
@@ -123,7 +123,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(
     assert all(row.ok for row in rows), worst(rows)
 
 
-class Told:
+class Told(Silent):
     """Recorder and progress that remember."""
 
     def __init__(self) -> None:
@@ -140,16 +140,11 @@ class Told:
     def message(self, text: str) -> None:
         self.messages.append(text)
 
-    def sample(self, step: int, text: str) -> None: ...
-
-    def step(self, row: dict[str, Any]) -> None: ...
-
-    def evaluation(self, step: int, val_loss: float) -> None: ...
-
 
 def training(job: Job, scale: LossScale) -> tuple[Trainer, Told]:
     world, told = World(torch.device("cpu")), Told()
     engine, weights = build(job, world)
+    assert not isinstance(engine, PipeDream)
     made = Trainer(job, prepare(job.data, job.model.vocab_size), engine, weights, told, told, world)
     made.scaling = scale
     return made, told
@@ -191,7 +186,7 @@ def _one_batch(made: Trainer) -> Any:
 
 def test_an_overflow_that_no_scale_mends_is_a_bad_step() -> None:
     made, told = training(make_job(), LossScale(start=1.0))
-    made.weights.square_sum = lambda: torch.tensor(math.inf)  # type: ignore[method-assign]
+    made.weights.square_sum = lambda: torch.tensor(math.inf)
     with pytest.raises(UserError, match=r"step 1 has loss .* and gradient norm inf"):
         made.run()
     assert [event["kind"] for event in told.events] == ["start", "bad_step"]
@@ -223,7 +218,7 @@ def test_a_format_the_device_has_not_is_refused(tiny_job: Path, monkeypatch: pyt
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["tf32", "fp16", "fp8"])
-def test_formats_train_evaluate_and_sample_on_a_gpu(cli, tiny_job: Path, compute: str) -> None:  # type: ignore[no-untyped-def]
+def test_formats_train_evaluate_and_sample_on_a_gpu(cli, tiny_job: Path, compute: str) -> None:
     if compute == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no fp8")
     result = cli("train", "job.toml", "--set", "run.device=cuda", "--set", f"precision.compute={compute}", "--json")

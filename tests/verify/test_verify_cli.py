@@ -21,7 +21,7 @@ def job_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:  # type: ignore[no-untyped-def]
+def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:
     result = cli("verify", DEMO, "--set", "layout.dp_replicate=6", "--steps", "2", "--set", "batch.global_batch=24")
     assert result.code == 0, result.err
     assert "layout.dp_replicate 6 → 4" in result.out
@@ -30,7 +30,7 @@ def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:  # type: ignore[
         assert kind in result.out
 
 
-def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
+def test_json_has_stable_keys(cli) -> None:
     result = cli("verify", DEMO, "--set", "layout.dp_shard=2", "--set", "layout.zero=3", "--steps", "2", "--json")
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True
@@ -43,7 +43,7 @@ def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
     assert sum(row["kind"] == "loss" for row in answer["rows"]) == 2
 
 
-def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     divide = FSDPModule.set_gradient_divide_factor
     monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2 * factor))
     job = (DEMO, "--set", "layout.dp_shard=2", "--steps", "1")
@@ -54,7 +54,7 @@ def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypa
     assert result.code == 1 and json.loads(result.out)["first_wrong"]["name"] == "embed.weight"
 
 
-def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:  # type: ignore[no-untyped-def]
+def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:
     arguments = (DEMO, "--set", "layout.dp_replicate=2", "--set", "model.layers=1", "--steps", "1")
     result = cli("verify", *arguments, "--dtype", "bf16", "--json")
     answer = json.loads(result.out)
@@ -66,14 +66,14 @@ def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:  # type: ignore[n
     assert "equal: 2 ranks compute the same as one process, in bf16 as exactly as the format allows" in result.out
 
 
-def test_float32_is_judged_by_its_own_bounds(cli) -> None:  # type: ignore[no-untyped-def]
+def test_float32_is_judged_by_its_own_bounds(cli) -> None:
     result = cli("verify", DEMO, "--set", "layout.tp=2", "--dtype", "float32", "--json")
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True
     assert {row["bound"] for row in answer["rows"]} == {1e-5, None}
 
 
-def test_a_model_of_one_s_own(cli) -> None:  # type: ignore[no-untyped-def]
+def test_a_model_of_one_s_own(cli) -> None:
     result = cli("verify", "--model", str(EXAMPLE), "--json")
     answer = json.loads(result.out)
     assert result.code == 0 and answer["equal"] is True, result.out
@@ -83,7 +83,7 @@ def test_a_model_of_one_s_own(cli) -> None:  # type: ignore[no-untyped-def]
     }  # fmt: skip
 
 
-def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n\n\n"
         "class Whole(nn.Linear):\n"
@@ -108,12 +108,12 @@ def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:  # type: ignore[no-u
         (("--layer", "mine"), "--layer mine is not file.py:Class"),
     ],
 )
-def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:  # type: ignore[no-untyped-def]
+def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:
     result = cli("verify", *arguments)
     assert result.code == 2
     assert sentence in result.err and "Traceback" not in result.err
 
 
-def test_the_parent_never_touches_cuda(cli) -> None:  # type: ignore[no-untyped-def]
+def test_the_parent_never_touches_cuda(cli) -> None:
     cli("verify", DEMO, "--set", "layout.dp_replicate=2", "--steps", "1")
     assert not torch.cuda.is_initialized()

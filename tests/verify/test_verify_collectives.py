@@ -428,7 +428,7 @@ def test_a_layout_in_order_passes_and_one_out_of_order_fails_though_equal(monkey
     assert verdict.collectives.violations[0].startswith("rank 1 issues all_reduce MAX float64 [4] on group (0, 1) at ")
 
 
-def test_the_command_says_so(cli, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_says_so(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     job = ("verify", "demo", "--set", "layout.dp_replicate=2", "--steps", "1", "--collectives")
     good = cli(*job)
     assert good.code == 0 and re.search(r"collectives: \d+ of 2 ranks, \d+ groups, same order, no deadlock", good.out)

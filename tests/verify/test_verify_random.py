@@ -177,7 +177,7 @@ def test_how_documents_are_read_is_part_of_what_is_compared(change: dict[str, An
     assert check.reference(drawn.job, "float64").losses != check.reference(other, "float64").losses
 
 
-def test_a_wrong_draw_prints_its_job_and_exits_1(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_draw_prints_its_job_and_exits_1(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn = two_ranks(workers=0)
     divide = FSDPModule.set_gradient_divide_factor
     monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, 2 * factor))
@@ -195,7 +195,7 @@ def test_a_wrong_draw_prints_its_job_and_exits_1(cli, monkeypatch: pytest.Monkey
     assert found["layouts"][0]["why"].startswith("first difference: gradient of")
 
 
-def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
+def test_json_has_stable_keys(cli) -> None:
     refused = next(drawn for drawn in MANY if drawn.refusal is not None)
     result = cli("verify", "--random", "800", "--seed", "5", "--only", str(refused.number), "--json")
     found = json.loads(result.out)
@@ -219,6 +219,6 @@ def test_json_has_stable_keys(cli) -> None:  # type: ignore[no-untyped-def]
         (("--layer", "mine.py:Mine", "--only", "4"), "give --matrix or --random with it"),
     ],
 )
-def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:  # type: ignore[no-untyped-def]
+def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:
     result = cli("verify", *arguments)
     assert result.code == 2 and sentence in result.err

@@ -151,7 +151,7 @@ def test_states_that_come_back_wrong_are_caught(monkeypatch: pytest.MonkeyPatch)
     assert {row.ok for row in verdict.rows if row.name.startswith("one process")} == {True}
 
 
-def test_the_command(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_command(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shortened(monkeypatch, lambda job: [Leg(job, 0), Leg(alone(job), 2)])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
@@ -174,12 +174,12 @@ def test_the_command(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         (("demo", "--run", "--set", "layout.tp=5"), "layout.tp = 5 does not divide"),
     ],
 )
-def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:  # type: ignore[no-untyped-def]
+def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:
     result = cli("verify", *arguments)
     assert result.code == 2 and sentence in result.err and len(result.err.splitlines()) == 1
 
 
-def test_a_run_that_is_not_equal_exits_1(cli, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_that_is_not_equal_exits_1(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = Verdict(small(), "float32", [Comparison("loss", "tp 2: step 5", 0.02, 1e-5)], 1.0)
     monkeypatch.setattr(run_check, "check_run", lambda *_: verdict)
     result = cli("verify", "demo", "--run", "--set", "layout.dp_shard=2")

@@ -64,7 +64,7 @@ def answer(client: socket.socket) -> dict[str, Any]:
             os.close(descriptor)
         return request
     ended = os.pidfd_open(command)
-    if client in select.select([ended, client], [], [])[0]:
+    if client.fileno() in select.select([ended, client.fileno()], [], [])[0]:
         os.killpg(command, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
     with contextlib.suppress(OSError):

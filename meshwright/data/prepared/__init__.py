@@ -1,6 +1,7 @@
 """A prepared folder: token shards, their manifest and the tokenizer that made them."""
 
-from meshwright.data.prepared.build import Progress, Wishes, build
+from meshwright.data.prepared.build import build
+from meshwright.data.prepared.fill import Progress, Wishes
 from meshwright.data.prepared.folder import Manifest, Prepared, is_prepared, open_prepared
 from meshwright.data.prepared.look import Findings, Look, inspect, verify
 

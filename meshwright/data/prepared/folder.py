@@ -60,6 +60,8 @@ class Shard(_Record):
     train: Part
     validation: Part
     bad: dict[str, BadRecord]
+    sources: dict[int, tuple[Count, Count]] = {}
+    """Tokens of each source in train and in validation; version 0.1 did not write them."""
 
     def part(self, split: str) -> Part:
         """The share of train or validation."""
@@ -79,6 +81,8 @@ class Manifest(_Record):
     join: str | None = None
     """The field that documents of the first source and those of the others were joined by."""
     validation_fraction: float
+    held_out: Literal["documents", "ends"] = "documents"
+    """Whether whole documents are held out, or the end of each."""
     dtype: str
     vocab_size: int = Field(gt=0, le=LARGEST_VOCABULARY)
     end_of_text: Count
@@ -98,6 +102,11 @@ class Manifest(_Record):
             if getattr(self, field) != told:
                 raise ValueError(f"{field} are not those of the shards together")
         return self
+
+    def source_tokens(self, sources: int) -> list[tuple[int, int]]:
+        """Tokens of each of so many sources in train and in validation."""
+        found = [[shard.sources.get(source, (0, 0)) for shard in self.shards] for source in range(sources)]
+        return [(sum(train for train, _ in parts), sum(held for _, held in parts)) for parts in found]
 
 
 @dataclass(frozen=True)

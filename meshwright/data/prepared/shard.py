@@ -2,43 +2,48 @@
 
 import hashlib
 import io
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.atomic import sync, write_atomic
 from meshwright.data.files import open_regular, read_json
 from meshwright.data.grouping import grouped_by_size
-from meshwright.data.hashing import fraction_of, mix
 from meshwright.data.join import Joined
 from meshwright.data.prepared.folder import PARTIAL, SPLITS, FileRecord, Part, Shard, shard_name
 from meshwright.data.raw import Bad, BadDocuments, Item, Taking, Text, Unit, in_parts, read_unit
+from meshwright.data.raw.bad import EMPTY
 from meshwright.data.raw.reading import Watch
-from meshwright.data.split import with_end
+from meshwright.data.split import HeldOut
 from meshwright.data.store import TokenWriter, token_dtype
 from meshwright.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 1 << 20
-_DOCUMENTS, _FILES = 0x5EED_0F_D0C5, 0x5EED_0F_F11E
 Heard = Callable[[int, int], None]
 """Told the good and bad documents just passed."""
 
 
-def held_out(unit: int, ordinal: int, file: int | None, fraction: float) -> bool:
-    """Whether a document is one of validation's: by its place alone, so that every order of work decides alike."""
-    if file is not None:
-        return fraction_of(file, _FILES) < fraction
-    return fraction_of(ordinal, mix(unit, _DOCUMENTS)) < fraction
+@dataclass(frozen=True)
+class Work:
+    """What is the same for every unit."""
+
+    out: Path
+    taking: Taking
+    joined: Path | None
+    """The file of what is joined to the documents."""
+    held_out: HeldOut
+    firsts: tuple[int, ...]
+    """The number of each unit's first document."""
 
 
 def make_shard(
-    out: Path,
+    work: Work,
     unit: Unit,
     tokenizer: Tokenizer,
-    taking: Taking,
     joined: Joined | None,
-    fraction: float,
     bad: BadDocuments,
     watch: Watch,
     heard: Heard,
@@ -47,23 +52,30 @@ def make_shard(
 
     The unit's bad documents are added to `bad`, which so tells of them even where the work is stopped half-way.
     """
+    out, taking = work.out, work.taking
     beside = out / PARTIAL / f"unit-{unit.number:05d}.{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    writer = _Splits(beside, unit.number, tokenizer, fraction, marked=taking.chat is not None)
+    writer = _Splits(beside, unit.number, tokenizer, work, marked=taking.chat is not None)
+    sources: dict[int, tuple[int, int]] = {}
     try:
-        texts = _good(read_joined(unit, taking, joined, watch), bad, heard)
-        for batch in grouped_by_size(texts, lambda text: text.size_bytes, BATCH_BYTES):
-            if taking.chat is not None:
-                writer.add_marked(batch)
-                continue
-            for text, tokens in zip(batch, tokenizer.encode_batch([text.text for text in batch]), strict=True):
-                writer.add(text, tokens)
+        for source, pieces in itertools.groupby(unit.pieces, key=lambda piece: piece.file.source):
+            before = writer.counts()
+            items = read_joined(replace(unit, pieces=tuple(pieces)), taking, joined, watch)
+            for batch in grouped_by_size(_good(items, bad, heard), lambda text: text.size_bytes, BATCH_BYTES):
+                if taking.chat is not None:
+                    writer.add_marked(batch)
+                    continue
+                for text, tokens in zip(batch, tokenizer.encode_batch([text.text for text in batch]), strict=True):
+                    writer.add(text, tokens)
+            writer.pause()
+            after = writer.counts()
+            sources[source] = (after[0] - before[0], after[1] - before[1])
         parts = writer.finish(out)
     finally:
         writer.close()
         shutil.rmtree(beside, ignore_errors=True)
-    shard = Shard(number=unit.number, input_bytes=unit.size_bytes, bad=bad.told(), **parts)
+    shard = Shard(number=unit.number, input_bytes=unit.size_bytes, bad=bad.told(), sources=sources, **parts)
     write_atomic(record_path(out, unit.number), shard.model_dump_json(), durable=True)
     return shard
 
@@ -102,7 +114,7 @@ def _good(items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard) -> Itera
     for item in items:
         if isinstance(item, Bad):
             bad.add(item.kind, item.place)
-            heard(0, 1)
+            heard(0, int(item.kind != EMPTY))
         else:
             heard(int(item.ends), 0)
             yield from in_parts(item)
@@ -111,40 +123,64 @@ def _good(items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard) -> Itera
 class _Splits:
     """The token files of a shard, one for training and one for validation."""
 
-    def __init__(self, folder: Path, unit: int, tokenizer: Tokenizer, fraction: float, *, marked: bool) -> None:
+    def __init__(self, folder: Path, unit: int, tokenizer: Tokenizer, work: Work, *, marked: bool) -> None:
         dtype = token_dtype(tokenizer.vocab_size)
-        self._folder, self._unit, self._fraction = folder, unit, fraction
+        self._folder, self._unit, self._held_out = folder, unit, work.held_out
         self._tokenizer, self._end_of_text = tokenizer, tokenizer.end_of_text
         self._endings = ("bin", "documents.npy", *(["targets.bin"] if marked else []))
         self._writers = {split: TokenWriter(folder, shard_name(split, unit), dtype, marked=marked) for split in SPLITS}
         self._text_bytes = dict.fromkeys(SPLITS, 0)
-        self._ordinal = 0
+        self._number = work.firsts[unit] - 1
         self._split: str | None = None
+        self._began_at = self._document_bytes = 0
+
+    def counts(self) -> tuple[int, int]:
+        """Tokens for train and for validation so far."""
+        train, validation = (self._writers[split].count for split in SPLITS)
+        return train, validation
 
     def add(self, text: Text, tokens: list[int]) -> None:
         """A document, or its next part; the first may go on with one that began in an earlier shard."""
         if text.begins or self._split is None:
-            out = held_out(self._unit, self._ordinal, text.file, self._fraction)
-            self._split = "validation" if out else "train"
+            self._number += int(text.begins)
+            self._split = "validation" if self._held_out.whole(self._number) else "train"
+            self._began_at, self._document_bytes = self._writers[self._split].count, 0
         writer = self._writers[self._split]
         if text.begins:
             writer.begin_document()
-        writer.append([*tokens, self._end_of_text] if text.ends else tokens)
+        writer.append(tokens)
         self._text_bytes[self._split] += text.size_bytes
+        self._document_bytes += text.size_bytes
         if text.ends:
-            self._ordinal += 1
+            self.pause()
+            writer.append([self._end_of_text])
+
+    def pause(self) -> None:
+        """The document at hand has no more text, in this shard at least: hold out its end where that is the rule."""
+        if self._split is None:
+            return
+        self._split = None
+        train, validation = (self._writers[split] for split in SPLITS)
+        count = self._held_out.end_of(train.count - self._began_at)
+        if count:
+            tail = train.take_back(count)
+            validation.begin_document()
+            validation.append(tail)
+            validation.append([self._end_of_text])
+            moved = int(self._document_bytes * self._held_out.fraction)
+            self._text_bytes["train"] -= moved
+            self._text_bytes["validation"] += moved
 
     def add_marked(self, batch: Sequence[Text]) -> None:
         """Whole conversations."""
         texts, marks = [text.text for text in batch], [text.marks or () for text in batch]
         for text, spans, found in zip(batch, marks, self._tokenizer.encode_marked(texts, marks), strict=True):
-            out = held_out(self._unit, self._ordinal, None, self._fraction)
-            split = "validation" if out else "train"
+            self._number += 1
+            split = "validation" if self._held_out.whole(self._number) else "train"
             self._writers[split].begin_document()
             end_counts = bool(spans) and spans[-1][1] > len(text.text)
-            self._writers[split].append(*with_end(*found, self._end_of_text, end_counts))
+            self._writers[split].append(*_with_end(*found, self._end_of_text, end_counts))
             self._text_bytes[split] += text.size_bytes
-            self._ordinal += 1
 
     def finish(self, out: Path) -> dict[str, Part]:
         """Bring the files to the disk and into the folder; a split without tokens has none."""
@@ -170,3 +206,12 @@ class _Splits:
         """Let go of the files."""
         for writer in self._writers.values():
             writer.close()
+
+
+def _with_end(
+    tokens: list[int], targets: list[bool], end_of_text: int, end_counts: bool
+) -> tuple[list[int], list[bool]]:
+    """A conversation's tokens and what the loss counts of them, behind them the end of text unless they have it."""
+    if tokens[-1] == end_of_text:
+        return tokens, targets
+    return [*tokens, end_of_text], [*targets, end_counts]

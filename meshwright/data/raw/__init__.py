@@ -3,10 +3,12 @@
 from meshwright.data.raw.bad import BadDocuments
 from meshwright.data.raw.inputs import InputFile, Inputs, list_inputs
 from meshwright.data.raw.items import Bad, Item, Taking, Text
+from meshwright.data.raw.local import SYNTHETIC
 from meshwright.data.raw.reading import in_parts, read_unit
 from meshwright.data.raw.units import Piece, Unit, plan_units
 
 __all__ = [
+    "SYNTHETIC",
     "Bad",
     "BadDocuments",
     "InputFile",

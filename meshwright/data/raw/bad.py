@@ -20,6 +20,11 @@ class BadDocuments:
         """Bad documents of every kind."""
         return sum(count for count, _ in self._kinds.values())
 
+    @property
+    def against_limit(self) -> int:
+        """Those that a limit is for: empty ones lose nothing."""
+        return self.count - self._kinds.get(EMPTY, (0, []))[0]
+
     def add(self, kind: str, place: str) -> None:
         """One more."""
         self._merge(kind, 1, [place])
@@ -34,10 +39,9 @@ class BadDocuments:
         return {kind: {"count": count, "first": places} for kind, (count, places) in sorted(self._kinds.items())}
 
     def sentence(self) -> str:
-        """Kinds, counts and the first place of each, as part of a sentence."""
-        return "; ".join(
-            f"{count} {kind}, first at {places[0]}" for kind, (count, places) in sorted(self._kinds.items())
-        )
+        """Kinds, counts and the first place of each, as part of a sentence; the empty ones only where all are."""
+        kinds = sorted(kind for kind in self._kinds if kind != EMPTY or not self.against_limit)
+        return "; ".join(f"{self._kinds[kind][0]} {kind}, first at {self._kinds[kind][1][0]}" for kind in kinds)
 
     def _merge(self, kind: str, count: int, places: list[str]) -> None:
         had, first = self._kinds.get(kind, (0, []))

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from meshwright.data.raw.inputs import unreadable
+from meshwright.data.raw.local import unreadable
 from meshwright.errors import UserError
 
 

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar, cast
 
 from meshwright.data.files import open_regular, read_json
 from meshwright.data.raw.extras import need
+from meshwright.data.raw.local import STDLIB, SYNTHETIC, regular_inside, stdlib_files, unreadable, walk
 from meshwright.data.raw.remote import RemoteEntry, RemoteFile, is_remote, list_remote
-from meshwright.data.sources import STDLIB, TEXT_SUFFIXES, list_sources, regular_inside, walk
 from meshwright.errors import UserError
 from meshwright.job.sanitize import without_secrets
 
@@ -26,6 +26,14 @@ _FORMATS: dict[str, Format] = {
     ".arrow": "arrow",
     ".tar": "tar",
 }
+_TEXT_SUFFIXES = frozenset(
+    f".{name}"
+    for name in (
+        *("txt", "text", "md", "markdown", "rst", "tex", "html", "htm", "xml", "toml", "yaml", "yml"),
+        *("py", "pyi", "ipynb", "c", "h", "cc", "cpp", "hpp", "cu", "rs", "go", "js", "ts", "java", "kt", "scala"),
+        *("rb", "php", "sh", "sql", "lua", "jl", "r", "swift", "hs", "ml"),
+    )
+)
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 # How Hugging Face names the files of a split: train-00000-of-00004.parquet.
 _SPLIT = re.compile(r"(?:^|/)([A-Za-z0-9_.]+)-\d{5}-of-\d{5}[^/]*$")
@@ -43,6 +51,8 @@ class InputFile:
     compression: Compression
     remote: RemoteEntry | None = None
     skip_if_not_utf8: bool = False
+    source: int = 0
+    """The place in the list of sources of the one it belongs to."""
 
     @property
     def seekable(self) -> bool:
@@ -83,9 +93,9 @@ def list_inputs(sources: Sequence[str]) -> Inputs:
     """The files of paths, folders, Hugging Face dataset folders, addresses and `builtin:stdlib`."""
     files: list[InputFile] = []
     left_out: list[str] = []
-    for source in sources:
+    for place, source in enumerate(sources):
         found, others = _remote_files(source) if is_remote(source) else _local_files(source)
-        files += found
+        files += [replace(file, source=place) for file in found]
         left_out += others
     _require_readers(files)
     return Inputs(tuple(files), tuple(left_out))
@@ -97,12 +107,6 @@ def _require_readers(files: Sequence[InputFile]) -> None:
     for file in files:
         for kind in {file.format, file.compression} & needed.keys():
             need(needed[kind], file.name)
-
-
-def unreadable(name: str, error: Exception) -> UserError:
-    """One sentence for a file that cannot be opened or read to its end."""
-    told = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return UserError(f"{name} cannot be read to its end ({told.splitlines()[0][:200]}); mend or remove it")
 
 
 def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
@@ -117,7 +121,7 @@ def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
         paths = regular_inside([Path(name) for name in names if kind_of(name) is not None], path)
         if not paths:
             raise UserError(f"the folder {path} holds no {_OFFERED}; name another")
-        return [_local(file) for file in paths], left_out
+        return [_local(file) for file in paths], left_out + [name for name in names if kind_of(name) is None]
     if not path.is_file():
         raise UserError(f"{path} does not exist or is not a file or folder; correct the path")
     return [_local(path)], []
@@ -125,11 +129,8 @@ def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
 
 def _builtin_files(source: str) -> list[InputFile]:
     if source != STDLIB:
-        raise UserError(f'"{source}" cannot be prepared; of the built-in sources only {STDLIB} can')
-    return [
-        InputFile(str(file.path), file.size_bytes, str(file.modified_ns), "text", "none", skip_if_not_utf8=True)
-        for file in list_sources([source])[0].files
-    ]
+        raise UserError(f'"{source}" holds no files to read; choose {STDLIB}, or {SYNTHETIC} alone in a job')
+    return [replace(_local(path), skip_if_not_utf8=True) for path in stdlib_files()]
 
 
 def _remote_files(source: str) -> tuple[list[InputFile], list[str]]:
@@ -156,6 +157,8 @@ def _file(
 ) -> InputFile:
     kind: tuple[Format, Compression] | None
     kind = (format, "none") if format else kind_of(name.partition("?")[0] if remote else name)
+    if kind is None and remote is None and Path(name).suffix.lower() not in _COMPRESSIONS:
+        kind = ("text", "none")  # whoever names a file knows what it is
     if kind is None:
         raise UserError(f"{name} is of no kind known here; give {_OFFERED}")
     return InputFile(name, size_bytes, stamp, *kind, remote)
@@ -184,7 +187,7 @@ def kind_of(name: str) -> tuple[Format, Compression] | None:
         if _FORMATS[suffix] in ("parquet", "arrow") and compression != "none":
             return None  # both need to be read from their end, and compress inside
         return _FORMATS[suffix], compression
-    return ("text", compression) if suffix in TEXT_SUFFIXES else None
+    return ("text", compression) if suffix in _TEXT_SUFFIXES else None
 
 
 def _train_split(names: list[str]) -> tuple[list[str], list[str]]:
@@ -192,7 +195,7 @@ def _train_split(names: list[str]) -> tuple[list[str], list[str]]:
     splits = {name: match.group(1).rpartition("/")[2] for name in names if (match := _SPLIT.search(name))}
     if "train" not in splits.values():
         return names, []
-    return [name for name in names if splits.get(name) == "train"], [n for n in splits if splits[n] != "train"]
+    return [name for name in names if splits.get(name) == "train"], [n for n in names if splits.get(n) != "train"]
 
 
 def _saved_dataset(folder: Path) -> list[Path] | None:

@@ -81,7 +81,7 @@ class Taking:
             item = checked(written, where)
             return item._replace(marks=marks) if isinstance(item, Text) else item
         if not isinstance(record, dict) or not isinstance(text := record.get(self.text_field), str):
-            return Bad(WRONG_FIELD, where)
+            return Bad(WRONG_FIELD, f"{where} ({self._lack(record)})")
         item = checked(text, where)
         if self.key_field is None or isinstance(item, Bad):
             return item
@@ -89,6 +89,14 @@ class Taking:
         if isinstance(key, bool) or not isinstance(key, str | int):
             return Bad(NO_KEY, where)
         return item._replace(key=str(key))
+
+    def _lack(self, record: Any) -> str:
+        """Why a record gives no text."""
+        if not isinstance(record, dict):
+            return f"a {type(record).__name__} and no object"
+        if self.text_field in record:
+            return f'a {type(record[self.text_field]).__name__} in "{self.text_field}"'
+        return f'no "{self.text_field}", only {", ".join(repr(name)[:40] for name in list(record)[:5]) or "nothing"}'
 
 
 def checked(text: str, where: str) -> Item:

@@ -161,8 +161,11 @@ def _text(piece: Piece, stream: BinaryIO) -> Iterator[Item]:
                 return
             yield Bad(NOT_UTF8, name if begins and ends else f"{name} at byte {place + error.start}")
             text = "" if not begins and ends else None
-        if begins and ends and text is not None and not text.strip():
-            yield Bad(EMPTY, name)
+        blank = text is not None and (not text or text.isspace())
+        if begins and blank:
+            # A file of white space alone is no document, and a piece of nothing else before a text no part of one.
+            if ends:
+                yield Bad(EMPTY, name)
         elif text or (text is not None and ends):
             yield Text(text, len(raw), begins, ends, piece.number)
             begins = False
@@ -223,11 +226,10 @@ def _csv(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
     if taking.chat is None:
         for field in taking.fields:
             if header.count(field) != 1:
+                option = "data.join (--join)" if field == taking.key_field else "data.text_field (--text-field)"
                 raise UserError(
                     f'{file.name} has no column "{field}" (its first line has '
-                    f"{', '.join(header[:5])[:200] or 'nothing'}); "
-                    f"set {'--join' if field == taking.key_field else '--text-field'} to the one that holds the "
-                    f"{'key' if field == taking.key_field else 'text'}"
+                    f"{', '.join(header[:5])[:200] or 'nothing'}); set {option} to the right one"
                 )
     column = header.index(taking.text_field) if taking.chat is None else 0
     for row in rows:

@@ -74,8 +74,8 @@ def _columns(file: InputFile, schema: Any, taking: Taking) -> list[str]:
     _require_text(file, schema, taking.text_field)
     if taking.key_field is not None and taking.key_field not in schema.names:
         raise UserError(
-            f'{file.name} has no column "{taking.key_field}" (only {", ".join(schema.names[:5])}); set --join to the '
-            "one that holds the key"
+            f'{file.name} has no column "{taking.key_field}" (only {", ".join(schema.names[:5])}); set '
+            "data.join (--join) to the right one"
         )
     return list(taking.fields)
 
@@ -85,16 +85,16 @@ def _require_text(file: InputFile, schema: Any, field: str) -> None:
 
     if schema.names.count(field) != 1:
         raise UserError(
-            f'{file.name} has no column "{field}" (only {", ".join(schema.names[:5])}); set --text-field to the one '
-            "that holds the text"
+            f'{file.name} has no column "{field}" (only {", ".join(schema.names[:5])}); set '
+            "data.text_field (--text-field) to the right one"
         )
     kind = schema.field(field).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise UserError(
-            f'{file.name} has a column "{field}" of {kind} where text is needed; set --text-field to the one that '
-            "holds the text"
+            f'{file.name} has a column "{field}" of {kind} where text is needed; set '
+            "data.text_field (--text-field) to the right one"
         )
 
 

@@ -11,12 +11,11 @@ import numpy as np
 
 from meshwright.atomic import write_atomic
 from meshwright.data.cache import cache_root
-from meshwright.data.prepared.shard import held_out
 from meshwright.data.prepared.workers import train_on
 from meshwright.data.raw import Taking, Text, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
 from meshwright.data.store import Int64Array
-from meshwright.data.streaming.shard import START, Cursor, Recipe, VirtualShard
+from meshwright.data.streaming.shard import START, Cursor, Recipe, VirtualShard, held_out
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data

@@ -10,17 +10,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.hashing import mix
+from meshwright.data.hashing import fraction_of, mix
 from meshwright.data.order import permute
-from meshwright.data.prepared.shard import held_out
+from meshwright.data.prepared.fill import JUDGED_FROM, MAX_BAD
 from meshwright.data.raw import Bad, BadDocuments, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.samples import Sample, masked_sample
 from meshwright.data.store import Int64Array
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 
-MAX_BAD, JUDGED_FROM = 0.05, 1000
 _ENCODED_AT_ONCE_BYTES = 1 << 18
+_DOCUMENTS, _FILES = 0x5EED_0F_D0C5, 0x5EED_0F_F11E
+
+
+def held_out(unit: int, ordinal: int, file: int | None, fraction: float) -> bool:
+    """Whether a document is one of validation's: by its place in a unit, since a stream is not counted before."""
+    if file is not None:
+        return fraction_of(file, _FILES) < fraction
+    return fraction_of(ordinal, mix(unit, _DOCUMENTS)) < fraction
 
 
 class Cursor(NamedTuple):
@@ -161,10 +168,10 @@ class VirtualShard:
     def _count_bad(self, item: Bad) -> None:
         self._bad.add(item.kind, item.place)
         seen = self._bad.count + self._documents
-        if seen >= JUDGED_FROM and self._bad.count > MAX_BAD * seen:
+        if seen >= JUDGED_FROM and self._bad.against_limit > MAX_BAD * seen:
             raise UserError(
-                f"data.sources: {self._bad.count} of the last {seen} documents cannot be used "
-                f"({self._bad.sentence()}); mend them or correct data.text_field"
+                f"data.sources: {self._bad.against_limit} of the last {seen} documents cannot be used "
+                f"({self._bad.sentence()}); fix them or correct data.text_field"
             )
 
 
