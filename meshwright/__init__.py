@@ -1,4 +1,4 @@
-"""Meshwright plans, proves and runs LLM training."""
+"""Meshwright plans, verifies and runs LLM training."""
 
 from meshwright.version import VERSION as __version__
 

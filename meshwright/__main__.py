@@ -1,4 +1,4 @@
-"""`python -m meshwright`: the command line from a bare PYTHONPATH, where nothing can be installed."""
+"""`python -m meshwright`: the command line from PYTHONPATH alone, where nothing can be installed."""
 
 from meshwright.cli import main
 

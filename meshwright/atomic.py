@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written under another name beside their place, then renamed."""
+"""Files and folders that appear complete or not at all: written under a temporary name, then renamed."""
 
 import errno
 import os
@@ -13,10 +13,10 @@ from meshwright.errors import UserError
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A new name to write a file to, which becomes `path` when all went well and is gone otherwise.
+    """A temporary name to write a file to; it becomes `path` on success and is removed otherwise.
 
-    The name cannot be guessed, so that nothing lies there, not even a link in a stranger's folder. A `durable` file is
-    on the disk before it has its name.
+    The name cannot be guessed, so nothing can already be there, not even a link in someone else's folder. A `durable`
+    file is on disk before it gets its final name.
     """
     draft = _draft(path)
     try:
@@ -33,14 +33,14 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Write a whole file (text as UTF-8): readers see what was there before or all of it."""
+    """Write a whole file (text as UTF-8): readers see either the old contents or all of the new."""
     with atomic_file(path, durable=durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to fill, which becomes `path` when all went well and is gone otherwise, new parents with it."""
+    """An empty folder to fill; it becomes `path` on success and is removed otherwise, with any new parents."""
     new_parents = [parent for parent in path.absolute().parents if not parent.exists()]
     draft = _draft(path)
     try:
@@ -57,7 +57,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
-    """The same for a folder that the user named: what stands in its way is refused in one sentence."""
+    """The same for a folder that the user named: anything in the way is reported in one sentence."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} exists and is not an empty folder; choose another or remove it")
     try:
@@ -77,7 +77,7 @@ def new_folder(path: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -86,13 +86,13 @@ def sync(path: Path) -> None:
 
 
 def disk_refusal(subject: str, error: OSError) -> UserError | None:
-    """What a disk would not do, in one sentence about `subject`; None where the error is of another kind."""
+    """A disk error as one sentence about `subject`; None if the error is of another kind."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        problem, remedy = "no space is left", "free some or choose a folder on another disk"
+        problem, remedy = "no space left", "free some or choose a folder on another disk"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        problem, remedy = "writing is not allowed", "choose a folder you can write to"
+        problem, remedy = "permission denied", "choose a folder you can write to"
     elif error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR, errno.ELOOP, errno.ENXIO):
-        problem, remedy = "a file is in its way", "choose another folder"
+        problem, remedy = "a file is in the way", "choose another folder"
     else:
         return None
     return UserError(f"{subject} cannot be written ({problem}); {remedy}")

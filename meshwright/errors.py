@@ -2,4 +2,4 @@
 
 
 class UserError(Exception):
-    """A mistake the user can mend: one sentence that names what is wrong, its value and the remedy; the CLI exits 2."""
+    """An error the user can fix: one sentence that names what is wrong, its value and the remedy; the CLI exits 2."""

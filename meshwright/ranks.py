@@ -1,4 +1,4 @@
-"""Which rank this process is, as torchrun, srun or our own launcher tells it. Imports no torch."""
+"""Which rank this process is, according to torchrun, srun or our own launcher. Imports no torch."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import UserError
 
-_FIRST_PORT, _PORTS = 15_000, 16_000  # below the range operating systems hand out by themselves
+_FIRST_PORT, _PORTS = 15_000, 16_000  # below the range of ephemeral ports
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Place:
     size: int
     local_rank: int
     local_size: int | None
-    """Ranks on this machine; None where nobody says."""
+    """Ranks on this machine; None if unknown."""
 
 
 ALONE = Place(0, 1, 0, 1)
 
 
 def own_place() -> Place | None:
-    """This process's place, with srun's variables made torchrun's for whoever reads them later; None when alone."""
+    """This process's place, with srun's variables translated to torchrun's for later readers; None when alone."""
     os.environ.update(slurm_variables(os.environ))
     return find_place(os.environ)
 
@@ -36,7 +36,7 @@ def is_first_rank() -> bool:
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """The place torchrun's variables give this process; None when it is alone."""
+    """This process's place according to torchrun's variables; None when it is alone."""
     alone = int(environment.get("WORLD_SIZE", "1")) < 2 and "MESHWRIGHT_RUN_FOLDER" not in environment
     if "RANK" not in environment or alone:
         return None
@@ -60,9 +60,11 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or int(size) < 2:
         return {}
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
-    # Two steps of a job may run at once and must not meet at one port.
+    # Two steps of a job may run at once and must not share a port.
     number = int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
-    number += 101 * int(environment.get("SLURM_RESTART_COUNT", "0"))  # where a port was taken, another the next time
+    number += 101 * int(
+        environment.get("SLURM_RESTART_COUNT", "0")
+    )  # if a port was taken, use another after the restart
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": size,
@@ -73,6 +75,6 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first machine of Slurm's compressed list: `gpu[07-09,12],login1` begins with gpu07."""
+    """The first machine of Slurm's compressed list: `gpu[07-09,12],login1` starts with gpu07."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group() if first else nodes)

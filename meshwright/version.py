@@ -1,3 +1,3 @@
-"""The package's version, alone in a file so that building and `--version` import nothing else."""
+"""The package's version, in its own file so that building and `--version` import nothing else."""
 
 VERSION = "0.2.0"

@@ -1,4 +1,4 @@
-"""The command line: one thin function a command, over one room. Rooms are imported inside the commands, so that
+"""The command line: one thin function per command, over one room. Rooms are imported inside the commands, so that
 `--help` stays instant and imports no torch."""
 
 import sys
@@ -33,13 +33,13 @@ from meshwright.version import VERSION
 
 app = typer.Typer(
     name="meshwright",
-    help="Plans, proves and runs LLM training.",
+    help="Plan, verify and run LLM training.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich takes [cluster] in a help text for a style, and importing it doubles --help's time
+    rich_markup_mode=None,  # rich reads [cluster] in a help text as a style, and importing it doubles --help's time
     context_settings={"max_content_width": 120},
-    epilog="Exit codes: 0 ok, 1 a check failed, 2 a mistake you can fix, 85 stopped by a signal, 130 by Ctrl-C.",
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 an error you can fix, 85 stopped by a signal, 130 by Ctrl-C.",
 )
 app.add_typer(job.app, name="job")
 app.add_typer(data.app, name="data")
@@ -64,7 +64,7 @@ app.command("doctor")(doctor.doctor)
 
 
 RUNS_TORCH = {"train", "verify", "bench", "tune", "eval", "generate", "calibrate", "replay"}
-"""Commands that warn of a torch release newer than the newest tested."""
+"""Commands that warn about a torch release newer than the newest one tested."""
 
 
 def _version(wanted: bool) -> None:
@@ -79,7 +79,7 @@ def _options(
     shown: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
     debug: bool = typer.Option(False, "--debug", help="Show tracebacks; works after the command's name too."),
 ) -> None:
-    """Both options act before any command runs."""
+    """Both options take effect before any command runs."""
     if context.invoked_subcommand in RUNS_TORCH and is_first_rank():
         from importlib.metadata import version
 
@@ -90,7 +90,7 @@ def _options(
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-    """A warning of ours as one line, on the first rank; others' as Python shows them."""
+    """Print our own warnings as one line, on the first rank only; other warnings as Python prints them."""
     from meshwright.job.unused import UnusedFieldWarning
 
     if not issubclass(category, UnusedFieldWarning):
@@ -103,7 +103,7 @@ _SHOW_WARNING = warnings.showwarning
 
 
 def main() -> None:
-    """Run the command line; the user's mistakes become one sentence and exit code 2, never a traceback."""
+    """Run the command line; a user error becomes one sentence and exit code 2, never a traceback."""
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     warnings.showwarning = _show_warning

@@ -1,4 +1,4 @@
-"""`meshwright bench`: what a job reaches here, and where its time goes."""
+"""`meshwright bench`: measure a job's throughput here, and where its time goes."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ if TYPE_CHECKING:
     from meshwright.measure import Bench
     from meshwright.ranks import Place
 
-SWEEP = typer.Option([], "--sweep", metavar="FIELD=V,V", help="Measure every combination of these values; may repeat.")
+SWEEP = typer.Option(
+    [], "--sweep", metavar="FIELD=V,V", help="Measure every combination of these values; may be repeated."
+)
 SHOWN_KERNELS = 20
-OUT = typer.Option(None, "--out", metavar="FILE", help="Where a sweep keeps its rows; it goes on from what is there.")
+OUT = typer.Option(
+    None, "--out", metavar="FILE", help="Where a sweep saves its rows; it continues from an existing file."
+)
 
 
 def bench(
     job: str = JOB,
     overrides: list[str] = SET,
     steps: int = typer.Option(10, "--steps", min=1, help="Steps to time."),
-    warmup: int = typer.Option(3, "--warmup", min=1, help="Steps before them."),
-    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one a GPU or CPU process."),
-    profile: bool = typer.Option(False, "--profile", help="Also tell which kernels the time goes to."),
+    warmup: int = typer.Option(3, "--warmup", min=1, help="Warm-up steps, not timed."),
+    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one per GPU or CPU process."),
+    profile: bool = typer.Option(False, "--profile", help="Also report which kernels take the time."),
     sweep: list[str] = SWEEP,
     out: Path | None = OUT,
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Time a job's training steps; nothing is saved. Inside torchrun or srun, as one of its ranks."""
+    """Time a job's training steps; nothing is saved. Inside torchrun or srun it runs as one of the ranks."""
     from meshwright.cli.output import stderr_console, stdout_console
     from meshwright.job import load_job
     from meshwright.ranks import own_place
@@ -45,7 +49,9 @@ def bench(
     console = stderr_console() if as_json else stdout_console()
     counts = ("--steps", str(steps), "--warmup", str(warmup), *["--profile"] * profile, *["--trust"] * trust)
     if out is not None and not sweep:
-        raise UserError(f"--out {out} is where a sweep keeps its rows; give --sweep too, or use --json and redirect it")
+        raise UserError(
+            f"--out {out} is where a sweep saves its rows; give --sweep too, or redirect the output of --json"
+        )
     if place is None and sweep:
         ranks = () if nproc is None else ("--nproc", str(nproc))
         _sweep(job, overrides, sweep, (*counts, *ranks), out or Path(f"bench-{Path(job).stem}.jsonl"), console, as_json)
@@ -64,7 +70,7 @@ def _here(
     console: Console,
     as_json: bool,
 ) -> None:
-    """Measure in this process, alone or as a rank."""
+    """Measure in this process, which runs alone or as one of the ranks."""
     from dataclasses import asdict
 
     import torch.distributed as dist
@@ -147,7 +153,7 @@ def _sweep(
 
 
 def _require_one(job: str, overrides: list[str], settings: Sequence[tuple[str, ...]], trust: bool) -> None:
-    """Refuse a job that no setting makes valid, before a process is started for each."""
+    """Reject a job that is invalid under every setting, before starting a process for each."""
     from meshwright.job import load_job
 
     refusals = []
@@ -177,13 +183,13 @@ def _print(result: Bench, console: Console) -> None:
         "device": f"{result.device} × {result.devices}" if result.devices > 1 else result.device,
         "torch": result.torch,
         "parameters": f"{result.parameters:,}",
-        "step": f"{_ms(spread.median)} median of {result.steps} after {result.warmup}; eight in ten take "
+        "step": f"{_ms(spread.median)} median of {result.steps} after {result.warmup}; 80% take "
         f"{_ms(spread.low)} – {_ms(spread.high)}, all {_ms(spread.least)} – {_ms(spread.most)}",
         "first step": f"{result.first_step_s:.1f} s, with compilation and allocation",
-        "throughput": f"{result.tokens_per_s:,.0f} tokens/s ({result.tokens_per_step:,} a step)",
-        "MFU": _share(result.mfu, "6·P_matmul + 12·L·S·A FLOPs a token"),
-        "MFU, causal": _share(result.mfu_causal, "attention as the mask leaves it"),
-        "HFU": _share(result.hfu, "as the first, with what backwards repeat"),
+        "throughput": f"{result.tokens_per_s:,.0f} tokens/s ({result.tokens_per_step:,} per step)",
+        "MFU": _share(result.mfu, "6·P_matmul + 12·L·S·A FLOPs per token"),
+        "MFU, causal": _share(result.mfu_causal, "attention FLOPs under the causal mask"),
+        "HFU": _share(result.hfu, "as the first, plus recomputed FLOPs"),
         "memory": f"peak {_gib(result.peak_memory_bytes)}, between steps {_gib(result.steady_memory_bytes)}"
         + ("" if result.reserved_memory_bytes is None else f", reserved {_gib(result.reserved_memory_bytes)}"),
         "data wait": f"{result.data_wait_share:.2%} of the time",
@@ -194,7 +200,7 @@ def _print(result: Bench, console: Console) -> None:
     if result.phases_s is not None:
         total = sum(result.phases_s.values())
         shown = [f"{phase} {_ms(each)} ({each / total:.0%})" for phase, each in result.phases_s.items()]
-        rows["phases"] = " · ".join(shown) + " (in steps of their own that wait after each)"
+        rows["phases"] = " · ".join(shown) + " (in separate steps that synchronize after each phase)"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""`meshwright calibrate`: what this machine does, measured in two minutes, for plans that need not guess."""
+"""`meshwright calibrate`: measure this machine in two minutes, so that plans need not guess."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def calibrate(
     device: str = typer.Option("auto", "--device", help="auto, cpu or cuda."),
     as_json: bool = JSON,
 ) -> None:
-    """Measure this machine's kernels, memory and links; plans and benches use the profile from then on."""
+    """Measure this machine's kernels, memory and links; later plans and benches use the profile."""
     from meshwright.ranks import own_place
 
     place = own_place()
@@ -78,7 +78,7 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
 
 
 def summary(profile: Profile) -> dict[str, Any]:
-    """The profile in a few figures."""
+    """Summarize the profile in a few figures."""
     best: dict[str, float] = {}
     for one in profile.products:
         rate = 2.0 * one.rows * one.columns * one.inner / one.seconds
@@ -121,9 +121,9 @@ def _lines(profile: Profile, path: Path) -> list[tuple[str, str]]:
         both = f"{profile.to_device_bytes_per_s / 1e9:.1f} GB/s in, {profile.to_host_bytes_per_s / 1e9:.1f} out"
         lines.append(("link to the host", both))
     if profile.launch_s:
-        lines.append(("a kernel's launch", f"{1e6 * profile.launch_s:.1f} µs"))
+        lines.append(("kernel launch", f"{1e6 * profile.launch_s:.1f} µs"))
     if figures["all_reduce_bytes_per_s"]:
-        rate = f"{figures['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s over the links in all-reduces"
+        rate = f"{figures['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s over the links in all-reduce"
         lines.append(("collectives", f"{counts['collectives']} measured; {rate}"))
     lines += [("left out", reason) for reason in profile.skipped[:5]]
     return [*lines, ("written", f"{path} after {profile.took_s:.0f} s")]

@@ -1,4 +1,4 @@
-"""`meshwright checkpoint`: what a run has saved."""
+"""`meshwright checkpoint`: inspect and manage what a run has saved."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint import Checkpoint
 
 app = typer.Typer(
-    help="List, show, verify, compare and prune a run's checkpoints; move weights from and to Hugging Face folders.",
+    help="List, show, verify, compare and prune a run's checkpoints; import and export Hugging Face folders.",
     no_args_is_help=True,
 )
 app.command("import")(checkpoint_hf.import_)
@@ -24,7 +24,7 @@ ONE = typer.Argument(help="A run folder (its newest complete checkpoint) or one 
 
 @app.command("list")
 def list_(run: Path = RUN, as_json: bool = JSON) -> None:
-    """List a run's checkpoints and their backups, newest first, with what is wrong with those that are not complete."""
+    """List a run's checkpoints and their backups, newest first, and say what is wrong with incomplete ones."""
     from meshwright.checkpoint import Checkpoint, backup_target, backups, checkpoints
     from meshwright.errors import UserError
     from meshwright.runs import RunFolder
@@ -46,7 +46,7 @@ def list_(run: Path = RUN, as_json: bool = JSON) -> None:
     target, unreachable = backup_target(run), None
     try:
         copies = backups(run, target) if target else []
-    except UserError as error:  # what lies in the folder can be told all the same
+    except UserError as error:  # the folder's contents can still be listed
         copies, unreachable = [], str(error)
     if as_json:
         report = [{"step": copy.step, "place": copy.place, "complete": copy.complete} for copy in copies]
@@ -60,12 +60,12 @@ def list_(run: Path = RUN, as_json: bool = JSON) -> None:
     if unreachable:
         print(f"backup: {unreachable}")
     for copy in copies:
-        print(f"backup: step {copy.step} at {copy.place}{'' if copy.complete else ', not copied to its end'}")
+        print(f"backup: step {copy.step} at {copy.place}{'' if copy.complete else ', incomplete'}")
 
 
 @app.command()
 def restore(run: Path = RUN, as_json: bool = JSON) -> None:
-    """Bring a run's newest sound backup back into its folder; `train --resume` does so where no checkpoint is left."""
+    """Restore a run's newest intact backup into its folder; `train --resume` does so if no checkpoint is left."""
     from meshwright.checkpoint import backup_target
     from meshwright.checkpoint import restore as bring_back
     from meshwright.errors import UserError
@@ -74,19 +74,21 @@ def restore(run: Path = RUN, as_json: bool = JSON) -> None:
     RunFolder.open(run)
     target = backup_target(run)
     if target is None:
-        raise UserError(f"{run} has no backup: its job sets no checkpoint.backup_to; nothing can be brought back")
+        raise UserError(f"{run} has no backup: its job sets no checkpoint.backup_to; nothing can be restored")
     found, passed_over = bring_back(run, target)
     if found is None:
         report = f" ({passed_over[0]})" if passed_over else ""
-        raise UserError(f"checkpoint.backup_to = {target} holds no sound copy of {run}{report}; start the run anew")
+        raise UserError(
+            f"checkpoint.backup_to = {target} has no intact copy of {run}{report}; start the run from scratch"
+        )
     if as_json:
         _print_json(
             {"run": str(run), "step": found.facts.step, "path": str(found.path), "from": target, "refused": passed_over}
         )
         return
     for damage in passed_over:
-        print(f"passed over: {damage}")
-    print(f"step {found.facts.step} was brought back from {target}: {found.path}")
+        print(f"skipped: {damage}")
+    print(f"step {found.facts.step} restored from {target}: {found.path}")
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
@@ -103,7 +105,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 
 @app.command()
 def show(checkpoint: Path = ONE, as_json: bool = JSON) -> None:
-    """Show where a run stood at a checkpoint, and what was saved of it."""
+    """Show a run's state at a checkpoint, and what was saved."""
     one = _opened(checkpoint)
     groups: dict[str, list[int]] = {}
     for name, tensor in one.index.tensors.items():
@@ -133,7 +135,7 @@ def show(checkpoint: Path = ONE, as_json: bool = JSON) -> None:
 
 @app.command()
 def verify(run: Path = RUN, as_json: bool = JSON) -> None:
-    """Read every byte of a run's checkpoints; exit code 1 where one is not as it was written."""
+    """Read every byte of a run's checkpoints; exit code 1 if any differs from what was written."""
     from meshwright.checkpoint import Checkpoint, Damaged, checkpoints
     from meshwright.cli.output import stderr_console
     from meshwright.runs import RunFolder
@@ -156,7 +158,7 @@ def verify(run: Path = RUN, as_json: bool = JSON) -> None:
         _print_json({"run": str(run), "ok": sound, "checkpoints": rows})
     else:
         for row in rows:
-            print(f"step {row['step']}: as it was written" if row["damage"] is None else f"DAMAGED: {row['damage']}")
+            print(f"step {row['step']}: intact" if row["damage"] is None else f"DAMAGED: {row['damage']}")
         if not rows:
             print(f"{run} has no checkpoints")
     if not sound:
@@ -165,7 +167,7 @@ def verify(run: Path = RUN, as_json: bool = JSON) -> None:
 
 @app.command()
 def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
-    """Compare two checkpoints tensor by tensor, whatever layouts saved them; exit code 1 where any bit differs."""
+    """Compare two checkpoints tensor by tensor, whatever layouts saved them; exit code 1 if any bit differs."""
     from meshwright.checkpoint import differences
 
     one, other = _opened(first), _opened(second)
@@ -182,7 +184,7 @@ def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
         for row in tensors:
             print(f"{row['name']}: {row['difference']}")
         if not tensors and not changed:
-            print("equal, bit for bit")
+            print("bitwise equal")
     if tensors or changed:
         raise typer.Exit(1)
 
@@ -192,11 +194,11 @@ def prune(
     run: Path = RUN,
     keep_last: int = typer.Option(2, "--keep-last", min=1, help="Newest complete checkpoints to keep."),
     keep_every: int | None = typer.Option(None, "--keep-every", min=1, help="Keep multiples of this many steps too."),
-    damaged: bool = typer.Option(False, "--damaged", help="Remove what is not complete, too."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only say what would be removed."),
+    damaged: bool = typer.Option(False, "--damaged", help="Also remove incomplete checkpoints."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Only print what would be removed."),
     as_json: bool = JSON,
 ) -> None:
-    """Remove checkpoints that need not be kept; the newest one whose every byte is as it was written always stays."""
+    """Remove checkpoints that need not be kept; the newest intact one is always kept."""
     from meshwright.checkpoint import remove, surplus
     from meshwright.errors import UserError
     from meshwright.runs import RunFolder
@@ -208,7 +210,7 @@ def prune(
             remove(paths)
         except OSError as error:
             report = f"{error.filename} cannot be removed ({error.strerror})"
-            raise UserError(f"{report}; see that you may write to {run / 'checkpoints'}") from None
+            raise UserError(f"{report}; check that you have write permission for {run / 'checkpoints'}") from None
     if as_json:
         _print_json({"run": str(run), "dry_run": dry_run, "removed": [path.name for path in paths]})
         return
@@ -222,7 +224,7 @@ def _opened(path: Path) -> "Checkpoint":
     from meshwright.checkpoint import Checkpoint, newest
     from meshwright.errors import UserError
 
-    if not path.name:  # the folder one stands in
+    if not path.name:  # the current directory
         path = path.absolute()
     if path.name.startswith("step-") and path.is_dir():
         return Checkpoint.open(path)
@@ -252,5 +254,5 @@ def _print_table(names: tuple[str, ...], rows: list[list[str]]) -> None:
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # as it is: a path may hold brackets
+        table.add_row(*map(Text, row))  # no markup: a path may contain brackets
     stdout_console().print(table)

@@ -11,10 +11,10 @@ from meshwright.cli.job import JSON
 
 def import_(
     folder: Path = typer.Argument(help="A Hugging Face folder: config.json and safetensors."),
-    out: Path = typer.Option(..., "--out", help="The run folder to make."),
+    out: Path = typer.Option(..., "--out", help="The run folder to create."),
     as_json: bool = JSON,
 ) -> None:
-    """Make a run folder at step 0 from a Hugging Face folder; no file of it is ever executed."""
+    """Create a run folder at step 0 from a Hugging Face folder; none of its files is ever executed."""
     from meshwright.cli.output import print_json
     from meshwright.runs.huggingface import import_folder
 
@@ -28,8 +28,8 @@ def import_(
 
 def export(
     run: Path = typer.Argument(help="A run folder."),
-    folder: Path = typer.Argument(help="The Hugging Face folder to make."),
-    dtype: str = typer.Option("fp32", "--dtype", help="fp32 (the master, exact) or bf16 (half the size)."),
+    folder: Path = typer.Argument(help="The Hugging Face folder to create."),
+    dtype: str = typer.Option("fp32", "--dtype", help="fp32 (the master weights, exact) or bf16 (half the size)."),
     as_json: bool = JSON,
 ) -> None:
     """Write a run's newest weights as a Hugging Face folder that transformers loads."""
@@ -49,7 +49,7 @@ def export(
 
 @contextmanager
 def _progress(text: str) -> Iterator[Callable[[int, int], None]]:
-    """A line on the terminal that follows the bytes."""
+    """A progress line on the terminal, in bytes."""
     from meshwright.cli.output import stderr_console
 
     with stderr_console().status(text) as status:

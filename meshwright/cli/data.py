@@ -1,4 +1,4 @@
-"""`meshwright data`: text from anywhere made ready for training, looked at and checked."""
+"""`meshwright data`: prepare text from any source for training, inspect it and check it."""
 
 from __future__ import annotations
 
@@ -24,25 +24,27 @@ class Content(enum.Enum):
     conversations = "conversations"
 
 
-app = typer.Typer(help="Prepare text for training, look at what was prepared, check it.", no_args_is_help=True)
+app = typer.Typer(help="Prepare text for training, inspect and verify what was prepared.", no_args_is_help=True)
 
 SOURCES = typer.Argument(help="Files, folders, patterns or addresses (s3://…, https://…), or builtin:stdlib.")
 FOLDER = typer.Argument(help="A prepared folder.")
-TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; without one a BPE is trained on the sources.")
+TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; by default a BPE is trained on the sources.")
 FORMAT = typer.Option("text", "--format", help="What the fields hold: a text, or a conversation in a common shape.")
-TEMPLATE = typer.Option(None, "--chat-template", help="A Jinja file; without one that of the tokenizer's folder.")
-JOIN = typer.Option(None, "--join", help="A field: others' documents with the same value follow the first source's.")
-WORKERS = typer.Option(None, "--workers", min=1, help="Processes; as many as processor cores when not given.")
-MAX_BAD = typer.Option(0.05, "--max-bad", min=0.0, max=1.0, help="Stop when more than this share cannot be used.")
-HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Share of the documents held out.")
+TEMPLATE = typer.Option(None, "--chat-template", help="A Jinja file; by default the one in the tokenizer's folder.")
+JOIN = typer.Option(
+    None, "--join", help="A field: documents of the other sources follow the first source's with the same value."
+)
+WORKERS = typer.Option(None, "--workers", min=1, help="Processes; by default one per CPU core.")
+MAX_BAD = typer.Option(0.05, "--max-bad", min=0.0, max=1.0, help="Stop if more than this fraction is unusable.")
+HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Fraction of the documents held out.")
 
 
 @app.command()
 def prepare(
     sources: list[str] = SOURCES,
-    out: Path = typer.Option(..., "--out", help="The folder to make."),
+    out: Path = typer.Option(..., "--out", help="The folder to create."),
     tokenizer: Path | None = TOKENIZER,
-    vocab_size: int = typer.Option(32768, "--vocab-size", min=1, help="Entries of the tokenizer that is trained."),
+    vocab_size: int = typer.Option(32768, "--vocab-size", min=1, help="Vocabulary size of the trained tokenizer."),
     text_field: str = typer.Option("text", "--text-field", help="The field or column that holds the text."),
     content: Content = FORMAT,
     chat_template: Path | None = TEMPLATE,
@@ -52,7 +54,7 @@ def prepare(
     max_bad: float = MAX_BAD,
     as_json: bool = JSON,
 ) -> None:
-    """Turn sources into token shards; killed at any moment, the same command goes on where it was."""
+    """Turn sources into token shards; if killed, the same command continues where it stopped."""
     from meshwright.cli.output import print_json
     from meshwright.data.prepared import Wishes, build
 
@@ -86,7 +88,7 @@ def inspect(
     sample: int = typer.Option(0, "--sample", min=0, help="Documents to decode and show."),
     as_json: bool = JSON,
 ) -> None:
-    """Show what a prepared folder holds: documents, tokens, their lengths, some of them as text."""
+    """Show what a prepared folder contains: documents, tokens, lengths, and some documents as text."""
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json, stdout_console
@@ -112,7 +114,7 @@ def inspect(
 
 @app.command()
 def verify(folder: Path = FOLDER, as_json: bool = JSON) -> None:
-    """Read every byte of a prepared folder; exit code 1 where it is not as it was written."""
+    """Read every byte of a prepared folder; exit code 1 if it differs from what was written."""
     from meshwright.cli.output import print_json, stderr_console
     from meshwright.data.prepared import verify as check
 
@@ -125,7 +127,7 @@ def verify(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         for damage in found.damages:
             print(f"DAMAGED: {damage}")
         if not found.damages:
-            print(f"{folder}: {found.files} files, {found.bytes:,} bytes, all as they were written")
+            print(f"{folder}: {found.files} files, {found.bytes:,} bytes, all intact")
     if found.damages:
         raise typer.Exit(1)
 
@@ -139,7 +141,7 @@ _STAGES = {
 
 @contextmanager
 def _followed() -> Iterator[tuple[Callable[[Progress], None], Callable[[], Progress | None]]]:
-    """A line on the terminal that follows the work, and what it said last."""
+    """A progress line on the terminal, and its last state."""
     from meshwright.cli.output import stderr_console
 
     started = time.perf_counter()
@@ -181,7 +183,7 @@ def _print_summary(folder: Path, manifest: Manifest) -> None:
     what = "documents" if manifest.content == "text" else manifest.content
     for split in ("train", "validation"):
         documents, tokens = manifest.documents[split], manifest.tokens[split]
-        per = f", {manifest.text_bytes[split] / tokens:.2f} bytes a token" if tokens else ""
+        per = f", {manifest.text_bytes[split] / tokens:.2f} bytes per token" if tokens else ""
         head = f"{folder}: " if split == "train" else " " * (len(str(folder)) + 2)
         print(f"{head}{tokens:,} tokens of {documents:,} {what} for {split}{per}")
     print(f"  {len(manifest.shards)} shards from {len(manifest.sources)} files, vocabulary of {manifest.vocab_size:,}")

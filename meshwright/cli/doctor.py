@@ -1,4 +1,4 @@
-"""`meshwright doctor`: what this machine has and lacks."""
+"""`meshwright doctor`: what this machine has and what is missing."""
 
 import typer
 
@@ -6,7 +6,7 @@ from meshwright.cli.job import JSON
 
 
 def doctor(as_json: bool = JSON) -> None:
-    """Look at this machine: torch, devices, memory, backends, disk, extras, and what is missing."""
+    """Check this machine: torch, devices, memory, backends, disk, extras, and what is missing."""
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json, stdout_console

@@ -1,4 +1,4 @@
-"""`meshwright eval`: a trained run judged by texts."""
+"""`meshwright eval`: evaluate a trained run on texts."""
 
 from pathlib import Path
 
@@ -6,20 +6,18 @@ import typer
 
 from meshwright.cli.job import JSON, TRUST
 
-DATA = typer.Option(
-    [], "--data", metavar="[NAME=]SOURCE", help="A prepared folder, file or folder; may be given again."
-)
+DATA = typer.Option([], "--data", metavar="[NAME=]SOURCE", help="A prepared folder, file or folder; may be repeated.")
 
 
 def evaluate(
     run: Path = typer.Argument(help="A run folder."),
     data: list[str] = DATA,
-    batches: int | None = typer.Option(None, "--batches", min=1, help="Global batches of each text; all by default."),
+    batches: int | None = typer.Option(None, "--batches", min=1, help="Global batches per text; all by default."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Judge a run's newest weights by some texts, by its own held-out one when none is given."""
+    """Evaluate a run's newest weights on texts; by default on its own held-out text."""
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
@@ -42,7 +40,7 @@ def evaluate(
 
 
 def _named(data: list[str]) -> dict[str, str]:
-    """Every text under the name it was given, else under its file's or folder's."""
+    """Map each text's name to its source; the default name is that of the file or folder."""
     from meshwright.errors import UserError
 
     named: dict[str, str] = {}
@@ -51,6 +49,6 @@ def _named(data: list[str]) -> dict[str, str]:
         if not equals or "/" in name or not source:
             name, source = Path(entry).name or entry, entry
         if name in named:
-            raise UserError(f'--data gives two texts the name "{name}"; name one of them with NAME=SOURCE')
+            raise UserError(f'--data gives two texts the name "{name}"; rename one with NAME=SOURCE')
         named[name] = source
     return named

@@ -1,4 +1,4 @@
-"""`meshwright job`: what a job file means, and job files out of other programs' settings."""
+"""`meshwright job`: explain job files, and convert other programs' settings to them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 if TYPE_CHECKING:
     from meshwright.job import Converted
 
-app = typer.Typer(help="Explain a job file, print its schema, or make one of other settings.", no_args_is_help=True)
+app = typer.Typer(help="Explain a job file, print its schema, or convert other settings to one.", no_args_is_help=True)
 
 JOB = typer.Argument(help="A job file, or a recipe's name such as demo.")
-SET = typer.Option([], "--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be given again.")
-TRUST = typer.Option(False, "--trust", help="Run the code that a run folder names (model.file): read it first.")
+SET = typer.Option([], "--set", metavar="SECTION.FIELD=VALUE", help="Override a field; may be repeated.")
+TRUST = typer.Option(False, "--trust", help="Run the code that a run folder names (model.file); read it first.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
-RANKS = typer.Option(None, "--ranks", min=1, help="Data-parallel ranks; else what the batch sizes say, or 1.")
+RANKS = typer.Option(None, "--ranks", min=1, help="Data-parallel ranks; by default what the batch sizes imply, or 1.")
 OUT = typer.Option(None, "--out", metavar="JOB.toml", help="Write the job here instead of printing it.")
 
 
@@ -26,7 +26,7 @@ def explain(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) ->
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import job_fields, load_job
 
-    loaded = load_job(job, overrides, trust=True)  # nothing of it is run
+    loaded = load_job(job, overrides, trust=True)  # none of its code is run
     values = loaded.job.model_dump(mode="json")
     rows = []
     for name, meaning in job_fields():
@@ -48,7 +48,7 @@ def explain(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) ->
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of a job file, for editors that complete and check it."""
+    """Print the JSON schema of a job file, for completion and checking in editors."""
     from meshwright.cli.output import print_json
     from meshwright.job import job_schema
 
@@ -62,7 +62,7 @@ def from_deepspeed(
     out: Path | None = OUT,
     as_json: bool = JSON,
 ) -> None:
-    """Make a job of a DeepSpeed configuration; settings without a counterpart are refused by name."""
+    """Convert a DeepSpeed configuration to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_deepspeed
 
     _converted(job_from_deepspeed(config, ranks), f"from {config.name}, a DeepSpeed configuration", out, as_json)
@@ -75,7 +75,7 @@ def from_hf_trainer(
     out: Path | None = OUT,
     as_json: bool = JSON,
 ) -> None:
-    """Make a job of the Hugging Face Trainer's arguments; settings without a counterpart are refused by name."""
+    """Convert Hugging Face Trainer arguments to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_hf_trainer
 
     _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, as_json)

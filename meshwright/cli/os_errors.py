@@ -1,4 +1,4 @@
-"""What the operating system refuses of what the user gave: a path that is too long, unreadable, or no folder."""
+"""Errors of the operating system about paths the user gave: too long, unreadable, or not a folder."""
 
 import errno
 import os
@@ -11,21 +11,21 @@ from meshwright.errors import UserError
 _FULL, _CLOSED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
 _REMEDIES = dict.fromkeys(_FULL, "free some space") | dict.fromkeys(_CLOSED, "check its permissions")
 _THE_MACHINE_S = (*_FULL, *_CLOSED, errno.ENAMETOOLONG, errno.ELOOP)
-"""No program makes these go away: whoever runs it must change a disk, a permission or a path."""
+"""No program can fix these: the user must change a disk, a permission or a path."""
 _OF_A_PATH = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EINVAL, errno.ENXIO)
-"""The user's mistake where the path is one he gave; where it is one of ours, an error of ours."""
+"""A user error if the user gave the path; an internal error if the path is ours."""
 
 
 def require_text(arguments: Sequence[str]) -> None:
-    """Refuse words that no file, field or script can be given."""
+    """Reject arguments that no file, field or script can accept."""
     for argument in arguments:
         if "\0" in argument or any("\ud800" <= character <= "\udfff" for character in argument):
-            raise UserError(f"{_shown(argument)} is no text in UTF-8; write the argument, or name the file, in UTF-8")
+            raise UserError(f"{_shown(argument)} is not valid UTF-8; write the argument, or rename the file, in UTF-8")
 
 
 @contextmanager
 def refusals_of_the_system(arguments: Sequence[str]) -> Iterator[None]:
-    """Turn the system's refusal of a path that the user gave into one sentence; any other is an error of ours."""
+    """Turn an OS error about a path that the user gave into one sentence; any other is an internal error."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def refusals_of_the_system(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _given(path: str, arguments: Sequence[str]) -> bool:
-    """Whether the path is an argument, or an option's or a field's value; or is looked for below one that is a file."""
+    """Whether the path is an argument, or the value of an option or field, or lies under one that is a file."""
     values = {value for argument in arguments for value in (argument, argument.partition("=")[2].strip("\"'"))}
     given = {Path(value).absolute() for value in values if value}
     found = Path(path).absolute()

@@ -1,4 +1,4 @@
-"""What every command shares: its consoles, its way to fail, its JSON."""
+"""What every command shares: consoles, failures, JSON."""
 
 import json
 import sys
@@ -12,18 +12,18 @@ from rich.console import Console
 
 
 def stdout_console() -> Console:
-    """Where results go."""
+    """Console for results."""
     return Console()
 
 
 def stderr_console() -> Console:
-    """Where progress goes, so that results can be piped."""
+    """Console for progress, so that results can be piped."""
     return Console(stderr=True)
 
 
 @contextmanager
 def rank_failures_told() -> Iterator[None]:
-    """Where a rank dies inside, say which and why, with its traceback under --debug, and exit with 1."""
+    """If a rank dies inside, say which and why (with its traceback under --debug) and exit with 1."""
     from meshwright.launch.failures import RankFailure
 
     try:
@@ -36,17 +36,17 @@ def rank_failures_told() -> Iterator[None]:
 
 
 def write_file(path: Path, text: str, option: str) -> None:
-    """Write what an option names a file for; one that cannot be is refused in a sentence."""
+    """Write the file that an option names; if that fails, raise an error of one sentence."""
     from meshwright.errors import UserError
 
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"{option} = {path} cannot be written ({error.strerror}); name a file in a folder that is there"
+            f"{option} = {path} cannot be written ({error.strerror}); name a file in an existing folder"
         ) from error
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document to standard output."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

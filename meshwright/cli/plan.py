@@ -1,4 +1,4 @@
-"""`meshwright plan`: what a job will take, term by term, and how far such predictions are from measurements."""
+"""`meshwright plan`: predict a job's memory and time term by term, and compare predictions with measurements."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,29 +10,31 @@ from meshwright.cli.job import JSON, SET
 if TYPE_CHECKING:
     from meshwright.plan import Prediction
 
-CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time by named terms.")
+CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time, term by term.")
 CLUSTER = typer.Option(
-    None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo; else what the job's [cluster] says."
+    None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo; by default the job's [cluster]."
 )
-VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be given again.")
+VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be repeated.")
 MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, or a Hugging Face config.json.")
-SEQ = typer.Option(None, "--seq", min=1, help="Tokens in a sequence; else the job's, or 4096, or what the model takes.")
-BATCH = typer.Option(None, "--batch-tokens", min=1, help="Tokens a step; else as models of this size are trained.")
+SEQ = typer.Option(None, "--seq", min=1, help="Tokens per sequence; by default the job's, 4096, or the model's limit.")
+BATCH = typer.Option(None, "--batch-tokens", min=1, help="Tokens per step; by default typical for the model's size.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
-ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try some of fp8, offload and zero-bubble.")
-TOKENS = typer.Option(None, "--tokens", help="Tokens of the whole training: days, GPU-hours and cost; as 15e12.")
-PRICE = typer.Option(None, "--price", help="Of one GPU's hour; else cluster.price.")
-MTBF = typer.Option(None, "--mtbf-hours", help="Between failures of the whole cluster; else cluster.mtbf_hours.")
+ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try any of fp8, offload and zero-bubble.")
+TOKENS = typer.Option(None, "--tokens", help="Tokens of the whole training, e.g. 15e12: adds days, GPU-hours and cost.")
+PRICE = typer.Option(None, "--price", help="Price of a GPU-hour; by default cluster.price.")
+MTBF = typer.Option(
+    None, "--mtbf-hours", help="Mean time between failures of the cluster; by default cluster.mtbf_hours."
+)
 SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the same job on other numbers of GPUs.")
-AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are of this axis (tp, cp, pp, dp_shard …).")
-WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays.")
-SVG = typer.Option(None, "--svg", metavar="FILE", help="With --check: draw memory and time here.")
-MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a page here.")
+AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are sizes of this axis (tp, cp, pp, dp_shard …).")
+WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays fixed.")
+SVG = typer.Option(None, "--svg", metavar="FILE", help="With --check: draw memory and time to this file.")
+MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a Markdown page here.")
 
 GIB = 2**30
 _FEW_GROUPS = 10
-"""Groups of a source that are listed one by one; more are only in the JSON."""
+"""Groups of a source listed one by one; beyond that they are only in the JSON."""
 
 
 def plan(
@@ -56,22 +58,22 @@ def plan(
     markdown: Path | None = MARKDOWN,
     as_json: bool = JSON,
 ) -> None:
-    """Find the fastest layout that fits, explain one job, or measure predictions against published runs."""
+    """Find the fastest layout that fits, explain one job, or compare predictions with published runs."""
     from meshwright.errors import UserError
 
     if sum(map(bool, (model, check, validate))) != 1:
         raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
     if markdown is not None and not validate:
-        raise UserError(f"--markdown = {markdown} is a page of --validate's table; give --validate or leave it out")
+        raise UserError(f"--markdown = {markdown} writes the table of --validate; give --validate or leave it out")
     if scale is not None and not check:
-        raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; name it with --check JOB")
+        raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
-        raise UserError(f"--svg = {svg} draws one job; name it with --check JOB, without --scale, or leave it out")
+        raise UserError(f"--svg = {svg} draws one job; give it with --check JOB, without --scale, or leave it out")
     for option, value in (("--tokens", tokens), ("--price", price), ("--mtbf-hours", mtbf_hours)):
         if value is not None and not value > 0:
-            raise UserError(f"{option} = {value:g} must be above 0; correct it or leave it out")
+            raise UserError(f"{option} = {value:g} must be greater than 0; correct it or leave it out")
     if price is not None and tokens is None:
-        raise UserError(f"--price = {price:g} makes the cost of a whole training; say how long it is with --tokens")
+        raise UserError(f"--price = {price:g} prices the whole training; give its length with --tokens")
     if model:
         from meshwright.cli.plan_search import Training, show_search
 
@@ -93,7 +95,7 @@ def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | N
     from meshwright.job import load_job
     from meshwright.plan import machines_of, predict
 
-    job = load_job(source, overrides, trust=True).job  # nothing of it is run
+    job = load_job(source, overrides, trust=True).job  # none of its code is run
     prediction = predict(job, machines_of(job, cluster))
     if svg is not None:
         from meshwright.studio import write_plan_svg
@@ -170,14 +172,12 @@ def _summary(prediction: "Prediction") -> list[str]:
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"fits with {-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB over"
     lines = [
-        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU{mfu}",
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU{mfu}",
         f"{room} on pipeline rank {prediction.fullest.rank} of {prediction.capacity_bytes / GIB:.0f} GiB",
     ]
     if prediction.host_over_bytes:
         kept, there = max(rank.host for rank in prediction.memory), prediction.host_capacity_bytes or 0.0
-        lines.append(
-            f"does not fit its host: {kept / GIB:.1f} GiB are kept there for each GPU, which has {there / GIB:.1f} GiB"
-        )
+        lines.append(f"does not fit its host: {kept / GIB:.1f} GiB are needed per GPU, which has {there / GIB:.1f} GiB")
     return lines + [f"guessed: {guess}" for guess in prediction.guessed]
 
 
@@ -188,7 +188,7 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
 
     for path in paths:
         if not path.is_file():
-            raise UserError(f"--validate = {path} is not a file; name a CSV of measured rows")
+            raise UserError(f"--validate = {path} is not a file; give a CSV of measured rows")
     console = stderr_console()
     with console.status("predicting every row") if console.is_terminal else _nothing():
         summary = validate(paths).summary()

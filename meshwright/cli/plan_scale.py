@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 def show_scale(
     source: str, cluster: str | None, overrides: list[str], sizes: str, axis: str | None, weak: bool, as_json: bool
 ) -> None:
-    """Predict every size and draw them."""
+    """Predict the job at every size and draw the results."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
     from meshwright.hardware import completed
@@ -19,7 +19,7 @@ def show_scale(
     numbers = [int(word) for word in sizes.split(",") if word.strip().isdigit() and int(word) > 0]
     if not numbers or len(numbers) != len(sizes.split(",")):
         raise UserError(f"--scale = {sizes} is not a list of numbers; write e.g. 8,16,32")
-    job = load_job(source, overrides, trust=True).job  # nothing of it is run
+    job = load_job(source, overrides, trust=True).job  # none of its code is run
     machine = parse_cluster(cluster) if cluster else completed(job.cluster)
     points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
     if as_json:

@@ -14,7 +14,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Training:
-    """What the command line says of the whole training."""
+    """The whole training, as given on the command line."""
 
     tokens: float | None = None
     price: float | None = None
@@ -33,7 +33,7 @@ def show_search(
     training: Training,
     as_json: bool,
 ) -> None:
-    """Search, print and, if asked, write the best."""
+    """Search, print and, if asked, write the best layout."""
     from meshwright.cli.output import print_json, stdout_console, write_file
     from meshwright.cost import parameter_count
     from meshwright.errors import UserError
@@ -62,10 +62,10 @@ def show_search(
     console.print(_table(found, machines, training))
     if practice:
         console.print(practice, markup=False, highlight=False, soft_wrap=True)
-    predicted = f"{found.predicted} predicted" + ("" if found.exact else ", which is the limit")
+    predicted = f"{found.predicted} predicted" + ("" if found.exact else " (the limit)")
     console.print(
         f"{found.bounded} layouts bounded in {found.bound_s:.2f} s, {predicted}; "
-        f"{batch} sequences of {sequence} tokens a step",
+        f"{batch} sequences of {sequence} tokens per step",
         markup=False,
         highlight=False,
         soft_wrap=True,
@@ -77,7 +77,7 @@ def show_search(
 
 
 def _machines(spelling: str | None, job: "Job | None") -> "Cluster":
-    """Those of --cluster, else those a job's own section says."""
+    """The machines of --cluster, or else of the job's own section."""
     from meshwright.errors import UserError
     from meshwright.hardware import completed
     from meshwright.plan import parse_cluster
@@ -86,14 +86,14 @@ def _machines(spelling: str | None, job: "Job | None") -> "Cluster":
         return parse_cluster(spelling)
     if job is None or (job.cluster.name or job.cluster.gpu) is None:
         raise UserError(
-            "--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
-            "job whose [cluster] says it"
+            "--cluster is missing, and a search needs it; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
+            "job with a [cluster]"
         )
     return completed(job.cluster)
 
 
 def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
-    """The shape behind a preset's name, a Hugging Face config or a job; the job with it."""
+    """The model shape behind a preset's name, a Hugging Face config or a job; for a job, the job too."""
     from meshwright.job import Model, load_job, model_preset, model_presets
 
     if source in model_presets():
@@ -104,7 +104,7 @@ def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
 
         path, remedy = Path(source), "give --model a Hugging Face config.json"
         return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source), None
-    job = load_job(source, overrides, trust=True).job  # nothing of it is run
+    job = load_job(source, overrides, trust=True).job  # none of its code is run
     return job.model, job
 
 
@@ -117,16 +117,16 @@ def _economy(one: "Candidate", cluster: "Cluster", training: Training) -> "Econo
 
 
 def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[str]:
-    """The best layout's whole training, in words."""
+    """The whole training with the best layout, in words."""
     report = _economy(best, cluster, training)
     if report is None:
         return []
     line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} GPU-hours"
     line += "" if report.cost is None else f", cost {report.cost:,.0f}"
     if report.goodput is None or report.save_every_s is None:
-        return [line, "failures are not counted; --mtbf-hours says how often they come"]
+        return [line, "failures are not counted; give --mtbf-hours to count them"]
     saves = f"a checkpoint of {report.save_s:.1f} s every {report.save_every_s / 60:.0f} minutes"
-    return [line, f"goodput {report.goodput:.1%}: {saves}, half of that and a restart lost with every failure"]
+    return [line, f"goodput {report.goodput:.1%}: {saves}, each failure loses half of that interval and a restart"]
 
 
 def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
@@ -135,7 +135,7 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
     from meshwright.plan import layout_words, limit
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ["layout", "tokens/s a GPU", "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
+    columns = ["layout", "tokens/s per GPU", "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
     for name in [*columns, "limited by"]:
         table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
     for one in found.best:
@@ -152,7 +152,7 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
 def _line(one: "Candidate") -> str:
     from meshwright.plan import layout_words
 
-    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s a GPU"
+    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
     return f"{layout_words(one.job)}; {rate}, {one.prediction.fullest.device / GIB:.1f} GiB predicted"
 
 

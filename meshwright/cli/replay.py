@@ -1,4 +1,4 @@
-"""`meshwright replay`: a step of a run made again, to see what was in it."""
+"""`meshwright replay`: recompute a step of a run, to see what was in it."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from meshwright.cli.job import JSON, TRUST
 
 def replay(
     run: Path = typer.Argument(help="A run folder."),
-    step: int = typer.Option(..., "--step", min=1, help="The step to make again."),
+    step: int = typer.Option(..., "--step", min=1, help="The step to recompute."),
     device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Make a step again on one device: its loss and gradient norm, and every sample's loss, the worst first."""
+    """Recompute a step on one device: loss, gradient norm, and the loss of every sample, highest first."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -30,7 +30,7 @@ def replay(
     console = stdout_console()
     recorded = "nothing" if found.recorded_loss is None else f"{found.recorded_loss} and {found.recorded_grad_norm}"
     console.print(
-        f"step {found.step} from sample {found.position} on: loss {found.loss}, gradient norm {found.grad_norm} "
+        f"step {found.step} from sample {found.position}: loss {found.loss}, gradient norm {found.grad_norm} "
         f"(recorded: {recorded}; weights of step {found.from_step} and the steps since)",
         markup=False,
         highlight=False,
@@ -40,5 +40,5 @@ def replay(
     for sample in found.samples:
         shown = "" if sample.text is None else repr(sample.text)[:60]
         cells = (str(sample.sample), f"{sample.loss:.4f}", str(sample.tokens), shown)
-        table.add_row(*map(Text, cells))  # as it is: a text may hold brackets
+        table.add_row(*map(Text, cells))  # no markup: a text may contain brackets
     console.print(table)

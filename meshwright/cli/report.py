@@ -10,13 +10,11 @@ from meshwright.cli.plan import CLUSTER
 
 def report(
     what: str = typer.Argument(metavar="RUN|PLAN", help="A run folder, or a job to show as a plan."),
-    out: Path | None = typer.Option(
-        None, "--out", help="Where to write it; RUN/report.html or PLAN.html if not given."
-    ),
+    out: Path | None = typer.Option(None, "--out", help="Where to write it; by default RUN/report.html or PLAN.html."),
     cluster: str | None = CLUSTER,
     as_json: bool = JSON,
 ) -> None:
-    """Write a run's or a plan's report: one file that opens in any browser without a network."""
+    """Write a run's or a plan's report: one file that opens in any browser, offline."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
     from meshwright.studio import write_report
@@ -38,6 +36,6 @@ def _plan(what: str, out: Path | None, cluster: str | None) -> Path:
     from meshwright.plan import machines_of
     from meshwright.studio import write_plan_report
 
-    job = load_job(what, [], trust=True).job  # nothing of it is run
+    job = load_job(what, [], trust=True).job  # none of its code is run
     name = Path(what).stem
     return write_plan_report(job, machines_of(job, cluster), name, out or Path(f"{name}.html"))

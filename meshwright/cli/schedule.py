@@ -1,4 +1,4 @@
-"""`meshwright schedule`: pipeline schedules, seen before they are run."""
+"""`meshwright schedule`: look at pipeline schedules before running them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,21 +25,27 @@ _PLAIN_COLUMNS = 200  # where no terminal would wrap them
 @app.command()
 def show(
     pp: int = typer.Option(4, "--pp", help="Pipeline ranks."),
-    micro_batches: int = typer.Option(8, "--micro-batches", help="Micro-batches a step."),
-    schedule: str = typer.Option("1f1b", "--schedule", help="A schedule's name, or all."),
-    virtual_stages: int | None = typer.Option(None, "--virtual-stages", help="Stages a rank; else the schedule's own."),
-    forward: float = typer.Option(1.0, "--forward", help="A micro-batch's forward over a rank's share of the model."),
-    backward: float | None = typer.Option(None, "--backward", help="Its whole backward; input + weight if not given."),
-    input_: float = typer.Option(1.0, "--input", help="Its backward's first half, the gradient of the input."),
-    weight: float = typer.Option(1.0, "--weight", help="Its backward's second half, the gradient of the weights."),
-    send: float = typer.Option(0.0, "--send", help="A transfer between two ranks."),
+    micro_batches: int = typer.Option(8, "--micro-batches", help="Micro-batches per step."),
+    schedule: str = typer.Option("1f1b", "--schedule", help="The name of a schedule, or all."),
+    virtual_stages: int | None = typer.Option(
+        None, "--virtual-stages", help="Stages per rank; by default the schedule's own."
+    ),
+    forward: float = typer.Option(1.0, "--forward", help="Time of a micro-batch's forward through a rank's layers."),
+    backward: float | None = typer.Option(
+        None, "--backward", help="Time of its whole backward; by default input + weight."
+    ),
+    input_: float = typer.Option(1.0, "--input", help="Time of the input-gradient half of its backward."),
+    weight: float = typer.Option(1.0, "--weight", help="Time of the weight-gradient half of its backward."),
+    send: float = typer.Option(0.0, "--send", help="Time of a transfer between two ranks."),
     overlap: float | None = typer.Option(
-        None, "--overlap", help="DualPipe's pairs: time over the sum of the parts; one after the other if not given."
+        None,
+        "--overlap",
+        help="DualPipe's overlapped pairs: time relative to the sum of both; by default not overlapped.",
     ),
     svg: Path | None = typer.Option(None, "--svg", help="Write a picture here."),
     as_json: bool = JSON,
 ) -> None:
-    """Draw a pipeline schedule, or all of them, and say what it costs; times are in any unit."""
+    """Draw a pipeline schedule, or all of them, and print what it costs; times are in any unit."""
     from meshwright.cli.output import print_json, stdout_console, write_file
     from meshwright.errors import UserError
     from meshwright.pipeline import SCHEDULES, build_table, gantt_svg, share_times, simulate
@@ -47,9 +53,9 @@ def show(
     given = {"--forward": forward, "--backward": backward, "--input": input_, "--weight": weight, "--overlap": overlap}
     for flag, value in given.items():
         if value is not None and not 0 < value < float("inf"):
-            raise UserError(f"{flag} = {value:g} is no time an action can take; give a number above 0")
+            raise UserError(f"{flag} = {value:g} is not a valid time for an action; give a number greater than 0")
     if not 0 <= send < float("inf"):
-        raise UserError(f"--send = {send:g} is no time a transfer can take; give 0 or more")
+        raise UserError(f"--send = {send:g} is not a valid time for a transfer; give 0 or more")
 
     runs: list[Run] = []
     refused: dict[str, str] = {}
@@ -139,13 +145,13 @@ def _print(console: "Console", runs: "list[Run]", refused: dict[str, str]) -> No
     for reason in refused.values():
         line(f"left out: {reason}")
     line(
-        f"a column is {column:g}; F forward, B backward, I and W its halves (input, weights), small letters on a "
-        f"rank's later stages, · idle, & overlapped; below each letter its micro-batch's last digit"
+        f"a column is {column:g}; F forward, B backward, I and W its halves (input, weights), lowercase on a "
+        f"rank's later stages, · idle, & overlapped; below each letter the last digit of its micro-batch"
     )
 
 
 def _coloured(letters: str, numbers: str, columns: int) -> "list[Text]":
-    """Both lines of a rank in their letters' colours, cut where the drawing ends."""
+    """Both lines of a rank in the colours of their letters, cut at the end of the drawing."""
     from rich.text import Text
 
     lines = []
@@ -161,13 +167,13 @@ def _coloured(letters: str, numbers: str, columns: int) -> "list[Text]":
 
 def _headline(table: "Table") -> str:
     stages = "1 stage" if table.virtual_stages == 1 else f"{table.virtual_stages} stages"
-    return f"{table.schedule}: {table.ranks} ranks, {stages} a rank, {table.micro_batches} micro-batches"
+    return f"{table.schedule}: {table.ranks} ranks, {stages} per rank, {table.micro_batches} micro-batches"
 
 
 def _figures(table: "Table", simulation: "Simulation") -> list[str]:
     held = " ".join(f"{table.stage_size * count:.3g}" for count in simulation.in_flight)
     until_input = " ".join(f"{table.stage_size * count:.3g}" for count in simulation.in_flight_input)
-    split = f" (until the gradient of the input: {until_input})" if table.splits_backward else ""
+    split = f" (until the input gradient: {until_input})" if table.splits_backward else ""
     lines = [
         f"takes {simulation.makespan_s:g}; bubble {simulation.bubble_s:g}: {simulation.bubble_over_ideal:.1%} over "
         f"ideal time, {simulation.bubble_share_of_step:.1%} of the step",

@@ -1,4 +1,4 @@
-"""`meshwright studio`: plans and runs on a page of this machine."""
+"""`meshwright studio`: plans and runs in a local web page."""
 
 from pathlib import Path
 
@@ -9,9 +9,11 @@ from meshwright.cli.job import JSON
 
 def studio(
     runs: Path = typer.Option(Path("runs"), "--runs", help="The folder that holds run folders."),
-    port: int = typer.Option(8787, "--port", min=0, max=65535, help="Where the page is; 0 takes a port that is free."),
-    host: str = typer.Option("127.0.0.1", "--host", help="Another address than this machine's own; needs a token."),
-    token: str | None = typer.Option(None, "--token", help="The token that --host asks for; made up when not given."),
+    port: int = typer.Option(8787, "--port", min=0, max=65535, help="Port of the page; 0 picks a free one."),
+    host: str = typer.Option(
+        "127.0.0.1", "--host", help="Address to listen on; any other than the local one needs a token."
+    ),
+    token: str | None = typer.Option(None, "--token", help="The token that --host requires; generated if not given."),
     as_json: bool = JSON,
 ) -> None:
     """Explore plans and watch runs in a browser; nothing on the page changes a run."""
@@ -26,7 +28,7 @@ def studio(
 
         print(json.dumps({"address": server.address, "runs": str(runs)}), flush=True)
     else:
-        print(f"{server.address}  (Ctrl-C ends it)", flush=True)
+        print(f"{server.address}  (Ctrl-C to stop)", flush=True)
     server.planner.start()
     try:
         server.serve_forever()

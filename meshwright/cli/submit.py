@@ -1,4 +1,4 @@
-"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm site."""
+"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm cluster."""
 
 import shlex
 from dataclasses import asdict
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from meshwright.launch.slurm import Status
 
 SITE = typer.Option(
-    None, "--site", help="A known site as leonardo, or a profile file of your own; else the job's cluster.name."
+    None, "--site", help="A known site such as leonardo, or your own profile file; by default the job's cluster.name."
 )
-TIME = typer.Option(None, "--time", help="A job's time limit, as Slurm writes it: 12:00:00.")
-ACCOUNT = typer.Option(None, "--account", help="The project that pays.")
-PARTITION = typer.Option(None, "--partition", help="Another partition than the site's profile names.")
+TIME = typer.Option(None, "--time", help="A job's time limit in Slurm's format, e.g. 12:00:00.")
+ACCOUNT = typer.Option(None, "--account", help="The project to charge.")
+PARTITION = typer.Option(None, "--partition", help="A partition other than the one in the site's profile.")
 QOS = typer.Option(None, "--qos", help="Slurm's quality of service.")
-SIGNAL = typer.Option(300, "--signal-before", min=1, help="Seconds before the limit at which the run saves and ends.")
-CHAIN = typer.Option(1, "--chain", min=1, help="So many jobs one after another, instead of one that is queued again.")
-PER_RANK = typer.Option(False, "--per-rank", help="One Slurm task a rank, instead of torch's agent on every node.")
+SIGNAL = typer.Option(300, "--signal-before", min=1, help="Seconds before the limit at which the run saves and exits.")
+CHAIN = typer.Option(1, "--chain", min=1, help="Submit this many jobs in sequence, instead of requeueing one.")
+PER_RANK = typer.Option(False, "--per-rank", help="One Slurm task per rank, instead of torch's agent on every node.")
 CONTAINER = typer.Option(None, "--container", help="Run in this image.")
-OPTION = typer.Option([], "--sbatch", metavar="WORD", help="A further option for sbatch; may be given again.")
-LADDER = typer.Option(False, "--ladder", help="Trials on 1 GPU, 1 node and 2 nodes first; each must say go.")
+OPTION = typer.Option([], "--sbatch", metavar="WORD", help="An extra option for sbatch; may be repeated.")
+LADDER = typer.Option(False, "--ladder", help="First run trials on 1 GPU, 1 node and 2 nodes; each must pass.")
 BUDGET = typer.Option(None, "--budget", min=0.0, help="With --ladder: GPU-hours the run may take.")
-DRY = typer.Option(False, "--dry-run", help="Print the scripts; write and submit nothing.")
+DRY = typer.Option(False, "--dry-run", help="Only print the scripts; write and submit nothing.")
 RUN = typer.Argument(help="A run folder.")
 
 
@@ -49,23 +49,23 @@ def submit(
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Submit a job to a Slurm site, or go on with a run folder; it is queued again until its last step is made."""
+    """Submit a job to a Slurm site, or continue a run folder; it is requeued until its last step is done."""
     from meshwright.errors import UserError
     from meshwright.hardware import find_site
     from meshwright.job import load_job
     from meshwright.launch.slurm import request_of
 
     if budget is not None and not ladder:
-        raise UserError(f"--budget {budget:g} is what the trials measure against; add --ladder")
+        raise UserError(f"--budget {budget:g} is checked by the trials; add --ladder")
     loaded = load_job(job, overrides, trust=trust)
     named = loaded.job.cluster.name
     foreign = loaded.from_run and loaded.origin("cluster.name") == "file" and not trust
     if site is None and foreign and Path(str(named)).is_file():
-        raise UserError(f'{job} names cluster.name = "{named}", whose words a script would run; read it, add --trust')
-    if site is None and named is None:
         raise UserError(
-            "submit needs --site, as --site leonardo, or a job whose cluster.name says it; give one of them"
+            f'{job} names cluster.name = "{named}", whose contents a script would run; read it, then add --trust'
         )
+    if site is None and named is None:
+        raise UserError("submit needs --site, e.g. --site leonardo, or a job with cluster.name; give one of them")
     profile = find_site(site) if site is not None else find_site(str(named), "cluster.name")
     request = request_of(
         profile, time, account, partition, qos, signal_before, per_rank, container, options=tuple(options)
@@ -102,7 +102,7 @@ def status(
     every: bool = typer.Option(False, "--all", help="Every run of a folder, newest first."),
     as_json: bool = JSON,
 ) -> None:
-    """Say in one word how a run is: pending, running, requeued, done, stopped, cancelled, failed, oom, timeout
+    """Print a run's state in one word: pending, running, requeued, done, stopped, cancelled, failed, oom, timeout
     or damaged."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
@@ -119,8 +119,10 @@ def status(
 
 def logs(
     run: Path = RUN,
-    rank: int | None = typer.Option(None, "--rank", min=0, help="One rank's log; else the jobs' own, with rank 0's."),
-    follow: bool = typer.Option(False, "--follow", help="Go on as it grows, until the run's end."),
+    rank: int | None = typer.Option(
+        None, "--rank", min=0, help="One rank's log; by default the jobs' logs with rank 0's."
+    ),
+    follow: bool = typer.Option(False, "--follow", help="Keep printing new lines until the run ends."),
     as_json: bool = JSON,
 ) -> None:
     """Print what a run's jobs and ranks wrote."""
@@ -131,7 +133,7 @@ def logs(
 
     if as_json:
         if follow:
-            raise UserError("--json is one document and cannot --follow; leave one of them out")
+            raise UserError("--json prints one document and cannot follow; leave out --json or --follow")
         texts = {str(path): end_of(path) for path in log_files(run, rank)}
         print_json({"run": str(run), "files": texts})
         return
@@ -145,14 +147,14 @@ def logs(
         except NoAnswer:
             if not state:
                 raise
-        return state in ("pending", "running", "requeued")  # of a Slurm that is away for a while, as it was before
+        return state in ("pending", "running", "requeued")  # if Slurm is down for a while, the last known state
 
     def found() -> list[Path]:
         try:
             return log_files(run, rank)
         except UserError:
             if rank is None and alive() and (run / "slurm").is_dir():
-                return []  # a job that waits has yet to write
+                return []  # a pending job has written nothing yet
             raise
 
     for text in read(found, alive):
@@ -161,12 +163,10 @@ def logs(
 
 def cancel(
     run: Path = RUN,
-    wait_s: float = typer.Option(
-        600.0, "--wait", min=0.0, help="Seconds the run may take to save before it is killed."
-    ),
+    wait_s: float = typer.Option(600.0, "--wait", min=0.0, help="Seconds to let the run save before it is killed."),
     as_json: bool = JSON,
 ) -> None:
-    """End a run's jobs: the one that runs finishes its step and saves, none starts again."""
+    """Cancel a run's jobs: the running one finishes its step and saves, and none restarts."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.launch.slurm import cancel as end
 
@@ -186,5 +186,5 @@ def _table(found: "list[Status]") -> Any:
         table.add_column(name, overflow="fold")
     for one in found:
         cells = (one.run, one.state, f"{one.step}/{one.steps}", one.why, one.job or "", one.nodes)
-        table.add_row(*map(Text, cells))  # as it is: what a run says may hold brackets
+        table.add_row(*map(Text, cells))  # no markup: a run's text may contain brackets
     return table

@@ -1,4 +1,4 @@
-"""`meshwright train`: train a job on this machine, alone or with many ranks."""
+"""`meshwright train`: train a job on this machine, in one process or with many ranks."""
 
 import os
 import shlex
@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 def train(
     job: str = JOB,
     overrides: list[str] = SET,
-    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one a GPU or CPU process."),
+    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one per GPU or CPU process."),
     resume: bool = typer.Option(
-        False, "--resume", help="Continue the run in run.folder, or JOB itself where that is a run folder."
+        False, "--resume", help="Continue the run in run.folder, or JOB itself if it is a run folder."
     ),
-    nodes: int = typer.Option(1, "--nodes", min=1, help="Machines, with --nproc ranks each; run this on every one."),
+    nodes: int = typer.Option(
+        1, "--nodes", min=1, help="Number of machines, with --nproc ranks each; run the command on every one."
+    ),
     node_rank: int = typer.Option(0, "--node-rank", min=0, help="Which of the machines this is."),
-    master: str | None = typer.Option(None, "--master", metavar="HOST:PORT", help="Where the machines meet."),
+    master: str | None = typer.Option(
+        None, "--master", metavar="HOST:PORT", help="Rendezvous address of the machines."
+    ),
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
+    """Train a job on this machine's CPU or GPUs; inside torchrun or srun it runs as one of the ranks."""
     from meshwright.cli.output import rank_failures_told, stderr_console, stdout_console
     from meshwright.errors import UserError
     from meshwright.ranks import own_place
@@ -39,7 +43,7 @@ def train(
         _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master))
         return
     if nodes > 1:
-        raise UserError(f"--nodes {nodes} needs --master HOST:PORT, where the machines meet; give it on every machine")
+        raise UserError(f"--nodes {nodes} needs --master HOST:PORT, the rendezvous address; give it on every machine")
     place = own_place()
     console = stderr_console() if as_json else stdout_console()
     if place is not None:
@@ -57,7 +61,7 @@ def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "
     from meshwright.job import load_job
 
     loaded = load_job(job, overrides, trust=trust)
-    if loaded.job.run.max_restarts or loaded.job.run.watchdog_s:  # somebody must outlive the process that trains
+    if loaded.job.run.max_restarts or loaded.job.run.watchdog_s:  # a parent must outlive the training process
         _with_ranks(job, overrides, resume, trust, 1, console, as_json)
         return
 
@@ -98,7 +102,7 @@ def _as_node(
 
     node = Node(*place)
     if nproc is None or not resume:
-        raise UserError("--master starts one machine's ranks of a run that is there; add --nproc and --resume")
+        raise UserError("--master starts one machine's ranks of an existing run; add --nproc and --resume")
     loaded = load_job(job, overrides, trust=trust)
 
     from meshwright.cli.output import rank_failures_told
@@ -109,7 +113,7 @@ def _as_node(
     words += ["--trust"] * trust
     with rank_failures_told():
         folder = launch_node(loaded, nproc, node, words, on_end=_write_report)
-    if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
+    if folder.state() == "stopped" and node.rank == 0:  # one exit code for all nodes: a scheduler takes the largest
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 
@@ -136,24 +140,24 @@ def _as_rank(
         code = 2 if isinstance(error, UserError) else 1
         if launched:
             leave(code)
-        if place.rank > 0 and isinstance(error, SharedRefusal):  # rank 0 tells it
+        if place.rank > 0 and isinstance(error, SharedRefusal):  # rank 0 reports it
             raise typer.Exit(code) from None
         raise
     if place.rank == 0:
         _show(finished, console, as_json)
-    if finished.outcome.reason == "interrupted" and not launched:  # to a launcher any other code is a failure
+    if finished.outcome.reason == "interrupted" and not launched:  # launchers treat any other exit code as a failure
         raise typer.Exit(exit_code(finished.signal))
 
 
 def _write_report(run: Path) -> None:
-    """A report that cannot be written is no reason for a run to end otherwise: it can be made again."""
+    """A failure to write the report must not change how a run ends: it can be written later."""
     from meshwright.errors import UserError
     from meshwright.studio import write_report
 
     try:
         write_report(run)
     except UserError as error:
-        print(f"warning: no report ({error}); meshwright report {run} writes it later", file=sys.stderr)
+        print(f"warning: report not written ({error}); write it later with meshwright report {run}", file=sys.stderr)
 
 
 def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
@@ -184,7 +188,7 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
 
 
 def _next(finished: "Finished") -> str | None:
-    """The command that goes on with what is there; a run of tokens without text has nothing to write."""
+    """The command to continue with; a run on tokens without text cannot generate."""
     if finished.outcome.reason == "interrupted":
         return f"meshwright train {shlex.quote(str(finished.folder))} --resume"
     if (finished.folder / "tokenizer.json").is_file():

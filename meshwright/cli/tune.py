@@ -1,4 +1,4 @@
-"""`meshwright tune`: the settings of a job that are fastest on this machine, measured."""
+"""`meshwright tune`: find a job's fastest settings on this machine by measuring."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from meshwright.measure import Tried
 
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the job with the fastest settings.")
-OUT = typer.Option(None, "--out", metavar="FILE", help="Where runs are kept; a second call goes on from there.")
+OUT = typer.Option(None, "--out", metavar="FILE", help="Where results are saved; a second call continues from there.")
 
 
 def tune(
     job: str = JOB,
     overrides: list[str] = SET,
-    best: int = typer.Option(4, "--best", min=1, help="Settings of the planner that are run."),
-    steps: int = typer.Option(6, "--steps", min=1, help="Steps timed in each run."),
-    warmup: int = typer.Option(3, "--warmup", min=1, help="Steps before them."),
-    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Ranks of each run."),
+    best: int = typer.Option(4, "--best", min=1, help="Number of the planner's settings to run."),
+    steps: int = typer.Option(6, "--steps", min=1, help="Steps to time in each run."),
+    warmup: int = typer.Option(3, "--warmup", min=1, help="Warm-up steps, not timed."),
+    nproc: int | None = typer.Option(None, "--nproc", min=1, help="Ranks per run."),
     write: Path | None = WRITE,
     out: Path | None = OUT,
     trust: bool = TRUST,
@@ -58,7 +58,7 @@ def tune(
         tried = [asdict(one) for one in found.tried]
         print_json({"best": list(found.best), "verdict": found.verdict, "tried": tried, "file": str(file)})
         return
-    fastest = " ".join(found.best) or "the job as it was"
+    fastest = " ".join(found.best) or "the original job"
     console.print(f"fastest: {fastest}: {found.verdict}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`meshwright verify`: whether a layout computes the same numbers as one process."""
+"""`meshwright verify`: check that a layout computes the same numbers as one process."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ if TYPE_CHECKING:
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option(
-    None, "--dtype", help="float64 (and the job's own format), float32, bf16, fp16 or fp8; float32 with --run."
+    None, "--dtype", help="float64 (and the job's own dtype), float32, bf16, fp16 or fp8; float32 with --run."
 )
-RUN = typer.Option(False, "--run", help="Verify `train` itself: data, evaluations, checkpoints, resumes elsewhere.")
+RUN = typer.Option(
+    False, "--run", help="Verify `train` itself: data, evaluations, checkpoints, resuming in other layouts."
+)
 MATRIX = typer.Option(None, "--matrix", help="quick or full: run the matrix of supported layouts instead of a job.")
 ONLY = typer.Option(
-    None, "--only", metavar="TEXT", help="Of the matrix, the layouts whose name contains this; of --random, one number."
+    None,
+    "--only",
+    metavar="TEXT",
+    help="With --matrix: only layouts whose name contains this; with --random: only this number.",
 )
-RANDOM = typer.Option(None, "--random", metavar="N", min=1, help="Verify N drawn jobs instead of one: any product.")
-MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify a model of your own in a layout of each kind.")
+RANDOM = typer.Option(None, "--random", metavar="N", min=1, help="Verify N randomly drawn jobs instead of one.")
+MODEL = typer.Option(None, "--model", metavar="FILE.py", help="Verify your own model in one layout of each kind.")
 LAYER = typer.Option(None, "--layer", metavar="FILE.py:CLASS", help="Grade a hand-written parallel linear layer.")
 
 
@@ -44,10 +49,12 @@ def verify(
     layer: str | None = LAYER,
     collectives: bool | None = COLLECTIVES,
     random: int | None = RANDOM,
-    seed: int = typer.Option(1, "--seed", min=0, help="Of --random: which sequence of jobs."),
+    seed: int = typer.Option(1, "--seed", min=0, help="With --random: which sequence of jobs."),
     device: str = typer.Option("cpu", "--device", help="cpu, or cuda for this machine's GPUs."),
     run: bool = RUN,
-    strict: bool = typer.Option(False, "--strict", help="Fail where the check replaces what could hide an error."),
+    strict: bool = typer.Option(
+        False, "--strict", help="Fail if the check replaces a setting that could hide an error."
+    ),
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
@@ -56,27 +63,29 @@ def verify(
     given = [name for name, value in modes.items() if value is not None]
     if len(given) != 1:
         raise UserError(
-            f"verify takes one of {', '.join(modes)}, not {' and '.join(given) or 'none'}; give exactly one"
+            f"verify needs exactly one of {', '.join(modes)}, not {' and '.join(given) or 'none'}; give one of them"
         )
     if matrix is not None and matrix not in ("quick", "full"):
-        raise UserError(f"--matrix {matrix} is not a matrix; use quick or full")
+        raise UserError(f"--matrix {matrix} does not exist; use quick or full")
     if only is not None and matrix is None and random is None:
-        raise UserError(f'--only "{only}" chooses among several layouts; give --matrix or --random with it')
+        raise UserError(f'--only "{only}" selects among several layouts; give --matrix or --random with it')
 
     if run and job is None:
         raise UserError(f"--run verifies a job, not {given[0]}; give a JOB with it")
     if strict and job is None:
-        raise UserError(f"--strict judges what the check of a job replaces, not {given[0]}; give a JOB with it")
+        raise UserError(f"--strict is about what the check of a job replaces, not {given[0]}; give a JOB with it")
 
     from meshwright.job import load_job
     from meshwright.verify import FORMATS, load_matrix, own_model_lines
 
     dtype = dtype or ("float32" if run else "float64")
     if dtype not in FORMATS:
-        raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
+        raise UserError(f"--dtype {dtype} is not supported; use {', '.join(FORMATS)}")
     _require_device(device)
     if layer is not None and collectives is not None:
-        raise UserError("--collectives records those of a job or a matrix; --layer lists a layer's own without it")
+        raise UserError(
+            "--collectives is for a job or a matrix; --layer always lists a layer's collectives, leave it out"
+        )
     ok: bool
     record = job is None if collectives is None else collectives
     if layer is not None:
@@ -104,7 +113,7 @@ def verify(
 def _chosen(lines: list[Line], only: str | None) -> list[Line]:
     chosen = [line for line in lines if only is None or only in line.name]
     if not chosen:
-        raise UserError(f'--only "{only}" is in no layout\'s name; names are like "{lines[0].name}"')
+        raise UserError(f'--only "{only}" matches no layout\'s name; names look like "{lines[0].name}"')
     return chosen
 
 
@@ -112,7 +121,7 @@ def _require_device(device: str) -> None:
     import torch
 
     if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is not a kind of device here; use cpu or cuda")
+        raise UserError(f"--device {device} is not supported; use cpu or cuda")
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
 
@@ -156,7 +165,7 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
             say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         for note in verdict.notes:
             say(console, f"note  {note}")
-        print_verdict(console, verdict, f"{ranks} ranks compute what one process computes")
+        print_verdict(console, verdict, f"{ranks} ranks compute the same as one process")
         for line in contract_lines(verdict.collectives) if record else []:
             say(console, line)
         if strict and hiding:
@@ -177,7 +186,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
     if device != "cpu" or dtype not in ROUNDING:
         without = [line for line in lines if not line.through_train]
         if len(without) < len(lines):
-            report = f"lines that go through `train`, judged on the CPU in {' or '.join(ROUNDING)}"
+            report = f"lines that go through `train`, which are checked on the CPU in {' or '.join(ROUNDING)}"
             say(stderr_console(), f"left out: {len(lines) - len(without)} {report}")
         lines = without
     with stderr_console().status("") as status:
@@ -227,7 +236,7 @@ def _print_line(console: Console, result: LineResult) -> None:
     mark = "equal    " if first is None else "NOT EQUAL"
     say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
-        say(console, f"           first diverging: {where(first)}")
+        say(console, f"           first difference: {where(first)}")
     if result.verdict.collectives is not None and not result.verdict.collectives.ok:
         for line in contract_lines(result.verdict.collectives):
             say(console, f"           {line}")
@@ -272,4 +281,4 @@ def _graded(grade: LayerGrade) -> str:
         return grade.problem
     if grade.first_wrong is not None:
         return f"the {grade.first_wrong} is wrong, off by {grade.errors[grade.first_wrong]:.1e} ({counted})"
-    return f"equal, each rank holds at most {max(grade.held):.0%} ({counted})"
+    return f"equal, each rank stores at most {max(grade.held):.0%} ({counted})"

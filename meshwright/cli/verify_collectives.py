@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from meshwright.verify import Contract
 
 SHOWN = 5
-"""Violations that are printed; JSON has all of them."""
+"""Violations to print; the JSON has all of them."""
 
 COLLECTIVES = typer.Option(
     None,
     "--collectives/--no-collectives",
-    help="Record every rank's collectives and prove that they fit together on GPUs; a matrix does unless told not to.",
+    help="Record every rank's collectives and check that they match up on GPUs; on by default for a matrix.",
 )
 
 
 def contract_keys(contract: Contract | None) -> dict[str, Any] | None:
-    """For JSON; null where nothing was recorded."""
+    """For the JSON; null if nothing was recorded."""
     if contract is None:
         return None
     return {
@@ -33,9 +33,9 @@ def contract_keys(contract: Contract | None) -> dict[str, Any] | None:
 
 
 def contract_lines(contract: Contract | None) -> list[str]:
-    """For people: one line where all is well, otherwise the first violations."""
+    """For people: one line if all is well, otherwise the first violations."""
     if contract is None:
-        return ["collectives: not recorded, as NCCL itself ran them"]
+        return ["collectives: not recorded, because NCCL itself ran them"]
     if contract.ok:
         counted = f"{contract.operations} of {contract.ranks} ranks, {contract.groups} groups"
         return [f"collectives: {counted}, same order, no deadlock"]

@@ -1,4 +1,4 @@
-"""`meshwright verify --random`: drawn jobs, each equal to one process or refused in one sentence."""
+"""`meshwright verify --random`: random jobs, each equal to one process or rejected in one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def verify_random(
     count: int, seed: int, only: str | None, dtype: str, device: str, collectives: bool, as_json: bool
 ) -> bool:
-    """Draw and answer jobs 1 to count of a seed, or one of them; whether nothing was wrong."""
+    """Draw and verify jobs 1 to count of a seed, or one of them; return whether nothing was wrong."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.verify import draw, run_draws
 
@@ -42,7 +42,9 @@ def _numbers(count: int, only: str | None) -> list[int]:
     if only is None:
         return list(range(1, count + 1))
     if not only.isdigit() or not 1 <= int(only) <= count:
-        raise UserError(f'--only "{only}" is no number of a drawn job; give one from 1 to {count}, as --random says')
+        raise UserError(
+            f'--only "{only}" is not the number of a drawn job; give one from 1 to {count}, the value of --random'
+        )
     return [int(only)]
 
 
@@ -61,17 +63,17 @@ def _why(answer: Answer) -> str:
     if first is None:
         return answer.sentence or ""
     note = f" ({first.note})" if first.note else ""
-    return f"first diverging: {first.kind} of {first.name}, off by {first.error:.1e}{note}"
+    return f"first difference: {first.kind} of {first.name}, off by {first.error:.1e}{note}"
 
 
 def _job_file(draw: Draw) -> str:
-    """The job as it was drawn, and how to have it again."""
+    """The job as it was drawn, and the command to reproduce it."""
     from meshwright.job import job_text
 
-    again = f"repeat with: meshwright verify --random {draw.number} --seed {draw.seed} --only {draw.number}"
+    again = f"reproduce with: meshwright verify --random {draw.number} --seed {draw.seed} --only {draw.number}"
     try:
         return job_text(draw.job, again)
-    except UserError:  # the table is no job
+    except UserError:  # the table is not a valid job
         return f"# {again}\n"
 
 

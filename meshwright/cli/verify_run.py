@@ -1,4 +1,4 @@
-"""`meshwright verify JOB --run`: whether the run itself, resumed in other layouts, is the one of a single process."""
+"""`meshwright verify JOB --run`: check that a run, resumed in other layouts, equals that of a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: bool, as_json: bool) -> bool:
-    """Run a job small through `train` and print what came of comparing it; whether it is equal."""
+    """Run a shrunken job through `train` and print the comparison; return whether it is equal."""
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.worker import run_quietly
     from meshwright.layout import ranks_of, require_layout
@@ -25,14 +25,14 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
     from meshwright.verify.run_text import is_prepared_data
 
     if dtype not in ROUNDING:
-        raise UserError(f"--dtype {dtype} has no bounds to judge a run by; use {' or '.join(ROUNDING)} with --run")
+        raise UserError(f"--dtype {dtype} has no error bounds for runs; use {' or '.join(ROUNDING)} with --run")
     if device != "cpu":
-        raise UserError(f"--device {device}: a run is verified on the CPU; leave it out with --run")
+        raise UserError(f"--device {device}: runs are verified on the CPU; leave it out with --run")
     require_layout(loaded.job, ranks_of(loaded.job.layout))
     small, changes = small_run(loaded.job, steps)
     legs = legs_of(small)
     hiding = [change.text for change in changes if change.hides]
-    with stderr_console().status(f"{_path(legs)}, {steps} steps in {dtype}, beside one process"):
+    with stderr_console().status(f"{_path(legs)}, {steps} steps in {dtype}, against one process"):
         try:
             verdict = check_run(small, run_quietly, dtype, is_prepared_data(loaded.job.data))
         except RankError as error:
@@ -59,7 +59,7 @@ def verify_run(loaded: LoadedJob, steps: int, dtype: str, device: str, strict: b
         for change in changes:
             say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         say(console, f"run   {_path(legs)}")
-        print_verdict(console, verdict, "the run, its checkpoints and its resumes are those of one process")
+        print_verdict(console, verdict, "the run, its checkpoints and its resumes match one process")
         if strict and hiding:
             say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
     return False if strict and hiding else verdict.ok

@@ -1,4 +1,4 @@
-"""What `meshwright verify` prints of a verdict: the worst of every kind, and the first that diverges."""
+"""What `meshwright verify` prints of a verdict: the largest error of every kind, and the first difference."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def as_row(row: Comparison) -> dict[str, Any]:
-    """A comparison as it is printed with --json."""
+    """A comparison as printed with --json."""
     error = row.error if math.isfinite(row.error) else None
     seen = {"error": error, "bound": row.bound, "ok": row.ok, "note": row.note}
     return {"format": row.format or None, "kind": row.kind, "name": row.name, **seen}
 
 
 def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
-    """The worst of every kind as a table, and in a sentence whether it is equal or where it is not first."""
+    """Print the largest error of every kind as a table, then one sentence: equal, or where it first differs."""
     from rich.table import Table
 
     from meshwright.verify import worst
@@ -35,7 +35,7 @@ def print_verdict(console: Console, verdict: Verdict, equal: str) -> None:
         table.add_row(f"{kind} in {form}" if form else kind, str(len(rows)), f"{top.error:.1e}", bound, top.name, mark)
         if top.ok is not None and (unjudged := [row.name for row in rows if row.ok is None]):
             names = ", ".join(unjudged[:3]) + (f" and {len(unjudged) - 3} more" if len(unjudged) > 3 else "")
-            table.add_row("", str(len(unjudged)), "", "–", f"of them {names}: no gradient to step by", "not judged")
+            table.add_row("", str(len(unjudged)), "", "–", f"of these {names}: no gradient to step by", "not judged")
     console.print(table)
     say(console, _sentence(verdict, equal))
 
@@ -44,18 +44,18 @@ def _sentence(verdict: Verdict, equal: str) -> str:
     first = verdict.first_wrong
     if first is None:
         forms = ", ".join(dict.fromkeys(row.format for row in verdict.rows if row.format))
-        within = f", in {forms} as exactly as the format can" if forms else ""
+        within = f", in {forms} as exactly as the format allows" if forms else ""
         return f"equal: {equal}{within} ({verdict.seconds:.1f} s)"
-    return f"not equal: first diverging is the {where(first)}"
+    return f"not equal: first difference is the {where(first)}"
 
 
 def where(row: Comparison) -> str:
-    """What a comparison compared, and by how much it is off."""
+    """What a comparison compared, and how far off it is."""
     return f"{row.kind} of {row.name}{f' in {row.format}' if row.format else ''}, off by {row.error:.1e}" + (
         f" ({row.note})" if row.note else ""
     )
 
 
 def say(console: Console, text: str) -> None:
-    """A line of text as it is."""
+    """Print a line of text without markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

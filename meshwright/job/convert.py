@@ -1,6 +1,6 @@
-"""Another program's settings as a job: a table says for each of them which field it is, or which values say nothing.
+"""Convert another program's settings to a job: a table maps each setting to a field, or lists values without effect.
 
-A setting with neither is refused by name, and so is "auto": the job is written when every setting has an answer.
+A setting with neither is rejected by name, and so is "auto": the job is written only when every setting is resolved.
 """
 
 import json
@@ -14,16 +14,16 @@ from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
 from meshwright.job.reading import json_table, read_settings_text
 
-ONE_RANK = "one rank is assumed: --ranks says how many share the batch"
+ONE_RANK = "one rank is assumed: give --ranks if several share the batch"
 Settings = Mapping[str, Any]
 _LARGEST = 2**63
 ANY = object()
-"""Stands for every value: the setting changes nothing that this program does."""
+"""Matches every value: the setting changes nothing that this program does."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """A setting that is one of ours, through a function where its form is another."""
+    """A setting that maps to a field of ours, through a function if its form differs."""
 
     ours: str
     of: Callable[[Any], Any] = lambda value: value
@@ -31,13 +31,13 @@ class Field:
 
 @dataclass(frozen=True)
 class Passed:
-    """A setting with no field of ours: these values may stand, any other is refused with what to do instead."""
+    """A setting without a field of ours: these values are accepted, any other is rejected with what to do instead."""
 
     values: Collection[Any] | object
-    instead: str = "take it out if the run does not need it"
+    instead: str = "remove it if the run does not need it"
 
     def passes(self, value: Any) -> bool:
-        """Whether a value may be passed over."""
+        """Whether a value may be ignored."""
         if self.values is ANY:
             return True
         assert isinstance(self.values, Collection)
@@ -49,18 +49,18 @@ Rule = Field | Passed
 
 @dataclass(frozen=True)
 class Converted:
-    """A job out of another program's settings."""
+    """A job converted from another program's settings."""
 
     job: Job
     fields: dict[str, Any]
-    """Dotted field name → value, only those the settings gave."""
+    """Dotted field name → value, only for fields the settings gave."""
     notes: list[str]
-    """What is not quite the same, or not in the file."""
+    """What differs slightly, or is missing from the file."""
 
 
 @dataclass
 class Conversion:
-    """What has been found out about one file so far."""
+    """The state of converting one file."""
 
     settings: dict[str, Any]
     """Dotted name → value."""
@@ -70,28 +70,28 @@ class Conversion:
     taken: set[str] = field(default_factory=set)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A setting's value, which the caller answers for; "auto" is asked for by name, and the default returned."""
+        """A setting's value, which the caller handles; "auto" is rejected by name, and the default returned."""
         self.taken.add(name)
         value = self.settings.get(name, default)
         if value == "auto":
-            self.refuse(name, "write the value it stands for", "leaves the choice to another program")
+            self.refuse(name, "write the value it stands for", "leaves the choice to the other program")
             return default
         return value
 
     def number(self, name: str, default: Any = None) -> Any:
-        """As `take`, for a setting that is a number where it is given (1e3 a whole one); null is not given."""
+        """As `take`, for a setting that must be a number if given (1e3 a whole one); null counts as not given."""
         value = self.take(name, default)
         value = default if value is None else value
         if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
             self.refuse(name, "correct it", "is not a number")
             return default
-        if value is not default and not -_LARGEST <= value <= _LARGEST:  # nor is NaN between them
-            self.refuse(name, "correct it", "is larger than any setting")
+        if value is not default and not -_LARGEST <= value <= _LARGEST:  # false for NaN too
+            self.refuse(name, "correct it", "is too large for a setting")
             return default
         return int(value) if isinstance(value, float) and value.is_integer() and value >= 1 else value
 
     def switch(self, name: str, default: bool = False) -> bool:
-        """As `take`, for a setting that is true or false where it is given; null is false."""
+        """As `take`, for a setting that must be true or false if given; null is false."""
         value = self.take(name, default)
         if not isinstance(value, bool | None):
             self.refuse(name, "correct it", "is neither true nor false")
@@ -99,14 +99,14 @@ class Conversion:
         return bool(value)
 
     def table(self, name: str) -> dict[str, Any]:
-        """As `take`, for a setting that is a table where it is given; a copy to pick from."""
+        """As `take`, for a setting that must be a table if given; returns a copy to pick from."""
         value = self.take(name)
         if value is not None and not isinstance(value, dict):
             self.refuse(name, "correct it", "is not a table")
         return dict(value) if isinstance(value, dict) else {}
 
     def refuse(self, name: str, remedy: str, what: str = "has no counterpart here") -> None:
-        """Remember that a setting cannot be converted as it stands, in one sentence: the first that is said of it."""
+        """Record in one sentence why a setting cannot be converted; the first reason is kept."""
         if name not in self.settings:
             self.refusals.setdefault(name, f"{name} is not given; {remedy}")
             return
@@ -115,17 +115,17 @@ class Conversion:
         self.refusals.setdefault(name, f"{name} = {shown} {what}; {remedy}")
 
     def skip(self, section: str) -> None:
-        """Answer for every setting of a section at once."""
+        """Mark every setting of a section as handled."""
         self.taken.update(name for name in self.settings if name.startswith(f"{section}."))
 
     def apply(self, rules: Mapping[str, Rule]) -> None:
-        """Answer for every setting that nothing has taken yet, by the table."""
+        """Handle every setting that is still open, by the table."""
         for name, value in self.settings.items():
             if name in self.taken or (value in (None, {}) and name not in rules):
-                continue  # null and an empty section ask for nothing
+                continue  # null and an empty section have no effect
             rule = rules.get(name)
             if rule is None:
-                self.refuse(name, "take it out if the run does not need it")
+                self.refuse(name, "remove it if the run does not need it")
             elif isinstance(rule, Passed):
                 if not rule.passes(value):
                     self.refuse(name, rule.instead)
@@ -133,10 +133,10 @@ class Conversion:
                 try:
                     self.fields[rule.ours] = rule.of(mine)
                 except (ArithmeticError, KeyError, TypeError, ValueError):
-                    self.refuse(name, "correct it", f"is nothing {rule.ours} can be")
+                    self.refuse(name, "correct it", f"is not a valid value for {rule.ours}")
 
     def finish(self, where: str) -> Converted:
-        """The job, or all refusals in one error, a sentence each."""
+        """The job, or one error that lists every rejected setting, one sentence each."""
         if self.refusals:
             raise UserError("\n".join(f"{where}: {sentence}" for sentence in self.refusals.values()))
         order = field_names()
@@ -149,7 +149,7 @@ class Conversion:
 
 
 def read_settings(path: Path, whole: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of a JSON file, nested tables by dotted names; those named in `whole` stay tables."""
+    """The settings of a JSON file, nested tables as dotted names; those named in `whole` stay tables."""
     remedy = "give the settings file itself"
     table = json_table(path, read_settings_text(path, remedy), remedy)
     return dict(_flat(table, "", frozenset(whole)))
@@ -167,5 +167,5 @@ def _flat(table: Settings, prefix: str, whole: frozenset[str]) -> list[tuple[str
 
 
 def switched_off(settings: Settings, section: str) -> bool:
-    """Whether a section of its own `enabled` is off, so that nothing in it acts."""
+    """Whether a section's own `enabled` is off, so that nothing in it has an effect."""
     return settings.get(f"{section}.enabled", False) is False

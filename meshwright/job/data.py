@@ -10,12 +10,12 @@ Weight = Annotated[float, Field(le=1e12)]
 
 
 class Stage(Section):
-    """Weights that hold from some point of the run on."""
+    """Weights that apply from some point of the run on."""
 
     tokens: PositiveInt = Field(le=10**18)
     """Tokens of the stream (sequences × batch.sequence_length) after which the stage begins."""
     weights: tuple[Weight, ...]
-    """How often each source is drawn from there on."""
+    """How often each source is sampled from there on."""
 
 
 class Data(Section):
@@ -25,60 +25,60 @@ class Data(Section):
     """Files, folders or addresses of text, JSONL, CSV, Parquet, Arrow or tar, plain or compressed; folders that `data
     prepare` made; `builtin:stdlib`; or `builtin:synthetic` alone."""
     weights: tuple[Weight, ...] | None = None
-    """How often each source is drawn, in the order of sources; by its size when not given."""
+    """How often each source is sampled, in the order of sources; by size when not given."""
     stages: tuple[Stage, ...] = ()
-    """Other weights from a number of tokens on, as `{tokens = 1000000, weights = [1, 2]}`; ascending."""
+    """Weights that change after a number of tokens, as `{tokens = 1000000, weights = [1, 2]}`; ascending."""
     text_field: str = Field(default="text", min_length=1)
     """The field or column that holds the text in each line of JSONL or row of a table."""
     join: str | None = Field(default=None, min_length=1)
-    """A field or column: each document of the first source is followed by those of the others with the same value
-    there."""
+    """A field or column: each document of the first source is followed by the other sources' documents with the
+    same value there."""
     format: Literal["text", "conversations"] = "text"
-    """`conversations`: every line of JSONL or row of a table is one; the loss counts what the assistant says."""
+    """`conversations`: every line of JSONL or row of a table is one; only the assistant's tokens count in the loss."""
     chat_template: str | None = None
-    """A Jinja file that writes conversations as text; when not given, the one that comes with data.tokenizer."""
+    """A Jinja file that formats conversations as text; by default the one that comes with data.tokenizer."""
     tokenizer: str | None = None
-    """A `tokenizer.json`; when not given, a byte-level BPE of model.vocab_size is trained on the sources."""
+    """A `tokenizer.json`; by default a byte-level BPE of model.vocab_size is trained on the sources."""
     packing: Literal["concatenate", "best-fit", "none"] = "concatenate"
-    """How documents fill sequences: `concatenate` cuts the running text into equal windows, `best-fit` puts whole ones
-    together and pads what is left, `none` gives each its own, in groups of like length."""
+    """How documents fill sequences: `concatenate` cuts the concatenated text into equal windows, `best-fit` packs whole
+    documents and pads the rest, `none` gives each document its own sequence, in groups of similar length."""
     mask_documents: bool = False
-    """Attention and positions stay within a document."""
+    """Attention and positions do not cross document boundaries."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
-    """Share of the documents held out for validation, of fewer than twenty the end of each; 0 holds out none."""
+    """Fraction of the documents held out for validation (with fewer than twenty, the end of each); 0 for none."""
     stream: bool = False
-    """Read and tokenise the sources while training, without preparing them; any kind and place `data prepare` reads."""
+    """Read and tokenise the sources while training, without preparing them; from any source `data prepare` reads."""
     virtual_shards: PositiveInt = Field(default=64, le=10**6)
-    """stream only: parts of the input with a cursor each; a multiple of the data-parallel ranks reads nothing twice."""
+    """stream only: input shards, each with a cursor; a multiple of the data-parallel ranks reads nothing twice."""
     shuffle_buffer: PositiveInt = Field(default=64, le=10**7)
-    """stream only: sequences of a virtual shard that are shuffled among each other."""
+    """stream only: sequences per shuffle buffer of a virtual shard."""
     workers: NonNegativeInt = Field(default=2, le=1024)
     """Processes that read ahead; 0 reads in the training process."""
     prefetch: PositiveInt = Field(default=4, le=1024)
     """Steps each worker reads ahead."""
     pin_memory: bool = True
-    """On a GPU: batches wait in page-locked memory, so that copying them runs beside the computation."""
+    """On a GPU: keep batches in page-locked memory, so that copies overlap with computation."""
     cache: str | None = None
-    """Folder for prepared tokens; `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright` when not given."""
+    """Folder for prepared tokens; by default `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright`."""
 
     @model_validator(mode="after")
     def _weights_fit(self) -> Self:
         if self.join is not None and (self.weights is not None or self.format == "conversations"):
             beside = "data.weights" if self.weights is not None else 'data.format = "conversations"'
             raise ValueError(
-                f'data.join = "{self.join}" makes one text of all sources and knows no {beside}; leave one out'
+                f'data.join = "{self.join}" joins all sources into one text, which excludes {beside}; leave one out'
             )
         if self.stages and self.weights is None:
-            raise ValueError("data.stages needs data.weights, which hold until the first stage begins; set them")
+            raise ValueError("data.stages needs data.weights, which apply until the first stage begins; set them")
         beyond_streams = (self.weights, self.join) != (None, None) or self.packing != "concatenate"
         if self.stream and (beyond_streams or self.format != "text"):
             raise ValueError(
-                "data.stream reads plain text as it runs on, without data.weights, data.join, other data.packing or "
+                "data.stream reads plain text sequentially, without data.weights, data.join, other data.packing or "
                 "conversations; leave those out or prepare the data"
             )
         tokens = [stage.tokens for stage in self.stages]
         if tokens != sorted(set(tokens)):
-            raise ValueError(f"data.stages begin at {tokens} tokens; put them in ascending order")
+            raise ValueError(f"data.stages begin at {tokens} tokens; list them in ascending order")
         given = [] if self.weights is None else [("data.weights", self.weights)]
         given += [(f"data.stages at {stage.tokens} tokens: weights", stage.weights) for stage in self.stages]
         for name, weights in given:
@@ -87,5 +87,5 @@ class Data(Section):
                     f"{name} has {len(weights)} entries for {len(self.sources)} data.sources; give one for each"
                 )
             if not all(weight >= 0 for weight in weights) or not any(weights):
-                raise ValueError(f"{name} = {list(weights)} must be numbers from 0 on, not all 0; correct them")
+                raise ValueError(f"{name} = {list(weights)} must be 0 or more and not all 0; correct them")
         return self

@@ -1,4 +1,4 @@
-"""The sections that say where the work goes: layout, memory, cluster."""
+"""The sections on where the work runs: layout, memory, cluster."""
 
 from typing import Annotated, Any, Literal
 
@@ -17,26 +17,26 @@ from meshwright.job.section import Section
 
 
 class Layout(Section):
-    """How the model and the batch are spread over devices; all ones is a single device."""
+    """How the model and the batch are distributed over devices; all ones is a single device."""
 
     dp_replicate: PositiveInt = Field(default=1, le=10**6)
     """Copies of the whole sharded group (hybrid sharding's outer axis)."""
     dp_shard: PositiveInt = Field(default=1, le=10**6)
-    """Ranks that share one copy of the states by the zero dial."""
+    """Ranks over which one copy of the states is sharded according to zero."""
     zero: Literal[0, 1, 2, 3] | None = None
-    """0 replicate, 1 shard optimizer states, 2 gradients too, 3 parameters too; 2 over dp_shard ranks if not given."""
+    """0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too; default 2 over dp_shard ranks."""
     tp: PositiveInt = Field(default=1, le=10**4)
-    """Tensor parallelism: ranks that share every matrix."""
+    """Tensor parallelism: ranks over which every matrix is split."""
     sp: bool = True
     """Sequence parallelism in the norm regions when tp > 1."""
     kv_replicate: bool = False
-    """Let tp ranks hold copies of key and value heads that tp does not divide."""
+    """Let tp ranks hold copies of key and value heads when tp does not divide them."""
     cp: PositiveInt = Field(default=1, le=10**4)
-    """Context parallelism: ranks that share every sequence."""
+    """Context parallelism: ranks over which every sequence is split."""
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
-    """How keys and values meet queries across cp ranks."""
+    """How keys and values are exchanged across cp ranks."""
     pp: PositiveInt = Field(default=1, le=10**4)
-    """Pipeline parallelism: ranks that share the layers."""
+    """Pipeline parallelism: ranks over which the layers are split."""
     schedule: Literal[
         "naive",
         "gpipe",
@@ -51,34 +51,34 @@ class Layout(Section):
     ] = "1f1b"
     """Order of forwards and backwards in the pipeline."""
     virtual_stages: PositiveInt | None = Field(default=None, le=10**4)
-    """Stages each pipeline rank holds; the schedule's own number when not given."""
+    """Stages per pipeline rank; by default the schedule's own number."""
     split: tuple[Annotated[int, Field(le=10**4)], ...] | None = None
-    """Layers per stage; balanced by cost when not given."""
+    """Layers per stage; by default balanced by cost."""
     order: Literal["pp-outside", "dp-outside"] = "pp-outside"
-    """Which of pipeline and data parallelism spans the farther links."""
+    """Which of pipeline and data parallelism spans the slower links."""
     compress: Literal["none", "topk", "fp16", "bf16", "int8", "powersgd"] = "none"
     """Gradient compression between replicas, with error feedback."""
     compress_ratio: float = Field(default=0.01, gt=0.0, le=1.0)
-    """topk: share of the entries sent."""
+    """topk: fraction of the entries that is sent."""
     compress_after: NonNegativeInt = Field(default=0, le=10**12)
-    """Steps at the start of training whose gradients travel uncompressed: their large gradients do most harm late."""
+    """Steps at the start of training with uncompressed gradients: compressing their large gradients hurts most."""
     compress_rank: PositiveInt = Field(default=4, le=10**5)
     """powersgd: rank of the approximation."""
     bucket_mb: PositiveFloat = Field(default=25.0, le=1e6)
-    """Gradients are reduced in pieces of about this size."""
+    """Gradients are reduced in buckets of about this size."""
     prefetch: NonNegativeInt = Field(default=1, le=10**4)
-    """Layers whose parameters are gathered ahead of use; 0 gathers each when it is needed and overlaps nothing."""
+    """Layers whose parameters are gathered ahead of use; 0 gathers each when it is needed, without overlap."""
 
     @property
     def zero_stage(self) -> int:
-        """The zero dial: as given, else 2 where there are ranks to shard over and 0 where there are none."""
+        """The ZeRO stage: as given, or else 2 if there are ranks to shard over and 0 if not."""
         if self.zero is not None:
             return self.zero
         return 2 if self.dp_shard * self.cp > 1 else 0
 
 
 class Every(Section):
-    """Full recomputation of one block in so many."""
+    """Full recomputation of one block in every k."""
 
     every: PositiveInt = Field(le=10**4)
     """Blocks 0, k, 2k, … are recomputed."""
@@ -88,14 +88,14 @@ class Budget(Section):
     """As little recomputation as fits."""
 
     budget_gib: PositiveFloat = Field(le=1e6)
-    """GiB of activations a rank may hold for its backwards."""
+    """GiB of activations a rank may keep for its backward passes."""
 
 
 class Memory(Section):
-    """What is given up to hold less on the device."""
+    """What is recomputed or offloaded to save device memory."""
 
     recompute: Literal["none", "selective", "full"] | Every | Budget = "none"
-    """Activations dropped and recomputed: none, selective, full, {every = k} or {budget_gib = x}."""
+    """Activations to drop and recompute: none, selective, full, {every = k} or {budget_gib = x}."""
     offload: tuple[Literal["optimizer", "params", "activations"], ...] = ()
     """Kept in host memory: optimizer (masters, gradients, states), params (the working copy too), activations."""
 
@@ -108,24 +108,24 @@ class Memory(Section):
             shown = "{" + ", ".join(f"{k} = {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else value
             raise ValueError(
                 f'memory.recompute = {shown} is not allowed; it should be "none", "selective", "full", {{every = k}} '
-                "with a whole number of blocks or {budget_gib = x} with x above 0"
+                "with a whole number of blocks or {budget_gib = x} with x greater than 0"
             ) from None
 
 
 class Cluster(Section):
-    """The machines a job is meant for: the planner's, and the launcher's on a site; `train` runs it on any."""
+    """The machines a job is meant for, used by the planner and by the launcher on a site; `train` runs it on any."""
 
     name: str | None = None
-    """A known site, as `leonardo`, or a profile file; it says gpu, gpus_per_node, links and host_memory_gib where the
-    job does not."""
+    """A known site such as `leonardo`, or a profile file; it provides gpu, gpus_per_node, links and host_memory_gib
+    where the job does not."""
     nodes: PositiveInt = Field(default=1, le=10**6)
-    """Machines; when not given, as many as the layout fills of those that name or gpus_per_node describes."""
+    """Machines; by default as many as the layout needs of those that name or gpus_per_node describes."""
     gpus_per_node: PositiveInt = Field(default=1, le=10**4)
-    """Devices in one machine; those of the site when not given."""
+    """Devices per machine; by default the site's."""
     gpu: str | None = None
-    """Device type, as `h200` or `a100-80gb`; a run itself takes what it finds."""
+    """Device type, e.g. `h200` or `a100-80gb`; a run itself uses what it finds."""
     links: dict[str, Annotated[PositiveFloat, Field(le=1e9)]] | None = None
-    """Measured bandwidths in GB/s and one direction: node (a GPU to the others of its node), network (a whole node)."""
+    """Measured bandwidths in GB/s, one direction: node (a GPU to the others of its node), network (a whole node)."""
     host_memory_gib: PositiveFloat | None = Field(default=None, le=1e9)
     """Memory of one machine."""
     mtbf_hours: PositiveFloat | None = Field(default=None, le=1e9)

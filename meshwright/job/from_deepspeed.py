@@ -14,71 +14,71 @@ from meshwright.job.convert import (
     switched_off,
 )
 
-_SPEED = "it tunes how DeepSpeed moves data and changes no number: take it out"
+_SPEED = "it tunes how DeepSpeed moves data and changes no results: remove it"
 _CODE = "set memory.recompute in the job"
 _ZERO = "zero_optimization"
 
 RULES: dict[str, Rule] = {
-    # what is the same here by another name
+    # the same under another name
     "gradient_clipping": Field("optimizer.clip", float),
     "steps_per_print": Field("log.every_steps"),
     "seed": Field("run.seed"),
     "data_types.grad_accum_dtype": Field("precision.gradients", lambda name: {"fp32": "fp32", "bf16": "bf16"}[name]),
-    # what is always so here
+    # always the case here
     f"{_ZERO}.contiguous_gradients": Passed(ANY),
-    f"{_ZERO}.load_from_fp32_weights": Passed([True], "masters are fp32 in every checkpoint here: take it out"),
+    f"{_ZERO}.load_from_fp32_weights": Passed([True], "masters are fp32 in every checkpoint here: remove it"),
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": Passed(ANY),  # `checkpoint export` gathers from any layout
     f"{_ZERO}.ignore_unused_parameters": Passed(ANY),  # a decoder uses all of them
     f"{_ZERO}.elastic_checkpoint": Passed(ANY),  # any layout loads any checkpoint
     "zero_allow_untested_optimizer": Passed(ANY),
     "zero_force_ds_cpu_optimizer": Passed(ANY),
-    "dataloader_drop_last": Passed(ANY),  # every batch is whole, since a run counts steps
-    # what only moves data otherwise: its defaults
+    "dataloader_drop_last": Passed(ANY),  # every batch is complete, since a run counts steps
+    # defaults of settings that only move data differently
     f"{_ZERO}.allgather_partitions": Passed([True], _SPEED),
     f"{_ZERO}.allgather_bucket_size": Passed([5e8], _SPEED),
-    f"{_ZERO}.compute_grad_norm": Passed([True], "the norm is always computed: take it out"),
+    f"{_ZERO}.compute_grad_norm": Passed([True], "the norm is always computed: remove it"),
     f"{_ZERO}.overlap_comm": Passed([True, False, None], _SPEED),
     f"{_ZERO}.reduce_scatter": Passed([True], _SPEED),
     f"{_ZERO}.reduce_bucket_size": Passed([5e8], _SPEED),
     f"{_ZERO}.round_robin_gradients": Passed([False], _SPEED),
     f"{_ZERO}.parameter_alignment": Passed([False], _SPEED),
-    f"{_ZERO}.stage3_max_live_parameters": Passed([1e9], "layout.prefetch says how many blocks are gathered ahead"),
+    f"{_ZERO}.stage3_max_live_parameters": Passed([1e9], "layout.prefetch sets how many blocks are gathered ahead"),
     f"{_ZERO}.stage3_max_reuse_distance": Passed([1e9], _SPEED),
     f"{_ZERO}.stage3_prefetch_bucket_size": Passed(
-        [5e8, 5e7], "layout.prefetch says how many blocks are gathered ahead"
+        [5e8, 5e7], "layout.prefetch sets how many blocks are gathered ahead"
     ),
-    f"{_ZERO}.stage3_param_persistence_threshold": Passed([1e5, 1e6], "every parameter is sharded here: take it out"),
+    f"{_ZERO}.stage3_param_persistence_threshold": Passed([1e5, 1e6], "every parameter is sharded here: remove it"),
     f"{_ZERO}.stage3_module_granularity_threshold": Passed([0], _SPEED),
     f"{_ZERO}.sub_group_size": Passed([1e9], _SPEED),
     f"{_ZERO}.log_trace_cache_warnings": Passed([False], _SPEED),
     # ZeRO++ and NVMe
     f"{_ZERO}.zero_hpz_partition_size": Passed(
-        [1], "layout.dp_replicate makes hybrid sharding, which is another thing"
+        [1], "layout.dp_replicate gives hybrid sharding, which is something else"
     ),
-    f"{_ZERO}.zero_quantized_weights": Passed([False], "weights travel whole here: take it out"),
-    f"{_ZERO}.zero_quantized_gradients": Passed([False], "layout.compress compresses between replicas, another way"),
-    "aio": Passed([{}], "nothing is kept on NVMe here: take it out"),
-    # what changes numbers and is not done here
+    f"{_ZERO}.zero_quantized_weights": Passed([False], "weights are sent unquantized here: remove it"),
+    f"{_ZERO}.zero_quantized_gradients": Passed([False], "layout.compress compresses between replicas, in another way"),
+    "aio": Passed([{}], "NVMe is not used here: remove it"),
+    # changes results and is not supported here
     "communication_data_type": Passed([None], "set precision.gradients in the job"),
-    "gradient_allreduce_op": Passed(["mean"], "a step is divided by its valid tokens over all ranks: take it out"),
-    "prescale_gradients": Passed([False], "a step is divided once by its valid tokens: take it out"),
-    "gradient_predivide_factor": Passed([1.0], "a step is divided once by its valid tokens: take it out"),
-    "sparse_gradients": Passed([False], "embedding gradients are dense here: take it out"),
-    "managed_gradient_accumulation": Passed([True], "accumulation is the job's own matter: take it out"),
+    "gradient_allreduce_op": Passed(["mean"], "the loss is divided by the valid tokens over all ranks: remove it"),
+    "prescale_gradients": Passed([False], "the loss is divided once by the valid tokens: remove it"),
+    "gradient_predivide_factor": Passed([1.0], "the loss is divided once by the valid tokens: remove it"),
+    "sparse_gradients": Passed([False], "embedding gradients are dense here: remove it"),
+    "managed_gradient_accumulation": Passed([True], "accumulation follows from the job: remove it"),
     "activation_checkpointing.partition_activations": Passed([False], "layout.tp with layout.sp shards them instead"),
-    "activation_checkpointing.cpu_checkpointing": Passed([False], 'memory.offload = ["activations"] is its like here'),
+    "activation_checkpointing.cpu_checkpointing": Passed([False], 'memory.offload = ["activations"] does this here'),
     "activation_checkpointing.contiguous_memory_optimization": Passed([False], _SPEED),
     "activation_checkpointing.number_checkpoints": Passed([None], _CODE),
     "activation_checkpointing.synchronize_checkpoint_boundary": Passed([False], _SPEED),
-    "activation_checkpointing.profile": Passed([False], "meshwright bench --profile measures"),
-    "wall_clock_breakdown": Passed([False], "meshwright bench gives the phases of a step"),
-    "memory_breakdown": Passed([False], "every report has the memory by kind"),
-    "dump_state": Passed([False], "the run folder holds the resolved job: take it out"),
+    "activation_checkpointing.profile": Passed([False], "use meshwright bench --profile"),
+    "wall_clock_breakdown": Passed([False], "meshwright bench measures the phases of a step"),
+    "memory_breakdown": Passed([False], "every report shows memory by kind"),
+    "dump_state": Passed([False], "the run folder contains the resolved job: remove it"),
     "disable_allgather": Passed([False], _SPEED),
     "checkpoint.tag_validation": Passed(ANY),
-    "checkpoint.load_universal": Passed([False], "any layout loads any checkpoint here: take it out"),
-    "checkpoint.use_node_local_storage": Passed([False], "checkpoint.backup_to copies to a second place"),
-    "tensor_parallel.preset_model": Passed(ANY),  # the model's own sharding table says how it is cut
+    "checkpoint.load_universal": Passed([False], "any layout loads any checkpoint here: remove it"),
+    "checkpoint.use_node_local_storage": Passed([False], "checkpoint.backup_to copies to a second location"),
+    "tensor_parallel.preset_model": Passed(ANY),  # the model's own sharding table says how it is split
     "tensor_parallel.tp_overlap_comm": Passed([False], _SPEED),
     "compile.deepcompile": Passed([False], "run.compile compiles every block"),
 }
@@ -86,16 +86,16 @@ SECTIONS = (
     "amp", "autotuning", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue",
     "elasticity", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "torch_autocast",
 )  # fmt: skip
-"""Sections without a counterpart, which may stand as long as their `enabled` is false."""
+"""Sections without a counterpart, accepted as long as their `enabled` is false."""
 SINKS = ("wandb", "tensorboard")
 FP16_NOTE = (
-    "fp16: the scale starts at 2^16 as theirs, but is halved at every overflow (no hysteresis) and doubled after 2000 "
-    "steps without one"
+    "fp16: the scale starts at 2^16 as in DeepSpeed, but is halved at every overflow (no hysteresis) and doubled "
+    "after 2000 steps without one"
 )
 
 
 def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
-    """The job of a ds_config.json on so many data-parallel ranks; all that has no counterpart is refused by name."""
+    """The job of a ds_config.json on this many data-parallel ranks; a setting without a counterpart is an error."""
     conversion = Conversion(read_settings(path))
     _precision(conversion)
     ranks = _batch(conversion, ranks)
@@ -105,14 +105,14 @@ def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
     _switches(conversion)
     if conversion.settings.get("gradient_clipping") is None:
         conversion.settings.pop("gradient_clipping", None)
-        conversion.refuse("gradient_clipping", "versions differ in its default: write 0 for none, or the norm")
+        conversion.refuse("gradient_clipping", "its default differs between versions: write 0 for none, or the norm")
     missing = [
         "model",
         "data",
         "batch.sequence_length",
         *(["run.steps"] if "run.steps" not in conversion.fields else []),
     ]
-    conversion.notes.append(f"{', '.join(missing)} are not in the file: set them")
+    conversion.notes.append(f"{', '.join(missing)} are not in the file; set them")
     conversion.apply(RULES)
     return conversion.finish(str(path))
 
@@ -134,14 +134,14 @@ def _precision(conversion: Conversion) -> None:
     for name, values in known.items():
         given = f"fp16.{name}"
         if not fp16:
-            conversion.taken.add(given)  # acts with fp16 only
+            conversion.taken.add(given)  # has an effect only with fp16
         elif conversion.take(given, values[0]) not in values:
-            conversion.refuse(given, "the loss scale here has no such setting: take it out")
+            conversion.refuse(given, "the loss scale here has no such setting: remove it")
     if fp16:
         conversion.notes.append(FP16_NOTE)
     conversion.fields["precision.compute"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if bf16 and "data_types.grad_accum_dtype" not in conversion.settings:
-        conversion.notes.append('gradients are added up in fp32; precision.gradients = "bf16" adds them in 16 bits')
+        conversion.notes.append('gradients are accumulated in fp32; precision.gradients = "bf16" makes that 16 bits')
 
 
 def _batch(conversion: Conversion, ranks: int | None) -> int:
@@ -158,7 +158,7 @@ def _batch(conversion: Conversion, ranks: int | None) -> int:
     if not micro and whole:
         micro = whole // (found * accumulation)
     if not micro:
-        conversion.refuse(names[1], "write how many sequences one GPU takes at a time")
+        conversion.refuse(names[1], "write how many sequences one GPU processes at a time")
         return found
     whole = whole or micro * accumulation * found
     if whole != micro * accumulation * found or (ranks is not None and ranks != found):
@@ -176,7 +176,7 @@ def _zero(conversion: Conversion, ranks: int) -> None:
     stage = conversion.take(f"{_ZERO}.stage", 0)
     conversion.taken.add(_ZERO)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        conversion.refuse(f"{_ZERO}.stage", "write 0, 1, 2 or 3", "is no stage")
+        conversion.refuse(f"{_ZERO}.stage", "write 0, 1, 2 or 3", "is not a stage")
     elif stage and ranks > 1:
         conversion.fields["layout.dp_shard"], conversion.fields["layout.zero"] = ranks, stage
     else:
@@ -196,14 +196,14 @@ def _zero(conversion: Conversion, ranks: int) -> None:
             "pipeline_read",
             "pipeline_write",
         ):
-            conversion.taken.add(f"{section}.{inert}")  # act with NVMe only, which is refused
-        conversion.taken.add(f"{section}.pin_memory")  # host buffers are page-locked here where that can be
+            conversion.taken.add(f"{section}.{inert}")  # have an effect only with NVMe, which is rejected
+        conversion.taken.add(f"{section}.pin_memory")  # host buffers are page-locked here where possible
         if conversion.number(f"{section}.ratio", 1) != 1:
-            conversion.refuse(f"{section}.ratio", "the host updates all that is offloaded: take it out")
+            conversion.refuse(f"{section}.ratio", "the host updates everything that is offloaded: remove it")
         if device == "cpu":
             offload.append(ours)
         elif device not in ("none", None):
-            conversion.refuse(f"{section}.device", 'host memory is all there is here: "cpu" or "none"')
+            conversion.refuse(f"{section}.device", 'only host memory is supported: write "cpu" or "none"')
     if offload:
         conversion.fields["memory.offload"] = list(dict.fromkeys(offload))
     tensor = conversion.number("tensor_parallel.autotp_size", 0)
@@ -214,21 +214,21 @@ def _zero(conversion: Conversion, ranks: int) -> None:
 def _optimizer(conversion: Conversion) -> None:
     """optimizer.type and its params → optimizer."""
     if not any(name.startswith("optimizer.") for name in conversion.settings):
-        conversion.notes.append("the file names no optimizer: [optimizer] has its defaults")
+        conversion.notes.append("the file sets no optimizer: [optimizer] keeps its defaults")
         return
     kind, given = str(conversion.take("optimizer.type", "")), "optimizer.params."
     name = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}.get(kind.lower())
     if name is None:
-        conversion.refuse("optimizer.type", "Adam (with decoupled decay), AdamW and Lion have one")
+        conversion.refuse("optimizer.type", "use Adam (with decoupled decay), AdamW or Lion")
         conversion.skip("optimizer.params")
         return
     if not conversion.switch(f"{given}adam_w_mode", True):
-        conversion.refuse(f"{given}adam_w_mode", "weight decay is decoupled here: take it out, or the decay")
+        conversion.refuse(f"{given}adam_w_mode", "weight decay is decoupled here: remove it, or the decay")
     for inert in ("torch_adam", "bias_correction", "fused", "foreach"):
         if conversion.take(given + inert, inert == "bias_correction") is not True and inert == "bias_correction":
-            conversion.refuse(given + inert, "moments are always corrected: take it out")
+            conversion.refuse(given + inert, "moments are always bias-corrected: remove it")
     if conversion.switch(f"{given}amsgrad", False):
-        conversion.refuse(f"{given}amsgrad", "there is no such variant here: take it out")
+        conversion.refuse(f"{given}amsgrad", "this variant is not supported: remove it")
     conversion.fields["optimizer.name"] = name
     for field in ("lr", "weight_decay"):
         value = conversion.number(given + field)
@@ -243,18 +243,18 @@ def _optimizer(conversion: Conversion) -> None:
     if name == "adamw":
         conversion.fields["optimizer.eps"] = float(conversion.number(f"{given}eps", 1e-8))
     if conversion.fields.get("optimizer.weight_decay"):
-        conversion.notes.append("weight decay leaves norms, biases and other vectors alone; theirs follows the program")
+        conversion.notes.append("weight decay skips norms, biases and vectors; in DeepSpeed the script decides")
 
 
 def _schedule(conversion: Conversion) -> None:
     """scheduler.type and its params → schedule."""
     if not any(name.startswith("scheduler.") for name in conversion.settings):
-        conversion.notes.append("the file names no scheduler: [schedule] has its defaults")
+        conversion.notes.append("the file sets no scheduler: [schedule] keeps its defaults")
         return
     kind, given = str(conversion.take("scheduler.type", "")), "scheduler.params."
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "cosine"}
     if kind not in kinds:
-        conversion.refuse("scheduler.type", f"{', '.join(kinds)} have one")
+        conversion.refuse("scheduler.type", f"use one of {', '.join(kinds)}")
         conversion.skip("scheduler.params")
         return
     conversion.fields["schedule.name"] = kinds[kind]
@@ -262,11 +262,11 @@ def _schedule(conversion: Conversion) -> None:
     conversion.fields["schedule.warmup_steps"] = warmup
     if conversion.take(f"{given}warmup_type", "log") != "linear":
         conversion.refuse(
-            f"{given}warmup_type", 'the rate rises linearly here: write "linear" (their default is "log")'
+            f"{given}warmup_type", 'the warm-up is linear here: write "linear" (the default there is "log")'
         )
     for lowest in ("warmup_min_lr", "warmup_min_ratio"):
         if conversion.take(given + lowest, 0):
-            conversion.refuse(given + lowest, "the rate rises from 0 here: write 0")
+            conversion.refuse(given + lowest, "the warm-up starts at 0 here: write 0")
     peak = conversion.number(f"{given}warmup_max_lr", 0.001 if kind != "WarmupCosineLR" else None)
     if peak is not None:
         lr = conversion.fields.setdefault("optimizer.lr", float(peak))
@@ -283,11 +283,11 @@ def _schedule(conversion: Conversion) -> None:
             conversion.fields["schedule.decay_steps"] = total - warmup
         floor = conversion.number(f"{given}cos_min_ratio", 0.0001) if kind == "WarmupCosineLR" else 0.0
         conversion.fields["schedule.min_lr_ratio"] = floor
-    conversion.notes.append("rates are theirs but for a step or two: here the first step already has a rate above 0")
+    conversion.notes.append("rates match DeepSpeed's up to a step or two: here the first step has a rate above 0")
 
 
 def _switches(conversion: Conversion) -> None:
-    """Sections with an `enabled`: sinks of metrics, and what is refused unless it is off."""
+    """Sections with an `enabled`: metric sinks, and sections that are rejected unless off."""
     settings = conversion.settings
     sinks = [sink for sink in SINKS if conversion.switch(f"{sink}.enabled", False)]
     if sinks:

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer's arguments (TrainingArguments.to_json_string) as a job: their setting → ours."""
+"""Hugging Face Trainer arguments (TrainingArguments.to_json_string) as a job: their setting → ours."""
 
 import math
 from pathlib import Path
@@ -24,8 +24,8 @@ log_level log_level_replica log_on_each_node disable_tqdm logging_first_step log
 include_tokens_per_second skip_memory_metrics prediction_loss_only fsdp_transformer_layer_cls_to_wrap
 hub_token hub_private_repo hub_strategy push_to_hub_token
 """
-"""Flags of a script, talk, how results are laid out, and what is always so here: batches are whole, workers live as
-long as the run, an evaluation begins it; of epochs and steps the steps rule, and are asked for."""
+"""Script flags, verbosity, the format of results, and what is always the case here: batches are complete, workers live
+as long as the run, a run starts with an evaluation; steps take precedence over epochs, and are required."""
 _ONLY: dict[str, list[Any]] = {
     "label_names": [None, []],
     "label_smoothing_factor": [0.0],
@@ -84,18 +84,18 @@ _ONLY: dict[str, list[Any]] = {
     "push_to_hub_model_id": [None],
     "push_to_hub_organization": [None],
 }
-"""Settings without a counterpart, and the values (their defaults) that ask for nothing."""
+"""Settings without a counterpart, and their values (the defaults) that have no effect."""
 _INSTEAD: dict[str, Rule] = {
-    "average_tokens_across_devices": Passed([True], "a step is always divided by its valid tokens: take it out"),
-    "ddp_bucket_cap_mb": Passed([None], "layout.bucket_mb is its like here"),
-    "use_liger_kernel": Passed([False], "kernels are chosen here: take it out"),
-    "auto_find_batch_size": Passed([False], "meshwright tune finds one"),
+    "average_tokens_across_devices": Passed([True], "the loss is always divided by the valid tokens: remove it"),
+    "ddp_bucket_cap_mb": Passed([None], "layout.bucket_mb is the equivalent here"),
+    "use_liger_kernel": Passed([False], "kernels are chosen automatically: remove it"),
+    "auto_find_batch_size": Passed([False], "use meshwright tune"),
     "train_sampling_strategy": Passed(["random"], 'data.packing = "none" groups by length'),
     "group_by_length": Passed([False], 'data.packing = "none" groups by length'),
-    "dataloader_prefetch_factor": Passed([None], "data.prefetch counts steps, this batches: set that"),
-    "resume_from_checkpoint": Passed([None, ""], "meshwright train --resume goes on"),
-    "load_best_model_at_end": Passed([False], "checkpoint.keep_every keeps them for you to choose"),
-    "enable_jit_checkpoint": Passed([False], "a signal always saves here: take it out"),
+    "dataloader_prefetch_factor": Passed([None], "data.prefetch counts steps instead of batches: set that"),
+    "resume_from_checkpoint": Passed([None, ""], "use meshwright train --resume"),
+    "load_best_model_at_end": Passed([False], "checkpoint.keep_every keeps checkpoints to choose from"),
+    "enable_jit_checkpoint": Passed([False], "a signal always saves a checkpoint here: remove it"),
     "push_to_hub": Passed([False], "checkpoint export writes a folder for the hub"),
     "deepspeed": Passed([None], "convert that file with meshwright job from-deepspeed"),
 }
@@ -113,7 +113,7 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 
 def job_from_hf_trainer(path: Path, ranks: int | None = None) -> Converted:
-    """The job of TrainingArguments on so many data-parallel ranks; all that has no counterpart is refused by name."""
+    """The job of TrainingArguments on this many data-parallel ranks; settings without a counterpart are rejected."""
     conversion = Conversion(read_settings(path, _WHOLE))
     if ranks is None:
         ranks = 1
@@ -125,7 +125,7 @@ def job_from_hf_trainer(path: Path, ranks: int | None = None) -> Converted:
     _schedule(conversion)
     _saving(conversion)
     _watching(conversion)
-    conversion.notes.append("model, data and batch.sequence_length are not among such arguments: set them")
+    conversion.notes.append("model, data and batch.sequence_length are not among these arguments; set them")
     conversion.apply(RULES)
     return conversion.finish(str(path))
 
@@ -139,11 +139,11 @@ def _batch(conversion: Conversion, ranks: int) -> None:
     if steps > 0:
         conversion.fields["run.steps"] = steps
     else:
-        conversion.refuse("max_steps", "write how many steps there are", "leaves the length to passes over the data")
+        conversion.refuse("max_steps", "write the number of steps", "leaves the length to the number of epochs")
     seed = conversion.take("seed", 42)
     conversion.fields["run.seed"] = seed
     if conversion.take("data_seed") not in (None, seed):
-        conversion.refuse("data_seed", "run.seed decides the data's order too: take it out")
+        conversion.refuse("data_seed", "run.seed determines the data order too: remove it")
     if conversion.switch("use_cpu", conversion.switch("no_cuda")):
         conversion.fields["run.device"] = "cpu"
 
@@ -167,14 +167,14 @@ def _sharding(conversion: Conversion, ranks: int) -> None:
         conversion.fields["memory.offload"] = ["params"]
     if config.pop("activation_checkpointing", False):
         conversion.fields["memory.recompute"] = "full"
-    # Each block is a unit of its own here, and weights are always drawn or read in shards.
+    # Each block is its own unit here, and weights are always initialized or loaded in shards.
     for inert in (
         "auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "sync_module_states",
         "use_orig_params", "state_dict_type", "version", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
     ):  # fmt: skip
         config.pop(inert, None)
     if left := sorted(key for key, value in config.items() if value):
-        conversion.refuse("fsdp_config", f"take out {', '.join(left)}")
+        conversion.refuse("fsdp_config", f"remove {', '.join(left)}")
 
 
 def _precision(conversion: Conversion) -> None:
@@ -185,18 +185,18 @@ def _precision(conversion: Conversion) -> None:
     compute = "bf16" if bf16 else "fp16" if fp16 else "tf32" if tf32 else "fp32"
     conversion.fields["precision.compute"] = compute
     if bf16 or fp16:
-        conversion.notes.append(f"{compute} is a working copy of fp32 masters here; theirs casts around operations")
+        conversion.notes.append(f"{compute} is a working copy of fp32 masters here; the Trainer autocasts operations")
     if conversion.switch("gradient_checkpointing"):
         conversion.fields["memory.recompute"] = "full"
     kwargs = conversion.table("gradient_checkpointing_kwargs")
-    kwargs.pop("use_reentrant", None)  # two ways to the same numbers
+    kwargs.pop("use_reentrant", None)  # both give the same numbers
     if kwargs:
-        conversion.refuse("gradient_checkpointing_kwargs", f"take out {', '.join(kwargs)}")
+        conversion.refuse("gradient_checkpointing_kwargs", f"remove {', '.join(kwargs)}")
     config = conversion.table("accelerator_config")
     if other := [
         key for key, value in config.items() if ACCELERATOR.get(key, value) != value or key not in ACCELERATOR
     ]:
-        conversion.refuse("accelerator_config", f"take out {', '.join(other)}")
+        conversion.refuse("accelerator_config", f"remove {', '.join(other)}")
 
 
 def _optimizer(conversion: Conversion) -> None:
@@ -204,7 +204,7 @@ def _optimizer(conversion: Conversion) -> None:
     if conversion.take("optim", ADAMW[1]) in ADAMW:
         conversion.fields["optimizer.name"] = "adamw"
     else:
-        conversion.refuse("optim", f"{', '.join(ADAMW)} have one; [optimizer] has others")
+        conversion.refuse("optim", f"use one of {', '.join(ADAMW)}; [optimizer] has others")
     conversion.fields["optimizer.betas"] = [
         conversion.number("adam_beta1", 0.9),
         conversion.number("adam_beta2", 0.999),
@@ -242,15 +242,15 @@ def _schedule(conversion: Conversion) -> None:
     elif kind != "linear":
         conversion.refuse(
             "lr_scheduler_type",
-            "constant, constant_with_warmup, linear, cosine, cosine_with_min_lr, and warmup_stable_decay with a linear "
-            "decay_type have one",
+            "use constant, constant_with_warmup, linear, cosine, cosine_with_min_lr, or warmup_stable_decay with a "
+            "linear decay_type",
         )
         return
     if kwargs:
-        conversion.refuse("lr_scheduler_kwargs", f"take out {', '.join(kwargs)}")
+        conversion.refuse("lr_scheduler_kwargs", f"remove {', '.join(kwargs)}")
     conversion.fields.update({f"schedule.{name}": value for name, value in fields.items()})
     if fields.get("name") != "constant" or fields["warmup_steps"]:
-        conversion.notes.append("the rate of step k is theirs of step k + 1: their first step of a warm-up has rate 0")
+        conversion.notes.append("the rate of step k is the Trainer's of step k + 1: its first warm-up step has rate 0")
 
 
 def _floor(conversion: Conversion, kwargs: dict[str, Any]) -> float:
@@ -260,7 +260,7 @@ def _floor(conversion: Conversion, kwargs: dict[str, Any]) -> float:
     try:
         return float(lowest / peak if share is None else share)
     except (ArithmeticError, TypeError, ValueError):
-        conversion.refuse("lr_scheduler_kwargs", "write min_lr_rate, a share of the peak", "has no floor in it")
+        conversion.refuse("lr_scheduler_kwargs", "write min_lr_rate, a fraction of the peak", "sets no floor")
         return 0.0
 
 
@@ -271,9 +271,9 @@ def _saving(conversion: Conversion) -> None:
     if strategy == "no":
         return
     if strategy != "steps":
-        conversion.refuse("save_strategy", 'checkpoints come by steps or minutes here: "steps" or "no"')
+        conversion.refuse("save_strategy", 'checkpoints are saved by steps or minutes here: write "steps" or "no"')
     elif not isinstance(every, int) and every < 1:
-        conversion.refuse("save_steps", "write a number of steps instead of a share")
+        conversion.refuse("save_steps", "write a number of steps instead of a fraction")
     else:
         conversion.fields["checkpoint.every_steps"] = int(every)
         kept = {"checkpoint.keep_last": limit} if limit else {"checkpoint.keep_every": int(every)}
@@ -284,9 +284,9 @@ def _watching(conversion: Conversion) -> None:
     """logging, evaluation and report_to → log, evaluation."""
     every = conversion.number("logging_steps", 500)
     if conversion.take("logging_strategy", "steps") != "steps":
-        conversion.refuse("logging_strategy", 'lines come by steps here: write "steps"')
+        conversion.refuse("logging_strategy", 'logging is by steps here: write "steps"')
     elif every < 1:
-        conversion.refuse("logging_steps", "write a number of steps instead of a share")
+        conversion.refuse("logging_steps", "write a number of steps instead of a fraction")
     else:
         conversion.fields["log.every_steps"] = int(every)
     asked = conversion.take("report_to", "none")
@@ -294,22 +294,20 @@ def _watching(conversion: Conversion) -> None:
     if known := [sink for sink in sinks if sink in ("wandb", "tensorboard", "mlflow")]:
         conversion.fields["log.sinks"] = known
     if len(known) != len(sinks):
-        conversion.refuse("report_to", "wandb, tensorboard and mlflow have one: name those you use")
+        conversion.refuse("report_to", "only wandb, tensorboard and mlflow are supported: name those you use")
     if conversion.take("run_name") not in (None, conversion.settings.get("output_dir")):
-        conversion.refuse("run_name", "a run has its folder's name: take it out")
+        conversion.refuse("run_name", "a run is named by its folder: remove it")
     strategy = conversion.take("eval_strategy", conversion.take("evaluation_strategy", "no"))
     interval = conversion.number("eval_steps") or every
     width = conversion.number("per_device_eval_batch_size", 8)
     if strategy == "no":
         conversion.fields["evaluation.every_steps"] = 0
     elif strategy != "steps" or interval < 1:
-        conversion.refuse(
-            "eval_strategy", 'evaluation comes by a number of steps here: "steps" or "no", and eval_steps'
-        )
+        conversion.refuse("eval_strategy", 'evaluation is by steps here: write "steps" or "no", and eval_steps')
     else:
         conversion.fields["evaluation.every_steps"] = int(interval)
         conversion.notes.append(
-            "an evaluation is evaluation.batches × batch.global_batch sequences of held-out text, not the whole of it"
+            "an evaluation is evaluation.batches × batch.global_batch sequences of held-out text, not all of it"
         )
         if width != conversion.fields["batch.micro_batch"]:
             conversion.refuse("per_device_eval_batch_size", "evaluation uses batch.micro_batch: write the same number")

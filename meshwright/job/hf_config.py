@@ -18,7 +18,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; download the model and give the folder that holds its config.json")
+        raise UserError(f"{folder} is not a folder; download the model and give the folder with its config.json")
     if not path.exists():
         raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     return json_table(path, read_settings_text(path, "download it again"), "download it again")
@@ -30,27 +30,27 @@ def model_of_folder(folder: Path) -> Model:
 
 
 def model_of_config(config: Mapping[str, Any], name: str = "config.json") -> Model:
-    """The shape that a Hugging Face config describes; refusals speak of it by `name`."""
+    """The shape that a Hugging Face config describes; error messages call it `name`."""
     try:
         return Model.model_validate(model_from_hf_config(config), strict=True)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         report = f"{where} = {_shown(problem['input'])}: {problem['msg']}" if where else problem["msg"]
-        raise UserError(f"{name} makes no model ({report}); take it from the model's page") from None
+        raise UserError(f"{name} is not a valid model ({report}); download it from the model's page") from None
 
 
 def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The [model] fields of a Hugging Face config.json; its dropout rates are left out, ours being off by default.
+    """The [model] fields of a Hugging Face config.json; its dropout rates are ignored, as ours are off by default.
 
-    What the model is there and Meshwright cannot compute is refused by the field's name.
+    Whatever Meshwright cannot compute is rejected by the field's name.
     """
     require_known_fields(config)
     try:
         return _fields(config)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        # a text for a number, a number for a list
-        raise UserError(f"config.json makes no model ({error}); take it from the model's page") from None
+        # a string where a number belongs, a number where a list belongs
+        raise UserError(f"config.json is not a valid model ({error}); download it from the model's page") from None
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,9 +58,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if family == "gpt2":
         return _from_gpt2(config)
     if family not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise UserError(
-            f"model_type = {family!r} is not one Meshwright reads; use a llama, mistral, qwen2, qwen3 or gpt2 model"
-        )
+        raise UserError(f"model_type = {family!r} is not supported; use a llama, mistral, qwen2, qwen3 or gpt2 model")
     _expect(config, "hidden_act", ("silu",), "silu")
     width, heads = _needed(config, "hidden_size"), _needed(config, "num_attention_heads")
     bias = _biases(config)
@@ -84,7 +82,7 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_to_hf_config(shape: Model) -> dict[str, Any]:
-    """A config.json that transformers builds the same model from; a shape no family has is refused."""
+    """A config.json that transformers builds the same model from; a shape that fits no family is rejected."""
     family = _family(shape)
     if family == "gpt2":
         config = {
@@ -151,8 +149,8 @@ def _family(shape: Model) -> str:
         if not shape.qk_norm and biases in ((False, False), (True, True)) and not window:
             return "llama"
     raise UserError(
-        f"model.norm = {shape.norm}, activation = {shape.activation}, positions = {shape.positions} and its biases, "
-        "windows and head norms are no one Hugging Face family's; choose those of llama, mistral, qwen2, qwen3 or gpt2"
+        f"model.norm = {shape.norm}, activation = {shape.activation}, positions = {shape.positions} with its biases, "
+        "windows and head norms match no Hugging Face family; choose those of llama, mistral, qwen2, qwen3 or gpt2"
     )
 
 
@@ -183,14 +181,14 @@ def _needed(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(
-            f"config.json has {key} = {_shown(value)} where a whole number from 1 on is needed; take it from the "
+            f"config.json has {key} = {_shown(value)} where a positive whole number is needed; download it from the "
             "model's page"
         )
     return value
 
 
 def _given(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    """What a field says; null is not given, and 0 is 0."""
+    """A field's value; null counts as not given, 0 does not."""
     value = config.get(key)
     return default if value is None else value
 
@@ -206,7 +204,7 @@ def _table(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = _given(config, key, {})
     if not isinstance(value, dict):
         raise UserError(
-            f"config.json has {key} = {_shown(value)} where a table is needed; take it from the model's page"
+            f"config.json has {key} = {_shown(value)} where a table is needed; download it from the model's page"
         )
     return value
 
@@ -220,29 +218,29 @@ def _expect(config: Mapping[str, Any], key: str, known: tuple[Any, ...], default
     value = config.get(key, default)
     if value not in known:
         raise UserError(
-            f"config.json has {key} = {_shown(value)}, which Meshwright does not compute; it knows {known[0]!r}"
+            f"config.json has {key} = {_shown(value)}, which Meshwright does not support; it supports {known[0]!r}"
         )
 
 
 def _biases(config: Mapping[str, Any]) -> bool:
-    """Whether all projections carry biases; transformers' attention_bias covers q, k, v and o, mlp_bias the rest."""
+    """Whether all projections have biases; transformers' attention_bias covers q, k, v and o, mlp_bias the rest."""
     attention, feedforward = _switch(config, "attention_bias", False), _switch(config, "mlp_bias", False)
     if attention != feedforward:
         raise UserError(
-            f"config.json has attention_bias = {attention} but mlp_bias = {feedforward}; use one with both or neither"
+            f"config.json has attention_bias = {attention} but mlp_bias = {feedforward}; both must be the same"
         )
     return attention
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
-    """The sliding window every layer has, or none; transformers lets Qwen mix layers with and without."""
+    """The sliding window of every layer, or none; transformers lets Qwen mix layers with and without."""
     layers = _needed(config, "num_hidden_layers")
     window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
     sliding = layers if window is not None else 0
     if config["model_type"] == "llama" and sliding:
         raise UserError(
-            f"config.json has sliding_window = {window} in a llama model, which has none; use model_type mistral if "
-            "its layers slide, null if they do not"
+            f"config.json has sliding_window = {window} but llama models have none; use model_type mistral if "
+            "its layers use a window, null if not"
         )
     if config["model_type"].startswith("qwen"):
         first_sliding = _given(config, "max_window_layers", 28)
@@ -251,35 +249,37 @@ def _window(config: Mapping[str, Any]) -> int | None:
         kinds = list(config["layer_types"])
         if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
             raise UserError(
-                f"config.json has layer_types with {_shown(unknown[0])}; use a model of full attention alone"
+                f"config.json has layer_types with {_shown(unknown[0])}; use a model with only full attention"
             )
         if len(kinds) != layers:
             raise UserError(
-                f"config.json has {len(kinds)} layer_types for {layers} layers; take it from the model's page"
+                f"config.json has {len(kinds)} layer_types for {layers} layers; download it from the model's page"
             )
         sliding = kinds.count("sliding_attention")
     if sliding not in (0, layers):
         raise UserError(
             f"config.json has layer_types with sliding attention in {sliding} of {layers} layers; use a model where "
-            "all or none slide"
+            "all layers or none use a window"
         )
     return window if sliding else None
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from rope_parameters or from the two separate keys that older configs have."""
+    """rope_theta and rope_scaling, from rope_parameters or from the two separate keys of older configs."""
     new, old = _table(config, "rope_parameters"), _table(config, "rope_scaling")
     if new and old and _without_theta(new) != _without_theta(old):
-        raise UserError("config.json has rope_parameters and rope_scaling that differ; keep the one that is right")
+        raise UserError("config.json has different rope_parameters and rope_scaling; keep the correct one")
     rope: dict[str, Any] = dict(new or old)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)  # transformers 4 wrote both
     if kind not in ("default", "llama3"):
         raise UserError(
-            f"config.json has rope_type = {_shown(kind)}, which Meshwright does not compute; use default or llama3"
+            f"config.json has rope_type = {_shown(kind)}, which Meshwright does not support; use default or llama3"
         )
     if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError("config.json has partial_rotary_factor other than 1; use a model that rotates whole heads")
+        raise UserError(
+            "config.json has partial_rotary_factor other than 1; use a model with rotary positions over whole heads"
+        )
     fields: dict[str, Any] = {"rope_theta": _given(rope, "rope_theta", _given(config, "rope_theta", 10000.0))}
     rope.pop("rope_theta", None)
     wanted = _SCALING if kind == "llama3" else ()

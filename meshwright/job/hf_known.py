@@ -1,4 +1,4 @@
-"""Every field of a Hugging Face config.json by what is done with it: a field in no list is refused by name."""
+"""Every field of a Hugging Face config.json by how it is handled: a field in no list is rejected by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,16 +30,16 @@ remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_sup
 unsloth_fixed unsloth_version
 """
 READ = frozenset(_READ.split())
-"""What decides the function the model computes."""
+"""Fields that determine the function the model computes."""
 IRRELEVANT = frozenset(_IRRELEVANT.split())
-"""Dropout is a choice of each training (model.dropout), drawn weights are there already, and token ids travel with the
-tokenizer's files; the rest is bookkeeping, or splits or rounds the same arithmetic another way."""
+"""Dropout is a choice of each training (model.dropout), initial weights already exist, and token ids come with the
+tokenizer's files; the rest is bookkeeping, or computes the same arithmetic another way."""
 
 
 def require_known_fields(config: Mapping[str, Any]) -> None:
-    """Refuse by name a field that might change the model and that nothing here computes.
+    """Reject by name a field that might change the model and that is not supported.
 
-    A field that is null, false, 0 or empty switches nothing on and is let through.
+    A field that is null, false, 0 or empty enables nothing and is accepted.
     """
     for key, value in config.items():
         if not value or key in READ or key in IRRELEVANT:
@@ -47,10 +47,10 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
         if key == "quantization_config":
             raise UserError(
                 "config.json has quantization_config, and quantized weights cannot be trained; use the folder of the "
-                "model they were made from"
+                "model they were quantized from"
             )
         shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
         raise UserError(
-            f"config.json has {key} = {shown}, which Meshwright does not compute; use another model, or take the field "
-            "out if the model works the same without it"
+            f"config.json has {key} = {shown}, which Meshwright does not support; use another model, or remove it "
+            "if the model works the same without it"
         )

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the start of a job: its shape and tokenizer, and what beside it would contradict them."""
+"""A Hugging Face folder as the start of a job: its shape and tokenizer, and checks for contradicting fields."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,12 +15,12 @@ _NOT_SHAPE = ("preset", "init_from", "file", "dropout")
 
 
 def start_folder(shape: Model) -> Path | None:
-    """The folder a model's first weights come from; None where they are drawn."""
+    """The folder that initial weights come from; None if they are random."""
     return None if shape.init_from is None else Path(shape.init_from).expanduser()
 
 
 def folder_table(name: str) -> dict[str, dict[str, Any]]:
-    """What `model.init_from` decides: every field of the shape, and the tokenizer that comes with the weights."""
+    """What `model.init_from` determines: every field of the shape, and the tokenizer that comes with the weights."""
     folder = Path(name).expanduser()
     try:
         shape = model_of_folder(folder).model_dump(mode="json", exclude=set(_NOT_SHAPE))
@@ -31,13 +31,13 @@ def folder_table(name: str) -> dict[str, dict[str, Any]]:
 
 
 def require_agreement(name: str, shape: dict[str, Any], tables: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Refuse a field of [model] that gives the folder's weights another shape; `tables` come with where they are."""
+    """Reject a field of [model] that contradicts the shape of the folder's weights; `tables` come with their places."""
     for where, table in tables:
         section = table.get("model")
         for field, value in section.items() if isinstance(section, dict) else ():
-            if field == "file" and value is not None:  # a resolved job names every field
+            if field == "file" and value is not None:  # a resolved job lists every field
                 raise UserError(
-                    f"{where}: model.file beside model.init_from: a folder's weights have no place in a model of your "
+                    f"{where}: model.file with model.init_from: a folder's weights do not fit a model of your "
                     "own; leave one of them out"
                 )
             if field in shape and _complete(field, value) != shape[field]:
@@ -48,18 +48,18 @@ def require_agreement(name: str, shape: dict[str, Any], tables: Iterable[tuple[s
 
 
 def require_tokenizer(name: str, merged: dict[str, Any]) -> None:
-    """Refuse to train a new tokenizer for weights that know another."""
+    """Refuse to train a new tokenizer for weights trained with another."""
     data = merged.get("data")
     given = data if isinstance(data, dict) else {}
     if given.get("tokenizer") is None and given.get("sources") != ["builtin:synthetic"]:
         raise UserError(
-            f'model.init_from = "{name}" has no {TOKENIZER}, and a new tokenizer would cut the text into tokens the '
+            f'model.init_from = "{name}" has no {TOKENIZER}, and a new tokenizer would produce tokens the '
             f"weights do not know; set data.tokenizer to the model's own {TOKENIZER}"
         )
 
 
 def _complete(field: str, value: Any) -> Any:
-    """A table's value with its defaults; what is no such table is left for validation to refuse."""
+    """A table's value with its defaults; anything else is left to validation."""
     if field != "rope_scaling" or not isinstance(value, dict):
         return value
     try:

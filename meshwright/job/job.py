@@ -12,22 +12,22 @@ from meshwright.job.section import Section
 from meshwright.job.training import Batch, Evaluation, Optimizer, Precision, Schedule
 
 _LISTED = 4096
-"""The largest micro-batch that a refusal offers."""
+"""The largest micro-batch that an error message suggests."""
 
 
 class Job(Section):
-    """One training run, from model to machine; `load_job` makes it from a file."""
+    """One training run, from model to machine; `load_job` reads it from a file."""
 
     model: Model = Model()
     """The shape of the model."""
     data: Data = Data()
-    """What it learns from."""
+    """What it is trained on."""
     batch: Batch = Batch()
-    """How much text one step sees."""
+    """How much text one step processes."""
     layout: Layout = Layout()
-    """How work is spread over devices."""
+    """How the work is distributed over devices."""
     memory: Memory = Memory()
-    """What is given up to hold less."""
+    """What is recomputed or offloaded to save memory."""
     precision: Precision = Precision()
     """Number formats."""
     optimizer: Optimizer = Optimizer()
@@ -39,36 +39,36 @@ class Job(Section):
     checkpoint: Checkpoint = Checkpoint()
     """When state is saved."""
     run: Run = Run()
-    """How long, where, from which seed."""
+    """How long, where, with which seed."""
     log: Log = Log()
-    """What is printed and sent elsewhere."""
+    """What is printed, and where metrics are sent."""
     cluster: Cluster = Cluster()
     """The machines."""
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that see different sequences."""
+        """Ranks that process different sequences."""
         return self.layout.dp_replicate * self.layout.dp_shard
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches one rank runs before the optimizer steps."""
+        """Micro-batches a rank runs per optimizer step."""
         return self.batch.global_batch // (self.batch.micro_batch * self.data_parallel)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens one optimizer step sees over all ranks."""
+        """Tokens per optimizer step over all ranks."""
         return self.batch.global_batch * self.batch.sequence_length
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of linear rise: schedule.warmup_steps, or what follows from run.steps."""
+        """Steps of linear warm-up: schedule.warmup_steps, or the default derived from run.steps."""
         given = self.schedule.warmup_steps
         return given if given is not None else min(1000, self.run.steps // 10)
 
     @property
     def decay_steps(self) -> int:
-        """Length of the warm-up-stable-decay schedule's last part; 0 for the other schedules."""
+        """Length of the decay phase of the warm-up-stable-decay schedule; 0 for the other schedules."""
         if self.schedule.name != "wsd":
             return 0
         given = self.schedule.decay_steps

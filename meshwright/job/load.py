@@ -1,4 +1,4 @@
-"""A job file, its preset and the command line's overrides become one Job, with the origin of every field."""
+"""Merge a job file, its preset and the command line's overrides into one Job, with the origin of every field."""
 
 import json
 import warnings
@@ -21,22 +21,22 @@ from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
 Table = dict[str, Any]
 RESOLVED = "job.resolved.json"
-"""The job in a run folder with every field filled, which can be loaded again."""
+"""The job in a run folder with every field set, which can be loaded again."""
 
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A resolved job with what it came from."""
+    """A resolved job and its origins."""
 
     job: Job
     name: str
     raw: str
-    """The job file's text as it was read, with the overrides appended as comments."""
+    """The job file's text as read, with the overrides appended as comments."""
     origins: dict[str, str]
     """Dotted field name → file, preset, init_from or override; a field not listed has its default."""
 
     from_run: bool = False
-    """Whether the job was read out of a run folder, which somebody else may have made."""
+    """Whether the job was read from a run folder, which someone else may have created."""
 
     def origin(self, field: str) -> str:
         """Where a field's value came from."""
@@ -44,12 +44,12 @@ class LoadedJob:
 
 
 def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False) -> LoadedJob:
-    """The job in a file (or of a recipe's name) with `section.field=value` overrides; mistakes raise UserError.
+    """The job in a file (or the recipe of that name) with `section.field=value` overrides; errors raise UserError.
 
-    A run folder that names code is refused unless its code is trusted, or the caller runs none.
+    A run folder that names code is rejected unless its code is trusted, or the caller runs none.
     """
     if odd := odd_character(source):
-        raise UserError(f"{source!r} has the control character {odd}, which no name of a job may; rename the file")
+        raise UserError(f"{source!r} contains the control character {odd}, which a job's name may not; rename the file")
     path = _find(source)
     text = read_settings_text(path, "give a job file, saved as UTF-8")
     from_file = _run_table(path, text) if path.name == RESOLVED else _parsed(path, text)
@@ -72,7 +72,7 @@ def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False)
         require_tokenizer(folder, merged)
 
     job = _validate(merged, origins, path)
-    # A run's own record has every field, and a recipe's author knew.
+    # A run's own record sets every field, and a recipe's author chose them on purpose.
     shipped = path.name == RESOLVED or path == recipe_path(source)
     chosen = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
     for sentence in unused_fields(job, chosen):
@@ -85,7 +85,7 @@ def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False)
 
 
 def job_of_table(table: Table, name: str) -> Job:
-    """The job that tables of fields describe; mistakes raise UserError and speak of `name`."""
+    """The job that tables of fields describe; errors raise UserError and refer to it as `name`."""
     return _validate(table, {}, Path(name))
 
 
@@ -95,7 +95,7 @@ def field_names() -> list[str]:
 
 
 def job_fields() -> Iterator[tuple[str, str]]:
-    """Every `section.field` with its one line of meaning."""
+    """Every `section.field` with its one-line description."""
     for name, section in _sections().items():
         for field, info in section.model_fields.items():
             yield f"{name}.{field}", info.description or ""
@@ -135,12 +135,12 @@ def _parsed(path: Path, text: str) -> Table:
 
 
 def _run_table(path: Path, text: str) -> Table:
-    """The job of a run folder: as it was resolved, and in that folder, wherever that was moved to."""
+    """The job of a run folder: as it was resolved, but in that folder even if it was moved."""
     table = json_table(path, text, "the file was altered")
     if not all(isinstance(section, dict) for section in table.values()):
-        raise UserError(f"{path}: no table of a job's sections; the file was altered")
+        raise UserError(f"{path}: not a table of a job's sections; the file was altered")
     table["run"] = {**table.get("run", {}), "folder": str(path.parent)}
-    # Everything is written there; of the machines it must stay clear what the job itself says.
+    # Every field is written there; for the machines only what the job itself says may count.
     defaults = Cluster().model_dump()
     said = table.get("cluster", {}).items()
     table["cluster"] = {name: value for name, value in said if name not in defaults or value != defaults[name]}
@@ -153,23 +153,27 @@ def _parse_overrides(overrides: Sequence[str]) -> Table:
         name, equals, text = override.partition("=")
         keys = [key.strip() for key in name.split(".")]
         if not equals or len(keys) < 2 or not all(keys):
-            raise UserError(f"--set {override} is not section.field=value; write for example --set batch.micro_batch=4")
+            raise UserError(
+                f"--set {override} is not section.field=value; write for example, --set batch.micro_batch=4"
+            )
         inner = table
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
-                raise UserError(f"--set {override} sets a part of what another --set makes one value; keep one of them")
+                raise UserError(
+                    f"--set {override} sets part of a value that another --set sets whole; keep one of them"
+                )
         inner[keys[-1]] = _value(text)
     return table
 
 
 def _value(text: str) -> Any:
-    """What stands behind a --set's equals sign."""
+    """The value after the equals sign of a --set."""
     try:
         table = toml_table(f"value = {text}")
     except ValueError:
         table = {}
-    # A bare word is a string: shells eat the quotes TOML wants.
+    # A bare word is a string: shells strip the quotes that TOML needs.
     return table["value"] if table.keys() == {"value"} else text.strip()
 
 
@@ -178,7 +182,7 @@ def _in_one_line(override: str) -> str:
 
 
 def _model_name(field: str, *tables: Table) -> str | None:
-    """The preset or folder the last table asks for; anything but a string is left for validation to refuse."""
+    """The preset or folder that the last table names; anything but a string is left to validation."""
     name = None
     for table in tables:
         section = table.get("model")
@@ -196,7 +200,7 @@ def _merge(base: Table, over: Table) -> None:
 
 
 def _leaves(table: Table) -> Iterator[str]:
-    """`section.field` for every field a table sets (deeper tables are one field's value)."""
+    """`section.field` for every field a table sets (deeper tables are the value of one field)."""
     for section, fields in table.items():
         if isinstance(fields, dict):
             yield from (f"{section}.{field}" for field in fields)
@@ -204,10 +208,10 @@ def _leaves(table: Table) -> Iterator[str]:
 
 def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:
     try:
-        # Through JSON, because strict mode then still takes a list for a tuple but no "4" for a 4.
+        # Through JSON, because strict mode then still accepts a list for a tuple but not "4" for 4.
         text = json.dumps(merged, default=str)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: a value is no setting: {reason(error)}; correct it") from None
+        raise UserError(f"{path}: a value is invalid: {reason(error)}; correct it") from None
     try:
         return Job.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -218,7 +222,7 @@ def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:
 def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> str:
     location = [_shortened(without_secrets(str(part))) for part in problem["loc"]]
     if not location and problem["type"] == "json_invalid":
-        return f"{path}: a text is no Unicode ({problem['ctx']['error']}); write it as UTF-8"
+        return f"{path}: a text is not valid Unicode ({problem['ctx']['error']}); write it as UTF-8"
     field = ".".join(location[:2])
     where = "--set" if origins.get(field) == "override" else str(path)
     if problem["type"] == "extra_forbidden":
@@ -226,12 +230,12 @@ def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> s
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}"
     if len(location) == 1:
-        return f"{where}: {field} = {_shown(problem['input'])} should be a table; write [{field}] with fields below it"
+        return f"{where}: {field} = {_shown(problem['input'])} should be a table; write [{field}] with its fields below"
     return f"{where}: {field} = {_shown(problem['input'])} is not allowed; {_expectation(problem)}"
 
 
 def _known_name(location: list[str]) -> str:
-    """The remedy for an unknown key: the closest name in its section, else in the whole job."""
+    """The remedy for an unknown key: the closest name in its section, or else in the whole job."""
     sections = _sections()
     if len(location) == 1:
         return nearest(location[0], list(sections))

@@ -10,14 +10,14 @@ _WIDEST = 10**6
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of rotary frequencies to sequences longer than those trained on."""
+    """Llama 3.1's scaling of rotary frequencies for sequences longer than those trained on."""
 
     factor: PositiveFloat = Field(le=1e6)
-    """How many times longer the new context is."""
+    """The factor by which the context grows."""
     low_freq_factor: PositiveFloat = Field(default=1.0, le=1e6)
-    """Wavelengths above original_max_sequence_length / this are stretched in full."""
+    """Wavelengths above original_max_sequence_length / this are scaled in full."""
     high_freq_factor: PositiveFloat = Field(default=4.0, le=1e6)
-    """Wavelengths below original_max_sequence_length / this stay as they are."""
+    """Wavelengths below original_max_sequence_length / this stay unchanged."""
     original_max_sequence_length: PositiveInt = Field(default=8192, le=10**8)
     """The context the unscaled frequencies were trained for."""
 
@@ -26,11 +26,11 @@ class Model(Section):
     """The shape of a decoder-only transformer; defaults are Llama's choices."""
 
     preset: str | None = None
-    """A public shape by name (`llama-3.2-1b`, `gpt2`, …); fields given beside it override it."""
+    """A public shape by name (`llama-3.2-1b`, `gpt2`, …); other fields of this section override it."""
     init_from: str | None = None
-    """A Hugging Face folder to start from instead of random weights; it gives shape and tokenizer too."""
+    """A Hugging Face folder to start from instead of random weights; shape and tokenizer come from it too."""
     file: str | None = None
-    """A Python file with a model of your own: build(shape) and its sharding table; this section is its shape."""
+    """A Python file with your own model: build(shape) and its sharding table; this section is its shape."""
     vocab_size: PositiveInt = Field(default=4096, le=10**8)
     """Rows of the embedding table."""
     width: PositiveInt = Field(default=256, le=_WIDEST)
@@ -40,13 +40,13 @@ class Model(Section):
     heads: PositiveInt = Field(default=4, le=10**5)
     """Query heads."""
     kv_heads: PositiveInt = Field(default=4, le=10**5)
-    """Key and value heads (grouped-query attention when fewer than heads); heads when not given."""
+    """Key and value heads (grouped-query attention if fewer than heads); default heads."""
     head_dim: PositiveInt = Field(default=64, le=10**5)
-    """Size of one head; width / heads when not given."""
+    """Size of one head; default width / heads."""
     ffn_width: PositiveInt = Field(default=1024, le=10**7)
-    """Inner size of the feed-forward; 4 × width when not given."""
+    """Inner size of the feed-forward; default 4 × width."""
     max_sequence_length: PositiveInt = Field(default=2048, le=10**8)
-    """The longest sequence the model is made for (and the rows of learned positions)."""
+    """The longest supported sequence (and the number of learned positions)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation: RMSNorm (scale only) or LayerNorm (scale and shift)."""
     norm_eps: PositiveFloat = Field(default=1e-5, le=1.0)
@@ -54,7 +54,7 @@ class Model(Section):
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward kind: gated SiLU (three matrices) or tanh-approximated GELU (two)."""
     positions: Literal["rope", "learned"] = "rope"
-    """Rotary positions in every attention, or a learned table added to the embedding."""
+    """Rotary positions in every attention layer, or learned positions added to the embedding."""
     rope_theta: PositiveFloat = Field(default=10000.0, le=1e12)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -66,16 +66,16 @@ class Model(Section):
     qk_norm: bool = False
     """RMSNorm on every query and key head before the rotation (Qwen3)."""
     sliding_window: PositiveInt | None = Field(default=None, le=10**8)
-    """Each token sees at most this many latest tokens, itself included (Mistral); all when not given."""
+    """Sliding window: each token attends to at most this many last tokens, itself included (Mistral); default all."""
     tied: bool = False
-    """The head uses the embedding table."""
+    """The output head shares the embedding's weights."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout after the embedding and on both residual branches, keyed by seed, step, layer and position."""
 
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, values: Any) -> Any:
-        """Fill kv_heads, head_dim and ffn_width from the fields they follow when they are not given."""
+        """Fill in kv_heads, head_dim and ffn_width from other fields if not given."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
@@ -96,6 +96,6 @@ class Model(Section):
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
-                f"model.head_dim = {self.head_dim} is odd, and rotary positions turn pairs; choose an even one"
+                f"model.head_dim = {self.head_dim} is odd, and rotary positions need pairs; choose an even number"
             )
         return self

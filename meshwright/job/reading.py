@@ -1,4 +1,4 @@
-"""Small text files that people write, read with a bound: settings, not data."""
+"""Read small text files written by people, settings rather than data, with a size limit."""
 
 import json
 import tomllib
@@ -8,38 +8,38 @@ from typing import Any
 from meshwright.errors import UserError
 
 _LARGEST = 4 << 20
-"""Bytes; no settings file comes near it, and what is larger is some other file."""
+"""Bytes; settings files are far smaller, and anything larger is some other file."""
 
 
 def read_settings_text(path: Path, remedy: str) -> str:
-    """The text of a settings file; one that is no small UTF-8 text is refused with the remedy."""
+    """The text of a settings file; anything but a small UTF-8 text is rejected with the remedy."""
     try:
         with path.open("rb") as file:
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
-            raise UserError(f"{path} is larger than {_LARGEST >> 20} MiB, which no settings file is; {remedy}")
+            raise UserError(f"{path} is larger than {_LARGEST >> 20} MiB, too large for a settings file; {remedy}")
         return content.decode("utf-8")
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text; {remedy}") from None
     except FileNotFoundError:
-        raise UserError(f"{path} is not there; {remedy}") from None
+        raise UserError(f"{path} does not exist; {remedy}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
 
 
 def json_table(path: Path, text: str, remedy: str) -> dict[str, Any]:
-    """The table of fields that a JSON text is."""
+    """The table of fields in a JSON text."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError too
         raise UserError(f"{path} cannot be read as JSON ({reason(error)}); {remedy}") from None
     if not isinstance(table, dict):
-        raise UserError(f"{path} holds no table of fields but {type(table).__name__}; {remedy}")
+        raise UserError(f"{path} contains {type(table).__name__} instead of a table of fields; {remedy}")
     return table
 
 
 def toml_table(text: str) -> dict[str, Any]:
-    """The table that a TOML text is; anything else is a ValueError."""
+    """The table in a TOML text; anything else is a ValueError."""
     try:
         return tomllib.loads(text)
     except RecursionError as error:
@@ -47,7 +47,7 @@ def toml_table(text: str) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """Why a text could not be read, in a few words."""
+    """Why a text could not be parsed, in a few words."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return "a number has too many digits" if "digits" in str(error) else str(error)

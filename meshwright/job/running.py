@@ -1,4 +1,4 @@
-"""The sections that say how the run lives: run, checkpoint, log."""
+"""The sections on the run itself: run, checkpoint, log."""
 
 from typing import Literal, Self
 
@@ -8,48 +8,48 @@ from meshwright.job.section import Section
 
 
 class Run(Section):
-    """The run itself: how long, where, on what, from which seed."""
+    """The run itself: how long, where, on which device, with which seed."""
 
     steps: PositiveInt = Field(default=1000, le=10**12)
     """Optimizer steps."""
     folder: str | None = None
-    """Where everything about the run is kept; runs/<job>-<time> when not given."""
+    """The run folder; default runs/<job>-<time>."""
     seed: NonNegativeInt = Field(default=0, le=2**63 - 1)
-    """Decides initial weights, data order and dropout."""
+    """Determines initial weights, data order and dropout."""
     device: str = "auto"
     """auto (the first GPU, else the CPU), cpu, cuda or cuda:N."""
     compile: bool = False
     """torch.compile every block."""
     deterministic: bool = False
-    """Only algorithms that give the same bits every time, at some cost in speed on a GPU."""
+    """Use only algorithms that are bitwise reproducible, at some cost in speed on a GPU."""
     max_restarts: NonNegativeInt = Field(default=0, le=10**6)
     """Restarts after a failure, each from the last checkpoint, before giving up."""
     may_shrink: bool = False
-    """Restart with fewer data-parallel ranks where a GPU is gone or one rank fails twice without a step between;
-    of no effect under torchrun and Slurm, where others say how many ranks there are."""
+    """Restart with fewer data-parallel ranks if a GPU is lost or one rank fails twice without a step between;
+    no effect under torchrun and Slurm, which decide how many ranks there are."""
     watchdog_s: NonNegativeFloat = Field(default=0.0, le=1e7)
-    """A rank that makes no headway for so long is named and the run restarted; longer than any step; 0 is off."""
+    """Seconds after which a rank without progress is reported and the run restarted; longer than any step; 0 is off."""
     on_bad_step: Literal["stop", "skip", "rewind", "keep"] = "stop"
-    """What a loss or gradient norm that is not finite does, or a spike: stop, skip the update, rewind, or go on."""
+    """What to do on a loss spike or a non-finite loss or gradient norm: stop, skip the update, rewind, or continue."""
     spike_score: NonNegativeFloat = Field(default=0.0, le=1e12)
-    """A loss so many robust deviations above the last ones is a bad step; 10 is a good start, 0 is off."""
+    """A loss this many robust deviations above the recent ones is a bad step; 10 is a good start, 0 is off."""
 
 
 class Checkpoint(Section):
-    """When the full state is saved, beside the training, and how much is kept; at the end it always is."""
+    """When the full state is saved, in the background, and how many are kept; the end of a run always saves."""
 
     every_steps: PositiveInt | None = Field(default=None, le=10**12)
     """Steps between checkpoints."""
     every_minutes: PositiveFloat | None = Field(default=None, le=1e7)
     """Minutes between checkpoints."""
     auto: bool = False
-    """As often as loses least time, from the measured cost of a save and cluster.mtbf_hours."""
+    """Choose the interval that loses the least time, from the measured cost of a save and cluster.mtbf_hours."""
     keep_last: PositiveInt = Field(default=2, le=10**6)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = Field(default=None, le=10**12)
-    """Checkpoints at multiples of this many steps are kept for good."""
+    """Checkpoints at multiples of this many steps are never deleted."""
     backup_to: str | None = Field(default=None, min_length=1)
-    """A second place every checkpoint is copied to: a folder or any address fsspec knows, as `s3://bucket/runs`."""
+    """A second place to copy every checkpoint to: a folder or any address fsspec supports, e.g. `s3://bucket/runs`."""
 
     @model_validator(mode="after")
     def _one_interval(self) -> Self:
@@ -61,9 +61,9 @@ class Checkpoint(Section):
 
 
 class Log(Section):
-    """What is printed and where else the metrics go."""
+    """What is printed, and where else the metrics are sent."""
 
     every_steps: PositiveInt = Field(default=10, le=10**12)
     """Steps between printed lines; every step is recorded in metrics.jsonl."""
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = ()
-    """Other places the same stream of metrics is sent to."""
+    """Where else to send the same stream of metrics."""

@@ -1,4 +1,4 @@
-"""Text that may go into scripts, run files and messages: in one line, and without anybody's password."""
+"""Text that is safe in scripts, run files and messages: one line, and no passwords."""
 
 import re
 import unicodedata
@@ -11,12 +11,12 @@ _PLAIN_QUERIES = (
     "alt", "config", "dl", "download", "format", "generation", "part", "raw", "ref", "rev", "revision", "split",
     "version", "versionid",
 )  # fmt: skip
-"""Parameters of an address that say which file is meant; any other may let its holder in."""
+"""Parameters of an address that identify the file; any other may be a credential."""
 HIDDEN = "[hidden]"
 
 
 def odd_character(text: str, many_lines: bool = False) -> str | None:
-    """The first character that no name or path should have, as U+000A; `many_lines` lets tabs and line ends pass."""
+    """The first character that names and paths should not have, as U+000A; `many_lines` allows tabs and line ends."""
     for character in text:
         if many_lines and character in "\n\t":
             continue
@@ -26,7 +26,7 @@ def odd_character(text: str, many_lines: bool = False) -> str | None:
 
 
 def secret_in(text: str) -> str | None:
-    """What in a text may be a secret: the user of an address, or a parameter that no plain address has."""
+    """What in a text may be a secret: the user of an address, or a parameter that plain addresses do not have."""
     for url in _URL.finditer(text):
         user, at, _ = url["place"].rpartition("@")
         if at and (":" in user or url["scheme"].lower() in ("http", "https")):
@@ -38,7 +38,7 @@ def secret_in(text: str) -> str | None:
 
 
 def without_secrets(text: str) -> str:
-    """The text, its addresses without what `secret_in` would name: no user, and parameters as [hidden]."""
+    """The text with its addresses stripped of what `secret_in` finds: no user, and parameters as [hidden]."""
 
     def plain(url: re.Match[str]) -> str:
         if secret_in(url.group()) is None:

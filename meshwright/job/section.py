@@ -9,18 +9,18 @@ from pydantic_core import PydanticCustomError
 from meshwright.job.sanitize import odd_character, secret_in
 
 _LONGEST = 4096
-"""Of a path Linux takes no more bytes."""
+"""The longest path, in bytes, that Linux accepts."""
 
 
 class Section(BaseModel):
-    """A frozen table of a job file; the docstring under each field is its one line of meaning in `job explain`."""
+    """A frozen table of a job file; the docstring under each field is its description in `job explain`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
 
     prose: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose text a model reads, and nothing else: they may have line ends."""
+    """Fields whose text only the model reads: they may contain line ends."""
 
     @field_validator("*", mode="after")
     @classmethod
@@ -29,7 +29,7 @@ class Section(BaseModel):
         prose = info.field_name in cls.prose
         for text in _texts(value):
             if odd := odd_character(text, prose):
-                raise PydanticCustomError("plain_text", "It may not have the control character {odd}", {"odd": odd})
+                raise PydanticCustomError("plain_text", "It may not contain the control character {odd}", {"odd": odd})
             if len(text.encode()) > _LONGEST:
                 raise PydanticCustomError("plain_text", "It may have at most {most} bytes", {"most": _LONGEST})
             if not prose and (secret := secret_in(text)):

@@ -7,7 +7,7 @@ from meshwright.job.job import Job
 
 
 def job_text(job: Job, heading: str) -> str:
-    """A job file that loads as this job."""
+    """The text of a job file that loads as this job."""
     lines = [f"# {line}" for line in heading.splitlines()]
     for section in type(job).model_fields:
         fields = getattr(job, section).model_dump(mode="json", exclude_unset=True, exclude_none=True)

@@ -1,4 +1,4 @@
-"""The sections that say how one step is made: batch, precision, optimizer, schedule, evaluation."""
+"""The sections on a training step: batch, precision, optimizer, schedule, evaluation."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -9,11 +9,11 @@ from meshwright.job.section import Section
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 FORMAT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 1}
-"""Bytes of one number in memory: tf32 and fp8 are formats of matrix products alone, fp8's numbers are kept in bf16."""
+"""Bytes per number in memory: tf32 and fp8 apply to matrix products only; fp8 jobs store numbers in bf16."""
 
 
 class Batch(Section):
-    """How much text one optimizer step sees; accumulation is derived, never set."""
+    """How much text one optimizer step processes; accumulation is derived, never set."""
 
     sequence_length: PositiveInt = Field(default=512, le=10**8)
     """Tokens in one sequence."""
@@ -24,44 +24,44 @@ class Batch(Section):
 
 
 class Precision(Section):
-    """Number formats; the parameters themselves are always a 32-bit master."""
+    """Number formats; the master parameters are always 32-bit."""
 
     compute: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "fp32"
     """Format of forward and backward; below fp32 a working copy of the weights is derived from the master. tf32 rounds
-    only what is multiplied, fp16 has a dynamic loss scale, fp8 is bf16 with fp8 products inside the blocks."""
+    only the inputs of products, fp16 has a dynamic loss scale, fp8 is bf16 with fp8 products inside the blocks."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Format of the optimizer's moments of matrices; int8 has a scale for every 128 columns of a row or fewer."""
+    """Format of the optimizer's moments of matrices; int8 has a scale per 128 columns of a row, or fewer."""
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of one number as computed with."""
+        """Bytes per number in computation."""
         return FORMAT_BYTES[self.compute]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one gradient while it is accumulated and reduced."""
+        """Bytes per gradient element while accumulated and reduced."""
         return FORMAT_BYTES[self.gradients]
 
 
 class Optimizer(Section):
-    """The update rule; weight decay touches matrices only, never norms, biases or vectors."""
+    """The update rule; weight decay applies to matrices only, not to norms, biases or vectors."""
 
     name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
-    """Which optimizer; muon updates projections, and leaves embedding, head and vectors to adamw."""
+    """Which optimizer; muon updates projections, with adamw for embedding, head and vectors."""
     lr: PositiveFloat = Field(default=3e-4, le=1e6)
-    """Peak learning rate; adafactor's is relative to a parameter's own size (1e-2 is usual)."""
+    """Peak learning rate; for adafactor relative to the parameter's scale (1e-2 is usual)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Decay of the first and second moments; for lion of the momentum in the update and of the momentum kept."""
+    """Decay of the first and second moments; for lion, of the momentum in the update and of the stored momentum."""
     momentum: Share = 0.95
     """sgd and muon: decay of the momentum."""
     eps: PositiveFloat = Field(default=1e-8, le=1e6)
-    """Added to the square root of the second moment; for adafactor the least this root can be."""
+    """Added to the square root of the second moment; for adafactor a lower bound on this root."""
     weight_decay: NonNegativeFloat = Field(default=0.1, le=1e6)
-    """Decoupled decay of the matrices."""
+    """Decoupled weight decay of the matrices."""
     clip: NonNegativeFloat = Field(default=1.0, le=1e12)
-    """The global gradient norm is cut to this; 0 leaves it alone."""
+    """Clip the global gradient norm to this; 0 disables clipping."""
 
 
 class Schedule(Section):
@@ -70,26 +70,26 @@ class Schedule(Section):
     name: Literal["cosine", "wsd", "constant"] = "cosine"
     """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); or warm-up and constant."""
     warmup_steps: NonNegativeInt | None = Field(default=None, le=10**12)
-    """Steps of linear rise from zero; a tenth of run.steps, at most 1000, when not given."""
+    """Steps of linear warm-up from zero; by default a tenth of run.steps, at most 1000."""
     decay_steps: NonNegativeInt | None = Field(default=None, le=10**12)
-    """wsd only: length of the final decay; a tenth of run.steps when not given."""
+    """wsd only: length of the final decay; by default a tenth of run.steps."""
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
-    """The floor, as a share of the peak rate."""
+    """The minimum rate, as a fraction of the peak rate."""
 
 
 class Evaluation(Section):
-    """Held-out loss during training, and samples of what the model writes."""
+    """Held-out loss during training, and text samples from the model."""
 
     prose: ClassVar[frozenset[str]] = frozenset({"sample_prompt"})
 
     every_steps: NonNegativeInt = Field(default=100, le=10**12)
-    """Steps between evaluations (one at the start and one at the end besides); 0 switches evaluation off."""
+    """Steps between evaluations (plus one at the start and one at the end); 0 turns evaluation off."""
     batches: PositiveInt = Field(default=8, le=10**9)
-    """Batches of batch.global_batch sequences of held-out text, and of each set, in one evaluation; all there are where
-    the text is shorter."""
+    """Batches of batch.global_batch sequences per evaluation, of held-out text and of each set; fewer if the text is
+    shorter."""
     sets: dict[str, str] = Field(default_factory=dict)
-    """Other texts to be judged by, by name: a prepared folder or a source each, as `{wiki = "prepared/wiki"}`."""
+    """Other texts to evaluate on, by name: each a prepared folder or a source, as `{wiki = "prepared/wiki"}`."""
     sample_prompt: str = "def "
-    """Text the samples of a run continue."""
+    """Prompt of the text samples."""
     sample_tokens: NonNegativeInt = Field(default=128, le=10**6)
-    """Length of the sample written at each evaluation; 0 writes none."""
+    """Tokens in the sample generated at each evaluation; 0 for none."""

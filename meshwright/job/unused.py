@@ -1,4 +1,4 @@
-"""Fields that a job sets although nothing reads them there: said in a warning, since somebody expects an effect."""
+"""Warn about fields that a job sets but nothing reads, since someone expects an effect."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,7 +6,7 @@ from meshwright.job.job import Job
 
 
 class UnusedFieldWarning(UserWarning):
-    """A field of a job that has no effect beside the others."""
+    """A field of a job that has no effect given the others."""
 
 
 _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
@@ -57,12 +57,12 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     ("run.may_shrink", "run.max_restarts above 0", lambda job: job.run.max_restarts > 0),
 ]
 READERS = {field: (words, reads) for fields, words, reads in _READERS for field in fields.split()}
-"""Fields that only some jobs read: which jobs in words, and whether a job is one of them. What a switch turns off on
-purpose (evaluation.every_steps = 0, data.workers = 0) is not among them."""
+"""Fields that only some jobs read: the condition in words, and as a function. Fields turned off on purpose
+(evaluation.every_steps = 0, data.workers = 0) are not listed."""
 
 
 def unused_fields(job: Job, given: Iterable[str]) -> list[str]:
-    """A sentence for each of the given fields that has no effect in this job, defaults aside."""
+    """A sentence for each given field that has no effect in this job, unless it has its default value."""
     sentences = []
     for field in given:
         words, reads = READERS.get(field, ("", lambda job: True))

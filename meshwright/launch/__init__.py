@@ -1,1 +1,1 @@
-"""Starting runs: one process, ranks under torch's agent, several machines, Slurm; what watches and restarts them."""
+"""Starting runs (one process, ranks under torch's agent, several machines, Slurm), watching and restarting them."""

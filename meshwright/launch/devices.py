@@ -1,4 +1,4 @@
-"""One GPU for each rank of a machine, or none for all of them."""
+"""One GPU per rank of a machine, or none for any."""
 
 import torch
 
@@ -8,7 +8,7 @@ from meshwright.ranks import Place
 
 
 def require_devices(job: Job, ranks_here: int) -> None:
-    """Refuse ranks that would have to share a GPU; asks the driver only, so that no memory of a GPU is taken."""
+    """Reject ranks that would have to share a GPU; asks only the driver, so that no GPU memory is used."""
     name = job.run.device
     if name.startswith("cuda:"):
         raise UserError(f'run.device = "{name}" is one GPU, but every rank needs its own; set run.device = "cuda"')
@@ -21,12 +21,12 @@ def require_devices(job: Job, ranks_here: int) -> None:
 
 
 def with_own_device(job: Job, place: Place) -> Job:
-    """The job with run.device set to the rank's own GPU, where the job wants GPUs and there are some."""
+    """The job with run.device set to the rank's own GPU, if the job wants GPUs and there are any."""
     if place.local_size is not None:
         require_devices(job, place.local_size)
     count = torch.cuda.device_count()
     if job.run.device not in ("auto", "cuda") or not count:
         return job
-    # A scheduler that binds tasks to GPUs shows each task its own one alone.
+    # A scheduler that binds tasks to GPUs shows each task only its own.
     own = f"cuda:{0 if count == 1 else place.local_rank}"
     return job.model_copy(update={"run": job.run.model_copy(update={"device": own})})

@@ -48,7 +48,7 @@ from meshwright.runs.outbox import disk_errors
 from meshwright.runs.resume import require_resumable
 from meshwright.train import require_enough_text
 
-# The agent's own answer to a signal ends the ranks within 30 s, saved or not; after ours they are let finish.
+# The agent's own signal handler kills the ranks within 30 s, saved or not; with ours they can finish.
 _AGENTS = (signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -62,9 +62,9 @@ def launch(
 ) -> RunFolder:
     """Train a job on `nproc` local ranks that run `python -m meshwright ARGUMENTS`; returns the run's folder.
 
-    What can be refused is refused before any process starts; with `resume` a folder that is there is continued. After
-    a failure all ranks start again from the last checkpoint, up to run.max_restarts times. In the end a rank's mistake
-    of the user is raised as UserError, its crash as RankFailure, both after every process has ended.
+    Errors are raised before any process starts where possible; with `resume` an existing folder is continued. After a
+    failure all ranks restart from the last checkpoint, up to run.max_restarts times. In the end a user error on a rank
+    is raised as UserError, a crash as RankFailure, both after every process has exited.
     """
     job = loaded.job
     require_layout(job, nproc)
@@ -81,7 +81,7 @@ def launch(
     logs = folder.path / "logs"
     with disk_errors(path):
         logs.mkdir(exist_ok=True)
-    for left in [*logs.glob("*.error.json"), folder.path / STOP_FILE]:  # of an attempt that was killed
+    for left in [*logs.glob("*.error.json"), folder.path / STOP_FILE]:  # left by an attempt that was killed
         left.unlink(missing_ok=True)
     console.print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", highlight=False)
     restarts = Restarts(job)
@@ -98,10 +98,10 @@ def launch(
 def _keep_running(
     folder: RunFolder, restarts: Restarts, nproc: int, arguments: list[str], console: Console, on_end: OnEnd
 ) -> None:
-    """Start the ranks until they have ended in good order, or failed once too often."""
+    """Start the ranks until they finish normally, or have failed too often."""
     stop_file = folder.path / STOP_FILE
     while (cause := _attempt(folder, nproc, arguments, restarts)) is not None:
-        if stop_file.exists():  # what a rank did after it was asked to stop needs no second try
+        if stop_file.exists():  # no restart after a stop was requested
             asked = stop_file.read_text()
             folder.event("stop", reason="interrupted", signal=asked, step=max(0, last_step(folder)), error=str(cause))
             wait_until_written(folder)
@@ -111,7 +111,7 @@ def _keep_running(
             raise cause from None
         wait_s, changes = restarts.next(cause, folder, nproc)
         wait_until_written(folder)
-        folder.require_written()  # a new attempt's rows come after what led to it, and could not be written either
+        folder.require_written()  # a new attempt's rows come after these, and could not be written either
         nproc = ranks_of(restarts.job.layout)
         which = f"restart {restarts.used} of {restarts.job.run.max_restarts}"
         shown = f"{which} on {nproc} rank{'s' if nproc > 1 else ''} in {wait_s:.0f} s: {cause_of(cause)}"
@@ -124,7 +124,7 @@ def _keep_running(
 
 
 def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Restarts) -> Exception | None:
-    """Run the ranks once; what made them fail, if they did."""
+    """Run the ranks once; returns what made them fail, if they did."""
     watchdog_s, logs = restarts.job.run.watchdog_s, folder.path / "logs"
     watch = Watch(folder, nproc, watchdog_s) if watchdog_s else None
     try:
@@ -137,20 +137,20 @@ def _attempt(folder: RunFolder, nproc: int, arguments: list[str], restarts: Rest
     except (dist.DistError, RendezvousError) as error:  # a port was taken, or the agent's own store failed
         return NoMeetingPoint("a port of this machine", error)
     finally:
-        folder.close()  # the ranks write between the launcher's lines
+        folder.close()  # the ranks write to the same files
     return None
 
 
 def ended_by(error: ChildFailedError, logs: Path, ranks: int | None = None) -> UserError | RankFailure:
-    """What ended some ranks of this machine, once nothing of theirs is left."""
-    for failure in error.failures.values():  # what a killed rank had started itself, such as readers of data
+    """What made some ranks of this machine fail, once all their processes are gone."""
+    for failure in error.failures.values():  # processes that a killed rank had started, such as data workers
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(failure.pid, signal.SIGKILL)
     return explain(error.failures, logs, ranks)
 
 
 def run_under_agent(job: Job, path: Path, nproc: int, arguments: Sequence[str]) -> None:
-    """Run `python -m meshwright ARGUMENTS` as so many ranks of a job that leave no run behind; logs go to a folder.
+    """Run `python -m meshwright ARGUMENTS` as this many ranks, without keeping a run; logs go to a folder.
 
     Failures are raised as by `launch`.
     """
@@ -171,7 +171,7 @@ def run_agent(
     variables: Mapping[str, str] = MappingProxyType({}),
     restart: int = 0,
 ) -> None:
-    """Start this machine's ranks under torch's agent, with some variables more, and wait for their end."""
+    """Start this machine's ranks under torch's agent, with some extra variables, and wait for them to end."""
     config = LaunchConfig(
         min_nodes=node.nodes,
         max_nodes=node.nodes,
@@ -182,7 +182,7 @@ def run_agent(
         logs_specs=_RankLogs(path, nproc, variables, restart),
         signals_to_handle=",".join(number.name for number in _AGENTS),
     )
-    # The agent puts its own values in place of $name in the arguments.
+    # The agent expands $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
     started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
     with _agents_words_in(path / f"logs/agent{node.suffix}.log"), _signals_kept(path / STOP_FILE), started:
@@ -193,7 +193,7 @@ def run_agent(
 
 
 def _end(folder: RunFolder, error: BaseException, on_end: OnEnd, *, new: bool) -> None:
-    """Close the record of a run whose ranks failed; a new one refused before it began leaves nothing."""
+    """Close the record of a run whose ranks failed; a new run rejected before it began leaves nothing behind."""
     if new and isinstance(error, UserError) and not folder.events():
         folder.close()
         shutil.rmtree(folder.path)
@@ -213,7 +213,7 @@ def _tidy(logs: Path) -> None:
 
 
 class _RankLogs(LogsSpecs):
-    """Rank 0 writes to our console, the others to files in the run folder; all are told where to leave an error."""
+    """Rank 0 writes to our console, the others to files in the run folder; each gets a file to write its error to."""
 
     def __init__(self, path: Path, nproc: int, variables: Mapping[str, str], restart: int) -> None:
         super().__init__(log_dir=str(path / "logs"))
@@ -229,7 +229,7 @@ class _RankLogs(LogsSpecs):
         return str(self._root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Every rank's files; the agent hands over the variables it will start each rank with."""
+        """Every rank's files; the agent passes the variables it will start each rank with."""
         files = LogsDest()
         for local, variables in envs.items():
             rank = int(variables["RANK"])  # of all machines
@@ -244,7 +244,7 @@ class _RankLogs(LogsSpecs):
 
 @contextlib.contextmanager
 def _agents_words_in(path: Path) -> Iterator[None]:
-    """What the agent logs is for its developers: into a file, not onto the user's console."""
+    """The agent's log messages are for its developers: send them to a file, not to the user's console."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler, before = logging.FileHandler(path), logger.propagate
     logger.addHandler(handler)
@@ -259,12 +259,12 @@ def _agents_words_in(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_kept(stop_file: Path) -> Iterator[None]:
-    """A signal asks the ranks to stop after the step at hand; a second one ends them at once."""
+    """A signal asks the ranks to stop after the current step; a second one kills them at once."""
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if stop_file.exists():
             raise KeyboardInterrupt
-        # A rank must not read it half-written; a full disk takes a name where it takes no text.
+        # A rank must not read it half-written; a full disk can still create a name when it cannot store text.
         with atomic_file(stop_file) as draft, contextlib.suppress(OSError):
             draft.write_text(signal.Signals(number).name)
 

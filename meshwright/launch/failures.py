@@ -1,4 +1,4 @@
-"""What a failed rank writes down, and the one sentence made of what all of them wrote."""
+"""What a failed rank writes to its error file, and how all of these become one sentence."""
 
 import json
 import os
@@ -20,14 +20,14 @@ from meshwright.errors import UserError
 from meshwright.train import OutOfMemory
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-# gloo raises plain RuntimeErrors, which only their texts tell from others.
+# gloo raises plain RuntimeErrors, which can only be recognized by their text.
 _LOST_PEER = ("by peer", "Connection refused", "Broken pipe", "connectFullMesh", "Timed out", "pair closure")
 
 
 class RankFailure(Exception):
-    """A rank crashed; the message is one sentence, the rank's own traceback is kept beside it.
+    """A rank crashed; the message is one sentence, and the rank's own traceback is kept with it.
 
-    `rank` is None where none of them is to blame.
+    `rank` is None if none of them is to blame.
     """
 
     def __init__(self, sentence: str, rank: int | None, rank_traceback: str) -> None:
@@ -36,23 +36,25 @@ class RankFailure(Exception):
 
 
 class NoMeetingPoint(RankFailure):
-    """The ranks never met: the port they would have found each other at is taken, or nobody answered there."""
+    """The ranks never connected: the rendezvous port is taken, or nobody answered there."""
 
     def __init__(self, place: str, error: Exception) -> None:
         report = " ".join(str(error.__cause__ or error).split())
         if "EADDRINUSE" in report:
             report = "the port is in use"
-        sentence = f"the ranks cannot meet at {place} ({report}); see that all machines are up, or give another port"
+        sentence = (
+            f"the ranks cannot connect at {place} ({report}); check that all machines are up, or give another port"
+        )
         super().__init__(sentence, None, "".join(traceback.format_exception(error)))
 
 
 class Hang(RankFailure):
-    """Ranks stood still; the first of those to blame is named, with every stack there was."""
+    """Ranks hang; the first one to blame is named, with all stacks that could be collected."""
 
 
 @contextmanager
 def failures_written_down() -> Iterator[None]:
-    """Leave an error that ends this rank in the file its launcher named, before its peers can notice its death."""
+    """Write an error that ends this rank to the file its launcher named, before its peers notice that it died."""
     try:
         yield
     except Exception as error:
@@ -61,26 +63,26 @@ def failures_written_down() -> Iterator[None]:
 
 
 def write_failure(error: Exception) -> None:
-    """Leave an error in the file the launcher named, if one did."""
+    """Write an error to the file the launcher named, if any."""
     if path := os.environ.get(ERROR_FILE):
-        # The agent fails itself on a file that is half-written; on a full disk the exit code still says enough.
+        # The agent itself fails on a half-written file; on a full disk the exit code still says enough.
         with suppress(OSError):
             write_atomic(Path(path), json.dumps(_described(error)))
 
 
 def leave(code: int) -> NoReturn:
-    """End a failed rank at once: taking torch down in good order takes seconds in which its peers and launcher wait."""
+    """Exit a failed rank at once: an orderly torch shutdown takes seconds while its peers and launcher wait."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """The fields torch's agents read, and ours beside them; the clock, which nobody sets, orders the failures."""
+    """The fields torch's agents read, plus ours; the monotonic clock orders the failures."""
     mistake = isinstance(error, UserError)
     report = str(error) if mistake else f"{type(error).__name__}: {error}"
     callstack = "".join(traceback.format_exception(error))
-    # torchrun prints py_callstack; nobody needs one to mend a mistake of their own.
+    # torchrun prints py_callstack; a user error needs none.
     extra = {"py_callstack": report if mistake else callstack, "timestamp": time.time()}
     return {
         "message": {"message": report, "extraInfo": extra},
@@ -94,7 +96,7 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def _lost_peer(error: Exception) -> bool:
-    """Whether this looks like the echo of another rank's death."""
+    """Whether this looks like a consequence of another rank's death."""
     if isinstance(error, WorkerDied):
         return False
     return isinstance(error, dist.DistError) or (
@@ -103,7 +105,7 @@ def _lost_peer(error: Exception) -> bool:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of ours that the error went through: in torch's own files nobody finds the cause."""
+    """The innermost line of our own code in the traceback: torch's own files do not show the cause."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(meshwright.__file__).parent
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(package)] or list(frames)
@@ -117,8 +119,8 @@ def _place(error: Exception) -> str:
 def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None = None) -> UserError | RankFailure:
     """The cause among the failures of some ranks; each traceback goes to its rank's log.
 
-    With the number of ranks given, one that is not among the failures has ended with exit code 0: the agent ends all
-    that still run, and counts them.
+    If the number of ranks is given, a rank that is not among the failures has exited with code 0: the agent kills all
+    that still run, and counts them as failures.
     """
     for failure in failures.values():
         if callstack := _callstack(failure):
@@ -126,7 +128,7 @@ def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None =
                 file.write(callstack)
     left = sorted(set(range(ranks or 0)) - set(failures))
     if left and all(_is_echo(failure) for failure in failures.values()):
-        sentence = f"rank {left[0]} ended with exit code 0 before the run was over, which its peers noticed"
+        sentence = f"rank {left[0]} exited with code 0 before the run was over, and its peers lost it"
         return RankFailure(sentence, left[0], "")
     rank = _first(failures)
     failure = failures[rank]
@@ -141,19 +143,19 @@ def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None =
         how = f"failed at {written.get('place', 'an unknown line')}: {report.splitlines()[0]}"
     elif failure.exitcode < 0:
         how = f"was killed by {failure.signal_name()}"
-        how += " (the system does so when memory runs out)" if failure.signal_name() == "SIGKILL" else ""
+        how += " (the system does this when memory runs out)" if failure.signal_name() == "SIGKILL" else ""
     else:
-        how = f"ended with exit code {failure.exitcode} and no word"
+        how = f"exited with code {failure.exitcode} and no error message"
     log = _log(failure, logs)
     where = f"its log is {log}" if log.is_file() and log.stat().st_size else "it left no log"
     return RankFailure(f"rank {rank} {how}; {where}", rank, _callstack(failure))
 
 
 def _first(failures: dict[int, ProcessFailure]) -> int:
-    """The rank that failed of itself: an error of its own, else a violent death, else whoever the agent saw first.
+    """The rank that failed first: one with an error of its own, else one killed by a signal, else the agent's first.
 
-    A killed rank leaves no time of its death and its peers' complaints come first; the agent itself ends the others
-    with SIGTERM.
+    A killed rank leaves no time of death, and its peers' errors come first; the agent itself ends the others with
+    SIGTERM.
     """
 
     def order(rank: int) -> tuple[int, float]:
@@ -168,12 +170,12 @@ def _first(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _log(failure: ProcessFailure, logs: Path) -> Path:
-    """A rank's log lies beside its error file."""
+    """A rank's log is next to its error file."""
     return logs / Path(failure.error_file).name.replace(".error.json", ".err")
 
 
 def _is_echo(failure: ProcessFailure) -> bool:
-    """Whether a rank only complained of a lost peer, or was ended by the agent."""
+    """Whether a rank only reported a lost peer, or was ended by the agent."""
     if isinstance(failure.message, dict):
         return bool(failure.error_file_data.get("lost_peer"))
     return failure.signal_name() == "SIGTERM"

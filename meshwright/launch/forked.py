@@ -1,6 +1,6 @@
-"""Ranks on the CPU are forked from their launcher: what it has imported, torch above all, no rank imports again.
+"""Fork CPU ranks from their launcher, so that no rank imports again what it has imported, above all torch.
 
-Never for ranks on GPUs, which cannot be used in a fork of a process that has asked for them.
+Never for ranks on GPUs, which cannot be used in a fork of a process that has initialized them.
 """
 
 import gc
@@ -31,13 +31,13 @@ def can_fork(job: Job) -> bool:
 
 @contextmanager
 def ranks_forked() -> Iterator[None]:
-    """Inside, torch's agent forks the ranks of `python -m meshwright ARGUMENTS` where else it starts new programs."""
+    """Inside, torch's agent forks the ranks of `python -m meshwright ARGUMENTS` instead of starting new programs."""
     preload()
 
-    torch.set_num_threads(1)  # a fork has none of the threads that compute, and would wait for them
-    agent: Any = api  # where it looks up how a rank is started
+    torch.set_num_threads(1)  # a fork has none of the compute threads, and would wait for them
+    agent: Any = api  # where it looks up how to start a rank
     starter, agent.get_subprocess_handler = agent.get_subprocess_handler, _Handler
-    gc.freeze()  # else the first collection in each rank visits, and so copies, all that was imported
+    gc.freeze()  # else the first collection in each rank touches, and so copies, all that was imported
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ class _Handler(SubprocessHandler):
 
 
 class _Started:
-    """A forked process with as much of Popen's face as the agent looks at."""
+    """A forked process with the part of Popen's interface that the agent uses."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -68,11 +68,11 @@ class _Started:
         self.pid: int = process.pid
 
     def poll(self) -> int | None:
-        """The exit code of a process that has ended."""
+        """The exit code if the process has ended."""
         return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
-        """The exit code, waited for."""
+        """Wait for the exit code."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -80,7 +80,7 @@ class _Started:
 
 
 def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str] | None, err: IO[str] | None) -> None:
-    """In the fork: become what a new program would be, then run the module."""
+    """In the fork: reset to the state of a new program, then run the module."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -89,14 +89,14 @@ def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str
     for file, descriptor in ((out, 1), (err, 2)):
         if file is not None:
             os.dup2(file.fileno(), descriptor)
-    os.environ.update(environment)  # its own alone: some of the launcher's are other in a fork
+    os.environ.update(environment)  # only its own: some of the launcher's differ in a fork
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _close_sockets() -> None:
-    """Those of the agent's store: while a rank holds them, its peers would not notice that the launcher has died."""
+    """Close the sockets of the agent's store: while a rank holds them, its peers would not notice a dead launcher."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         descriptor = int(name)
         try:

@@ -1,4 +1,4 @@
-"""A rank's signs of life: a thread that tells where the main thread is, and shows every stack when asked."""
+"""A rank's heartbeat: a thread that reports where the main thread is, and dumps every stack on request."""
 
 import json
 import os
@@ -20,36 +20,36 @@ import meshwright
 from meshwright.train import Activity
 
 WATCH = "MESHWRIGHT_WATCH"
-"""Set for ranks that our own launcher started with run.watchdog_s: where it listens, HOST:PORT."""
+"""Set for ranks that our own launcher started with run.watchdog_s: its HOST:PORT."""
 ANSWER_S = 5.0
-"""A store that does not answer within this is out of reach."""
+"""A store that does not answer within this time is unreachable."""
 _PACKAGE = Path(meshwright.__file__).parent
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """What a rank reports about itself."""
 
     number: int
-    """Grows with every beat: one that stays tells that the whole process stands still."""
+    """Grows with every beat: if it stops, the whole process hangs."""
     moves: int
-    """Grows with every phase: one that stays tells that the main thread does."""
+    """Grows with every phase: if it stops, the main thread hangs."""
     step: int
     phase: str
     place: str
-    """The innermost line of ours the main thread was in."""
+    """The innermost line of our own code in the main thread."""
     collective: str | None
-    """What of torch.distributed the main thread waited in, if anything."""
+    """The torch.distributed call the main thread waited in, if any."""
     warm: bool
     pid: int
     host: str
     done: bool = False
-    """The rank has ended in good order."""
+    """The rank has exited normally."""
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        """The beat a rank left in the store."""
+        """Parse the beat a rank left in the store."""
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
@@ -58,24 +58,24 @@ class Beat:
 
 
 class Board:
-    """Where ranks leave their beats and stacks for each other: a store of torch's."""
+    """Where ranks leave their beats and stacks for each other: a torch store."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("alive", store)
 
     @classmethod
     def at(cls, address: str) -> Self:
-        """Of a store that listens somewhere."""
+        """The board of a store that listens at this address."""
         host, _, port = address.rpartition(":")
         wait = timedelta(seconds=ANSWER_S)
         return cls(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait))
 
     def beat(self, rank: int, beat: Beat) -> None:
-        """Leave a beat."""
+        """Write a beat."""
         self._store.set(f"beat/{rank}", json.dumps(asdict(beat)))
 
     def beats(self, ranks: int) -> dict[int, Beat]:
-        """The last beat of every rank that ever had one."""
+        """The last beat of every rank that wrote one."""
         found = {}
         for rank in range(ranks):
             if self._store.check([f"beat/{rank}"]):
@@ -83,33 +83,33 @@ class Board:
         return found
 
     def ask_for_stacks(self, alarm: int) -> None:
-        """Have every rank that still beats show its stacks; of several alarms each has its own."""
+        """Ask every rank that still beats for its stacks; each of several alarms has its own number."""
         self._store.set("alarm", str(alarm))
 
     def alarm(self) -> int:
-        """The last alarm; 0 before the first."""
+        """The number of the last alarm; 0 before the first."""
         return int(self._store.get("alarm")) if self._store.check(["alarm"]) else 0
 
     def show_stacks(self, alarm: int, rank: int, text: str) -> None:
-        """Leave a rank's stacks."""
+        """Write a rank's stacks."""
         self._store.set(f"stacks/{alarm}/{rank}", text)
 
     def stacks(self, alarm: int, ranks: int) -> dict[int, str]:
-        """What was shown so far."""
+        """The stacks written so far."""
         shown = (rank for rank in range(ranks) if self._store.check([f"stacks/{alarm}/{rank}"]))
         return {rank: self._store.get(f"stacks/{alarm}/{rank}").decode(errors="replace") for rank in shown}
 
 
 class Heartbeat:
-    """Beats until it is stopped, and reads what others left: nobody else waits for a store that may be out of reach."""
+    """Beats until stopped, and reads the others' beats: only this thread waits for a store that may be unreachable."""
 
     def __init__(self, board: Board, rank: int, ranks: int, activity: Activity, watchdog_s: float) -> None:
         self._board, self._rank, self._ranks, self._activity = board, rank, ranks, activity
         self._interval_s = beat_interval_s(watchdog_s)
         self.curious = False
-        """Set to have the others' beats read."""
+        """Set to read the others' beats."""
         self.alarmed = False
-        """Set to have everyone's stacks asked for and read."""
+        """Set to request and read everyone's stacks."""
         self.others: dict[int, Beat] = {}
         self.shown: dict[int, str] = {}
         self.heard_at = time.monotonic()
@@ -120,11 +120,11 @@ class Heartbeat:
         self._number = 0
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start beating."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Say that the rank ends in good order, and fall silent."""
+        """Report that the rank exits normally, and stop beating."""
         self._stopped.set()
         self._thread.join(timeout=ANSWER_S)
         if not self._cut_off:
@@ -135,7 +135,7 @@ class Heartbeat:
         while not self._stopped.wait(self._interval_s):
             try:
                 self._exchange()
-            except RuntimeError:  # torch's: whoever keeps the store is gone, and nobody connects to it again
+            except RuntimeError:  # from torch: the process with the store is gone, and there is no reconnecting
                 self._cut_off = True
                 return
             self.heard_at = time.monotonic()
@@ -163,7 +163,7 @@ class Heartbeat:
 
 
 def beat_interval_s(watchdog_s: float) -> float:
-    """Often enough that silence shows well within the watchdog's time."""
+    """Often enough to notice silence well within the watchdog's time."""
     return min(1.0, watchdog_s / 15.0)
 
 
@@ -177,7 +177,7 @@ def stacks() -> str:
 
 
 def _whereabouts(frame: FrameType | None) -> tuple[str, str | None]:
-    """The innermost line of ours, and the collective beyond it."""
+    """The innermost line of our own code, and the collective it called."""
     collective = None
     while frame is not None:
         file = Path(frame.f_code.co_filename)

@@ -19,9 +19,9 @@ from meshwright.runs.lifecycle import OnEnd, record_failure, run_path
 def launch_node(
     loaded: LoadedJob, nproc: int, node: Node, arguments: Sequence[str], on_end: OnEnd = lambda path: None
 ) -> RunFolder:
-    """Train this machine's ranks of a run on several; its folder is there, made when it was submitted.
+    """Train this machine's ranks of a run on several; the run folder exists already, created on submission.
 
-    Failures are raised as by `launch`, on every machine that has some; a script has cleared what was left of others.
+    Failures are raised as by `launch`, on every machine that has some; a script has removed files of earlier jobs.
     """
     require_layout(loaded.job, nproc * node.nodes)
     require_devices(loaded.job, nproc)

@@ -1,4 +1,4 @@
-"""Whether, when and with how many ranks a failed run starts again."""
+"""Whether, when and with how many ranks a failed run restarts."""
 
 import os
 from collections.abc import Sequence
@@ -20,28 +20,28 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 @dataclass
 class Restarts:
-    """The failures of one launch so far, and what follows from them."""
+    """The failures of one launch so far, and how to restart after them."""
 
     job: Job
     used: int = 0
     _barren: int = 0
-    """Failures in a row between which no step was made."""
+    """Consecutive failures without a completed step between."""
     _step: int = -1
     _attempt: int = -1
-    """The last one that made a step."""
+    """The last attempt that completed a step."""
     _rank: int | None = field(default=None)
     _same_rank: int = 0
     _gpus: int = 0
-    """Those the driver showed at the last failure."""
+    """The GPUs the driver listed at the last failure."""
     _gone: tuple[int, ...] = ()
-    """Of these, whose ranks would not come up."""
+    """Of these, the GPUs whose ranks would not start."""
 
     def allows(self, cause: Exception, folder: RunFolder) -> bool:
-        """Take note of a failure; whether the run is worth another start.
+        """Record a failure; returns whether to restart the run.
 
-        A mistake of the user's fails again however often it is tried, and so does a lack of memory that comes twice
-        before a step is made. But what a restart is refused for before its first step was no mistake when the run
-        began: a disk that is read-only for a while may come back.
+        A user error fails again however often it is retried, and so does running out of memory twice before a step is
+        done. But an error before a restart's first step was not there when the run began: a disk that is read-only for
+        a while may recover.
         """
         step, attempt = last_step(folder), max((row.get("attempt", 0) for row in folder.newest().rows), default=-1)
         refused = self.used > 0 and attempt == self._attempt
@@ -55,7 +55,7 @@ class Restarts:
         return self.used < self.job.run.max_restarts and (refused or not isinstance(cause, UserError))
 
     def next(self, cause: Exception, folder: RunFolder, ranks: int) -> tuple[float, list[str]]:
-        """Count a restart and write it down: how long to wait for it, and what the job must say differently."""
+        """Count and record a restart: returns how long to wait, and overrides for the job."""
         self.used += 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._barren - 1)) if self._barren else 0.0
         smaller = self._smaller(ranks)
@@ -76,7 +76,7 @@ class Restarts:
         return wait_s, [f"layout.{name}={value}" for name, value in changed.items()]
 
     def variables(self) -> dict[str, str]:
-        """What keeps the ranks off a GPU that is shown but whose rank would not come up."""
+        """Variables that hide GPUs that are listed but whose ranks would not start."""
         if not self._gone:
             return {}
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -84,14 +84,14 @@ class Restarts:
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in self._usable(self._gone))}
 
     def _smaller(self, ranks: int) -> Job | None:
-        """The job for fewer ranks, where that is allowed and called for: a GPU is gone, or a rank never comes up."""
+        """The job for fewer ranks, if allowed and needed: a GPU is lost, or a rank never starts."""
         if not self.job.run.may_shrink:
             return None
         lost = self._rank if self._same_rank > 1 else None
         gpus = torch.cuda.device_count() if self.job.run.device in ("auto", "cuda") else 0
         if not gpus:
             return None if lost is None else shrunk(self.job, ranks - 1)
-        if gpus != self._gpus:  # those that are left have new numbers
+        if gpus != self._gpus:  # the remaining ones are renumbered
             self._gpus, self._gone, lost = gpus, (), None
         gone = self._gone if lost is None else (*self._gone, self._usable(self._gone)[lost])
         usable = len(self._usable(gone))
@@ -105,7 +105,7 @@ class Restarts:
 
 
 def shrunk(job: Job, most: int) -> Job | None:
-    """The job on as many ranks as it can use of so many, by its data-parallel axes alone; None where none fits."""
+    """The job on as many of these ranks as it can use, by changing data-parallel axes only; None if none fits."""
     layout = job.layout
     options = [(replicas, layout.dp_shard) for replicas in range(1, layout.dp_replicate)]
     options += [(layout.dp_replicate, shards) for shards in range(1, layout.dp_shard)]
@@ -120,13 +120,13 @@ def _with_degrees(job: Job, replicas: int, shards: int) -> Job | None:
     try:
         smaller = Job.model_validate(values)
         require_layout(smaller, ranks_of(smaller.layout))
-    except (ValidationError, UserError):  # the batch cannot be cut so
+    except (ValidationError, UserError):  # the batch cannot be split that way
         return None
     return smaller
 
 
 def last_step(folder: RunFolder) -> int:
-    """The last step that was recorded by any attempt; -1 before the first."""
+    """The last step recorded by any attempt; -1 before the first."""
     steps: Sequence[int] = [row["step"] for row in folder.newest().rows if "loss" in row]
     return max(steps, default=-1)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 end a run after the step at hand; a second signal ends it at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1 stop a run after the current step; a second signal stops it at once."""
 
 import os
 import signal
@@ -9,20 +9,20 @@ from pathlib import Path
 from types import FrameType
 
 STOP_FILE = "MESHWRIGHT_STOP_FILE"
-"""Names a file whose appearance asks the run to stop as a signal does: it cannot come before its handler."""
+"""Names a file that asks the run to stop, as a signal does: unlike a signal it cannot arrive before its handler."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to stop: a person, a system that shuts down, a scheduler whose time is up."""
+"""What asks a run to stop: a person, a system shutdown, a scheduler at its time limit."""
 INTERRUPTED, REQUEUE = 130, 85
 """Exit codes of a run that was asked to stop and saved its state: by Ctrl-C, and by any other signal."""
 
 
 def exit_code(reason: str | None) -> int:
-    """The exit code of a run that a signal ended after its checkpoint."""
+    """The exit code of a run that a signal stopped after saving a checkpoint."""
     return INTERRUPTED if reason in (None, "SIGINT") else REQUEUE
 
 
 class StopRequest:
-    """Becomes true when a signal asked the run to stop."""
+    """True once a signal has asked the run to stop."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -34,7 +34,7 @@ class StopRequest:
         return self.signal is not None
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """Remember the first signal; let the second one interrupt whatever is running."""
+        """Record the first signal; let the second one interrupt whatever is running."""
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name

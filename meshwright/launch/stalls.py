@@ -1,4 +1,4 @@
-"""Who of the ranks stands still: judged by their beats and one's own clock, never by theirs."""
+"""Which ranks hang: judged by their beats and this process's own clock, never by theirs."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from meshwright.launch.heartbeat import Beat
 
 COLD, COLDEST_S = 10.0, 60.0
-"""Until a rank has made its first step it may take so many times longer for a phase, and at least so long."""
+"""Before its first step a rank's phases may take this many times longer, and at least this long."""
 VERDICT, _SILENT = 0.7, 0.4
-"""Of run.watchdog_s: when a standstill is called one, so that the report is there in time, and what silence is."""
+"""Fractions of run.watchdog_s: when to declare a hang, so that the report is in time, and what counts as silence."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A standstill: who is to blame, and where every rank was last seen."""
+    """A hang: who is to blame, and where every rank was last seen."""
 
     missing: tuple[int, ...]
     silent: bool
-    """Whether the missing ones gave no sign at all; else only their main threads stand still."""
+    """Whether the missing ranks gave no sign of life at all; otherwise only their main threads hang."""
     still_s: float
     last: Mapping[int, Beat]
     never_seen: tuple[int, ...] = ()
@@ -26,13 +26,13 @@ class Stall:
     def sentence(self, watchdog_s: float) -> str:
         """Who, for how long, and where they were; where the others wait."""
         who = _ranks(self.missing)
-        how = "gave no sign" if self.silent else "made no headway"
+        how = "gave no sign of life" if self.silent else "made no progress"
         report = [f"{who} {how} for {self.still_s:.1f} s (run.watchdog_s = {watchdog_s:g})"]
         seen = [rank for rank in self.missing if rank in self.last]
         if seen:
             report.append("last seen in " + "; ".join(_each(self.last, seen)))
         if self.never_seen:
-            report.append(f"{_ranks(self.never_seen)} never seen at all")
+            report.append(f"{_ranks(self.never_seen)} never seen")
         waiting = [rank for rank, beat in self.last.items() if rank not in self.missing and not beat.done]
         if waiting:
             report.append("others in " + "; ".join(_each(self.last, waiting)))
@@ -40,7 +40,7 @@ class Stall:
 
 
 class StallDetector:
-    """Keeps since when each rank has not moved."""
+    """Tracks since when each rank has made no progress."""
 
     def __init__(self, ranks: int, watchdog_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._watchdog_s, self._clock = watchdog_s, clock
@@ -52,7 +52,7 @@ class StallDetector:
     def see(self, beats: Mapping[int, Beat]) -> None:
         """Take in the ranks' last beats.
 
-        Time in which this process itself did not get to look is nobody's fault: a machine may be that busy.
+        Time in which this process itself could not check is not counted: a machine may be that busy.
         """
         now = self._clock()
         missed = max(0.0, now - self._looked - _SILENT * self._watchdog_s / 2)
@@ -69,7 +69,7 @@ class StallDetector:
             self._last[rank] = beat
 
     def verdict(self) -> Stall | None:
-        """Of a standstill that has lasted too long."""
+        """The hang, once it has lasted too long."""
         now = self._clock()
         still = {rank: now - since for rank, since in self._moved_since.items() if not self._done(rank)}
         quiet = {rank: now - self._beat_since[rank] for rank in still}
@@ -78,7 +78,7 @@ class StallDetector:
         return self.accuse(max(still[rank] for rank in late)) if late else None
 
     def accuse(self, still_s: float) -> Stall:
-        """Name those to blame for a standstill: the silent, else those outside of collectives, else those behind."""
+        """Name the ranks to blame for a hang: the silent ones, else those outside of collectives, else those behind."""
         now = self._clock()
         alive = [rank for rank in self._moved_since if not self._done(rank)]
         unseen = tuple(rank for rank in alive if rank not in self._last)
@@ -99,13 +99,13 @@ class StallDetector:
 
 
 def _behind(beats: Mapping[int, Beat], ranks: Sequence[int]) -> list[int]:
-    """The ranks of the earliest step; all of them where nobody is behind."""
+    """The ranks at the earliest step; all of them if none is behind."""
     first = min(beats[rank].step for rank in ranks)
     return [rank for rank in ranks if beats[rank].step == first]
 
 
 def _each(beats: Mapping[int, Beat], ranks: Sequence[int]) -> list[str]:
-    """Where ranks are, those at one place together."""
+    """Where ranks are, grouped by place."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         places.setdefault(str(beats[rank]), []).append(rank)

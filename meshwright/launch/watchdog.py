@@ -1,7 +1,7 @@
-"""The watchdog: a standstill is noticed within run.watchdog_s, told with every stack there is, and ended.
+"""The watchdog: a hang is detected within run.watchdog_s, reported with all available stacks, and ended.
 
-Ranks of our own launcher are watched by it. Under torchrun or srun the ranks watch each other: whoever stands still
-looks at the others' beats, and all that can end themselves.
+Ranks of our own launcher are watched by it. Under torchrun or srun the ranks watch each other: a rank that hangs
+checks the others' beats, and all that can exit do.
 """
 
 import os
@@ -25,11 +25,11 @@ from meshwright.runs import RunFolder
 from meshwright.train import Activity
 
 _LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1
-"""Of run.watchdog_s: when a rank that stands still looks at the others, when it takes their store for lost, and how
-long stacks are waited for."""
+"""Fractions of run.watchdog_s: when a hanging rank checks the others, when it considers their store lost, and how long
+to wait for stacks."""
 
 RECONNECT_S = 900.0
-"""How long a rank that is cut off from the others waits for the network before it ends."""
+"""How long a rank that is cut off from the others waits for the network before it exits."""
 
 
 class Watch:
@@ -38,12 +38,12 @@ class Watch:
     def __init__(self, folder: RunFolder, ranks: int, watchdog_s: float) -> None:
         self._folder, self._ranks, self._watchdog_s = folder, ranks, watchdog_s
         self.hang: Hang | None = None
-        """What was found, after the ranks were ended for it."""
+        """The hang that was found, after the ranks were killed for it."""
         self._ended = threading.Event()
 
     @property
     def address(self) -> str:
-        """Where the ranks' beats are taken."""
+        """Where the ranks send their beats."""
         return f"127.0.0.1:{self._store.port}"
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        del self._board, self._store  # its port is free again
+        del self._board, self._store  # frees its port
 
     def _run(self) -> None:
         detector, alarms = StallDetector(self._ranks, self._watchdog_s), 0
@@ -68,12 +68,12 @@ class Watch:
             alarms += 1
             shown = self._stacks(alarms)
             detector.see(self._board.beats(self._ranks))
-            if (verdict := detector.verdict()) is not None:  # nobody has come back meanwhile
+            if (verdict := detector.verdict()) is not None:  # no rank has recovered meanwhile
                 self._end(verdict, shown)
                 return
 
     def _stacks(self, alarm: int) -> dict[int, str]:
-        """The stacks of all ranks that answer in time."""
+        """The stacks of all ranks that answered in time."""
         self._board.ask_for_stacks(alarm)
         deadline = time.monotonic() + _STACKS * self._watchdog_s
         while time.monotonic() < deadline and len(self._board.stacks(alarm, self._ranks)) < self._ranks:
@@ -88,7 +88,7 @@ class Watch:
 
 
 def report(folder: RunFolder, verdict: Stall, shown: Mapping[int, str], watchdog_s: float) -> Hang:
-    """Write a standstill down: a text with every stack, and an event that names it."""
+    """Record a hang: a text with every stack, and an event that names it."""
     logs = folder.path / "logs"
     number = len(list(logs.glob("watchdog-*.txt")))
     sentence = verdict.sentence(watchdog_s)
@@ -97,27 +97,27 @@ def report(folder: RunFolder, verdict: Stall, shown: Mapping[int, str], watchdog
     text += [f"\n--- rank {rank} ---\n{stack}" for rank, stack in sorted(shown.items())]
     place = logs / f"watchdog-{number}.txt"
     where = str(place.relative_to(folder.path))
-    with suppress(OSError):  # where the disk takes nothing, the ranks are restarted all the same
+    with suppress(OSError):  # if the disk cannot be written, the ranks are restarted anyway
         logs.mkdir(exist_ok=True)
         place.write_text("\n".join(text), encoding="utf-8")
     missing = list(verdict.missing)
     seen: dict[str, Any] = {str(rank): str(beat) for rank, beat in verdict.last.items()}
     folder.event("hang", missing=missing, still_s=round(verdict.still_s, 3), last_seen=seen, report=where)
-    return Hang(f"{sentence}; every stack that could be had is in {place}", verdict.missing[0], "\n".join(text))
+    return Hang(f"{sentence}; all collected stacks are in {place}", verdict.missing[0], "\n".join(text))
 
 
 @contextmanager
 def signs_of_life(watchdog_s: float, place: Place, activity: Activity) -> Iterator["Life"]:
-    """While inside, this rank's heart beats for whoever watches; without a watchdog nothing does."""
+    """While inside, this rank sends heartbeats to whoever watches; without a watchdog it sends none."""
     life = Life(watchdog_s, place, activity)
     if watchdog_s and WATCH in os.environ:
         life.begin(Board.at(os.environ[WATCH]))
     yield life
-    life.end()  # not after a failure: until the process is gone it is no end in good order
+    life.end()  # not after a failure, which is not a normal exit
 
 
 class Life:
-    """A rank's heart, once there is a store to beat into."""
+    """A rank's heartbeat, once there is a store to send it to."""
 
     def __init__(self, watchdog_s: float, place: Place, activity: Activity) -> None:
         self._watchdog_s, self._place, self._activity = watchdog_s, place, activity
@@ -125,12 +125,12 @@ class Life:
         self._peers: _Peers | None = None
 
     def begin(self, board: Board) -> None:
-        """Start to beat."""
+        """Start beating."""
         self._heartbeat = Heartbeat(board, self._place.rank, self._place.size, self._activity, self._watchdog_s)
         self._heartbeat.start()
 
     def met(self) -> None:
-        """The ranks have met: where no launcher of ours watches them, they watch each other from now on."""
+        """The ranks have connected: unless our own launcher watches them, they watch each other from now on."""
         address = os.environ.get("MASTER_ADDR")
         if not self._watchdog_s or self._heartbeat is not None or self._place.size == 1 or address is None:
             return
@@ -145,7 +145,7 @@ class Life:
             self._peers.run = run
 
     def end(self) -> None:
-        """The rank ends in good order."""
+        """The rank exits normally."""
         if self._peers is not None:
             self._peers.ended.set()
         if self._heartbeat is not None:
@@ -184,7 +184,7 @@ class _Peers:
         cut_off = time.monotonic() - self._heartbeat.heard_at > _UNHEARD * self._watchdog_s
         if cut_off:
             others = tuple(rank for rank in range(self._place.size) if rank != self._place.rank)
-            verdict = Stall(others, True, still_s, dict(self._heartbeat.others))  # the network between is cut
+            verdict = Stall(others, True, still_s, dict(self._heartbeat.others))  # the network between them is cut
         else:
             verdict = detector.accuse(still_s)
         self._heartbeat.alarmed = True
@@ -192,7 +192,7 @@ class _Peers:
         message = [rank for rank in verdict.last if rank not in verdict.missing]
         hang = Hang(verdict.sentence(self._watchdog_s), verdict.missing[0], "")
         if self.run is not None and self._place.rank == min(message, default=self._place.rank):
-            with suppress(Exception):  # a disk that is out of reach must not keep this process alive
+            with suppress(Exception):  # an unreachable disk must not keep this process alive
                 hang = report(RunFolder.open(self.run), verdict, self._heartbeat.shown, self._watchdog_s)
         write_failure(hang)
         if cut_off:
@@ -201,7 +201,7 @@ class _Peers:
 
 
 def _wait_for_store() -> None:
-    """Keep the agent from starting us again while it could not reach the others either: it would not survive that."""
+    """Keep the agent from restarting us while it could not reach the others either: it would not survive that."""
     where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     deadline = time.monotonic() + RECONNECT_S
     while time.monotonic() < deadline:
@@ -214,7 +214,7 @@ def _wait_for_store() -> None:
 
 
 def _kill_child(pid: int) -> None:
-    """Only what is a child of ours: the number came over a socket."""
+    """Kill only a child of ours: the pid came over a socket."""
     with suppress(ChildProcessError, ProcessLookupError):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One rank's life: find its device, meet the others, train, part."""
+"""One rank from start to end: find its device, connect to the others, train, exit."""
 
 import contextlib
 import os
@@ -54,13 +54,13 @@ from meshwright.train import (
 )
 
 RUN_FOLDER = "MESHWRIGHT_RUN_FOLDER"
-"""Set for ranks that our own launcher started: the folder it made for them."""
+"""Set for ranks that our own launcher started: the run folder it created for them."""
 STOP_FILE = "logs/stop"
-"""In that folder: holds a signal's name once the launcher was asked to stop."""
+"""In that folder: contains a signal's name once the launcher was asked to stop."""
 
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Set by torch's agents: how often they have started these ranks again."""
+"""Set by torch's agents: how often they have restarted these ranks."""
 
 
 def run_job(
@@ -71,12 +71,12 @@ def run_job(
     resume: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Finished:
-    """Train a job in this process, alone or as one of its ranks; what can be refused is refused before anything is
-    written.
+    """Train a job in this process, alone or as one of its ranks; errors are raised before anything is written where
+    possible.
 
-    Rank 0 alone prepares, prints and records; each rank saves its share. With `resume`, or where an agent has started
-    the ranks again, a run folder that is there is continued. However the run ends, `on_end` is called with its folder
-    (to write the report, which lives in a higher room). `dtype` overrides the formats of masters and computation.
+    Only rank 0 prepares, prints and records; each rank saves its shard. With `resume`, or if an agent has restarted the
+    ranks, an existing run folder is continued. However the run ends, `on_end` is called with its folder (to write the
+    report, which is in a higher room). `dtype` overrides the formats of masters and computation.
     """
     _require_ranks(loaded.job, place)
     launched_in = os.environ.get(RUN_FOLDER) if place else None
@@ -85,7 +85,7 @@ def run_job(
         job = with_own_device(loaded.job, place) if place else loaded.job
         device = choose_device(job)
         prepare_device(job, device)
-        activity.at("meeting the other ranks")
+        activity.at("connecting to the other ranks")
         world = _met(job, device) if place else World(device)
         life.met()
         activity.at("preparing data and looking for a checkpoint")
@@ -100,13 +100,13 @@ def run_job(
                         with reports(folder, job, corpus, start, console) as to, memory_errors_explained(job, world):
                             loader = training_loader(job, corpus, world, start.position, start.cursors())
                             with closing(loader):
-                                loader.start()  # its workers read while the model is built
+                                loader.start()  # its workers read ahead while the model is built
                                 trainer = set_up_trainer(job, corpus, world, start, *to)
                                 outcome = trainer.run(stop, loader)
                         break
                     except Rewind as rewind:
                         bad = (rewind.step, rewind.position)
-                    del trainer  # its weights, before there are new ones
+                    del trainer  # frees its weights before new ones are allocated
                     start = rewinds.start_again(start, *bad)
                 record_end(folder, world, outcome, stop, activity)
         except BaseException as error:
@@ -115,25 +115,25 @@ def run_job(
             raise
         if folder is not None:
             on_end(folder.path)
-    # Only now: after a failure the connections must outlive what this rank has to say about it.
+    # Only now: after a failure the connections must stay open until this rank has reported it.
     if place and dist.is_initialized():
         dist.destroy_process_group()
     return Finished(start.lease.run, outcome, stop.signal)
 
 
 def _met(job: Job, device: torch.device) -> World:
-    """The world, once all ranks have met; a port that another program has is no fault of the job's."""
+    """The world, once all ranks are connected; a port taken by another program is not the job's fault."""
     try:
         return join_world(job, device)
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):  # the echo of a peer that died
+        if "EADDRINUSE" not in str(error):  # a consequence of a peer that died
             raise
         place = f"MASTER_ADDR:MASTER_PORT = {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise NoMeetingPoint(place, error) from None
 
 
 def run_quietly(loaded: LoadedJob, resume: bool = False, dtype: torch.dtype | None = None) -> Finished:
-    """Train a job in silence as the rank this process is among torchrun's, or alone where it is none."""
+    """Train a job without output as the rank this process is under torchrun, or alone if it is none."""
     return run_job(loaded, Console(quiet=True), own_place(), resume=resume, dtype=dtype)
 
 
@@ -147,14 +147,14 @@ def _require_ranks(job: Job, place: Place | None) -> None:
 
 
 def _restarts(place: Place | None) -> int:
-    """How often torch's agent has started these ranks again."""
+    """How often torch's agent has restarted these ranks."""
     return int(os.environ.get(RESTARTS, "0")) if place else 0
 
 
 def _open(
     loaded: LoadedJob, job: Job, world: World, console: Console, launched_in: str | None, resume: bool
 ) -> tuple[Corpus, RunFolder | None, Start]:
-    """Rank 0 prepares data and folder, then the others find the data in the cache and all a checkpoint to resume."""
+    """Rank 0 prepares data and folder, then the others find the data in the cache and all look for a checkpoint."""
 
     def prepare_all() -> tuple[Corpus, Path, bool]:
         path = Path(launched_in) if launched_in else run_path(loaded, resume)
@@ -190,12 +190,12 @@ def _open(
 
 
 def _last_failure(folder: RunFolder) -> str:
-    """What the ranks wrote down before their agent started them again."""
+    """What the ranks recorded before their agent restarted them."""
     report = folder.events("start", "hang", "stop")
     if not report or report[-1]["kind"] == "start":
-        return "a rank died without a word"
+        return "a rank died without an error message"
     last = report[-1]
-    return str(last.get("error") or f"ranks {last.get('missing')} stood still; see {last.get('report')}")
+    return str(last.get("error") or f"ranks {last.get('missing')} hung; see {last.get('report')}")
 
 
 @contextlib.contextmanager
@@ -204,16 +204,16 @@ def _stop(launched_in: str | None) -> Iterator[Stop]:
         with stop_on_signal() as stop:
             yield stop
     else:
-        # A scheduler may send its warning to every process of a job; it is the launcher's to act on.
+        # A scheduler may send its warning to every process of a job; only the launcher acts on it.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         yield _LauncherStop(Path(launched_in) / STOP_FILE)
 
 
 class _LauncherStop:
-    """Becomes true when the launcher was asked to stop, or is gone.
+    """True once the launcher was asked to stop, or is gone.
 
     A file rather than a signal: the agent ends the peers of a dead rank with SIGTERM, which must work at once, and
-    what it does with other signals leaves no time to save large weights.
+    its handling of other signals leaves no time to save large weights.
     """
 
     def __init__(self, file: Path) -> None:
@@ -225,6 +225,6 @@ class _LauncherStop:
             if os.getppid() != self._launcher:
                 self.signal = "launcher died"
             else:
-                with contextlib.suppress(OSError):  # not there, or the disk does not answer
+                with contextlib.suppress(OSError):  # missing, or the disk does not respond
                     self.signal = self._file.read_text().strip() or signal.SIGTERM.name
         return self.signal is not None

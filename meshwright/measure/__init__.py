@@ -1,4 +1,4 @@
-"""Measuring: what a job reaches on the hardware at hand, where its time goes, lists of settings, and the hardware."""
+"""Measuring: a job's speed on this hardware, where its time goes, lists of settings, and the hardware itself."""
 
 from meshwright.measure.bench import Bench, Spread, bench
 from meshwright.measure.calibrate import measure_profile

@@ -1,4 +1,4 @@
-"""A job measured: its own training loop over its own data, some steps of it timed, others looked into."""
+"""Measure a job: run its own training loop over its own data, time some steps, and profile others."""
 
 import statistics
 import time
@@ -33,20 +33,20 @@ PROFILE_STEPS = 2
 
 @dataclass(frozen=True)
 class Spread:
-    """Some measurements of the same thing."""
+    """Repeated measurements of one quantity."""
 
     median: float
     low: float
-    """A tenth were below."""
+    """A tenth are below."""
     high: float
-    """A tenth were above."""
+    """A tenth are above."""
     least: float
     most: float
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a job reached. Rates are of all devices together unless they say otherwise."""
+    """The result of a bench. Rates are over all devices unless stated otherwise."""
 
     device: str
     devices: int
@@ -56,44 +56,46 @@ class Bench:
     steps: int
     tokens_per_step: int
     first_step_s: float
-    """With compilation and allocation."""
+    """Includes compilation and allocation."""
     timed_s: float
-    """From the end of the warm-up to the end of the last timed step, with what lies between steps."""
+    """From the end of the warm-up to the end of the last timed step, including the time between steps."""
     step_s: Spread
     tokens_per_s: float
     """By the median step."""
     tokens_per_s_per_device: float
     mfu: float | None
-    """Of 6·P_matmul + 12·L·S·A FLOPs a token, which count attention as if it saw the whole sequence."""
+    """Based on 6·P_matmul + 12·L·S·A FLOPs per token, which count attention over the whole sequence."""
     mfu_causal: float | None
-    """As mfu, with the attention that a causal mask leaves."""
+    """As mfu, but counting only attention under the causal mask."""
     hfu: float | None
-    """As mfu, with what recomputation and flash attention's backward repeat."""
+    """As mfu, plus what recomputation and flash attention's backward repeat."""
     peak_memory_bytes: int | None
     steady_memory_bytes: int | None
     reserved_memory_bytes: int | None
-    """What torch's allocator took from the device; None on a CPU."""
+    """Memory reserved by torch's allocator; None on a CPU."""
     device_memory_bytes: int | None
-    """What the device says is used, by everyone; None on a CPU."""
+    """Memory in use on the device by all processes; None on a CPU."""
     data_wait_share: float
-    """Of the timed steps' time."""
+    """Fraction of the timed steps' time."""
     losses: list[float]
     phases_s: dict[str, float] | None
-    """Median seconds of a step's phases; measured in steps of their own, since each phase waits for the device. None
-    for an asynchronous pipeline, whose phases overlap."""
+    """Median seconds of a step's phases; measured in separate steps, since each phase waits for the device. None for an
+    asynchronous pipeline, whose phases overlap."""
     attention: dict[str, Any] | None
-    """The kernel that was chosen, and the milliseconds of those tried; None where there was no choice."""
+    """The chosen kernel, and the milliseconds of those tried; None if there was no choice."""
     kernels: KernelTimes | None
     """On request."""
     predicted: list[dict[str, Any]]
-    """What the planner expected of the step, its parts and its memory, beside what they were; empty where it cannot
-    tell."""
+    """The planner's predictions of the step, its parts and its memory, with the measured values; empty if it cannot
+    predict the job."""
 
 
 def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, profile: bool = False) -> Bench:
-    """Train `warmup` + `steps` steps and time the latter; then look into a few more."""
+    """Train `warmup` + `steps` steps and time the latter; then profile a few more."""
     if steps < 1 or warmup < 1:
-        raise UserError(f"--steps {steps} and --warmup {warmup} must both be at least 1; the first step compiles")
+        raise UserError(
+            f"--steps {steps} and --warmup {warmup} must both be at least 1; correct them (the first step compiles)"
+        )
     extra = PHASE_STEPS + (PROFILE_STEPS if profile else 0)
     timed_job = _without_evaluation(job, warmup + steps + extra)
     loader = training_loader(timed_job, corpus, world)
@@ -102,7 +104,7 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     watch.attention = choose_attention(timed_job, world)
     engine, weights = build(timed_job, world)
     training = make_trainer(timed_job, corpus, engine, weights, watch, watch, world)
-    if not is_asynchronous(job):  # whose stages have phases of their own
+    if not is_asynchronous(job):  # whose stages have their own phases
         watch.phases = Phases(training)
     outcome = training.run(loader=loader)
     return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes)
@@ -115,7 +117,7 @@ def _without_evaluation(job: Job, steps: int) -> Job:
 
 
 class _Watch(Silent):
-    """Recorder and progress of a measured run: keeps the rows, and begins each way of looking when it is due."""
+    """Recorder and progress of a measured run: keeps the rows, and starts each kind of measurement when it is due."""
 
     def __init__(self, timed_after: int, timed_until: int, device: torch.device, profile: bool) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -198,7 +200,7 @@ def _predicted(
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """Median, tenths and ends."""
+    """Median, 10th and 90th percentile, minimum and maximum."""
     ordered = sorted(values)
     tenth = (len(ordered) - 1) / 10
     return Spread(
@@ -207,7 +209,7 @@ def spread_of(values: Sequence[float]) -> Spread:
 
 
 def executed_flops_per_token(job: Job) -> float:
-    """FLOPs of products and attention a token costs, full attention, with what backwards repeat."""
+    """FLOPs of products and full attention per token, including what is recomputed in backward."""
     table = table_of(job) if job.layout.pp > 1 and not is_asynchronous(job) else None
     modes: dict[int, Mode] = {}
     for rank in range(job.layout.pp if table else 1):

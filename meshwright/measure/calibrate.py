@@ -1,7 +1,7 @@
-"""What this device does: products, attention, copies, the loss, updates, launches and its link to the host.
+"""Measure this device: products, attention, copies, the loss, updates, launches and its link to the host.
 
-Operands are random and larger together than the device's caches, and times are medians. What does not fit in memory or
-is not there is left out and named; where time runs out, the coarse shapes are in and the finer ones are not.
+Operands are random and together larger than the device's caches, and times are medians. What does not fit in memory or
+is not supported is skipped and listed; if time runs out, the coarse shapes are measured and the finer ones are not.
 """
 
 import os
@@ -31,7 +31,7 @@ from meshwright.train.kernels import BACKENDS
 LIMIT_S = 100.0
 QUICK_LIMIT_S = 25.0
 _CACHE_BYTES = 256 * 2**20
-"""Operands that calls go round in: several times the cache of any GPU."""
+"""Bytes of operands that calls cycle through: several times the cache of any GPU."""
 _UPDATE_ENTRIES = 16 * 2**20
 
 Report = Callable[[str], None]
@@ -50,11 +50,11 @@ class Calibration:
         self._limit_s = QUICK_LIMIT_S if quick else LIMIT_S
 
     def profile(self) -> Profile:
-        """Everything; about two minutes at most."""
+        """Measure everything; about two minutes at most."""
         self.report("launches and copies")
         fields: dict[str, Any] = {"copies": tuple(self._copies()), "updates": tuple(self._updates())}
         fields |= self._launches() | self._host()
-        # Each part may use what is left up to its own share; attention and the loss are few and come first.
+        # Each part may use the time left up to its own share; attention and the loss are few and come first.
         self.report("attention")
         fields["attentions"] = tuple(self._until(0.30, self._attentions()))
         self.report("loss")
@@ -64,7 +64,7 @@ class Calibration:
         if not fields["products"] or not fields["copies"]:
             raise UserError(
                 f"nothing could be measured on {device_words(self.device)} ({'; '.join(self.skipped[:2])}); "
-                "free its memory and try again"
+                "free its memory and retry"
             )
         return Profile(
             **identity(self.device),
@@ -74,18 +74,18 @@ class Calibration:
         )
 
     def _until(self, share: float, results: Iterator[Any]) -> Iterator[Any]:
-        """Results until a share of all the time is spent."""
+        """Yield results until a fraction of the total time is spent."""
         for result in results:
             yield result
             if time.perf_counter() - self._began > share * self._limit_s:
-                self.skipped.append("finer shapes: the time was up")
+                self.skipped.append("finer shapes: time ran out")
                 return
 
     def _try(self, what: str, measure: Callable[..., Any], *arguments: Any) -> Any:
-        """A measurement, or None with its reason written down."""
+        """A measurement, or None with the reason recorded."""
         try:
             return measure(*arguments)
-        except (RuntimeError, TypeError) as error:  # memory that ran out is the former, an unknown format either
+        except (RuntimeError, TypeError) as error:  # out of memory is the former, an unknown format either
             if self.cuda:
                 torch.cuda.empty_cache()
             first = (str(error).splitlines() or [""])[0]
@@ -129,7 +129,7 @@ class Calibration:
         return found | ({} if launch is None else {"kernel_s": launch})
 
     def _launch_s(self, small: torch.Tensor) -> float:
-        """The host's time alone: calls return before the device is done."""
+        """Host time only: calls return before the device is done."""
         times = []
         for _ in range(7):
             self.watch.wait()
@@ -248,7 +248,7 @@ class Calibration:
         return self.watch.median_s(lambda n: add_product(total, left[n % rounds].t(), right[n % rounds]))
 
     def _fp8_product_s(self, kind: ProductKind, rows: int, columns: int, inner: int) -> float:
-        """Operands with the summed dim last, as the trainer lays them out; formats and sums as in its passes."""
+        """Operands with the summed dim last, as in the trainer; formats and accumulation as in its passes."""
         rounds = self._rounds(rows * inner + inner * columns + 2 * rows * columns)
         first = FORWARD if kind == "forward" else GRADIENT
 
@@ -276,7 +276,7 @@ def _groups(one: AttentionShape) -> tuple[str, ...]:
 
 
 def identity(device: torch.device) -> dict[str, Any]:
-    """What a profile says of the device itself."""
+    """The fields of a profile that identify the device."""
     common: dict[str, Any] = {"date": today(), "torch": torch.__version__, "device": device_words(device)}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -294,7 +294,7 @@ def identity(device: torch.device) -> dict[str, Any]:
 
 
 def device_words(device: torch.device) -> str:
-    """The device as its maker calls it."""
+    """The device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     import platform
@@ -303,7 +303,7 @@ def device_words(device: torch.device) -> str:
 
 
 def measure_profile(device: torch.device, place: Place | None, *, quick: bool, report: Report) -> Profile | None:
-    """The profile on rank 0 or in a process alone; None on other ranks."""
+    """The profile on rank 0 or in a single process; None on other ranks."""
     if place is None:
         return Calibration(device, quick, report).profile()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

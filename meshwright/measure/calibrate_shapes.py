@@ -1,5 +1,5 @@
-"""The shapes a calibration measures: those of decoders from 0.1B to 70B and of their shares under tensor parallelism,
-coarse ones first, so that a device that runs out of time has something of everything."""
+"""The shapes a calibration measures: those of decoders from 0.1B to 70B and of their shards under tensor parallelism,
+coarse ones first, so that a device that runs out of time has measured some of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ import torch
 from meshwright.hardware.profile import Attention, ProductKind
 
 _MOST_FLOPS = 15e12
-"""Of one product: about 20 ms on the fastest GPUs of 2026."""
+"""Limit on one product: about 20 ms on the fastest GPUs of 2026."""
 _EVERY = {"bf16": 1, "fp8": 2, "tf32": 3, "fp32": 3}
 """bf16 gets every number of tokens, fp8 every second, the wider formats every third."""
 _WIDE_PROJECTIONS = 5
-"""Projections that formats wider than 16 bits are measured with, where others are the rule."""
+"""Projections that formats wider than 16 bits are measured with, if they are not the main ones."""
 _WIDE_SHARE = 0.05
-"""Of the largest product in FLOPs, what fp32 gets without the units for narrow formats."""
+"""Fraction of the largest product's FLOPs for fp32 without tensor cores."""
 
 Size = tuple[str, ProductKind, int, int, int]
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One attention to measure."""
+    """One attention call to measure."""
 
     dtype: str
     batch: int
@@ -46,9 +46,9 @@ class Shapes:
     tokens: tuple[int, ...]
     """Rows of projections."""
     projections: tuple[tuple[int, int], ...]
-    """Outputs and inputs."""
+    """Outputs and inputs of projections."""
     heads: tuple[tuple[int, int, int], ...]
-    """Tokens of a chunk, vocabulary and width."""
+    """Tokens per chunk, vocabulary and width of losses."""
     attentions: tuple[AttentionShape, ...]
     losses: tuple[tuple[int, int], ...]
     copies: tuple[int, ...]
@@ -78,12 +78,12 @@ class Shapes:
 
 
 def shapes_for(device: torch.device) -> Shapes:
-    """A GPU's or a CPU's."""
+    """The shapes for a GPU or a CPU."""
     return _GPU if device.type == "cuda" else _CPU
 
 
 def _projections(width: int, inner: int, kv: int) -> list[tuple[int, int]]:
-    """Of one decoder: q, k and v together, the output, gate and up together, down, and q and up alone."""
+    """Of one decoder: fused q, k and v, the output, fused gate and up, down, and q and up alone."""
     return [(width + 2 * kv, width), (width, width), (2 * inner, width), (width, inner), (inner, width)]
 
 

@@ -1,4 +1,4 @@
-"""How long collectives take between the ranks at hand, by kind, group and size."""
+"""How long collectives take between these ranks, by kind, group and size."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ _LIMIT_S = 25.0
 def collectives(
     device: torch.device, nodes_of: Callable[[list[int]], int], sizes: tuple[int, ...] = SIZES
 ) -> list[Collective]:
-    """Every kind over groups of 2, 4, … and all ranks; every rank calls this, and rank 0's medians are kept."""
+    """Measure every kind over groups of 2, 4, … and all ranks; all ranks call this, and rank 0's medians count."""
     rank, size = dist.get_rank(), dist.get_world_size()
     counts = sorted({2**power for power in range(1, size.bit_length()) if 2**power <= size} | {size})
     groups = {count: dist.new_group(list(range(count))) for count in counts}
@@ -62,7 +62,7 @@ def _group(
 
 
 def _exchange(whole: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Neighbours, two and two, send each other everything at once."""
+    """Pairs of neighbours send each other everything at once."""
     neighbour = group.rank() ^ 1
     if neighbour < group.size():
         there, back = dist.P2POp(dist.isend, whole, neighbour, group), dist.P2POp(dist.irecv, other, neighbour, group)
@@ -71,7 +71,7 @@ def _exchange(whole: torch.Tensor, other: torch.Tensor, group: dist.ProcessGroup
 
 
 def _median_s(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float | None:
-    """Median seconds of one call that all members make together; None where the backend has no such collective."""
+    """Median seconds of one call that all members make together; None if the backend lacks the collective."""
     try:
         call()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Which kernels (operations, on a CPU) a step's time goes to."""
+"""Which kernels (on a CPU, operations) take a step's time."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ KINDS = {
     "copies": ("memcpy", "memset", "copy_", "copy"),
     "optimizer": ("adam", "multi_tensor", "foreach"),
 }
-"""Parts of names, the first kind that matches; what none knows is `other`: mostly fused element-wise work."""
+"""Substrings of names, the first matching kind wins; the rest is `other`: mostly fused element-wise work."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel's part in a step."""
+    """One kernel's share of a step."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """A step's time on the device by kernel; on a CPU by operation, each without those it calls."""
+    """A step's device time by kernel; on a CPU by operation, each without those it calls."""
 
     kinds_s: dict[str, float]
     top: list[Kernel]
@@ -47,17 +47,17 @@ class Kernels:
         self._profile: Any = None
 
     def begin(self) -> None:
-        """Profile from now on."""
+        """Start profiling."""
         activities = [ProfilerActivity.CUDA] if self._cuda else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *activities])
         self._profile.start()
 
     def end(self, steps: int) -> None:
-        """Stop, and keep what a step took."""
+        """Stop, and keep the times per step."""
         self._profile.stop()
         kernels = []
         for event in self._profile.key_averages():
-            # The profiler puts the names torch's optimizers give their steps on the device's line too.
+            # The profiler also puts the names of torch's optimizer steps on the device's timeline.
             if self._cuda and (not is_cuda_event(event) or event.key.startswith("Optimizer.")):
                 continue
             microseconds = event.self_device_time_total if self._cuda else event.self_cpu_time_total
@@ -71,7 +71,7 @@ class Kernels:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel does, by its name; a fused one of the compiler's is named after all it holds, products never."""
+    """The kind of a kernel, by name; a fused kernel is named after all it contains, which is never a product."""
     lowered = name.lower()
     if lowered.startswith("triton_"):
         return "other"

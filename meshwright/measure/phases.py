@@ -1,4 +1,4 @@
-"""Where a step's time goes, by waiting for the device between its phases."""
+"""Where a step's time goes, measured by waiting for the device between its phases."""
 
 import statistics
 import time
@@ -11,12 +11,12 @@ import torch
 from meshwright.train import Trainer
 
 PHASES = ("data", "forward", "loss", "backward", "forward and backward", "reduce", "optimizer", "other")
-"""`forward and backward` stands for its three parts where a pipeline interleaves them; gradients are reduced over ranks
-inside backward as far as they overlap with it; `reduce` is what ranks agree on afterwards, and clipping."""
+"""`forward and backward` replaces its three parts if a pipeline interleaves them; gradient reduction that overlaps with
+backward counts as backward; `reduce` is what ranks exchange afterwards, and clipping."""
 
 
 class Phases:
-    """Stop-watches around the parts of a training's steps, while asked for."""
+    """Timers around the parts of a training step, while enabled."""
 
     def __init__(self, training: Trainer) -> None:
         self._training = training
@@ -26,7 +26,7 @@ class Phases:
         self._collected_at = self._step_began = 0.0
 
     def begin(self) -> None:
-        """Watch from the next step on."""
+        """Start timing from the next step on."""
         training, engine = self._training, self._training.engine
         self._around(training, "step", self._whole_step)
         self._around(training, "_next", self._timed("data"))
@@ -40,12 +40,12 @@ class Phases:
         self._around(training.weights, "zero_gradients", self._zero)
 
     def end(self) -> None:
-        """Leave everything as it was."""
+        """Remove the timers."""
         while self._undo:
             self._undo.pop()()
 
     def medians(self) -> dict[str, float]:
-        """Seconds of every phase that was seen; together about a step."""
+        """Median seconds of every phase that occurred; the sum is about a step."""
         return {
             phase: statistics.median(step[phase] for step in self._steps)
             for phase in PHASES

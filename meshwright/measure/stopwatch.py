@@ -1,4 +1,4 @@
-"""Timing calls on a device: by its own events on a GPU, by the clock on a CPU; medians of groups of calls."""
+"""Time calls on a device: with CUDA events on a GPU, with the clock on a CPU; medians over groups of calls."""
 
 import statistics
 import time
@@ -19,7 +19,7 @@ class Stopwatch:
         """Seconds spent on one measurement."""
 
     def median_s(self, call: Callable[[int], object]) -> float:
-        """Median seconds of one call; `call` gets a running number, to take other memory each time."""
+        """Median seconds of one call; `call` gets a running number, to use different memory each time."""
         call(0)
         once = self._span(call, 1)
         calls = max(1, min(_MOST_CALLS, int(self._goal_s / GROUPS / max(once, 1e-7))))
@@ -27,7 +27,7 @@ class Stopwatch:
         return statistics.median(self._span(call, calls) for _ in range(groups)) / calls
 
     def busy(self, call: Callable[[int], object], seconds: float) -> None:
-        """Keep the device at work for a time, so that its clock and its power are those of long runs."""
+        """Keep the device busy for a while, so that its clock and power are those of long runs."""
         began, number = time.perf_counter(), 0
         while time.perf_counter() - began < seconds:
             for _ in range(10):
@@ -36,7 +36,7 @@ class Stopwatch:
             self.wait()
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait until the device has finished its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

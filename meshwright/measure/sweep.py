@@ -1,4 +1,4 @@
-"""A list of settings measured one after the other, each in a process of its own, with results that outlive them."""
+"""Measure a list of settings one after the other, each in its own process, with results that persist."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ OUT_OF_MEMORY = "ran out of memory"
 
 
 def settings_of(fields: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every combination of `field=value,value,…` as overrides; commas inside brackets and quotes part nothing."""
+    """Every combination of `field=value,value,…` as overrides; commas inside brackets and quotes do not split."""
     axes = []
     for field in fields:
         name, equals, values = field.partition("=")
@@ -40,18 +40,18 @@ def _parted(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One job under many settings; a row of results is a line of a file, and what has one is not measured again."""
+    """One job under many settings; each result is a line of a file, and settings with a result are not repeated."""
 
     job: str
     overrides: tuple[str, ...]
-    """For all settings."""
+    """Overrides for all settings."""
     settings: Sequence[tuple[str, ...]]
     arguments: tuple[str, ...]
-    """Further ones of `meshwright bench`."""
+    """Extra arguments of `meshwright bench`."""
     file: Path
 
     def done(self) -> dict[tuple[str, ...], dict[str, Any]]:
-        """Rows of this job, overrides and arguments that the file has already."""
+        """Rows of this job, overrides and arguments that are already in the file."""
         rows = {}
         for line in self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else ():
             try:
@@ -68,7 +68,7 @@ class Sweep:
         return [setting for setting in self.settings if setting not in done]
 
     def run(self) -> Iterator[dict[str, Any]]:
-        """Measure what is left; a row comes, and is in the file, as soon as it is known."""
+        """Measure what is left; yields each row, already written to the file, as soon as it is known."""
         for setting in self.left():
             row = {**self._asked(), "setting": list(setting), **self._measure(setting)}
             torn = self.file.exists() and not self.file.read_text(encoding="utf-8").endswith("\n")

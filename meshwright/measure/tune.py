@@ -1,4 +1,4 @@
-"""A job tuned on the machine at hand: what the planner thinks best is run shortly, then the loader is swept."""
+"""Tune a job on this machine: short runs of the planner's best settings, then a sweep of the loader."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from meshwright.plan.compare import cluster_here
 
 RECOMPUTE = ("none", "selective", "full")
 LOADERS = ((0, 2), (2, 2), (4, 4))
-"""Workers and prefetched batches that are tried."""
+"""Workers and prefetched batches to try."""
 _USUAL_MFU = (0.4, 0.6)
 _SAFE = 0.97
-"""Of the device's memory, what a setting may be predicted to take before it is not tried."""
+"""Fraction of the device's memory above which a predicted setting is not tried."""
 
 Setting = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One setting: what was expected of it and what it gave."""
+    """One setting: its prediction and its result."""
 
     part: str
     """micro-batch, or loader."""
@@ -40,19 +40,19 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """Everything that was tried, and the settings that were fastest."""
+    """Everything that was tried, and the fastest settings."""
 
     tried: tuple[Tried, ...]
     best: Setting
     before: Tried
-    """The job as it was given."""
+    """The original job."""
     after: Tried
 
     @property
     def verdict(self) -> str:
-        """The best beside what is usual."""
+        """The best setting compared with the original job and the usual MFU."""
         gain = (self.after.tokens_per_s or 0.0) / (self.before.tokens_per_s or 1.0) - 1
-        report = f"{gain:+.1%} over the job as it was"
+        report = f"{gain:+.1%} over the original job"
         if self.after.mfu is None:
             return report
         low, high = _USUAL_MFU
@@ -71,8 +71,8 @@ def tune(
     arguments: tuple[str, ...],
     report: Callable[[Tried], None],
 ) -> Tuned:
-    """Measure the job as it is, the planner's `best` micro-batches and recomputations, then loaders, pinned or not."""
-    job = load_job(source, overrides, trust=True).job  # bench runs it, and asks
+    """Measure the original job, the planner's `best` micro-batches and recomputations, then loaders, pinned or not."""
+    job = load_job(source, overrides, trust=True).job  # bench runs it, and asks for trust
     run = _Runs(source, tuple(overrides), file, arguments, report)
     before = run.one("as given", (), _expected(job, device, devices))
     tried, seen = [before], {_named(job)}
@@ -80,7 +80,7 @@ def tune(
         if _named(candidate.job if candidate else load_job(source, [*overrides, *setting], trust=True).job) in seen:
             continue
         tried.append(run.one("micro-batch", setting, candidate))
-        if tried[-1].state == "out of memory":  # the prediction was wrong: half of it, then, to confirm what fits
+        if tried[-1].state == "out of memory":  # the prediction was wrong: try half of it, to confirm what fits
             half = _halved(source, overrides, setting)
             if half is not None:
                 tried.append(run.one("micro-batch", half, None))
@@ -88,7 +88,7 @@ def tune(
     for workers, prefetch in LOADERS:
         setting = (*fastest.setting, f"data.workers={workers}", f"data.prefetch={prefetch}")
         tried.append(run.one("loader", setting, None))
-    if device != "CPU":  # which has nothing to copy to
+    if device != "CPU":  # which needs no copies
         pinned = load_job(source, [*overrides, *_fastest(tried).setting], trust=True).job.data.pin_memory
         setting = (*_fastest(tried).setting, f"data.pin_memory={str(not pinned).lower()}")
         tried.append(run.one("loader", setting, None))
@@ -105,7 +105,7 @@ class _Runs:
     report: Callable[[Tried], None]
 
     def one(self, part: str, setting: Setting, candidate: Candidate | None) -> Tried:
-        """One short run in its own process, or what an earlier one left in the file."""
+        """One short run in its own process, or an earlier result from the file."""
         sweep = Sweep(self.source, self.overrides, [setting], self.arguments, self.file)
         for _ in sweep.run():
             pass
@@ -133,7 +133,7 @@ class _Runs:
 def _fastest(tried: list[Tried]) -> Tried:
     measured = [one for one in tried if one.tokens_per_s is not None]
     if not measured:
-        raise UserError(f"no setting of the job ran ({tried[0].why}); mend the job or lower batch.micro_batch")
+        raise UserError(f"no setting of the job ran ({tried[0].why}); fix the job or lower batch.micro_batch")
     return max(measured, key=lambda one: one.tokens_per_s or 0.0)
 
 
@@ -154,7 +154,7 @@ def _expected(job: Job, device: str, devices: int) -> Candidate | None:
 def _settings(
     source: str, overrides: list[str], job: Job, device: str, devices: int, best: int
 ) -> Iterator[tuple[Setting, Candidate | None]]:
-    """The settings worth a run, most promising first: by prediction where there is one, else the largest of each."""
+    """The settings worth running, most promising first: by prediction if there is one, else the largest of each."""
     share = job.batch.global_batch // job.data_parallel
     micros = [size for size in range(1, share + 1) if share % size == 0]
     found: list[tuple[Setting, Candidate | None]] = []

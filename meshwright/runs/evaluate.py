@@ -1,4 +1,4 @@
-"""A run's newest weights judged by texts: its own held-out one, and any others."""
+"""Evaluate a run's newest weights on texts: its own held-out text, and any others."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ _ALL = 1 << 40
 def evaluate_run(
     run: Path, sets: Mapping[str, str], device: str, batches: int | None, trust: bool = False
 ) -> tuple[dict[str, Score], int]:
-    """The scores of some sets by name, or of the run's own held-out text when none is given, and the weights' step."""
+    """The scores of named sets, or of the run's own held-out text if none is given, and the step of the weights."""
     saved = RunFolder.open(run).resolved_job(trust=trust)
     limit = _ALL if batches is None else batches
     job = saved.model_copy(

@@ -1,4 +1,4 @@
-"""The run folder: everything about a run in one place, written so that a failure leaves nothing half-made."""
+"""The run folder: everything about a run in one place, written so that a failure leaves nothing incomplete."""
 
 import json
 import math
@@ -44,31 +44,31 @@ _SAMPLE = re.compile(r"step-(\d{1,15})\.txt")
 _MOST_SAMPLES = 1000
 _SAMPLE_BYTES = 1 << 16
 _NEWEST_BYTES = 1 << 18
-# What readers take these files' fields for, where they are there.
+# The types readers expect of these files' fields, where present.
 _ENVIRONMENT = {"time": str, "argv": list, "variables": dict}
 _CODE = {"package": dict | None, "working_directory": dict | None}
 
 
 class RunFolder:
-    """A run's folder: made once by `create`, read and continued by `open`."""
+    """A run's folder: created by `create`, read and continued by `open`."""
 
     def __init__(self, path: Path) -> None:
-        """Use `create` or `open`; this only remembers where the folder lies."""
+        """Use `create` or `open`; this only stores the path."""
         self.path = path
         self._outbox = Outbox(path)
         self._refused: OSError | None = None
         self._refused_since, self._warned = 0.0, -math.inf
         self.tell: Callable[[str], None] = _to_stderr
-        """Says to whoever watches that the disk takes nothing, and that it does again."""
+        """Reports that the disk cannot be written, and when it can be again."""
         self._since: float | None = None
         self.unread: dict[str, Tally] = {}
-        """Of every file of rows that was read: how many lines could not be."""
+        """Per file of rows that was read: how many lines were unreadable."""
         self.lease: Lease | None = None
-        """Where set, nothing is appended once a later attempt has taken the run over."""
+        """If set, nothing is appended once a later attempt has taken over the run."""
 
     @classmethod
     def create(cls, path: Path, raw_job: str, resolved_job: dict[str, Any], argv: list[str]) -> Self:
-        """Make the folder with job, code version and environment; all of it or nothing."""
+        """Create the folder with job, code version and environment; all of it or nothing."""
         path = Path(path)
         cls.require_free(path)
         code, diff = describe_code()
@@ -90,12 +90,12 @@ class RunFolder:
 
     @staticmethod
     def is_free(path: Path) -> bool:
-        """Whether nothing is there, or an empty folder."""
+        """Whether the path does not exist or is an empty folder."""
         return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
     @classmethod
     def require_free(cls, path: Path) -> None:
-        """Refuse a place that holds something already; an empty folder is welcome."""
+        """Reject a path that is taken; an empty folder is fine."""
         if not cls.is_free(path):
             raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another or remove it')
 
@@ -108,29 +108,29 @@ class RunFolder:
         return cls(path)
 
     def begin_attempt(self) -> "Lease":
-        """Become the one who writes here; whoever did before is fenced off."""
+        """Become the writer of this folder; fences off the previous one."""
         from meshwright.checkpoint import Lease
 
         starts = [event.get("attempt", 0) for event in self.events("start")]
         with disk_errors(self.path):
             lease = Lease.claim(self.path, max(starts, default=-1) + 1)
-        if lease.attempt >= ATTEMPTS:  # whose rows nobody would read
+        if lease.attempt >= ATTEMPTS:  # whose rows would not be read
             lease.give_up()
             raise UserError(
-                f"run.folder = {self.path} says it had {lease.attempt} attempts, more than any run has; start a new run"
+                f"run.folder = {self.path} claims {lease.attempt} attempts, more than any run can have; start a new run"
             )
         self.lease = lease
         return lease
 
     def end_attempt(self) -> None:
-        """Let go of what only a running attempt needs."""
+        """Release what only a running attempt needs."""
         if self.lease is not None:
             with disk_errors(self.path):
                 self.lease.give_up()
             self.lease = None
 
     def describe_attempt(self, number: int, argv: list[str]) -> None:
-        """Keep what an attempt runs: its job as it is now, code with its changes, packages, machine, variables."""
+        """Record what an attempt runs: its current job, code with changes, packages, machine, variables."""
         code, diff = describe_code()
         description = {
             "attempt": number,
@@ -146,13 +146,13 @@ class RunFolder:
         self.write(f"attempts/{number}.json", _pretty(description))
 
     def attempt(self, number: int) -> dict[str, Any]:
-        """What an attempt ran, and under `files` the names of the files that say it."""
+        """What an attempt ran, with the names of its description files under `files`."""
         names = [f"attempts/{number}.json", f"attempts/{number}.diff"]
         files = [name for name in names if (self.path / name).is_file()]
         return {**_object(self.path / names[0]), "files": files}
 
     def change_job(self, resolved_job: dict[str, Any]) -> dict[str, list[Any]]:
-        """Let the folder speak of the job as it is resumed; what differs is returned as field → [before, now]."""
+        """Update the folder's job to the one being resumed; returns the differences as field → [before, now]."""
         before, now = _fields(self.job()), _fields(json.loads(_pretty(resolved_job)))
         changed = {name: [before.get(name), now.get(name)] for name in {**before, **now}}
         changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
@@ -166,14 +166,14 @@ class RunFolder:
         self._append("metrics.jsonl", row)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append something that happened, with the time (UTC) and the seconds since the folder was made."""
-        # An error's text may hold the address of a service.
+        """Append an event, with the time (UTC) and the seconds since the folder was created."""
+        # An error's text may contain the address of a service.
         fields = {name: without_secrets(value) if isinstance(value, str) else value for name, value in fields.items()}
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._append("events.jsonl", {"kind": kind, "time": stamp, "elapsed_s": round(self._elapsed_s(), 3), **fields})
 
     def _elapsed_s(self) -> float:
-        """Seconds since the folder was made; a clock that is set while we run changes nothing about them."""
+        """Seconds since the folder was created; unaffected if the clock is set while we run."""
         if self._since is None:
             self._since = time.monotonic() - max(0.0, time.time() - self._made_at())
         return time.monotonic() - self._since
@@ -181,7 +181,7 @@ class RunFolder:
     def _made_at(self) -> float:
         try:
             return datetime.fromisoformat(self.environment()["time"]).timestamp()
-        except (UserError, KeyError, ValueError, OverflowError):  # no reason not to go on
+        except (UserError, KeyError, ValueError, OverflowError):  # no reason to fail
             return time.time()
 
     def memory(self, row: dict[str, Any]) -> None:
@@ -189,42 +189,42 @@ class RunFolder:
         self._append("memory.jsonl", row)
 
     def sample(self, step: int, text: str) -> None:
-        """Keep a text the model wrote at a step."""
+        """Save a text sample of a step."""
         self.write(f"samples/step-{step:08d}.txt", text)
 
     def write(self, name: str, text: str) -> None:
-        """Keep a small text file of the run, whole or not at all."""
+        """Write a small text file of the run, completely or not at all."""
         self._note(self._outbox.put(name, text.encode("utf-8", "replace")))
 
     def numbers(self) -> Metrics:
-        """The rows of numbers so far, of a very long run the extremes of every stretch, and what they come to."""
+        """The rows of numbers so far (in a very long run, the extremes of every interval) and their sums."""
         with _damage_told(path := self.path / "metrics.jsonl"):
             metrics = read_metrics(path)
         self.unread[path.name] = metrics.tally
         return metrics
 
     def newest(self) -> Metrics:
-        """The newest rows of numbers alone, whatever the length of the file."""
+        """Only the newest rows of numbers, whatever the length of the file."""
         with _damage_told(path := self.path / "metrics.jsonl"):
             metrics = read_metrics(path, _NEWEST_BYTES)
         self.unread[path.name] = metrics.tally
         return metrics
 
     def metrics(self) -> list[Row]:
-        """The rows of `numbers` alone."""
+        """Only the rows of `numbers`."""
         return self.numbers().rows
 
     def step_rows(self, step: int) -> list[Row]:
-        """Every row that any attempt wrote of one step."""
+        """Every row that any attempt wrote for one step."""
         with _damage_told(path := self.path / "metrics.jsonl"):
             return [row for row in stream_rows(path, METRICS, Tally(path.name)) if row["step"] == step]
 
     def events(self, *kinds: str) -> list[Row]:
-        """Everything that happened so far, or what is of some kinds; of very many the first and the last."""
+        """All events so far, or those of some kinds; if there are very many, the first and the last."""
         return self._kept("events.jsonl", lambda row: not kinds or row["kind"] in kinds)
 
     def memory_curve(self) -> list[Row]:
-        """What was held in the first steps; empty where nobody watched."""
+        """The memory curve of the first steps; empty if it was not recorded."""
         return self._kept("memory.jsonl") if os.path.lexists(self.path / "memory.jsonl") else []
 
     def _kept(self, name: str, wanted: Callable[[Row], bool] = lambda row: True) -> list[Row]:
@@ -233,7 +233,7 @@ class RunFolder:
             return kept_rows(path, MEMORY if name == MEMORY.name else EVENTS, tally, wanted)
 
     def samples(self) -> dict[int, str]:
-        """The texts the model wrote, by step; of very many the newest."""
+        """The text samples by step; if there are very many, the newest."""
         try:
             names = [file.name for file in (self.path / "samples").iterdir()]
         except OSError:
@@ -250,24 +250,24 @@ class RunFolder:
         job = _object(path := self.path / "job.resolved.json")
         with _damage_told(path):
             if not all(isinstance(section, dict) for section in job.values()):
-                raise Unfit("it holds no sections of a job")
+                raise Unfit("it has no sections of a job")
         return job
 
     def steps(self) -> int:
-        """The steps the job asks for."""
+        """The number of steps in the job."""
         with _damage_told(self.path / "job.resolved.json"):
             steps = self.job().get("run", {}).get("steps")
             if type(steps) is not int:
-                raise Unfit("its run.steps is no number")
+                raise Unfit("its run.steps is not a number")
         return steps
 
     def resolved_job(self, *, trust: bool = False) -> "Job":
-        """The resolved job, checked: what was altered since is refused by name, and code it names unless trusted."""
+        """The resolved job, validated: fields altered since are rejected by name, and code it names unless trusted."""
         from meshwright.job import job_of_table, require_trust
 
         job = job_of_table(self.job(), str(self.path / "job.resolved.json"))
         if not trust:
-            # A run that is looked at compiles nothing into its cache.
+            # Inspecting a run compiles nothing into its cache.
             require_trust(job, str(self.path), frozenset({"data.cache"}))
         return job
 
@@ -285,29 +285,29 @@ class RunFolder:
         return _object(self.path / "code.json", _CODE)
 
     def state(self) -> State:
-        """What the last start or stop says; a run whose process was killed outright still says running."""
+        """The state after the last start or stop; a run whose process was killed still says running."""
         return state_of(self.events("start", "restart", "stop"))
 
     def stop_signal(self) -> str | None:
-        """What asked the run to stop the last time, if anything did."""
+        """The signal that last asked the run to stop, if any."""
         stops = self.events("stop")
         return stops[-1].get("signal") if stops else None
 
     def written(self) -> bool:
-        """Try once more to write what the disk has not taken yet; whether all of it is there now."""
+        """Retry writing what the disk has not accepted yet; returns whether everything is written now."""
         if self._refused is not None:
             self._require_lease()
             self._note(self._outbox.send())
         return self._refused is None
 
     def require_written(self) -> None:
-        """Refuse to go on while the disk has not taken all there was to write."""
+        """Raise if the disk has not accepted everything yet."""
         if not self.written():
             assert self._refused is not None
             raise refusal(self.path, self._refused) from self._refused
 
     def close(self) -> None:
-        """Close what was opened for writing; a later line opens it again."""
+        """Close files opened for writing; a later line reopens them."""
         self._outbox.close()
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
@@ -320,15 +320,15 @@ class RunFolder:
             self.lease.require()
 
     def _note(self, refused: OSError | None) -> None:
-        """Say that the disk takes nothing, not at every row, and write down that it takes everything again."""
+        """Report that the disk cannot be written, not at every row, and record when it can be again."""
         before, self._refused, now = self._refused, refused, time.monotonic()
         if refused is not None and before is None:
             self._refused_since = now
             if now - self._warned > _WARN_EVERY_S:
                 self._warned = now
                 self.tell(
-                    f"warning: {self.path} cannot be written ({refused.strerror or refused}); the run goes on, and "
-                    "what it has to write is kept in memory until the disk takes it"
+                    f"warning: {self.path} cannot be written ({refused.strerror or refused}); the run continues, and "
+                    "its records are kept in memory until the disk accepts them"
                 )
         elif refused is None and before is not None:
             seconds = round(now - self._refused_since, 3)
@@ -338,12 +338,12 @@ class RunFolder:
 
 
 def _to_stderr(text: str) -> None:
-    with suppress(OSError):  # it may lie on the same disk
+    with suppress(OSError):  # it may be on the same disk
         sys.stderr.write(f"{text}\n")
 
 
 def state_of(events: Iterable[dict[str, Any]]) -> State:
-    """What the last start or stop of these events says."""
+    """The state that these events' last start or stop gives."""
     state: State = "running"
     for event in events:
         if event["kind"] in ("start", "restart"):
@@ -362,21 +362,19 @@ def _object(path: Path, types: Mapping[str, Any] | None = None) -> dict[str, Any
         loaded = read_object(path)
         for name, kind in (types or {}).items():
             if name in loaded and not isinstance(loaded[name], kind):
-                raise Unfit(f"its {name} is of another kind")
+                raise Unfit(f"its {name} has the wrong type")
     return loaded
 
 
 @contextmanager
 def _damage_told(path: Path) -> Iterator[None]:
-    """Turn a file that is not there or not fit into one sentence."""
+    """Turn a missing or invalid file into one sentence."""
     try:
         yield
     except FileNotFoundError as error:
-        raise UserError(f"{path} is missing, without which this is no run folder; restore it from a copy") from error
+        raise UserError(f"{path} is missing, and a run folder needs it; restore it from a copy") from error
     except Unfit as unfit:
-        raise UserError(
-            f"{path} is damaged ({unfit}), without which this is no run folder; restore it from a copy"
-        ) from unfit
+        raise UserError(f"{path} is damaged ({unfit}), and a run folder needs it; restore it from a copy") from unfit
 
 
 def _pretty(value: dict[str, Any]) -> str:
@@ -384,7 +382,7 @@ def _pretty(value: dict[str, Any]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Plain JSON values: floats that are not finite as words, scalars of torch and numpy as numbers, paths as text."""
+    """Plain JSON values: non-finite floats as words, torch and numpy scalars as numbers, paths as text."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Text from a run folder: its job, its newest weights, its tokenizer."""
+"""Generate text from a run folder: its job, its newest weights, its tokenizer."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from meshwright.train import choose_device, generate
 def generate_from_run(
     run: Path, prompt: str, tokens: int, temperature: float, top_p: float, seed: int, device: str
 ) -> tuple[str, int]:
-    """The prompt and its continuation by a run's newest weights, with the step they were saved at."""
-    saved = RunFolder.open(run).resolved_job(trust=True)  # it runs none of its code
+    """The prompt and its continuation by a run's newest weights, and the step of those weights."""
+    saved = RunFolder.open(run).resolved_job(trust=True)  # none of its code is run
     job = saved.model_copy(update={"run": saved.run.model_copy(update={"device": device})})
     if job.model.file is not None:
-        raise UserError(f"{run} trained model.file = {job.model.file}, which cannot write text; use a preset")
+        raise UserError(f"{run} trained model.file = {job.model.file}, which cannot generate text; use a preset")
     target = choose_device(job)
     checkpoint = newest_weights(run)
     if not (run / "tokenizer.json").is_file():

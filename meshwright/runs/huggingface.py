@@ -1,4 +1,4 @@
-"""Run folders and Hugging Face folders: one made from the other, and a run that starts from the latter."""
+"""Run folders and Hugging Face folders: import, export, and a run that starts from such a folder."""
 
 import json
 import sys
@@ -17,19 +17,19 @@ from meshwright.model import count_parameters
 from meshwright.runs.folder import RunFolder
 
 Report = Callable[[int, int], None]
-"""Called with the bytes done and those to do."""
+"""Called with the bytes done and the total."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a Hugging Face folder."""
+    """The result of importing a Hugging Face folder."""
 
     parameters: int
     bytes: int
 
 
 def import_folder(folder: Path, out: Path, report: Report = lambda done, total: None) -> Imported:
-    """Make a run folder at step 0 out of a Hugging Face folder, whole or not at all."""
+    """Create a run folder at step 0 from a Hugging Face folder, completely or not at all."""
     shape = model_of_folder(folder)
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
@@ -57,22 +57,24 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
 
 
 def export_run(run: Path, out: Path, dtype: str, report: Report = lambda done, total: None) -> Exported:
-    """Write a run's newest weights as a Hugging Face folder, whole or not at all."""
-    job = RunFolder.open(run).resolved_job(trust=True)  # nothing runs its code
+    """Write a run's newest weights as a Hugging Face folder, completely or not at all."""
+    job = RunFolder.open(run).resolved_job(trust=True)  # none of its code is run
     if job.model.file is not None:
-        raise UserError(f"{run} trained model.file = {job.model.file}, which no Hugging Face family is; use a preset")
+        raise UserError(
+            f"{run} trained model.file = {job.model.file}, which is not a Hugging Face architecture; use a preset"
+        )
     export = Export(run, job.model, dtype)
     return export.write(out, _added_up(report, export.bytes))
 
 
 def require_start(job: Job) -> None:
-    """Refuse a folder of first weights that are not all there, before anything is written."""
+    """Reject a folder with incomplete initial weights, before anything is written."""
     if (folder := start_folder(job.model)) is not None:
         HfWeights(folder, job.model).require()
 
 
 def keep_start(job: Job, run: Path) -> None:
-    """Keep what came with the first weights for an export, unless the text is cut by another tokenizer."""
+    """Keep the files that came with the initial weights for an export, unless another tokenizer is used."""
     folder = start_folder(job.model)
     if folder is None:
         return
@@ -82,7 +84,7 @@ def keep_start(job: Job, run: Path) -> None:
 
 
 def _job_file(sections: dict[str, dict[str, Any]]) -> str:
-    """A job that starts from the folder; the shape is there."""
+    """A job that starts from the folder, which has the shape."""
     lines = ["[model]", f"init_from = {json.dumps(sections['model']['init_from'])}"]
     if "sources" in sections["data"]:
         lines += ["[data]", 'sources = ["builtin:synthetic"]']

@@ -1,4 +1,4 @@
-"""What is around a training: its run folder, its data, where it reports to, and how its end is recorded."""
+"""Everything around a training: its run folder, its data, where it reports to, and how its end is recorded."""
 
 import contextlib
 import shutil
@@ -41,12 +41,12 @@ OnEnd = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended in good order."""
+    """A run that ended normally."""
 
     folder: Path
     outcome: Outcome
     signal: str | None = None
-    """What asked it to stop, if anything did."""
+    """What asked it to stop, if anything."""
 
 
 class Stop(Protocol):
@@ -55,11 +55,11 @@ class Stop(Protocol):
     signal: str | None
 
     def __call__(self) -> bool:
-        """Asked after every step."""
+        """Called after every step."""
 
 
 def run_path(loaded: LoadedJob, resume: bool = False) -> Path:
-    """Where the run will live: run.folder, or a new folder named after the job and the time."""
+    """The path of the run: run.folder, or a new folder named after the job and the time."""
     if resume and loaded.job.run.folder is None:
         raise UserError("--resume needs run.folder, which the job does not set; set it or give the run folder as JOB")
     if loaded.job.run.folder is not None:
@@ -68,7 +68,7 @@ def run_path(loaded: LoadedJob, resume: bool = False) -> Path:
 
 
 def made_for_backup(loaded: LoadedJob, path: Path, resume: bool) -> bool:
-    """Whether a run whose folder is lost goes on from copies of its checkpoints; it then has a folder again."""
+    """Whether a run whose folder is lost can continue from its backup; if so, its folder is created again."""
     target = loaded.job.checkpoint.backup_to
     if not resume or target is None or not any(one.complete for one in backups(path, target)):
         return False
@@ -77,8 +77,8 @@ def made_for_backup(loaded: LoadedJob, path: Path, resume: bool) -> bool:
 
 
 def require_room(job: Job, path: Path, resume: bool = False) -> None:
-    """Refuse a run folder that is taken, first weights that are not whole, a disk too small for the last checkpoint, a
-    backup out of reach."""
+    """Reject a run folder that is taken, incomplete initial weights, a disk too small for the last checkpoint, or an
+    unreachable backup."""
     RunFolder.require_free(path)
     require_sinks(job)
     require_start(job)
@@ -97,13 +97,13 @@ def require_room(job: Job, path: Path, resume: bool = False) -> None:
 
 
 def prepare_data(job: Job, console: Console) -> Corpus:
-    """The job's corpus, with a line on the console that follows its making."""
+    """The job's corpus, with a progress line on the console while it is prepared."""
     with console.status("preparing data") as status:
         return open_corpus(job, lambda stage, share: status.update(f"{stage} {share:.0%}"))
 
 
 def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
-    """The run's folder with the job as it was written and as it was understood."""
+    """Create the run's folder with the job as written and as resolved."""
     folder = RunFolder.create(path, loaded.raw, loaded.job.model_dump(mode="json"), sys.argv)
     keep_start(loaded.job, path)
     return folder
@@ -113,8 +113,8 @@ def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
 def reports(
     folder: RunFolder | None, job: Job, corpus: Corpus, start: Start, console: Console
 ) -> Iterator[tuple[Recorder, Progress, Callable[[dict[str, Any]], None] | None, dict[str, Any] | None]]:
-    """Where an attempt reports to: recorder, progress, what takes the memory curve, and the attention kernel an earlier
-    attempt chose. Only rank 0 has a folder; the others keep silent."""
+    """Where an attempt reports to: recorder, progress, memory curve, and the attention kernel that an earlier attempt
+    chose. Only rank 0 has a folder; the others are silent."""
     if folder is None:
         yield Silent(), Silent(), None, None
         return
@@ -129,17 +129,17 @@ def reports(
 
 
 def _attention_of(folder: RunFolder) -> dict[str, Any] | None:
-    """What an earlier attempt of a run chose, as it recorded it."""
+    """The choice that an earlier attempt of a run recorded."""
     chosen = folder.events("attention")
     return {name: chosen[-1][name] for name in ("kernel", "groups", "milliseconds")} if chosen else None
 
 
 def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: Stop, activity: Activity) -> None:
-    """Record how the run ended, and wait until the disk has taken all of it; all ranks call this together."""
+    """Record how the run ended, and wait until everything is on disk; all ranks call this together."""
 
     def record() -> None:
         assert folder is not None
-        stop()  # where another rank was asked first, the reason may have arrived here by now
+        stop()  # if another rank was asked first, the reason may have arrived here by now
         memory = {"peak_memory_bytes": outcome.peak_memory_bytes, "steady_memory_bytes": outcome.steady_memory_bytes}
         folder.event("stop", reason=outcome.reason, step=outcome.step, signal=stop.signal, **memory)
 
@@ -149,18 +149,18 @@ def record_end(folder: RunFolder | None, world: World, outcome: Outcome, stop: S
         folder.end_attempt()
 
     on_rank_zero(world, record)
-    for _ in tries(lambda: activity.at("waiting for room on the disk")):
+    for _ in tries(lambda: activity.at("waiting for disk space")):
         if from_rank_zero(world, on_rank_zero(world, lambda: folder is None or folder.written())):
             break
     on_rank_zero(world, end)
 
 
 def record_failure(folder: RunFolder, error: BaseException, report: str, on_end: OnEnd) -> None:
-    """End the record of a failed run, or of one that a second signal ended at once."""
+    """Close the record of a failed run, or of one that a second signal stopped at once."""
     end = {"reason": "failed", "error": report}
     if isinstance(error, KeyboardInterrupt):
-        end = {"reason": "interrupted", "error": "a second signal ended it at once, unsaved"}
-    # Where the disk is the failure these writes fail too; the first error is the one the user must see.
+        end = {"reason": "interrupted", "error": "a second signal stopped it at once, unsaved"}
+    # If the disk is the failure, these writes fail too; the first error is the one the user must see.
     with contextlib.suppress(UserError, OSError):
         folder.event("stop", **end)
         wait_until_written(folder)
@@ -169,7 +169,7 @@ def record_failure(folder: RunFolder, error: BaseException, report: str, on_end:
 
 
 def wait_until_written(folder: RunFolder) -> None:
-    """Give a full disk a minute to take what the run has to write."""
+    """Give a full disk a minute to accept what the run has to write."""
     for _ in tries():
         if folder.written():
             break
@@ -182,11 +182,11 @@ def _tokens_told(corpus: Corpus) -> str:
 
 
 def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, console: Console) -> None:
-    """One line that says what is about to be trained, on what, and where it is kept."""
+    """One line that says what is trained, on what, and where it is saved."""
     parts: list[Any] = [
         f"{count_parameters(job.model):,} parameters",
         _tokens_told(corpus),
-        f"{job.tokens_per_step:,} tokens a step ({job.batch.global_batch} × {job.batch.sequence_length}, "
+        f"{job.tokens_per_step:,} tokens per step ({job.batch.global_batch} × {job.batch.sequence_length}, "
         f"accumulation {job.accumulation})",
         *_packing(job, corpus),
         f"{job.precision.compute} on {device_name(world.device)}" + (f" × {world.size}" if world.size > 1 else ""),
@@ -194,13 +194,13 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     ]
     text = " · ".join(parts)
     if slow := emulated_format(job, world.device):
-        text += f" · note: this CPU has no {slow} arithmetic, fp32 is far faster here"
+        text += f" · note: this CPU has no {slow} arithmetic; fp32 is much faster here"
     for line in (text, *(f"note: {note}" for note in (*corpus.notes, *_little_text(job, corpus)))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _little_text(job: Job, corpus: Corpus) -> list[str]:
-    """A remark where one step already reads some of the text twice."""
+    """A note if one step already reads some of the text twice."""
     if corpus.flow is not None:
         return []
     stream = training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed)
@@ -214,11 +214,11 @@ def _little_text(job: Job, corpus: Corpus) -> list[str]:
 
 
 def _packing(job: Job, corpus: Corpus) -> list[str]:
-    """What packing costs, where there is any, beside what concatenating would."""
+    """The cost of packing, if used, compared with concatenating."""
     index = training_index(corpus, job.data, job.batch.sequence_length)
     if index is None:
         return []
     return [
         f"packing {job.data.packing}: {index.shares.padded:.1%} padding, {index.shares.truncated:.1%} of the tokens "
-        f"cut off from their document's beginning ({index.running.truncated:.1%} if concatenated)"
+        f"separated from the beginning of their document ({index.running.truncated:.1%} if concatenated)"
     ]

@@ -1,4 +1,4 @@
-"""A run's numbers in a bounded amount of memory: all rows of a run as most are, of a longer one its extremes."""
+"""A run's metrics in bounded memory: all rows of a normal run, the extremes of a very long one."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from typing import NamedTuple
 from meshwright.reading import METRICS, Row, Tally, stream_rows
 
 MOST_ROWS = 1 << 14
-"""Rows held; where there are more, of every few neighbours the lowest and the highest loss stay."""
+"""Rows kept; beyond that, the lowest and the highest loss of every few neighbours."""
 _LONGEST_LIST = 16
 _LONG = frozenset((str, list, dict))
-"""Types of values that may take much memory."""
+"""Types of values that may need much memory."""
 
 
 class Sums(NamedTuple):
-    """What the rows up to one of them come to."""
+    """Running sums over the rows."""
 
     rows: int = 0
     seconds: float = 0.0
-    """What the steps took."""
+    """Total time of the steps."""
     bad: int = 0
     """Steps without a finite loss."""
     first_bad: int | None = None
@@ -27,7 +27,7 @@ class Sums(NamedTuple):
 
 @dataclass
 class Metrics:
-    """What metrics.jsonl says; of steps that were made again after a restart, the later ones."""
+    """The contents of metrics.jsonl; for steps recomputed after a restart, the later rows."""
 
     rows: list[Row] = field(default_factory=list)
     sums: Sums = field(default_factory=Sums)
@@ -39,11 +39,11 @@ class Metrics:
 
 
 def read_metrics(path: Path, newest_bytes: int | None = None) -> Metrics:
-    """Read a run's numbers, however long the file is, or the newest of them alone."""
+    """Read a run's metrics, however long the file is, or only the newest."""
     metrics, thinned, attempt = Metrics(), _Thinned(), 0
     for row in stream_rows(path, METRICS, metrics.tally, newest_bytes):
         number = row.get("attempt", 0)
-        if number > attempt:  # it begins where a checkpoint was: what earlier ones did beyond, or still do, is void
+        if number > attempt:  # it starts from a checkpoint: earlier attempts' rows beyond it are void
             attempt = number
             thinned.cut(row["step"])
         if number == attempt:
@@ -56,14 +56,14 @@ _Held = tuple[Row, Sums]
 
 
 class _Thinned:
-    """Rows as they come, of a kind (steps, evaluations) as many in a stretch as in any other."""
+    """Rows as they arrive, thinned to the same number of each kind (steps, evaluations) in every interval."""
 
     def __init__(self) -> None:
         self._kept: list[_Held] = []
         self._fresh: list[_Held] = []
         self.sums = Sums()
         self._group = 1
-        """So many rows in a row become at most two of each kind."""
+        """This many consecutive rows become at most two of each kind."""
 
     def add(self, row: Row) -> None:
         self.sums = _added(self.sums, row)
@@ -77,7 +77,7 @@ class _Thinned:
             self._group = 2 * max(2, self._group)
 
     def cut(self, step: int) -> None:
-        """Take back what was done from a step on."""
+        """Drop the rows from a step on."""
         for held in (self._fresh, self._kept):
             while held and held[-1][0]["step"] >= step:
                 held.pop()
@@ -89,7 +89,7 @@ class _Thinned:
 
 
 def _extremes(some: list[_Held]) -> list[_Held]:
-    """Of each kind of row the one with the lowest loss and the one with the highest, in their order."""
+    """Of each kind of row the one with the lowest loss and the one with the highest, in order."""
     chosen = set()
     for name in ("loss", "val_loss"):
         own = [(_height(one[0][name]), place) for place, one in enumerate(some) if one[0].get(name) is not None]
@@ -109,7 +109,7 @@ def _added(sums: Sums, row: Row) -> Sums:
 
 
 def _slim(row: Row) -> Row:
-    """A row without what nobody draws and what could be long."""
+    """A row without values that are never plotted and could be long."""
     if _LONG.isdisjoint(map(type, row.values())):
         return row
     return {name: value for name, value in row.items() if _is_small(value)}

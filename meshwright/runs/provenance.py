@@ -19,7 +19,7 @@ _GIT_TIMEOUT_S = 30
 
 
 def describe_environment(argv: list[str]) -> dict[str, Any]:
-    """Versions, machine, devices, the variables that steer a run, and the command."""
+    """Versions, machine, devices, the variables that affect a run, and the command."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "argv": recorded_command(argv),
@@ -45,7 +45,7 @@ def describe_packages() -> dict[str, str]:
 
 
 def describe_code() -> tuple[dict[str, Any], str]:
-    """Versions of the package and of the repositories it and the work lie in, and their uncommitted changes."""
+    """Versions of the package and of the repositories that contain it and the working directory, with their diffs."""
     package = Path(meshwright.__file__).parent
     checkout = _repository(package / "__init__.py")
     here = _repository(Path.cwd())
@@ -64,7 +64,7 @@ def _package_version(name: str) -> str | None:
 
 
 def _device_names() -> list[str]:
-    """GPU names from the driver: asking torch would start CUDA in a process that may still fork its ranks."""
+    """GPU names from the driver: asking torch would initialize CUDA in a process that may still fork its ranks."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -82,7 +82,7 @@ def _driver_version() -> str | None:
 
 
 def _cpu_name() -> str | None:
-    """As Linux names it; None where nobody does, as on most ARM machines."""
+    """The CPU's name according to Linux; None if unknown, as on most ARM machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -91,13 +91,13 @@ def _cpu_name() -> str | None:
 
 
 def _repository(path: Path) -> dict[str, Any] | None:
-    """Root, commit and uncommitted changes of the git checkout a path belongs to; None outside one, or without git."""
+    """Root, commit and uncommitted changes of the git checkout containing a path; None outside one or without git."""
     folder = path if path.is_dir() else path.parent
     root = _output(["git", "rev-parse", "--show-toplevel"], folder)
     if root is None:
         return None
     if path.is_file():
-        # An installed package may lie inside someone else's checkout, in an ignored environment: not its code.
+        # An installed package may be inside an unrelated checkout, in an ignored environment: not its code.
         belongs = _output(["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", path.name], folder)
         if not belongs:
             return None
@@ -112,7 +112,7 @@ def _repository(path: Path) -> dict[str, Any] | None:
 
 
 def _output(command: list[str], folder: Path) -> str | None:
-    """What a command prints; None when it is not there, fails or takes too long."""
+    """What a command prints; None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_S, check=False

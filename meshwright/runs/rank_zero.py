@@ -1,4 +1,4 @@
-"""Rank 0 acts for all, and what it found is known to all."""
+"""Rank 0 acts for all ranks, and shares the result with all."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class SharedRefusal(UserError):
-    """A user's mistake that every rank knows of; rank 0 tells it for all."""
+    """A user error that every rank knows about; rank 0 reports it for all."""
 
 
 def on_rank_zero(world: World, action: Callable[[], T]) -> T | None:
-    """Do something on rank 0 while the others wait; a UserError there is raised on every rank, so that none hangs."""
+    """Run a function on rank 0 while the others wait; a UserError there is raised on every rank, so that none hangs."""
     if world.size == 1:
         return action()
     result: T | None = None

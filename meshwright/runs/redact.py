@@ -1,6 +1,6 @@
-"""What of a command and its surroundings is written into run files, which everybody may read.
+"""Which parts of a command and its environment are recorded in run files, which anyone may read.
 
-A list of what is known to do no harm, not of what is known to be secret: a name nobody thought of stays out.
+An allowlist of what is harmless, not a blocklist of secrets: an unforeseen name is left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _BY_PREFIX = {
     "MESHWRIGHT_": "RUN_FOLDER STOP_FILE PROFILES",
 }
 VARIABLES = frozenset(prefix + name for prefix, names in _BY_PREFIX.items() for name in names.split())
-"""Variables that steer a run or say where it ran."""
+"""Variables that affect a run or say where it ran."""
 _COMMANDS = ("train", "submit", "verify", "checkpoint", "import")
 _FLAGS = ("--resume", "--json", "--debug", "--per-rank", "--ladder", "--run", "--trust")
 _VALUED = (
@@ -49,12 +49,12 @@ _VALUED = (
 
 
 def recorded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the environment what may be written down."""
+    """The part of the environment that may be recorded."""
     return {name: without_secrets(environment[name]) for name in sorted(VARIABLES & environment.keys())}
 
 
 def recorded_command(argv: Sequence[str]) -> list[str]:
-    """The command line with everything hidden but the job, its fields and the options known here."""
+    """The command line with everything hidden except the job, its fields and known options."""
     return ["meshwright", *_words(list(argv[1:]))]
 
 
@@ -77,4 +77,4 @@ def _words(left: list[str]) -> Iterator[str]:
         else:
             yield HIDDEN
             if not equals and left and not left[0].startswith("-"):
-                left.pop(0)  # its value, or what cannot be told from one
+                left.pop(0)  # its value, or what could be one

@@ -1,4 +1,4 @@
-"""A recorded step made again, on one device: its loss, its norm, and every sample's share in it."""
+"""Recompute a recorded step on one device: its loss, its gradient norm, and the loss of every sample."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from meshwright.runs.lifecycle import prepare_data
 from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader
 
 _TEXT = 200
-"""Characters shown of a sample."""
+"""Characters of a sample to show."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ReplayedSample:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step comes to when it is made again, beside what was recorded."""
+    """The result of recomputing a step, and what was recorded."""
 
     step: int
     position: int
@@ -44,19 +44,19 @@ class Replay:
     recorded_loss: float | None
     recorded_grad_norm: float | None
     from_step: int
-    """Of the checkpoint it began with; steps between were made again too."""
+    """The step of the checkpoint it started from; the steps between were recomputed too."""
     samples: tuple[ReplayedSample, ...]
-    """The worst first."""
+    """Highest loss first."""
 
 
 def replay(run: Path, step: int, device: str, console: Console, trust: bool = False) -> Replay:
-    """Make a step of a run again, from the last checkpoint before it or from the first weights; nothing is written."""
+    """Recompute a step of a run, from the last checkpoint before it or the initial weights; nothing is written."""
     folder = RunFolder.open(run)
     job = _alone(folder.resolved_job(trust=trust), device)
     if not 1 <= step <= job.run.steps:
-        raise UserError(f"--step {step} is no step of {run}, which has 1 to {job.run.steps}")
+        raise UserError(f"--step {step} is not a step of {run}; give one from 1 to {job.run.steps}")
     if job.data.stream:
-        raise UserError(f"{run} reads its data as a stream, which cannot go back to one step; prepare it instead")
+        raise UserError(f"{run} streams its data, which cannot go back to a step; prepare the data instead")
     require_layout(job, 1)
     world = World(choose_device(job))
     prepare_device(job, world.device)
@@ -70,7 +70,7 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     training.pass_over = frozenset(event["position"] for event in passed_over)
     began = training.outcome.step
     if began < step - 1:
-        with console.status(f"steps {began + 1} to {step - 1} again"):
+        with console.status(f"recomputing steps {began + 1} to {step - 1}"):
             training.run(stop=lambda: training.outcome.step >= step - 2)
     bad = [event for event in folder.events("bad_step") if event.get("step") == step]
     bad = [event for event in bad if event.get("position") is not None]
@@ -85,7 +85,7 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
 def _look(
     training: Trainer, corpus: Corpus, step: int, position: int
 ) -> tuple[float, float, tuple[ReplayedSample, ...]]:
-    """The step's loss and gradient norm, and its samples one by one without dropout."""
+    """The step's loss and gradient norm, and each sample's loss without dropout."""
     job, engine, weights = training.job, training.engine, training.weights
     loader = training_loader(job, corpus, training.world, position)
     try:
@@ -111,7 +111,7 @@ def _look(
 
 
 def _alone(job: Job, device: str) -> Job:
-    """The job on one device, where nothing stops it; another layout computes the same."""
+    """The job on one device, with no stop conditions; another layout computes the same."""
     run = job.run.model_copy(update={"device": device, "compile": False, "on_bad_step": "keep", "spike_score": 0.0})
     evaluation = job.evaluation.model_copy(update={"every_steps": 0})
     return job.model_copy(update={"run": run, "layout": Layout(), "memory": Memory(), "evaluation": evaluation})

@@ -1,4 +1,4 @@
-"""How a process of a run begins: at the first step, or where the newest sound checkpoint left off."""
+"""How a run's process begins: at the first step, or at the newest intact checkpoint."""
 
 import sys
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import require_sinks
 from meshwright.train import Start, fingerprint
 
-# What decides which samples come next, and what the saved states of the optimizer are.
+# What determines which samples come next, and the format of the saved optimizer states.
 _FIXED = (
     ("run", "seed"),
     ("batch", "sequence_length"),
@@ -33,17 +33,17 @@ _FIXED = (
 
 @dataclass(frozen=True)
 class Found:
-    """What there is to go on from."""
+    """What to resume from."""
 
     checkpoint: Checkpoint | None = None
     passed_over: tuple[str, ...] = ()
-    """What is wrong with newer ones."""
+    """What is wrong with newer checkpoints."""
     restored_from: str | None = None
-    """The backup it had to be fetched from."""
+    """The backup it was restored from, if any."""
 
 
 def find_checkpoint(run: Path, world: World, backup_to: str | None = None) -> Found:
-    """The newest checkpoint whose every byte is as it was written; where the run folder has none, that of the backup.
+    """The newest checkpoint that is intact in every byte; if the run folder has none, the backup's.
 
     All ranks call this together and share the reading.
     """
@@ -72,24 +72,24 @@ def _fetched(run: Path, backup_to: str) -> tuple[Path | None, list[str]]:
 
 
 def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
-    """Refuse to continue with other data, another optimizer or another model, which would not be a continuation."""
+    """Refuse to continue with different data, optimizer or model, which would not be a continuation."""
     before, now, default = checkpoint.job(), job.model_dump(mode="json"), Job().model_dump(mode="json")
     if not checkpoint.facts.data:
         raise UserError(
-            f"{checkpoint.path} was imported, and there is no training of it to go on with; start one with "
-            f'model.init_from = "{before.get("model", {}).get("init_from")}" in a run.folder of its own'
+            f"{checkpoint.path} was imported, so there is no training to continue; start one with "
+            f'model.init_from = "{before.get("model", {}).get("init_from")}" in a new run.folder'
         )
     for section, name in _FIXED:
-        # What an older checkpoint does not know of was as it is by default.
+        # Fields that an older checkpoint does not have had their default values.
         was, given = before.get(section, {}).get(name, default[section][name]), now[section][name]
         if was != given:
             raise UserError(
-                f"{section}.{name} = {given} cannot continue {checkpoint.path}, which was saved with {was}; set it "
-                "back or start a new run"
+                f"{section}.{name} = {given} cannot continue {checkpoint.path}, which was saved with {was}; restore it "
+                "or start a new run"
             )
     if checkpoint.facts.data != fingerprint(corpus):
         raise UserError(
-            f"data.sources = {list(job.data.sources)} does not give the tokens {checkpoint.path} was trained on"
+            f"data.sources = {list(job.data.sources)} does not produce the tokens {checkpoint.path} was trained on"
             f"{read_anew(job.data)}; restore them or start a new run"
         )
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
 
 
 def require_resumable(run: Path, job: Job, corpus: Corpus) -> None:
-    """Refuse what `find_checkpoint` and `require_same_run` would, as far as it shows without reading all of it."""
+    """Raise what `find_checkpoint` and `require_same_run` would, as far as possible without reading everything."""
     RunFolder.open(run)
     sound = next((one for one in checkpoints(run) if isinstance(one, Checkpoint)), None)
     if sound is not None:
@@ -106,22 +106,22 @@ def require_resumable(run: Path, job: Job, corpus: Corpus) -> None:
 
 
 def begin(folder: RunFolder, job: Job, found: Found, console: Console) -> Start:
-    """Claim the folder for a new attempt, and write down and say what it begins with."""
+    """Claim the folder for a new attempt; record and print what it starts from."""
     require_sinks(job)
     lease, checkpoint = folder.begin_attempt(), found.checkpoint
     for damage in found.passed_over:
         folder.event("checkpoint_refused", error=damage)
-        console.print(f"passed over: {damage}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"skipped: {damage}", markup=False, highlight=False, soft_wrap=True)
     if checkpoint is not None and found.restored_from is not None:
         folder.event("restored", step=checkpoint.facts.step, backup=found.restored_from)
-        report = f"step {checkpoint.facts.step} was brought back from {found.restored_from}"
+        report = f"step {checkpoint.facts.step} restored from {found.restored_from}"
         console.print(report, markup=False, highlight=False, soft_wrap=True)
     if lease.attempt or checkpoint is not None:
         changed = folder.change_job(job.model_dump(mode="json"))
         step = 0 if checkpoint is None else checkpoint.facts.step
         place = None if checkpoint is None else str(checkpoint.path.relative_to(folder.path))
         folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
-        report = "no complete checkpoint, so from the start" if checkpoint is None else f"from step {step}"
+        report = "from the start, as there is no complete checkpoint" if checkpoint is None else f"from step {step}"
         console.print(f"resuming {report} (attempt {lease.attempt})", markup=False, highlight=False)
     folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)

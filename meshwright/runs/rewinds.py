@@ -1,4 +1,4 @@
-"""Going back to the last checkpoint after a bad step, where run.on_bad_step says so."""
+"""Rewinding to the last checkpoint after a bad step, if run.on_bad_step says so."""
 
 import gc
 
@@ -14,25 +14,25 @@ from meshwright.runs.resume import begin, find_checkpoint
 from meshwright.train import Start
 
 MOST_REWINDS = 8
-"""After so many in one attempt to train, going back helps no more."""
+"""After this many in one attempt, rewinding no longer helps."""
 
 
 class Rewinds:
-    """Counts a run's bad steps. The first time all data is read again, in case a machine erred; a batch that is bad
-    twice is passed over."""
+    """Counts a run's bad steps. The first time, the same data is read again in case the hardware erred; a batch that is
+    bad twice is skipped."""
 
     def __init__(self, folder: RunFolder | None, job: Job, world: World, console: Console) -> None:
         self._folder, self._job, self._world, self._console = folder, job, world, console
         self._bad: list[int] = []
 
     def start_again(self, start: Start, step: int, position: int) -> Start:
-        """The start of a new attempt after a step that came out bad; all ranks call this together."""
+        """The start of a new attempt after a bad step; all ranks call this together."""
         start.activity.restart()
-        gc.collect()  # the old weights, before there are new ones
+        gc.collect()  # frees the old weights before new ones are allocated
         self._bad.append(position)
         if len(self._bad) > MOST_REWINDS:
             raise UserError(
-                f"step {step} came out bad after {MOST_REWINDS} rewinds; look at it with `meshwright replay "
+                f"step {step} is still bad after {MOST_REWINDS} rewinds; look at it with `meshwright replay "
                 f"{start.lease.run} --step {step}`, lower optimizer.lr = {self._job.optimizer.lr} or change the data"
             )
         pass_over = frozenset(bad for bad in self._bad if self._bad.count(bad) > 1)

@@ -1,6 +1,6 @@
-"""Other places a run's stream goes to: W&B, TensorBoard, MLflow; each off unless log.sinks names it.
+"""Other places to send a run's metrics to: W&B, TensorBoard, MLflow; each off unless log.sinks names it.
 
-All of them get what the run folder gets: every row, every event, and the attempt's job, code and environment.
+Each gets what the run folder gets: every row, every event, and the attempt's job, code and environment.
 """
 
 import json
@@ -18,24 +18,24 @@ from meshwright.job import Job
 from meshwright.runs.folder import RunFolder
 
 _LONGEST_PARAMETER = 500
-"""Characters MLflow keeps of one."""
+"""The longest value MLflow stores, in characters."""
 
 
 class Sink(Protocol):
-    """One other place."""
+    """One place to send metrics to."""
 
     def metric(self, row: dict[str, Any]) -> None:
-        """Finite numbers of a step."""
+        """Send the finite numbers of a step."""
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Something that happened."""
+        """Send an event."""
 
     def close(self, finished: bool) -> None:
         """The attempt is over."""
 
 
 def require_sinks(job: Job) -> None:
-    """Refuse a sink whose package is not there."""
+    """Reject a sink whose package is not installed."""
     for name in job.log.sinks:
         if find_spec(name) is None:
             raise UserError(f'log.sinks has "{name}", which is not installed; pip install {name} or leave it out')
@@ -43,7 +43,7 @@ def require_sinks(job: Job) -> None:
 
 @contextmanager
 def recorded_everywhere(folder: RunFolder, job: Job, attempt: int) -> "Iterator[Everywhere]":
-    """A recorder for the run folder and every sink; a sink that breaks is told of once and left out."""
+    """A recorder for the run folder and every sink; a sink that fails is reported once and dropped."""
     recorder = Everywhere(folder)
     for name in job.log.sinks:
         recorder.open(name, job, attempt)
@@ -90,27 +90,27 @@ class Everywhere:
                 self._leave_out(name, error)
 
     def sample(self, step: int, text: str) -> None:
-        """A text the model wrote; the run folder's alone."""
+        """Save a text sample; only in the run folder."""
         self._folder.sample(step, text)
 
     def flush(self) -> None:
-        """What the run folder's disk has not taken yet."""
+        """Write what the run folder's disk has not accepted yet."""
         self._folder.written()
 
     def close(self, finished: bool) -> None:
-        """Flush what the sinks still hold."""
+        """Flush what the sinks still buffer."""
         for sink in self._sinks.values():
             with suppress(Exception):  # the run folder has it all
                 sink.close(finished)
 
     def _leave_out(self, name: str, error: Exception) -> None:
-        """Training must not end because a service does."""
+        """Training must not fail because a service does."""
         self._sinks.pop(name, None)
         self._folder.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
 
 
 class _Wandb:
-    """Into RUN/wandb, to be sent by `wandb sync`; WANDB_MODE=online streams instead."""
+    """Writes to RUN/wandb, to be sent by `wandb sync`; WANDB_MODE=online streams instead."""
 
     def __init__(self, run: Path, job: Job, attempt: dict[str, Any]) -> None:
         wandb = import_module("wandb")
@@ -157,12 +157,12 @@ class _TensorBoard:
 
 
 class _Mlflow:
-    """Into RUN/mlflow, or wherever MLFLOW_TRACKING_URI says."""
+    """Writes to RUN/mlflow, or wherever MLFLOW_TRACKING_URI points."""
 
     def __init__(self, run: Path, job: Job, attempt: dict[str, Any]) -> None:
         self._mlflow = mlflow = import_module("mlflow")
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            # Newer releases want a database for this, which shared file systems of clusters do not carry.
+            # Newer releases want a database, which does not work on the shared file systems of clusters.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             mlflow.set_tracking_uri((run / "mlflow").absolute().as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "meshwright"))
@@ -192,5 +192,5 @@ _OPEN: dict[str, Callable[[Path, Job, dict[str, Any]], Sink]] = {
 
 
 def _indented(value: dict[str, Any]) -> str:
-    """As a page shows it unwrapped."""
+    """Indented so that a page shows it unwrapped."""
     return "\n".join(f"    {line}" for line in json.dumps(value, indent=2, default=str).splitlines())

@@ -1,21 +1,21 @@
-"""Where a rank's main thread is, for whoever watches it from another thread."""
+"""Where a rank's main thread is, for a watchdog in another thread."""
 
 
 class Activity:
-    """A phase and a step, and a number that grows with every move from one to the next."""
+    """A phase and a step, and a counter that grows with every change."""
 
     def __init__(self) -> None:
         self.phase, self.step, self.moves = "starting", 0, 0
         self.warm = False
-        """Whether a whole step was made: the first allocates, compiles and connects, and takes its time."""
+        """Whether a whole step is done: the first one allocates, compiles and connects, and takes longer."""
 
     def restart(self) -> None:
-        """Everything is built anew, and the next step is a first one again."""
+        """Everything is rebuilt, and the next step counts as a first one again."""
         self.step, self.warm = 0, False
         self.at("starting")
 
     def at(self, phase: str, step: int | None = None) -> None:
-        """The main thread begins something."""
+        """The main thread enters a phase."""
         if step is not None:
             self.warm = self.warm or (self.step > 0 and step > self.step)
             self.step = step

@@ -1,7 +1,7 @@
 """The loop of an asynchronous pipeline: every stage updates itself after each of its backwards, without the others.
 
-Steps run in windows, at whose ends the pipeline is empty: there all ranks agree whether to stop, and held-out text is
-looked at with one state of the weights.
+Steps run in windows that end with an empty pipeline: there all ranks agree whether to stop, and evaluation sees one
+state of the weights.
 """
 
 import math
@@ -20,12 +20,12 @@ from meshwright.train.schedule import learning_rate
 from meshwright.train.trainer import Trainer
 
 LONGEST_WINDOW = 100
-"""Steps after which the pipeline is emptied even where nothing asks for it, so that a stop is noticed."""
+"""Steps after which the pipeline is drained even if nothing requires it, so that a stop is noticed."""
 
 
 def windows(job: Job, done: int = 0) -> Iterator[range]:
-    """The steps still to be made, cut where the pipeline empties: at evaluations, at checkpoints by step, at the end,
-    and every LONGEST_WINDOW steps."""
+    """The remaining steps, split where the pipeline drains: at evaluations, at checkpoints by step, at the end, and
+    every LONGEST_WINDOW steps."""
     first, every = done + 1, job.checkpoint.every_steps
     for step in range(first, job.run.steps + 1):
         ends = evaluation_due(job, step) or step == job.run.steps or (every is not None and step % every == 0)
@@ -35,12 +35,12 @@ def windows(job: Job, done: int = 0) -> Iterator[range]:
 
 
 class AsynchronousTrainer(Trainer):
-    """One stage's run; a step's row is written when its backward reaches rank 0, the last to see it."""
+    """One stage's run; a step's row is written when its backward reaches rank 0, the last one."""
 
-    engine: PipeDream  # type: ignore[assignment]  # which runs by actions, and is never asked to accumulate
+    engine: PipeDream  # type: ignore[assignment]  # which runs by actions, and never accumulates
 
     def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | StreamLoader | None = None) -> Outcome:
-        """Train window by window until run.steps, or until `stop` says so."""
+        """Train window by window until run.steps, or until `stop` returns true."""
         with self._running(loader) as data:
             for window in windows(self.job, self.outcome.step):
                 stopping = self._agree(self._run_window(window, data), stop)
@@ -55,7 +55,7 @@ class AsynchronousTrainer(Trainer):
         return self.outcome
 
     def _run_window(self, window: range, data: Iterator[Step]) -> list[StepNumbers]:
-        """All of this stage's work on some steps; on ranks other than 0 losses and norms lack the stages before."""
+        """This stage's part of some steps; on ranks other than 0, losses and norms lack the stages before."""
         steps, waits_s = list[StepNumbers](), dict[int, float]()
         ended = time.perf_counter()
         for kind, step in self.engine.actions(window):
@@ -73,7 +73,7 @@ class AsynchronousTrainer(Trainer):
         return steps
 
     def _backward_and_update(self, step: int) -> tuple[float, float, float]:
-        """The step's loss, the gradient norm of this stage and all after it, and the rate of this stage's update."""
+        """The step's loss, the gradient norm of this and all later stages, and the rate of this stage's update."""
         self.activity.at("backward")
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
@@ -88,7 +88,7 @@ class AsynchronousTrainer(Trainer):
         return result.loss, norm, rate
 
     def _agree(self, steps: list[StepNumbers], stop: Callable[[], bool]) -> bool:
-        """Bring rank 0's losses and norms to the others, which record them; true when some rank was asked to stop."""
+        """Send rank 0's losses and norms to the others, which record them; true if some rank was asked to stop."""
         self.activity.at("sum of losses and norms over all stages")
         leads = self.world.rank == 0
         report = [value for numbers in steps for value in (numbers.loss, numbers.norm)]
@@ -102,7 +102,7 @@ class AsynchronousTrainer(Trainer):
         return stopping > 0
 
     def _record_versions(self) -> None:
-        """Write down how many versions of its weights each rank held at most."""
+        """Record the most versions of its weights that each rank held."""
         own = self.engine.weights.most_versions
         counts = self.world.sum_over_world([own * (rank == self.world.rank) for rank in range(self.world.size)])
         self.recorder.event("weight_versions", most=[int(count) for count in counts])

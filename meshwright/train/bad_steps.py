@@ -1,4 +1,4 @@
-"""Steps whose numbers cannot be trusted: losses and norms that are not finite, and losses that leap."""
+"""Steps whose numbers cannot be trusted: losses and norms that are not finite, and loss spikes."""
 
 import math
 from collections import deque
@@ -10,29 +10,29 @@ from meshwright.job import Job
 from meshwright.train.recorder import Recorder
 
 WINDOW, FEWEST = 64, 16
-"""Losses a new one is compared with: the last so many, and no verdict on fewer."""
+"""How many recent losses a new one is compared with; no verdict with fewer."""
 _NORMAL = 1.4826
-"""The median deviation of a normal distribution times this is its standard deviation."""
+"""The median absolute deviation of a normal distribution times this is its standard deviation."""
 _LEAST_SPREAD = 1e-3
-"""Of the median loss: on a plateau so flat that nothing varies, not every ripple is a spike."""
+"""Fraction of the median loss: on a flat plateau, not every ripple is a spike."""
 
 
 class Rewind(Exception):
-    """Asks for the last checkpoint: the step that was made from some position of the data came out bad."""
+    """Requests a rewind to the last checkpoint: the step from some position of the data was bad."""
 
     def __init__(self, step: int, position: int) -> None:
-        super().__init__(f"step {step} came out bad")
+        super().__init__(f"step {step} was bad")
         self.step, self.position = step, position
 
 
 class RecentLosses:
-    """The last losses that were no spikes."""
+    """The last losses that were not spikes."""
 
     def __init__(self, losses: Iterable[float] = ()) -> None:
         self._losses = deque(losses, maxlen=WINDOW)
 
     def score(self, loss: float) -> float | None:
-        """How many robust standard deviations a loss lies above the median; None where too few are known."""
+        """How many robust standard deviations a loss is above the median; None if too few are known."""
         if len(self._losses) < FEWEST:
             return None
         middle = median(self._losses)
@@ -40,24 +40,24 @@ class RecentLosses:
         return (loss - middle) / max(spread, _LEAST_SPREAD * abs(middle), 1e-12)
 
     def add(self, loss: float) -> None:
-        """Remember a loss."""
+        """Add a loss."""
         if math.isfinite(loss):
             self._losses.append(loss)
 
     def values(self) -> tuple[float, ...]:
-        """What a checkpoint must keep, so that a resumed run judges alike."""
+        """The losses to save in a checkpoint, so that a resumed run decides the same."""
         return tuple(self._losses)
 
 
 class BadSteps:
-    """run.on_bad_step at work: what a loss or gradient norm that is not finite does, and a loss that leaps."""
+    """Implements run.on_bad_step: what to do on a non-finite loss or gradient norm, or a loss spike."""
 
     def __init__(self, job: Job, recorder: Recorder, losses: Iterable[float] = ()) -> None:
         self._job, self._recorder = job, recorder
         self.losses = RecentLosses(losses)
 
     def may_update(self, step: int, loss: float, norm: float, position: int) -> bool:
-        """Whether the step's update is made; where the job says so, a bad one ends the run or goes back instead."""
+        """Whether to apply the step's update; if the job says so, a bad step stops the run or rewinds instead."""
         settings = self._job.run
         score = self.losses.score(loss) if settings.spike_score else None
         if math.isfinite(loss) and math.isfinite(norm) and (score is None or score <= settings.spike_score):
@@ -70,9 +70,9 @@ class BadSteps:
         if policy == "rewind":
             raise Rewind(step, position)
         if policy == "stop":
-            leap = "" if score is None else f" ({score:.1f} robust deviations above the last ones)"
+            leap = "" if score is None else f" ({score:.1f} robust deviations above the recent losses)"
             raise UserError(
-                f"step {step} gave loss {loss}{leap} and gradient norm {norm}; lower optimizer.lr = "
+                f"step {step} has loss {loss}{leap} and gradient norm {norm}; lower optimizer.lr = "
                 f'{self._job.optimizer.lr} or set run.on_bad_step = "skip"'
             )
         return policy == "keep"

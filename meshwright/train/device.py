@@ -1,4 +1,4 @@
-"""The device of a run, and what it can do."""
+"""The device of a run, and what it supports."""
 
 import os
 import warnings
@@ -13,11 +13,11 @@ from meshwright.model.numbers import DTYPES
 from meshwright.torch_private.arithmetic import cpu_multiplies
 
 NEEDS_CAPABILITY = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
-"""NVIDIA's compute capability from which on a format is part of the hardware: Ampere, and Ada for fp8."""
+"""The NVIDIA compute capability that first supports a format in hardware: Ampere, and Ada for fp8."""
 
 
 def choose_device(job: Job) -> torch.device:
-    """The device `run.device` names; one that is not there, or cannot compute in the job's format, is refused."""
+    """The device that `run.device` names; rejects one that is missing or does not support the job's format."""
     name = job.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +28,9 @@ def choose_device(job: Job) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(index or 0) >= count:
             have = f"this machine has {count} CUDA device{'s' if count != 1 else ''}"
-            raise UserError(f'run.device = "{job.run.device}" is not there ({have}); use run.device = "auto" or "cpu"')
+            raise UserError(
+                f'run.device = "{job.run.device}" is not available ({have}); use run.device = "auto" or "cpu"'
+            )
     device = torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -37,10 +39,10 @@ def choose_device(job: Job) -> torch.device:
 
 
 def _require_format(compute: str, device: torch.device) -> None:
-    """Refuse a format the device's arithmetic has not."""
+    """Reject a format the device does not support."""
     if device.type == "cpu":
         if compute == "tf32":
-            raise UserError('precision.compute = "tf32" is a format of GPUs, but run.device is the CPU; set "fp32"')
+            raise UserError('precision.compute = "tf32" is only for GPUs, but run.device is the CPU; set "fp32"')
         return
     capability, needed = torch.cuda.get_device_capability(device), NEEDS_CAPABILITY.get(compute, (0, 0))
     if torch.version.hip is None and capability < needed:
@@ -52,20 +54,20 @@ def _require_format(compute: str, device: torch.device) -> None:
 
 
 def prepare_device(job: Job, device: torch.device) -> None:
-    """Process-wide settings: TF32 for fp32 products, determinism where asked for, and a home for compiled code."""
+    """Process-wide settings: TF32 for fp32 products, determinism if requested, and a cache for compiled code."""
     torch.manual_seed(job.run.seed)
-    if job.run.compile:  # torch's own choice, the machine's temporary folder, is empty in every new job of a cluster
+    if job.run.compile:  # torch's default, a temporary folder, is empty in every new cluster job
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(job.data.cache) / "compiled"))
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format says it in plain words
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format reports it
     if job.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it first starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at initialization
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if job.precision.compute == "fp32" else "high")
 
 
 def emulated_format(job: Job, device: torch.device) -> str | None:
-    """The job's compute format where it runs on a CPU without such arithmetic, and takes many times longer."""
+    """The job's compute format if it runs on a CPU that lacks it and is many times slower."""
     compute = job.precision.compute
     if device.type == "cuda" or DTYPES[compute] == torch.float32:
         return None
@@ -73,7 +75,7 @@ def emulated_format(job: Job, device: torch.device) -> str | None:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The known GPU behind a device, or None for a CPU or unknown hardware."""
+    """The known GPU model of a device, or None for a CPU or unknown hardware."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -81,11 +83,11 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 
 def device_peak_flops(job: Job, device: torch.device) -> float | None:
-    """The dense peak of the job's arithmetic on this device; None where it is not known, so that no MFU is printed."""
+    """The dense peak FLOP/s of the job's format on this device; None if unknown, so that no MFU is printed."""
     gpu = gpu_of(device)
     return None if gpu is None else mfu_peak_flops(gpu, job.precision.compute)
 
 
 def device_name(device: torch.device) -> str:
-    """What a person calls the device."""
+    """A readable name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -1,4 +1,4 @@
-"""Held-out loss: the mean over every valid token of the same batches each time, shared out over data-parallel ranks."""
+"""Held-out loss: the mean over every valid token of the same batches each time, split over data-parallel ranks."""
 
 import math
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ from meshwright.data import IGNORE, Batch
 from meshwright.parallel import Engine, PipeDream, World
 
 _AT_ONCE = 64
-"""Batches of each rank that are held at a time."""
+"""Batches per rank that are loaded at a time."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a model foretells a text."""
+    """How well a model predicts a text."""
 
     loss: float
     """Nats per token."""
     perplexity: float
     bits_per_byte: float | None
-    """Of the text itself, so that models with other tokenizers compare; None where tokens stand for no text."""
+    """Per byte of the text, so that models with different tokenizers compare; None if tokens have no text."""
     tokens: int
     bytes: int
 
@@ -38,7 +38,7 @@ def evaluate(engine: Engine | PipeDream, batches: Iterable[Batch], world: World)
 def score(
     engine: Engine | PipeDream, batches: Iterable[Batch], world: World, byte_lengths: NDArray[np.int64] | None
 ) -> Score:
-    """Every metric over the batches; the bytes are those of the tokens that the loss counts."""
+    """Every metric over the batches; bytes are those of the tokens that the loss counts."""
     loss_total, valid_total, byte_total = _totals(engine, batches, world, byte_lengths)
     loss = loss_total / max(1.0, valid_total)
     bits_per_byte = loss_total / math.log(2) / byte_total if byte_total else None
@@ -49,7 +49,7 @@ def score(
 def _totals(
     engine: Engine | PipeDream, batches: Iterable[Batch], world: World, byte_lengths: NDArray[np.int64] | None
 ) -> list[float]:
-    """Sums over all ranks of the loss, of the tokens it counts, and of the bytes they stand for."""
+    """Sums over all ranks of the loss, of the tokens it counts, and of the bytes they represent."""
     iterator = iter(batches)
     totals = [0.0, 0.0, 0.0]
     while everyones := list(islice(iterator, _AT_ONCE * world.data_ranks)):
@@ -61,7 +61,7 @@ def _sums(
     engine: Engine | PipeDream, everyones: list[Batch], world: World, byte_lengths: NDArray[np.int64] | None
 ) -> list[float]:
     turns = [everyones[first : first + world.data_ranks] for first in range(0, len(everyones), world.data_ranks)]
-    # Sharded parameters are gathered together: a rank without a batch of its own keeps step on another's.
+    # Sharded parameters are gathered collectively: a rank without its own batch keeps step with another's.
     mine = [turn[world.data_rank] if world.data_rank < len(turn) else turn[0] for turn in turns]
     total, count, size_bytes = torch.zeros((), dtype=torch.float64, device=world.device), 0, 0
     for turn, batch, loss_sum in zip(turns, mine, engine.held_out(mine), strict=True):
@@ -69,7 +69,7 @@ def _sums(
             total += loss_sum.double()
             count += batch.valid_count()
             size_bytes += 0 if byte_lengths is None else _bytes_of(batch, byte_lengths)
-    # Tensor-parallel ranks repeat the same loss; of all ranks that read the same tokens one counts them.
+    # Tensor-parallel ranks compute the same loss; of all ranks that read the same tokens one counts them.
     counts = [count, size_bytes] if world.leads_data else [0, 0]
     return world.sum_over_world([total / world.axis_size("tp"), *counts])
 

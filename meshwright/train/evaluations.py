@@ -1,4 +1,4 @@
-"""Looking at held-out text in the course of a run: its loss, the named sets, and a sample of what the model writes."""
+"""Evaluation during a run: the held-out loss, the named sets, and a text sample."""
 
 import math
 from typing import cast
@@ -15,7 +15,7 @@ from meshwright.train.recorder import Progress, Recorder
 
 
 class Evaluations:
-    """One run's evaluations, recorded and shown."""
+    """One run's evaluations, recorded and printed."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Evaluations:
         self._recorder, self._progress, self._world = recorder, progress, world
 
     def run(self, step: int, outcome: Outcome, attempt: int) -> None:
-        """Everything the job asks for after a step; all ranks call this together."""
+        """Run all evaluations due after a step; all ranks call this together."""
         if evaluates(self._job):
             self._held_out(step, outcome, attempt)
         if self._job.evaluation.every_steps:
@@ -44,7 +44,7 @@ class Evaluations:
             outcome.first_val_loss = val_loss
         self._recorder.metric({"step": step, "val_loss": val_loss, "attempt": attempt})
         self._progress.evaluation(step, val_loss)
-        # A model cut over ranks gives losses, not logits to draw text from; `generate` reads the saved weights.
+        # A model split over ranks returns losses, not logits to sample from; `generate` reads the saved weights.
         if step and math.isfinite(val_loss) and self._world.size == 1:
             self._sample(step, outcome)
 

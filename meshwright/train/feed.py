@@ -1,4 +1,4 @@
-"""The two streams a run reads: training steps from a position on, and the held-out batches."""
+"""The two streams a run reads: training steps from a given position, and the held-out batches."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ LOOKS, LOOK_TOKENS = 64, 64
 
 
 def open_corpus(job: Job, report: Callable[[str, float], None] | None = None) -> Corpus:
-    """What the job trains on and is judged by: prepared now or before, or read as it trains."""
+    """The text to train and evaluate on: prepared now or before, or streamed during training."""
     if not job.data.stream:
         return prepare(job.data, job.model.vocab_size, report)
     flow = open_flow(job.data, job.model.vocab_size)
@@ -37,8 +37,8 @@ def open_corpus(job: Job, report: Callable[[str, float], None] | None = None) ->
 def training_loader(
     job: Job, corpus: Corpus, world: World, position: int = 0, cursors: Mapping[int, Cursor] | None = None
 ) -> Loader | StreamLoader:
-    """This rank's part of every step in the job's order, from a sample of the global stream on; refuses text too short
-    for one sequence."""
+    """This rank's part of every step in the job's order, starting at a sample of the global stream; rejects text too
+    short for one sequence."""
     if corpus.flow is not None:
         return _stream_loader(job, corpus, world, position, cursors)
     return Loader(
@@ -59,7 +59,7 @@ def _stream_loader(
     assert corpus.flow is not None
     if job.data.mask_documents and job.layout.schedule == "pipedream":
         raise UserError(
-            "data.stream with data.mask_documents needs a sum over ranks each step, which layout.schedule = "
+            "data.stream with data.mask_documents needs a sum over ranks in each step, which layout.schedule = "
             '"pipedream" does not make; prepare the data'
         )
 
@@ -83,29 +83,29 @@ def _stream_loader(
 
 
 def evaluates(job: Job) -> bool:
-    """Whether the job looks at held-out text at all."""
+    """Whether the job evaluates at all."""
     return job.evaluation.every_steps > 0 and job.data.validation_fraction > 0
 
 
 def evaluated_sequences(job: Job) -> int:
-    """Sequences of a text in one evaluation; micro-batches and ranks only share them out."""
+    """Sequences of a text per evaluation; independent of micro-batches and ranks."""
     return job.evaluation.batches * job.batch.global_batch
 
 
 def evaluation_due(job: Job, step: int) -> bool:
-    """Whether held-out text or another set is looked at after a step."""
+    """Whether held-out text or another set is evaluated after a step."""
     some = evaluates(job) or (job.evaluation.every_steps > 0 and bool(job.evaluation.sets))
     return some and (step % job.evaluation.every_steps == 0 or step == job.run.steps)
 
 
 def held_out_batches(job: Job, corpus: Corpus) -> Iterator[Batch]:
-    """The same held-out micro-batches every time; refuses held-out text too short for one sequence."""
+    """The same held-out micro-batches every time; rejects held-out text too short for one sequence."""
     windows = validation_windows(corpus, job.data, job.batch.sequence_length)
     return validation_batches(windows, job.batch.micro_batch, evaluated_sequences(job))
 
 
 def set_batches(job: Job, corpus: Corpus, name: str) -> Iterator[Batch]:
-    """The same micro-batches of an evaluation set every time; refuses a set the model cannot read."""
+    """The same micro-batches of an evaluation set every time; rejects a set the model cannot read."""
     if corpus.tokenizer is None:
         raise UserError(f"evaluation.sets.{name} needs text to train on, and data.sources are synthetic; leave it out")
     windows = evaluation_windows(
@@ -120,7 +120,7 @@ def set_batches(job: Job, corpus: Corpus, name: str) -> Iterator[Batch]:
 
 
 def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
-    """Refuse a corpus that either stream could not read from, before anything is written."""
+    """Reject a corpus too short for either stream, before anything is written."""
     training_loader(job, corpus, world)
     if evaluates(job):
         held_out_batches(job, corpus)
@@ -130,7 +130,7 @@ def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Tells whether two corpora have the same training tokens, by their number and looks at places all over them."""
+    """A fingerprint of a corpus's training tokens: their number and samples from all over."""
     if corpus.flow is not None:
         return corpus.flow.fingerprint()
     store = corpus.train

@@ -1,4 +1,4 @@
-"""Gradient compression's memories in a checkpoint: what each replica has not sent yet, and powersgd's directions."""
+"""Gradient compression's state in a checkpoint: each replica's error feedback, and powersgd's directions."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from meshwright.train.recorder import Recorder
 
 
 def saved_feedback(reduction: Reduction, shards: Mapping[str, ShardIndex]) -> list[Part]:
-    """This rank's share: its replica's memory, and the directions, which are equal on all replicas."""
+    """This rank's share: its replica's error feedback, and the directions, which are equal on all replicas."""
     parts = []
     for name, memory in reduction.memories.items():
         shard = shards[name]
@@ -25,23 +25,23 @@ def saved_feedback(reduction: Reduction, shards: Mapping[str, ShardIndex]) -> li
 
 
 def restore_feedback(weights: Weights, recorder: Recorder, checkpoint: Checkpoint) -> None:
-    """Hand each replica its own memory back; to another number of replicas an equal share of the sum of all.
+    """Restore each replica's own error feedback; with a different number of replicas, an equal share of the sum.
 
-    Directions belong to a shard's own rows and columns: where those changed, powersgd's search begins anew.
+    Directions belong to a shard's own rows and columns: if those changed, powersgd's search restarts.
     """
     step, before = checkpoint.facts.step, checkpoint.facts.replicas
     saved = any(not name.startswith("feedback/start/") for name in checkpoint.names("feedback/"))
     reduction, shards = weights.reduction, weights.shards()
     if reduction is None:
         if saved:
-            recorder.event("feedback_dropped", step=step, reason="gradients are sent whole now")
+            recorder.event("feedback_dropped", step=step, reason="gradients are no longer compressed")
         return
     anew = 0
     for name in reduction.memories:
         _restore_memory(reduction, name, shards[name], checkpoint, before)
         anew += name in reduction.starts and not _restore_start(reduction, name, shards[name], checkpoint)
     if before != reduction.replicas or anew:
-        report = "its sum is shared out" if saved else "there was none"
+        report = "its sum is redistributed" if saved else "there was none"
         replicas = [before, reduction.replicas]
         recorder.event("feedback_changed", step=step, memory=report, replicas=replicas, searches_begun_anew=anew)
 

@@ -1,4 +1,4 @@
-"""Python's cycle collector on a schedule: left alone it stops a rank at a moment of its own, and all others wait."""
+"""Python's cycle collector on a schedule: by default it pauses a rank at its own time, and all others wait."""
 
 import gc
 from collections.abc import Iterator
@@ -9,11 +9,13 @@ EVERY_STEPS = 100
 
 @contextmanager
 def collected_by_schedule() -> Iterator[None]:
-    """Inside, cycles are collected by `collect_if_due` alone; what was made before is not looked at any more."""
+    """Inside, only `collect_if_due` collects cycles; earlier objects are no longer visited."""
     if not gc.isenabled():
         yield
         return
-    frozen = gc.get_freeze_count()  # by who forked this process, so that nothing it imported is visited and copied
+    frozen = (
+        gc.get_freeze_count()
+    )  # by the parent that forked this process, so that its imports are not visited and copied
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Text from a model: one token at a time, with a key-value cache."""
+"""Generate text from a model: one token at a time, with a key-value cache."""
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ def generate(
     stop: int | None = None,
     vocab_size: int | None = None,
 ) -> list[int]:
-    """Up to `tokens` new token ids after the prompt; temperature 0 always takes the likeliest.
+    """Up to `tokens` new token ids after the prompt; temperature 0 always picks the most likely.
 
-    Ids from `vocab_size` on (rows of the table the tokenizer never uses) are not drawn. Draws happen on the CPU from
-    their own generator, so a seed gives the same text on every device that computes the same probabilities.
+    Ids from `vocab_size` on (embedding rows the tokenizer never uses) are not sampled. Sampling happens on the CPU with
+    its own generator, so a seed gives the same text on every device that computes the same probabilities.
     """
     limit = model.shape.max_sequence_length
     if len(prompt) + tokens > limit:
@@ -47,10 +47,10 @@ def generate(
 
 def _draw(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     if not logits_V.isfinite().all():
-        raise UserError("the model's scores are not finite: its weights diverged in training; use another run")
+        raise UserError("the model's logits are not finite because its weights diverged in training; use another run")
     if temperature == 0:
         return int(logits_V.argmax())
     probabilities_V, order_V = torch.softmax(logits_V / temperature, dim=-1).sort(descending=True)
     before_V = probabilities_V.cumsum(0) - probabilities_V
-    probabilities_V[1:][before_V[1:] >= top_p] = 0.0  # the likeliest always stays
+    probabilities_V[1:][before_V[1:] >= top_p] = 0.0  # the most likely one always stays
     return int(order_V[torch.multinomial(probabilities_V, 1, generator=generator)])

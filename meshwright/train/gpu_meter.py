@@ -1,4 +1,4 @@
-"""What a GPU says of itself: utilisation, power and memory, read beside the training now and then."""
+"""A GPU's own counters: utilisation, power and memory, read in the background from time to time."""
 
 import shutil
 import subprocess
@@ -12,13 +12,13 @@ _QUERY = "utilization.gpu,power.draw,memory.used"
 
 
 class GpuMeter:
-    """The last reading of a rank's GPU; empty on a CPU and where no library or tool reads it."""
+    """The last reading of a rank's GPU; empty on a CPU and if no library or tool can read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ended = threading.Event()
         self.reading: dict[str, float] = {}
-        """gpu_utilisation (of 1), gpu_power_w, gpu_memory_bytes (of all programs)."""
+        """gpu_utilisation (0 to 1), gpu_power_w, gpu_memory_bytes (of all programs)."""
 
     def __enter__(self) -> "GpuMeter":
         if self._device.type == "cuda":
@@ -36,8 +36,8 @@ class GpuMeter:
 
 
 def _read(device: torch.device) -> dict[str, float]:
-    """By NVML or ROCm's library where torch finds one, else by nvidia-smi."""
-    with suppress(Exception):  # not installed, or a driver that refuses: every maker has errors of its own
+    """Through NVML or ROCm's library if torch finds one, else through nvidia-smi."""
+    with suppress(Exception):  # not installed, or the driver refuses: every vendor has its own errors
         milliwatts = 1.0 if torch.version.hip else 1e-3
         return {
             "gpu_utilisation": torch.cuda.utilization(device) / 100.0,
@@ -56,7 +56,7 @@ def _read(device: torch.device) -> dict[str, float]:
 
 
 def parse_smi(line: str) -> dict[str, float]:
-    """nvidia-smi's percent, watts and MiB; what it does not know is left out."""
+    """nvidia-smi's percent, watts and MiB; unknown values are left out."""
     names = ("gpu_utilisation", "gpu_power_w", "gpu_memory_bytes")
     reading = {}
     for name, unit, value in zip(names, (0.01, 1.0, 2.0**20), line.strip().split(","), strict=False):

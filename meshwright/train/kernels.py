@@ -1,5 +1,5 @@
-"""Which of torch's attention kernels a run uses on a GPU: the fastest of those that can do the job's shapes, measured
-at the start, and told so that a run which goes on later takes the same one."""
+"""Which of torch's attention kernels a run uses on a GPU: the fastest that supports the job's shapes, measured at the
+start, and recorded so that a resumed run uses the same one."""
 
 from statistics import median
 from typing import Any
@@ -19,10 +19,10 @@ REPEATS = 3
 
 
 def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """Have plain causal attention run by the fastest kernel from now on; what was chosen and how long each took.
+    """Make plain causal attention use the fastest kernel; returns the choice and how long each took.
 
-    What rank 0 remembers from an earlier attempt is taken again instead.
-    None where there is nothing to choose: on a CPU, in fp32, and with masks that only one kernel knows.
+    Rank 0's choice from an earlier attempt is used again instead.
+    None if there is nothing to choose: on a CPU, in fp32, and with masks that only one kernel supports.
     """
     if world.device.type != "cuda" or job.precision.number_bytes != 2 or job.data.mask_documents:
         return None
@@ -35,7 +35,7 @@ def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None =
 
 
 def _agreed(found: dict[str, Any] | None, world: World) -> dict[str, Any]:
-    """Rank 0's choice on all ranks: another kernel rounds otherwise."""
+    """Rank 0's choice on all ranks: another kernel rounds differently."""
     report = [found]
     if world.size > 1:
         dist.broadcast_object_list(report, src=0)
@@ -67,7 +67,7 @@ def _time(
     dtype: torch.dtype,
     device: torch.device,
 ) -> float | None:
-    """Milliseconds of one forward and backward; None where the kernel cannot do it."""
+    """Milliseconds of one forward and backward; None if the kernel does not support it."""
     batch, sequence, head_dim = sizes
 
     def drawn(count: int) -> torch.Tensor:

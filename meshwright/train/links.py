@@ -1,4 +1,4 @@
-"""A short test of every axis of the mesh before the first step: which link is slow, or, by its phase, broken."""
+"""A short test of every axis of the mesh before the first step: which link is slow or, by its phase, broken."""
 
 import time
 from statistics import median
@@ -12,13 +12,13 @@ from meshwright.train.activity import Activity
 from meshwright.train.recorder import Progress, Recorder
 
 BYTES, TRIES = 1 << 18, 4
-"""Of a message, and how often it is sent: the first opens connections, and the least time counts."""
+"""Bytes of a message, and how often it is sent: the first opens connections, and the minimum time counts."""
 SLOW, LEAST_S = 3.0, 1e-3
-"""A group of ranks is slow from so many times the median of its axis on, where the difference is worth a word."""
+"""A group of ranks is slow from this many times the median of its axis on, if the difference matters."""
 
 
 def try_links(world: World, recorder: Recorder, progress: Progress, activity: Activity) -> None:
-    """All-reduce over every axis, timed; rank 0 records it. One that hangs is named by the watchdog, by its phase."""
+    """Time an all-reduce over every axis; rank 0 records it. If one hangs, the watchdog names it by its phase."""
     if world.size == 1:
         return
     groups = axis_groups(world)
@@ -62,7 +62,7 @@ def axis_groups(world: World) -> dict[str, dist.ProcessGroup]:
 
 
 def slow_groups(axis: str, found: dict[int, tuple[int, float]]) -> list[str]:
-    """A clause for every group, given as rank → (the group's first rank, seconds), that is far slower than most."""
+    """A clause for every group, given as rank → (the group's first rank, seconds), that is much slower than most."""
     seconds: dict[int, float] = {}
     members: dict[int, list[int]] = {}
     for rank, (leader, taken) in found.items():

@@ -1,18 +1,18 @@
-"""The memory curve: what a rank holds at every block and phase of its first steps, by kind.
+"""The memory curve: what a rank holds in memory at every block and phase of its first steps, by kind.
 
-parameters   masters, working copies, and gathered copies while they stand
-gradients    of masters and parameters, and whole ones that wait for their reduction
+parameters   masters, working copies, and gathered copies while they exist
+gradients    of masters and parameters, and full ones that wait for their reduction
 optimizer    the optimizer's states
-activations  what the step has made beyond these: tensors kept for backward, temporary ones, the batch, buffers of
+activations  what the step has allocated beyond these: tensors kept for backward, temporary ones, the batch, buffers of
              communication
-other        what stood beyond these when the step began; it is not known on a CPU
-host         any of the first three in host memory while the device is another
+other        what was allocated beyond these when the step began; unknown on a CPU
+host         any of the first three in host memory if the device is a GPU
 
-On a GPU the total is the allocator's. A CPU has no such counter: there the memory of every operation's result is
-followed until it is freed, which compiled code does not allow.
+On a GPU the total comes from the allocator. A CPU has no such counter: there the memory of every operation's result is
+tracked until it is freed, which does not work with compiled code.
 
-The model is watched through hooks, which change nothing of what it computes. A fault in the watching is reported once
-and ends it, never the run.
+The model is observed through hooks, which do not change what it computes. An error in the observation is reported once
+and stops it, never the run.
 """
 
 import time
@@ -39,15 +39,15 @@ from meshwright.torch_private.autograd import (
 from meshwright.train.optimizer import Optimizer
 
 WATCHED_STEPS = 4
-"""Enough for the first allocation, the first with states, and two that should be alike."""
+"""Enough for the first allocation, the first step with states, and two that should be alike."""
 WATCHED_MICRO_BATCHES = 4
-"""Of a step, whose blocks are looked at one by one; of the others only the ends."""
+"""Steps sampled block by block; the others only at their ends."""
 
 Record = Callable[[dict[str, Any]], None]
 
 
 class MemoryCurve:
-    """Samples of one rank's memory in the first steps of a run; later ones cost nothing."""
+    """Samples of one rank's memory in the first steps of a run; later steps cost nothing."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MemoryCurve:
         self._results = None if device.type == "cuda" or compiled else _Results(self._give_up)
         self._given_up = False
         self._step = 0
-        """The step that is watched; 0 between and after them."""
+        """The step being observed; 0 between and after them."""
         self._started: float | None = None
         self._micro_batches: dict[nn.Module, int] = {}
         self._micro_batch = 0
@@ -75,7 +75,7 @@ class MemoryCurve:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Watch what runs inside where it is one of the first steps."""
+        """Observe what runs inside if it is one of the first steps."""
         if step > WATCHED_STEPS or self._given_up:
             yield
             return
@@ -87,7 +87,7 @@ class MemoryCurve:
             yield
 
     def sample(self, at: str, micro_batch: int | None = None, layer: str | None = None) -> None:
-        """Record what is held now; outside the first steps nothing happens."""
+        """Record current memory; does nothing after the first steps."""
         if self._step:
             self._safely(self._sample, at, micro_batch, layer)
 
@@ -100,13 +100,13 @@ class MemoryCurve:
     def _give_up(self, error: Exception) -> None:
         if not self._given_up:
             self._given_up, self._step = True, 0
-            self._report(f"the memory curve ends here ({type(error).__name__}: {error}); training goes on")
+            self._report(f"the memory curve ends here ({type(error).__name__}: {error}); training continues")
 
     def _watch(self, watching: ExitStack) -> None:
-        """Hook into the model until `watching` ends; inside of compiled blocks hooks would be compiled with them."""
+        """Hook into the model until `watching` ends; inside compiled blocks, hooks would be compiled with them."""
 
         def after(module: nn.Module, act: Callable[..., None]) -> None:
-            # Also where the module raises: torch ends a recomputation so, once it has all it needs.
+            # Also if the module raises: torch ends a recomputation that way, once it has all it needs.
             handle = module.register_forward_hook(
                 lambda called, _given, result: self._safely(act, called, result), always_call=True
             )
@@ -135,7 +135,7 @@ class MemoryCurve:
     def _model_ends(self, module: nn.Module, result: Any) -> None:
         number = self._micro_batches[module]
         self.sample("forward_end", number)
-        # The hook runs inside the backward, which calls at its end whoever asks from there.
+        # The hook runs inside the backward, which calls callbacks registered from there at its end.
         self._on_gradient(result, at_end_of_backward, lambda: self.sample("backward_end", number))
 
     def _block_ends(self, layer: str, _block: nn.Module | None, result: Any) -> None:
@@ -145,12 +145,12 @@ class MemoryCurve:
             self._on_gradient(result, self.sample, "backward", number, layer)
 
     def _part_ends(self, layer: str, _part: nn.Module, _result: Any) -> None:
-        """One of a block's own modules, which are called in a backward only where it recomputes the block."""
+        """One of a block's own modules, which run during backward only if it recomputes the block."""
         if in_backward() and self._micro_batch <= WATCHED_MICRO_BATCHES:
             self.sample("recompute", self._micro_batch, layer)
 
     def _on_gradient(self, result: Any, act: Callable[..., None], *given: Any) -> None:
-        """Act when a result's gradient arrives: the backward of what made it is about to begin."""
+        """Act when a result's gradient arrives: the backward of the module that produced it is about to begin."""
         if isinstance(result, Tensor) and result.requires_grad:
             result.register_hook(lambda _gradient: self._safely(act, *given))  # type: ignore[no-untyped-call]
 
@@ -196,7 +196,7 @@ class MemoryCurve:
         self.sample("start")
 
     def _known(self) -> tuple[dict[str, int], int, set[int]]:
-        """Bytes of distinct memory by kind, those in host memory apart, and all of that memory's keys."""
+        """Bytes of distinct memory by kind, host memory separately, and the keys of all that memory."""
         states = (value for state in self._optimizer.state.values() for value in state.values())
         groups: dict[str, Iterable[Tensor]] = {
             "parameters": live_parameters(self._modules, self._weights),
@@ -218,14 +218,14 @@ class MemoryCurve:
         return kinds, host_bytes, seen
 
     def _beyond(self, known_bytes: int, known: set[int]) -> int | None:
-        """What is held besides what is known; None where nobody counts."""
+        """What is allocated besides the known kinds; None if there is no counter."""
         if self._device.type == "cuda":
             return max(0, torch.cuda.memory_allocated(self._device) - known_bytes)
         return None if self._results is None else self._results.bytes_but(known)
 
 
 class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the memory of every operation's results without keeping it alive."""
+    """Tracks the memory of every operation's results without keeping it alive."""
 
     def __init__(self, give_up: Callable[[Exception], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -234,7 +234,7 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._standing: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note where its results lie."""
+        """Run an operation and record the storage of its results."""
         results = func(*args, **(kwargs or {}))
         try:
             for result in tree_iter(results):
@@ -246,16 +246,16 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        if storage_key(storage) not in self._living:  # the reference keeps the key from being given to another storage
+        if storage_key(storage) not in self._living:  # the reference keeps the key from being reused by another storage
             self._living[storage_key(storage)] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def leave_out_what_stands(self) -> None:
-        """Count only what is made from now on."""
+        """Count only what is allocated from now on."""
         self.bytes_but(set())
         self._standing = set(self._living)
 
     def bytes_but(self, known: set[int]) -> int:
-        """Bytes of what lives, but for some."""
+        """Bytes of live storages, except some."""
         total = 0
         for key, reference in list(self._living.items()):
             storage = storage_of_reference(reference)
@@ -268,11 +268,11 @@ class _Results(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """What a distributed tensor holds on this rank; a plain one as it is."""
+    """The local tensor of a distributed tensor; a plain tensor unchanged."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
     for inner in (getattr(tensor, name) for name in names):
-        if isinstance(inner, Tensor):  # from torch 2.13 on, the mesh is among them
+        if isinstance(inner, Tensor):  # from torch 2.13 on, one of them is the mesh
             yield from _plain(inner)

@@ -1,4 +1,4 @@
-"""How much memory a run takes: at most, and between steps."""
+"""How much memory a run uses: at peak, and between steps."""
 
 import os
 import resource
@@ -15,12 +15,12 @@ class MemoryUsage:
         self._device = device
         self._most_in_first_step = 0
         self.peak: int | None = None
-        """The most held since the first step, which compiles and has no optimizer states yet, ended."""
+        """The peak since the end of the first step, which compiles and has no optimizer states yet."""
         self.steady: int | None = None
-        """What was held after the last step's gradients were forgotten; None where the system does not tell."""
+        """Memory after the last step's gradients were freed; None if the system does not report it."""
 
     def after_step(self, step: int) -> int:
-        """Read; the answer is the most held so far."""
+        """Read the memory; returns the peak so far."""
         if self._device.type == "cuda":
             self.peak = torch.cuda.max_memory_allocated(self._device)
             self.steady = torch.cuda.memory_allocated(self._device)

@@ -1,4 +1,4 @@
-"""The numbers of a run: a row for every step, what the run began on, and what it reached."""
+"""The numbers of a run: a row for every step, facts at the start, and a summary at the end."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ class Meter:
             yield
 
     def facts(self) -> dict[str, Any]:
-        """What the run begins on: the machine, the model's size, and how FLOPs are counted."""
+        """Facts at the start of a run: the machine, the model's size, and how FLOPs are counted."""
         gpu = gpu_of(self._world.device)
         return {
             "device": device_name(self._world.device),
@@ -56,9 +56,9 @@ class Meter:
     def row(
         self, numbers: StepNumbers, made: int, tokens: int, weights: Weights, scaling: LossScale
     ) -> Mapping[str, Any]:
-        """A step's row but for what only the trainer knows; `made` counts the steps of this attempt."""
+        """A step's row except for what only the trainer knows; `made` counts the steps of this attempt."""
         tokens_per_s = tokens / numbers.step_s
-        if made > 1:  # the first step pays for allocation and compilation
+        if made > 1:  # the first step includes allocation and compilation
             self._throughputs.append(tokens_per_s)
         row: dict[str, Any] = {
             "tokens_per_s": tokens_per_s,
@@ -77,7 +77,7 @@ class Meter:
         return row
 
     def end(self, outcome: Outcome, *, watched: bool) -> None:
-        """Fill in what was reached; the first steps took longer where their memory was watched."""
+        """Fill in the run's results; the first steps took longer if their memory was observed."""
         outcome.peak_memory_bytes, outcome.steady_memory_bytes = self._memory.peak, self._memory.steady
         if self._throughputs:
             unwatched = self._throughputs[WATCHED_STEPS - 1 :] if watched else self._throughputs
@@ -91,5 +91,5 @@ class Meter:
 
 
 def _flops_per_token(job: Job, attention: Literal["causal", "full"]) -> float | None:
-    """Model FLOPs of a token; None for a model of the user's own, whose FLOPs nobody stated."""
+    """Model FLOPs per token; None for a user's own model, whose FLOPs are unknown."""
     return None if job.model.file else flops_per_token(job.model, job.batch.sequence_length, attention)

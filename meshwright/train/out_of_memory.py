@@ -1,4 +1,4 @@
-"""A device that ran out of memory: what it held, what the plan had said, and what to lower."""
+"""A device that ran out of memory: its peak, the plan's prediction, and what to lower."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +15,16 @@ from meshwright.train.memory_usage import MemoryUsage
 
 
 class OutOfMemory(UserError):
-    """A device's memory was too small; another program may have taken some of it, so a restart may help."""
+    """A device ran out of memory; another program may have used some of it, so a restart may help."""
 
 
 @contextmanager
 def memory_errors_explained(job: Job, world: World) -> Iterator[None]:
-    """A device that runs out of memory inside becomes a sentence with both figures and a remedy."""
+    """Turn a device running out of memory inside into a sentence with both figures and a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        held = f"{MemoryUsage(world.device).after_step(0):,} bytes held at most"
+        held = f"{MemoryUsage(world.device).after_step(0):,} bytes at peak"
         if (predicted := predicted_bytes(job, world)) is not None:
             held += f" and {predicted:,} predicted"
         if world.device.type == "cuda":
@@ -36,9 +36,9 @@ def memory_errors_explained(job: Job, world: World) -> Iterator[None]:
 
 
 def predicted_bytes(job: Job, world: World) -> int | None:
-    """What the plan says this rank holds of a GPU at most; None for a model of the user's own, which has no plan."""
+    """The planner's prediction of this rank's peak GPU memory; None for a user's own model, which has no plan."""
     if job.model.file:
         return None
-    # Of the machine only the number of ranks matters to memory.
+    # Only the number of ranks matters for memory, not the machine.
     machine = Cluster(nodes=1, gpus_per_node=world.size, gpu="h100")
     return round(predict(job, machine).memory[world.axis_rank("pp")].device)

@@ -1,4 +1,4 @@
-"""How a run went: what each step came to, and how it all ended."""
+"""How a run went: the numbers of each step, and how it ended."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class Outcome:
     """How a run ended."""
 
     reason: str = "finished"
-    """finished, or interrupted when a stop was asked for."""
+    """finished, or interrupted if a stop was requested."""
     step: int = 0
     loss: float | None = None
     first_val_loss: float | None = None
@@ -17,15 +17,15 @@ class Outcome:
     tokens_per_s: float | None = None
     mfu: float | None = None
     peak_memory_bytes: int | None = None
-    """The most that was held since the first step ended: allocated on a GPU, resident on a CPU."""
+    """The peak since the end of the first step: allocated on a GPU, resident on a CPU."""
     steady_memory_bytes: int | None = None
-    """What was held between the last two steps."""
+    """Memory between the last two steps."""
     sample: str | None = None
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a step came to."""
+    """The numbers of a step."""
 
     step: int
     loss: float

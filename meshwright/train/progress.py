@@ -1,4 +1,4 @@
-"""What a person watches: a live bar on a terminal, plain lines anywhere else."""
+"""Progress for people: a live bar on a terminal, plain lines anywhere else."""
 
 from contextlib import suppress
 from typing import Any
@@ -11,7 +11,7 @@ from meshwright.job import Job
 
 
 class ConsoleProgress:
-    """Progress of a run on a console; a context manager, since the live bar must be taken down."""
+    """Progress of a run on a console; a context manager, since the live bar must be removed."""
 
     def __init__(self, job: Job, console: Console) -> None:
         self._job, self._console = job, console
@@ -54,7 +54,7 @@ class ConsoleProgress:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        with suppress(OSError):  # a log on a full disk: a line that nobody reads must not end the training
+        with suppress(OSError):  # a log on a full disk must not end the training
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

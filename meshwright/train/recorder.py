@@ -4,23 +4,23 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Takes what happens in a run, one row at a time."""
+    """Receives what happens in a run, one row at a time."""
 
     def metric(self, row: dict[str, Any]) -> None:
         """One row of numbers of a step or an evaluation."""
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something that happened once: start, stop, a bad step."""
+        """An event: start, stop, a bad step."""
 
     def sample(self, step: int, text: str) -> None:
-        """A text the model wrote at a step."""
+        """A text sample of a step."""
 
     def flush(self) -> None:
-        """Try again to write down what could not be written yet."""
+        """Retry writing what could not be written yet."""
 
 
 class Progress(Protocol):
-    """What a person watches while the loop runs."""
+    """What is shown to people while the loop runs."""
 
     def step(self, row: dict[str, Any]) -> None:
         """A training step ended with these numbers."""
@@ -33,7 +33,7 @@ class Progress(Protocol):
 
 
 class Silent:
-    """Recorder and progress that keep nothing: of ranks that leave both to rank 0."""
+    """Recorder and progress that do nothing, for ranks that leave both to rank 0."""
 
     def metric(self, row: dict[str, Any]) -> None:
         """Not kept."""

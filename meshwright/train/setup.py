@@ -1,4 +1,4 @@
-"""How a trainer comes to be: the model in its layout, the optimizer, who saves checkpoints, and what to resume from."""
+"""Set up a trainer: the model in its layout, the optimizer, the checkpoint saver, and the state to resume from."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -28,9 +28,9 @@ def set_up_trainer(
     record_memory: Callable[[dict[str, Any]], None] | None = None,
     attention: dict[str, Any] | None = None,
 ) -> Trainer:
-    """Build this rank's share of the model and everything that trains it, and resume; all ranks call this together.
+    """Build this rank's part of the model and everything that trains it, and resume; all ranks call this together.
 
-    `attention` is the kernel an earlier attempt chose, `record_memory` takes the memory curve of the first steps.
+    `attention` is the kernel an earlier attempt chose, `record_memory` receives the memory curve of the first steps.
     """
     start.activity.at("building the model")
     kernels = choose_attention(job, world, attention)
@@ -52,7 +52,7 @@ def set_up_trainer(
         sums=world.sum_over_world,
         saved_step=start.step,
         flush=recorder.flush,
-        alive=lambda: start.activity.at("waiting for room on the disk"),
+        alive=lambda: start.activity.at("waiting for disk space"),
     )
     if start.checkpoint is not None:
         trainer.resume(start.checkpoint)
@@ -76,5 +76,5 @@ def make_trainer(
 
 
 def _without_first_weights(job: Job) -> Job:
-    """A resumed run needs the folder it once started from no more."""
+    """A resumed run no longer needs the folder it started from."""
     return job.model_copy(update={"model": job.model.model_copy(update={"init_from": None})})

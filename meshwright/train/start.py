@@ -1,4 +1,4 @@
-"""What a rank begins a training with: nothing, or where an earlier attempt left off."""
+"""What a rank starts a training with: nothing, or an earlier attempt's state."""
 
 from dataclasses import dataclass, field
 
@@ -12,15 +12,15 @@ from meshwright.train.state import saved_cursors
 
 @dataclass(frozen=True)
 class Start:
-    """The claim on the run folder and the checkpoint to go on from."""
+    """The lease on the run folder and the checkpoint to resume from."""
 
     lease: Lease
     checkpoint: Checkpoint | None
     activity: Activity = field(default_factory=Activity)
     pass_over: frozenset[int] = frozenset()
-    """Positions of batches that came out bad again and again."""
+    """Positions of batches that were bad repeatedly."""
     dtype: torch.dtype | None = None
-    """Format of masters, gradients and computation where it is not the job's: a proof's."""
+    """Format of masters, gradients and computation if not the job's, for verification."""
 
     @property
     def position(self) -> int:
@@ -29,9 +29,9 @@ class Start:
 
     @property
     def step(self) -> int | None:
-        """The step that was saved last."""
+        """The last saved step."""
         return None if self.checkpoint is None else self.checkpoint.facts.step
 
     def cursors(self) -> dict[int, Cursor] | None:
-        """Where a stream goes on, shard by shard."""
+        """Where a stream continues, shard by shard."""
         return None if self.checkpoint is None else saved_cursors(self.checkpoint)

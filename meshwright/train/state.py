@@ -1,4 +1,4 @@
-"""Everything a run needs to go on as it would have: collected on every rank, and given back in any layout."""
+"""Everything a run needs to resume exactly: collected on every rank, and restored in any layout."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -19,7 +19,7 @@ from meshwright.train.scaling import LossScale
 
 
 class Trained(Protocol):
-    """What a trainer has that a checkpoint keeps."""
+    """The parts of a trainer that a checkpoint saves."""
 
     job: Job
     weights: Weights
@@ -34,11 +34,11 @@ class Trained(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens it is trained on."""
+        """Fingerprint of the tokens it is trained on."""
 
 
 def capture(run: Trained) -> State:
-    """This rank's share of the run's state, as it is now: the tensors themselves, not copies of them."""
+    """This rank's shard of the current state: the tensors themselves, not copies."""
     masters, shards = run.weights.masters, run.weights.shards()
     owned = set(owned_shards(shards))
     weights = [part for name in shards for part in _saved_weights(name, shards[name], masters[name])]
@@ -86,7 +86,7 @@ def _saved_weights(name: str, shard: ShardIndex, master: torch.Tensor) -> list[P
 
 @torch.no_grad()
 def restore(run: Trained, checkpoint: Checkpoint) -> None:
-    """Give a run that was just built the state of a checkpoint, whatever layout saved it."""
+    """Restore a newly built run from a checkpoint, whatever layout saved it."""
     masters, shards, facts = run.weights.masters, run.weights.shards(), checkpoint.facts
     require_shapes(checkpoint, {name: shard.shape for name, shard in shards.items()}, whole=False)
     _require_states(run, checkpoint)
@@ -110,11 +110,11 @@ def restore(run: Trained, checkpoint: Checkpoint) -> None:
 
 
 def _require_states(run: Trained, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that lacks a state of the optimizer or of this rank's generator, which would begin anew."""
+    """Reject a checkpoint that lacks an optimizer state or this rank's generator state, which would be reset."""
     facts, saved = checkpoint.facts, checkpoint.names("optimizer/")
     lacking = missing_states(run.optimizer, run.weights.masters, run.weights.shards(), saved)
     if not saved and (facts.skipped >= facts.step or run.job.run.on_bad_step == "skip"):
-        lacking = []  # no update was made yet
+        lacking = []  # no update has been applied yet
     if run.job.model.file:  # a parameter that its model does not use has no gradient, and so no state
         kept = {parameter_of(name) for name in saved}
         lacking = [name for name in lacking if parameter_of(name) in kept]
@@ -122,8 +122,8 @@ def _require_states(run: Trained, checkpoint: Checkpoint) -> None:
         lacking += sorted({_generator_name(run.world, "cpu")} - checkpoint.index.tensors.keys())
     if lacking:
         raise UserError(
-            f"{checkpoint.path} lacks {lacking[0]}, without which the run would not go on as it was; remove this "
-            "checkpoint to resume from the one before it"
+            f"{checkpoint.path} lacks {lacking[0]}, without which the run cannot resume exactly; remove this "
+            "checkpoint to resume from the previous one"
         )
 
 
@@ -131,21 +131,21 @@ CURSORS = "data/cursor/"
 
 
 def cursor_name(number: int) -> str:
-    """The tensor that keeps the cursor of a virtual shard."""
+    """The tensor that stores the cursor of a virtual shard."""
     return f"{CURSORS}{number:05d}"
 
 
 def saved_cursors(checkpoint: Checkpoint) -> dict[int, Cursor]:
-    """The cursors of the virtual shards, where the run streams its data."""
+    """The cursors of the virtual shards, if the run streams its data."""
     with checkpoint:
         names = checkpoint.names(CURSORS)
         return {int(name.removeprefix(CURSORS)): Cursor(*checkpoint.whole(name).tolist()) for name in names}
 
 
 def owned_shards(shards: Mapping[str, ShardIndex]) -> list[str]:
-    """The parameters this rank saves, of those that several ranks hold alike: the bytes are shared out among them.
+    """The parameters this rank saves, of those that several ranks replicate: the bytes are divided among them.
 
-    All holders of a shard hold the same shards and so come to the same answer without asking each other.
+    All holders of a shard hold the same shards and so reach the same answer without communicating.
     """
     loads: dict[int, list[int]] = {}
     owned = set()
@@ -168,7 +168,7 @@ def _entries(shard: ShardIndex) -> int:
 
 
 def _generators(world: World) -> dict[str, torch.Tensor]:
-    """The states of this rank's random generators: ours is keyed by step and place, a user's model may use them."""
+    """The states of this rank's random generators: ours depends only on step and place, a user's model may use them."""
     states = {"cpu": torch.get_rng_state()}
     if world.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(world.device)
@@ -180,7 +180,7 @@ def _generator_name(world: World, kind: str) -> str:
 
 
 def _restore_generators(world: World, checkpoint: Checkpoint) -> None:
-    """Only to as many ranks as there were: another number has other streams anyway."""
+    """Restored only with the same number of ranks: another number has other streams anyway."""
     if checkpoint.index.ranks != world.size:
         return
     for kind in _generators(world):

@@ -1,7 +1,7 @@
-"""One rank's training on one page: build, resume, loop, evaluate, save, end.
+"""One rank's training in one file: build, resume, loop, evaluate, save, end.
 
 `set_up_trainer` (setup.py) builds the model and resumes; `Trainer.run` is the loop; `Trainer.step` is one optimizer
-step, line by line in the order in which things happen.
+step, line by line in order of execution.
 """
 
 import math
@@ -35,7 +35,7 @@ from meshwright.train.stragglers import Stragglers, slow_ranks
 
 
 class Trainer:
-    """One rank's run in the usual way: all ranks make every step together."""
+    """One rank's run with synchronous steps: all ranks do every step together."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Trainer:
         self.bad_steps = BadSteps(job, recorder)
         self.outcome = Outcome()
         self.attempt = 0
-        """How often the run was begun before."""
+        """How many attempts came before."""
         self.position = 0
         """Samples of the global stream this run has used."""
         self.pass_over: frozenset[int] = frozenset()
-        """Positions of batches that are not trained on, since they came out bad again and again."""
+        """Positions of batches that are skipped because they were bad repeatedly."""
         self.activity = Activity()
         self.saver: Saver | None = None
-        """Saves checkpoints on the way."""
+        """Saves checkpoints during the run."""
         self.loader: Loader | StreamLoader | None = None
         self._stragglers = Stragglers(world)
         self._memory_curve: MemoryCurve | None = None
@@ -75,25 +75,25 @@ class Trainer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokens the run is trained on."""
+        """Fingerprint of the tokens the run is trained on."""
         return fingerprint(self.corpus)
 
     def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
-        """Have the memory curve of the first steps recorded, a row a sample; an asynchronous pipeline has none."""
+        """Record the memory curve of the first steps, one row per sample; not for an asynchronous pipeline."""
         parts = (self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank)
         self._memory_curve = MemoryCurve(*parts, record, self.progress.message, compiled=self.job.run.compile)
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint instead of from the first weights."""
+        """Resume from a checkpoint instead of starting from initial weights."""
         restore(self, checkpoint)
         self._resumed_step = checkpoint.facts.step
 
     def capture(self) -> State:
-        """This rank's share of the state after the last step."""
+        """This rank's shard of the state after the last step."""
         return capture(self)
 
     def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | StreamLoader | None = None) -> Outcome:
-        """Train until run.steps, or until `stop` says so; a loader that was started early is read from and closed."""
+        """Train until run.steps, or until `stop` returns true; a loader that was started early is used and closed."""
         with self._running(loader) as data:
             self._ended = time.perf_counter()
             for step in range(self.outcome.step + 1, self.job.run.steps + 1):
@@ -110,7 +110,7 @@ class Trainer:
         return self.outcome
 
     def step(self, step: int, data: Iterator[Step], stop: Callable[[], bool]) -> bool:
-        """One optimizer step; true when some rank was asked to stop."""
+        """One optimizer step; true if some rank was asked to stop."""
         self.activity.at("reading data", step)
         given, data_wait_s = self._next(data)
 
@@ -121,13 +121,13 @@ class Trainer:
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
 
         self.activity.at("sum of loss and gradient norm over all ranks")
-        # Tensor-parallel ranks hold the same loss; one collective brings everything the ranks must agree on.
+        # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
         scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
             [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
         )
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
-        norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN has no root
+        norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN is passed through
 
         self.activity.at("update")
         self._clip(norm_value)
@@ -140,8 +140,8 @@ class Trainer:
         self.weights.zero_gradients()
         self._sample_memory("end")
 
-        # A GPU still has the update to do: the host prepares the next step meanwhile, and a step's time is that from
-        # one end on the host to the next.
+        # A GPU still has the update to do: the host prepares the next step meanwhile, and a step's time is measured on
+        # the host from one end to the next.
         began, self._ended = self._ended, time.perf_counter()
         numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
         self._record(numbers)
@@ -152,7 +152,7 @@ class Trainer:
 
     @contextmanager
     def _running(self, loader: Loader | StreamLoader | None) -> Iterator[Iterator[Step]]:
-        """The run around its loop: its start is recorded, its data read, its last state saved."""
+        """Around the loop: record the start, read the data, save the last state."""
         self.recorder.event("start", **self.meter.facts(), attempt=self.attempt, step=self._resumed_step)
         self.loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
         try:
@@ -173,8 +173,8 @@ class Trainer:
             self.saver.finish(self.outcome.step, self.capture)
 
     def _next(self, data: Iterator[Step]) -> tuple[Step, float]:
-        """The next step's data, and how long it kept us waiting."""
-        take_traffic()  # what moved before, in an evaluation, is no step's
+        """The next step's data, and how long we waited for it."""
+        take_traffic()  # traffic of an evaluation belongs to no step
         started = time.perf_counter()
         while self.position in self.pass_over:
             next(data)
@@ -192,7 +192,7 @@ class Trainer:
         clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
 
     def _overflowed(self, step: int, loss: float, norm: float) -> bool:
-        """Whether a step is skipped because its scaled gradients left the format's range."""
+        """Whether a step is skipped because its scaled gradients overflowed."""
         before = self.scaling.scale
         if not self.scaling.overflowed(loss, norm):
             return False
@@ -210,7 +210,7 @@ class Trainer:
         self.evaluations.run(step, self.outcome, self.attempt)
 
     def _ballot(self) -> list[float]:
-        """What this rank has to say of checkpoints, for the sums all ranks make in a step."""
+        """This rank's votes on checkpoints, for the sums over all ranks in a step."""
         return [0.0, 0.0, 0.0] if self.saver is None else self.saver.ballot()
 
     def _save_due(self, step: int) -> bool:
@@ -222,7 +222,7 @@ class Trainer:
             self.saver.after_step(step, self.capture)
 
     def _record(self, numbers: StepNumbers) -> None:
-        """Write a step's row and remember it as the last."""
+        """Write a step's row and keep it as the last."""
         outcome, made = self.outcome, numbers.step - self._resumed_step
         outcome.step, outcome.loss, outcome.tokens = numbers.step, numbers.loss, outcome.tokens + self._step_tokens
         row: dict[str, Any] = {
@@ -241,7 +241,7 @@ class Trainer:
         collect_if_due(numbers.step)
 
     def _compare_ranks(self, numbers: StepNumbers) -> None:
-        """Now and then look for a rank that keeps the others waiting."""
+        """From time to time look for a rank that keeps the others waiting."""
         self._stragglers.step(numbers.data_wait_s)
         if self._stragglers.due(numbers.step - self._resumed_step):
             times = self._stragglers.compare()
@@ -251,7 +251,7 @@ class Trainer:
                 self.progress.message(f"step {numbers.step}: {clause}")
 
     def _report_slow_data(self, sentence: str) -> None:
-        """Only rank 0 records and shows; what another waits for is said in its own log."""
+        """Only rank 0 records and prints; another rank's wait is reported in its own log."""
         if self.world.rank:
             sys.stderr.write(f"rank {self.world.rank}: {sentence}\n")
         self.recorder.event("slow_data", waiting=sentence)
@@ -259,7 +259,7 @@ class Trainer:
 
     @contextmanager
     def _between_steps(self, something_to_do: bool) -> Iterator[None]:
-        """Around work that is no step's: its time is not the next one's, what a GPU still does of the last one is."""
+        """Around work between steps: its time does not count for the next step, pending GPU work of the last does."""
         if something_to_do and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         left_s = time.perf_counter() - self._ended
@@ -277,7 +277,7 @@ class Trainer:
 
 @contextmanager
 def _reading(loader: Loader | StreamLoader, on_slow: Callable[[str], None]) -> Iterator[None]:
-    """Inside, a worker that is slow is reported and one that failed is explained; at the end all are gone."""
+    """Inside, a slow worker is reported and a failed one explained; on exit all are stopped."""
     loader.readers.on_slow = on_slow
     try:
         yield

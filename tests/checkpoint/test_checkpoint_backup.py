@@ -194,5 +194,5 @@ def test_a_run_folder_that_takes_nothing_back_is_told_in_a_sentence(tmp_path: Pa
     saved_steps(run, store, [1])
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").write_text("a file")
-    with pytest.raises(UserError, match=r"step-00000001 cannot be written \(a file is in its way\)"):
+    with pytest.raises(UserError, match=r"step-00000001 cannot be written \(a file is in the way\)"):
         restore(run, store)

@@ -138,7 +138,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "format": (edit_tensors(lambda t: t.update({LAST: t[LAST].double()})), r"model\.norm\.weight is stored as F64"),
     "head": (edit_tensors(lambda t: t.update({"lm_head.weight": torch.ones(301, 48)})), r"not the embedding table"),
-    "shape": (edit(lambda c: c.update(num_key_value_heads=4), "config.json"), r"makes no model \(.*kv_heads"),
+    "shape": (edit(lambda c: c.update(num_key_value_heads=4), "config.json"), r"is not a valid model \(.*kv_heads"),
     "field": (edit(lambda c: c.update(quantization_config={"bits": 4}), "config.json"), "quantization_config"),
 }
 
@@ -157,7 +157,7 @@ def test_export_refuses_what_it_cannot_do_and_leaves_nothing(cli, original: Path
     (tmp_path / "file").touch()
     for out, options, match in (
         ("full", (), "full exists and is not an empty folder"),
-        ("file/out", (), "a file is in its way"),
+        ("file/out", (), "a file is in the way"),
         ("out", ("--dtype", "int8"), "--dtype = int8"),
     ):
         told = cli("checkpoint", "export", "run", out, *options)
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_no_half_folder(folder: Path, tmp_path: Path, monkeyp
 
     import_folder(folder, tmp_path / "run")
     monkeypatch.setattr("meshwright.checkpoint.hf_write.write_safetensors", full)
-    with pytest.raises(UserError, match="no space is left"):
+    with pytest.raises(UserError, match="no space left"):
         export_run(tmp_path / "run", tmp_path / "deep/out", "fp32")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run"}
 
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_no_half_folder(folder: Path, tmp_path: Path, monkeyp
 def test_a_field_of_another_kind_is_refused(folder: Path, field: str, value: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {field: value}))
-    refused(folder, r"config\.json (makes no model \(|has ).*; (take it from the model's page|correct it)")
+    refused(folder, r"config\.json (is not a valid model \(|has ).*; (download it from the model's page|correct it)")
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])

@@ -90,7 +90,7 @@ def test_the_folder_decides_shape_and_tokenizer(folders: Path, tmp_path: Path) -
         ("", 'model.norm="layernorm"', r"--set: model\.norm = 'layernorm' contradicts .* gives 'rmsnorm'"),
         ("", "model.rope_scaling={factor=2.0}", r"--set: model\.rope_scaling = .* contradicts"),
         ('preset = "tiny-qwen3"', None, r"preset tiny-qwen3: model\.vocab_size = 512 contradicts"),
-        ('file = "own.py"', None, r"model\.file beside model\.init_from"),
+        ('file = "own.py"', None, r"model\.file with model\.init_from"),
         ("", "model.init_from=nowhere", r"model\.init_from = \"nowhere\": nowhere is not a folder; download"),
     ],
 )
@@ -139,5 +139,5 @@ def test_a_run_folder_says_the_same_job_and_an_import_has_no_training_to_go_on_w
 
     import_folder(folders / "qwen3", tmp_path / "imported")
     corpus = open_corpus(load_job(str(tmp_path / "imported"), ['data.sources=["builtin:synthetic"]']).job)
-    with pytest.raises(UserError, match=r'was imported.*model\.init_from = ".*qwen3" in a run\.folder of its own'):
+    with pytest.raises(UserError, match=r'was imported.*model\.init_from = ".*qwen3" in a new run\.folder'):
         require_same_run(job, corpus, newest(tmp_path / "imported"))

@@ -39,7 +39,7 @@ def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:
         "run": "run", "ok": True, "checkpoints": [{"step": step, "damage": None} for step in (6, 4, 2)],
     }  # fmt: skip
 
-    assert cli("checkpoint", "diff", "run", "run").out == "equal, bit for bit\n"
+    assert cli("checkpoint", "diff", "run", "run").out == "bitwise equal\n"
     compared = cli("checkpoint", "diff", "run/checkpoints/step-00000004", "run", "--json")
     told = json.loads(compared.out)
     assert compared.code == 1 and set(told) == {"equal", "compared", "facts", "tensors"}
@@ -95,4 +95,4 @@ def test_what_may_not_be_removed_is_told_in_a_sentence(cli, run: Path, monkeypat
 
     monkeypatch.setattr(Path, "rename", forbidden)
     told = cli("checkpoint", "prune", "run")
-    assert told.code == 2 and "step-00000002 cannot be removed (Permission denied); see that you may" in told.err
+    assert told.code == 2 and "step-00000002 cannot be removed (Permission denied); check that you have" in told.err

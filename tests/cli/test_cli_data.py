@@ -42,7 +42,7 @@ def test_prepare_inspect_verify(cli, lines: Path) -> None:
     assert len(json.loads(looked.out)["samples"]) == 2
     assert sum(row["documents"] for row in json.loads(looked.out)["lengths"]) == told["documents"]["train"]
     table = cli("data", "inspect", "out", "--sample", "1")
-    assert "about nothing" in table.out and "up to" in table.out and "bytes a token" in table.out
+    assert "about nothing" in table.out and "up to" in table.out and "bytes per token" in table.out
     assert json.loads(cli("data", "verify", "out", "--json").out)["ok"] is True
     Path("out/train-00000.bin").write_bytes(b"")
     damaged = cli("data", "verify", "out")

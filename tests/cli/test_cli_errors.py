@@ -26,7 +26,7 @@ CASES = {
     "too little text": (['data.sources=["short.txt"]'], "data.sources"),
     "tokenizer missing": (["data.tokenizer=no.json"], "data.tokenizer"),
     "tokenizer too large": (["data.tokenizer=large.json", "model.vocab_size=260"], "model.vocab_size"),
-    "device not there": (["run.device=cuda:7"], 'run.device = "cuda:7" is not there'),
+    "device not there": (["run.device=cuda:7"], 'run.device = "cuda:7" is not available'),
     "device unknown": (["run.device=tpu"], 'run.device = "tpu" is not a device'),
     "run folder exists": (["run.folder=corpus"], "run.folder"),
     "unknown preset": (["model.preset=tiny-lama"], "did you mean tiny-llama"),

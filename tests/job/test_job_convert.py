@@ -119,15 +119,18 @@ def test_deepspeed_settings_with_a_counterpart(
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             'offload_param.device = "nvme" has no',
         ),
-        ({"gradient_clipping": None}, "gradient_clipping is not given; versions differ in its default"),
+        ({"gradient_clipping": None}, "gradient_clipping is not given; its default differs between versions"),
         ({"bf16": {"enabled": "yes"}}, 'bf16.enabled = "yes" is neither true nor false; correct it'),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is no stage; write 0, 1, 2 or 3"),
-        ({"optimizer": {"type": "Lamb", "params": {"lr": 1}}}, 'optimizer.type = "Lamb" has no counterpart here; Adam'),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4 is not a stage; write 0, 1, 2 or 3"),
+        (
+            {"optimizer": {"type": "Lamb", "params": {"lr": 1}}},
+            'optimizer.type = "Lamb" has no counterpart here; use Adam',
+        ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 1}}},
             "optimizer.params.weight_decay is not given; its default",
         ),
-        ({"gradient_clipping": "auto"}, 'gradient_clipping = "auto" leaves the choice to another program; write the'),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping = "auto" leaves the choice to the other program; write the'),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}}},
             "scheduler.params.warmup_type is not given",
@@ -139,7 +142,7 @@ def test_deepspeed_settings_with_a_counterpart(
         ({"pipeline": {"stages": 4}}, "pipeline.stages = 4 has no counterpart here"),
         ({"train_batch_size": 63}, "train_batch_size = 63 does not fit"),
         ({"train_micro_batch_size_per_gpu": "two"}, 'train_micro_batch_size_per_gpu = "two" is not a number'),
-        ({"data_types": {"grad_accum_dtype": "fp16"}}, "is nothing precision.gradients can be"),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "is not a valid value for precision.gradients"),
         ({"fp16": {"enabled": True}}, "fp16.enabled = true contradicts bf16; keep one of them"),
     ],
 )
@@ -229,7 +232,7 @@ def test_arguments_with_a_counterpart(tmp_path: Path, change: Settings, expected
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"max_steps": -1}, "max_steps = -1 leaves the length to passes over the data; write how many steps there are"),
+        ({"max_steps": -1}, "max_steps = -1 leaves the length to the number of epochs; write the number of steps"),
         ({"optim": "adafactor"}, 'optim = "adafactor" has no counterpart here'),
         ({"lr_scheduler_type": "polynomial"}, 'lr_scheduler_type = "polynomial" has no counterpart here'),
         ({"lr_scheduler_type": "warmup_stable_decay"}, 'lr_scheduler_type = "warmup_stable_decay" has no counterpart'),
@@ -238,7 +241,7 @@ def test_arguments_with_a_counterpart(tmp_path: Path, change: Settings, expected
         ({"deepspeed": {"a": 1}}, "convert that file with meshwright job from-deepspeed"),
         ({"group_by_length": True}, "group_by_length = true has no counterpart here; data.packing"),
         ({"data_seed": 7}, "data_seed = 7 has no counterpart here"),
-        ({"learning_rate": "fast"}, 'learning_rate = "fast" is nothing optimizer.lr can be'),
+        ({"learning_rate": "fast"}, 'learning_rate = "fast" is not a valid value for optimizer.lr'),
         ({"my_own": 1}, "my_own = 1 has no counterpart here"),
         (
             {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 3},
@@ -333,7 +336,7 @@ def test_the_commands_write_a_job_and_speak_json(cli: Any, tmp_path: Path) -> No
     done = cli("job", "from-hf-trainer", "args.json", "--json")
     told = json.loads(done.out)
     assert set(told) == {"fields", "notes", "job", "written"} and told["fields"]["run.steps"] == 5
-    for text, sentence in (("[1]", "holds no table"), ("{", "cannot be read as JSON")):
+    for text, sentence in (("[1]", "instead of a table"), ("{", "cannot be read as JSON")):
         (tmp_path / "args.json").write_text(text)
         done = cli("job", "from-hf-trainer", "args.json")
         assert done.code == 2 and sentence in done.err

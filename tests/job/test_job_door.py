@@ -54,11 +54,11 @@ def test_every_number_of_a_job_has_an_upper_bound() -> None:
         ("model.width=" + "9" * 5000, "it should be a whole number"),
         ("model.width=0x" + "f" * 9000, "a number has too many digits"),
         ("model.width=" + "[" * 5000, "it should be a whole number"),
-        ('run.folder="a\\nb"', 'run.folder = "a\\nb" is not allowed; it may not have the control character U+000A'),
+        ('run.folder="a\\nb"', 'run.folder = "a\\nb" is not allowed; it may not contain the control character U+000A'),
         ('evaluation.sets={"a\\u0007" = "x"}', "U+0007"),
         ('data.sources=["a\\u2028b"]', "U+2028"),
         ("run.folder=" + "x" * 5000, "at most 4096 bytes"),
-        ("run.folder=a\udcffb", "is no Unicode"),
+        ("run.folder=a\udcffb", "is not valid Unicode"),
         ("data.sources.a=1", "data.sources"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_prompt_may_have_lines_and_the_kept_job_file_stays_one() -> None:
 @pytest.mark.parametrize("name", ["a\nb.toml", "a\x1bb.toml"])
 def test_a_job_file_s_name_is_a_plain_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match="has the control character U\\+00"):
+    with pytest.raises(UserError, match="contains the control character U\\+00"):
         load_job(str(tmp_path / name))
 
 
@@ -139,7 +139,7 @@ def test_what_is_hidden_holds_no_secret_any_more(parts: list[str]) -> None:
         ({"rope_scaling": []}, "rope_scaling = \\[\\] where a table is needed"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
         ({"layer_types": [{}]}, "layer_types with {}"),
-        ({"num_attention_heads": -4}, "num_attention_heads = -4 where a whole number from 1 on"),
+        ({"num_attention_heads": -4}, "num_attention_heads = -4 where a positive whole number"),
     ],
 )
 def test_a_config_says_what_it_says_or_is_refused(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:
@@ -153,4 +153,4 @@ def test_a_config_says_what_it_says_or_is_refused(tmp_path: Path, change: dict[s
 def test_a_config_is_read_by_plan_too(cli, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 2**63 - 1}))
     refused = cli("plan", "--model", "config.json", "--cluster", "8xh100")
-    assert refused.code == 2 and "config.json makes no model (layers = 92233" in refused.err
+    assert refused.code == 2 and "config.json is not a valid model (layers = 92233" in refused.err

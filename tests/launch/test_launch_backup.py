@@ -118,7 +118,7 @@ def test_list_and_restore(cli) -> None:
     assert done["step"] == 6 and Path(done["path"]) == checkpoint_path(Path("run"), 6) and done["refused"] == []
     assert StoredWeights(Path("run")).step == 6
     shutil.rmtree("store")
-    assert "holds no sound copy of run; start the run anew" in cli("checkpoint", "restore", "run").err
+    assert "has no intact copy of run; start the run from scratch" in cli("checkpoint", "restore", "run").err
     Path("store").write_text("in the way")
     listed = cli("checkpoint", "list", "run")
     assert listed.code == 0 and "complete" in listed.out

@@ -54,7 +54,7 @@ def test_a_csv_that_version_0_1_read_as_text_is_refused_in_one_sentence(monkeypa
     monkeypatch.setattr("meshwright.runs.resume.fingerprint", lambda corpus: "of the file as one text")
     with pytest.raises(
         UserError,
-        match=r"does not give the tokens run/checkpoints/step-\d+ was trained on \(version 0\.1 took CSV files for "
+        match=r"does not produce the tokens run/checkpoints/step-\d+ was trained on \(version 0\.1 took CSV files for "
         r"plain text .*, and .*rows\.csv is now read by rows or unpacked\); restore them or start a new run",
     ):
         train('data.sources=["rows.csv"]', "run.steps=3", resume=True)

@@ -56,7 +56,7 @@ def test_a_dead_data_worker_is_no_echo_whatever_its_words(failed, tmp_path: Path
 
 def test_a_rank_that_ended_well_too_early_is_named(failed, tmp_path: Path) -> None:
     failures = {0: failed(0, RESET), 2: failed(2, -signal.SIGTERM)}
-    assert str(explain(failures, tmp_path, 3)).startswith("rank 1 ended with exit code 0 before the run was over")
+    assert str(explain(failures, tmp_path, 3)).startswith("rank 1 exited with code 0 before the run was over")
 
 
 def test_a_lost_connection_is_told_when_nothing_else_is_known(failed, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_lost_connection_is_told_when_nothing_else_is_known(failed, tmp_path: 
 
 
 def test_a_rank_that_says_nothing_is_named_with_its_exit_code(failed, tmp_path: Path) -> None:
-    assert "rank 1 ended with exit code 3" in str(explain({1: failed(1, 3)}, tmp_path))
+    assert "rank 1 exited with code 3" in str(explain({1: failed(1, 3)}, tmp_path))
 
 
 def test_a_users_mistake_stays_one_sentence(failed, tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ import fault_runs
 RESTARTED = {
     "kill -9 a rank": "rank 1 was killed by SIGKILL",
     "exception on a rank": "rank 1 failed at meshwright/train/trainer.py",
-    "a rank exits 0 early": "rank 1 ended with exit code 0 before the run was over",
+    "a rank exits 0 early": "rank 1 exited with code 0 before the run was over",
     "out of memory on a rank": "rank 1: CPU ran out of memory",
     "loader worker killed": "it may have run out of memory or of space in /dev/shm: try fewer data.workers",
-    "SIGSTOP a rank": "rank 1 gave no sign for",
-    "a rank stuck outside of collectives": "rank 1 made no headway for",
+    "SIGSTOP a rank": "rank 1 gave no sign of life for",
+    "a rank stuck outside of collectives": "rank 1 made no progress for",
     "rendezvous port taken": "the port is in use",
 }
 KINDS = ["rendezvous port taken", *fault_kinds.KINDS, "agent killed"]
@@ -84,8 +84,8 @@ def test_a_fault_is_named_and_the_run_restarted(hurt: fault_runs.Run, kind: str)
 
 def test_a_standstill_is_told_with_phases_and_stacks(hurt: fault_runs.Run) -> None:
     texts = [report.read_text() for report in (hurt.folder / "run/logs").glob("watchdog-*.txt")]
-    [stopped] = [text for text in texts if text.startswith("rank 1 gave no sign")]
-    [stuck] = [text for text in texts if text.startswith("rank 1 made no headway")]
+    [stopped] = [text for text in texts if text.startswith("rank 1 gave no sign of life")]
+    [stuck] = [text for text in texts if text.startswith("rank 1 made no progress")]
     for text in (stopped, stuck):
         assert "last seen in step" in text and "--- rank 0 ---" in text and "accumulate" in text, text
     assert "--- rank 1 ---" not in stopped, "a stopped process answers nobody"

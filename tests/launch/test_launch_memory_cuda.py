@@ -31,7 +31,7 @@ def test_a_gpu_that_is_too_small_is_told_in_bytes(tiny_job: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], cwd=tiny_job.parent, env=environment, capture_output=True, text=True, timeout=300
     )
-    sentence = r"ran out of memory \(([\d,]+) bytes held at most and ([\d,]+) predicted, of ([\d,]+)\)"
+    sentence = r"ran out of memory \(([\d,]+) bytes at peak and ([\d,]+) predicted, of ([\d,]+)\)"
     found = re.search(sentence, done.stdout)
     assert found, done.stdout + done.stderr
     held, predicted, total = (int(number.replace(",", "")) for number in found.groups())

@@ -24,7 +24,7 @@ def test_a_master_port_in_use_is_one_sentence(cli, taken: int) -> None:
     two = ["--set", "layout.dp_replicate=2", "--nproc", "1", "--nodes", "2", "--node-rank", "0"]
     told = cli("train", "run", "--resume", *two, "--master", f"127.0.0.1:{taken}")
     assert told.code == 1 and len(told.err.splitlines()) == 1
-    assert f"the ranks cannot meet at --master 127.0.0.1:{taken} (the port is in use)" in told.err
+    assert f"the ranks cannot connect at --master 127.0.0.1:{taken} (the port is in use)" in told.err
 
 
 def test_a_rank_whose_master_port_is_in_use_says_so(cli, tmp_path, taken: int, monkeypatch) -> None:

@@ -309,7 +309,7 @@ def test_a_cancelled_run_has_saved_and_does_not_come_back(ended: dict[str, "Futu
 def test_a_trial_that_costs_too_much_lets_no_run_start(ended: dict[str, "Future[Any]"]) -> None:
     ended["tried"].result()
     status = status_of(Path("tried"))
-    assert status.state == "failed" and "trial on 1 says no-go: the run would take" in status.why
+    assert status.state == "failed" and "no-go from the trial on 1: the run would take" in status.why
     assert not rows("tried") and len(rows("tried/ladder/1")) == 20
 
 
@@ -318,7 +318,7 @@ def test_a_run_outlives_a_controller_that_dies_and_its_requeue_waits_for_the_nex
 ) -> None:
     asked, logged, job = ended["outlived"].result()
     assert asked.returncode == 2 and len(asked.stderr.splitlines()) == 1
-    assert f"Slurm does not say how job {job} is" in asked.stderr and "ask again" in asked.stderr
+    assert f"Slurm does not report the state of job {job}" in asked.stderr and "ask again" in asked.stderr
     assert f"job {job}, start 0" in logged
     assert status_of(Path("outlived")).state == "done" and starts("outlived") == 2
     run_job(load_job("job.toml", ["run.folder=quiet-long", *RUNS["outlived"][1]]), Console(quiet=True))

@@ -54,10 +54,10 @@ def test_a_line_end_is_refused_wherever_it_would_end_a_line(tmp_path: Path, plac
     }
     given |= {"container": None, place: ("a\nb",) if place == "options" else "a\nb"}
     here = site(container_command="image")
-    with pytest.raises(UserError, match=r"has the control character U\+000A"):
+    with pytest.raises(UserError, match=r"contains the control character U\+000A"):
         batch_script(tmp_path, "x", here, Shape(1, 1), request_of(here, **given), "requeue")
     plain = request_of(here, "10", None, None, None, 60, False, None)
-    with pytest.raises(UserError, match=r"run\.folder = .* has the control character U\+000A"):
+    with pytest.raises(UserError, match=r"run\.folder = .* contains the control character U\+000A"):
         batch_script(tmp_path / "a\ntouch b", "x", here, Shape(1, 1), plain, "requeue")
     assert "\npwn" not in batch_script(tmp_path, "a\npwn", here, Shape(1, 1), plain, "requeue")
 

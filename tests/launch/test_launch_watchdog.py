@@ -45,7 +45,9 @@ def test_ranks_that_move_are_left_in_peace_and_the_verdict_comes_in_time() -> No
     verdict = court.pass_time(2.5, 0, 1, 2, silent=(1,))
     assert verdict is not None and verdict.missing == (1,) and verdict.silent
     told = verdict.sentence(10.0)
-    assert told.startswith("rank 1 gave no sign for 8.5 s (run.watchdog_s = 10), last seen in step 7, forward and")
+    assert told.startswith(
+        "rank 1 gave no sign of life for 8.5 s (run.watchdog_s = 10), last seen in step 7, forward and"
+    )
     assert "others in step 7, forward and backward, in all_reduce at meshwright/x.py:1" in told
 
 
@@ -55,7 +57,7 @@ def test_of_ranks_that_all_beat_the_one_outside_of_collectives_is_named() -> Non
     court.pass_time(1.0)
     verdict = court.pass_time(9.0, 0, 1, 2)
     assert verdict is not None and verdict.missing == (1,) and not verdict.silent
-    assert "rank 1 made no headway" in verdict.sentence(10.0) and "reading data" in verdict.sentence(10.0)
+    assert "rank 1 made no progress" in verdict.sentence(10.0) and "reading data" in verdict.sentence(10.0)
 
 
 def test_where_all_wait_in_collectives_those_behind_are_named() -> None:
@@ -130,7 +132,7 @@ def test_a_restart_that_is_refused_is_tried_again(folder: RunFolder) -> None:
     restarts.next(RankFailure("rank 1 fell", 1, ""), folder, 1)
     assert restarts.allows(locked, folder) and restarts.next(locked, folder, 1)[0] == 1.0
     folder.metric({"step": 1, "loss": 1.0, "attempt": 1})
-    assert not restarts.allows(UserError("step 2 gave loss nan"), folder), "it had begun"
+    assert not restarts.allows(UserError("step 2 has loss nan"), folder), "it had begun"
 
 
 def test_only_data_parallel_axes_shrink_to_what_the_batch_can_be_cut_by() -> None:

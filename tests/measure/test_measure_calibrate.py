@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch
 def test_time_that_runs_out_leaves_the_coarse_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "QUICK_LIMIT_S", 0.0)
     profile = calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
-    assert len(profile.products) == 1 and "finer shapes: the time was up" in profile.skipped
+    assert len(profile.products) == 1 and "finer shapes: time ran out" in profile.skipped
 
 
 def test_a_device_on_which_nothing_works_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_the_fastest_of_what_was_run_wins(tmp_path: Path, monkeypatch: pytest.Mo
     found = tuned(tmp_path)
     assert found.before.tokens_per_s == 100.0 and found.after.tokens_per_s == 300.0
     assert "batch.micro_batch=4" in found.best and "data.workers=4" in found.best
-    assert "+200.0% over the job as it was" in found.verdict
+    assert "+200.0% over the original job" in found.verdict
     assert len(found.tried) == 1 + 3 + 3
 
 

@@ -139,7 +139,7 @@ def test_older_configs_keep_rope_in_two_keys() -> None:
         ),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"sliding_window": 4}, "sliding_window = 4 in a llama model"),
+        ({"sliding_window": 4}, "sliding_window = 4 but llama models have none"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks high_freq_factor"),
         ({"rope_scaling": {"rope_type": "default", "mscale": 2.0}}, "has mscale"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "has full_attention"),

@@ -97,10 +97,10 @@ def test_the_command_shows_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--tokens", "0"], "--tokens = 0 must be above 0; correct it or leave it out"),
-        (["--tokens", "1e9", "--price", "-3"], "--price = -3 must be above 0; correct it or leave it out"),
-        (["--mtbf-hours", "nan"], "--mtbf-hours = nan must be above 0; correct it or leave it out"),
-        (["--price", "3"], "--price = 3 makes the cost of a whole training; say how long it is with --tokens"),
+        (["--tokens", "0"], "--tokens = 0 must be greater than 0; correct it or leave it out"),
+        (["--tokens", "1e9", "--price", "-3"], "--price = -3 must be greater than 0; correct it or leave it out"),
+        (["--mtbf-hours", "nan"], "--mtbf-hours = nan must be greater than 0; correct it or leave it out"),
+        (["--price", "3"], "--price = 3 prices the whole training; give its length with --tokens"),
     ],
 )
 def test_a_cost_that_cannot_be_is_refused(cli: Callable[..., Any], words: list[str], sentence: str) -> None:

@@ -112,9 +112,9 @@ def test_the_usual_batch_is_one_that_the_machines_share(cluster: str) -> None:
 def test_refusals_say_what_to_do() -> None:
     for arguments, word in (
         (["--model", "llama-3-70b", "--cluster", "1xh100"], "no layout of llama-3-70b fits"),
-        (["--model", "llama-3.2-1b"], "--cluster is not given"),
+        (["--model", "llama-3.2-1b"], "--cluster is missing"),
         (["--model", "llama-3.2-1b", "--cluster", "8xh100", "--seq", "1000000"], "--seq = 1000000 is longer"),
-        (["--model", "no.json", "--cluster", "8xh100"], "no.json is not there; give --model"),
+        (["--model", "no.json", "--cluster", "8xh100"], "no.json does not exist; give --model"),
     ):
         error = CliRunner().invoke(app, ["plan", *arguments]).exception
         assert isinstance(error, UserError) and word in str(error), arguments

@@ -103,7 +103,7 @@ def test_check_explains_a_job() -> None:
     assert found["step_s"] == pytest.approx(sum(found["phases_s"].values()))
     assert found["fits"] and found["memory"][0]["device_bytes"] < found["capacity_bytes"]
     shown = CliRunner().invoke(app, arguments).stdout
-    for word in ("forward products", "optimizer states", "tokens/s a GPU", "fits with"):
+    for word in ("forward products", "optimizer states", "tokens/s per GPU", "fits with"):
         assert word in shown
     tight = CliRunner().invoke(app, ["plan", "--check", "pretrain-1b", "--cluster", "1xa100-40gb"]).stdout
     assert "does not fit" in tight and "guessed" in tight and "guessed" not in shown

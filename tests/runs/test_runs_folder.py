@@ -143,7 +143,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.folder"):
         make(tmp_path / "file")
-    with pytest.raises(UserError, match=r"run\.folder.*a file is in its way"):
+    with pytest.raises(UserError, match=r"run\.folder.*a file is in the way"):
         make(tmp_path / "file" / "below")
     with pytest.raises(UserError, match="is not a run folder"):
         RunFolder.open(tmp_path / "nowhere")
@@ -159,7 +159,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(UserError, match=r"run\.folder = .*no space is left.*; free some"):
+    with pytest.raises(UserError, match=r"run\.folder = .*no space left.*; free some"):
         make(tmp_path / "deep" / "down" / "run")
     assert list(tmp_path.iterdir()) == []
 
@@ -232,4 +232,4 @@ def test_a_run_that_a_second_signal_ended_was_stopped_and_did_not_fail(cli, tmp_
     folder.event("start", attempt=0)
     record_failure(folder, KeyboardInterrupt(), "KeyboardInterrupt: ", print)
     told = json.loads(cli("status", "run", "--json").out)
-    assert told["state"] == "stopped" and "a second signal ended it at once, unsaved" in told["why"]
+    assert told["state"] == "stopped" and "a second signal stopped it at once, unsaved" in told["why"]

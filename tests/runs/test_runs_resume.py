@@ -200,8 +200,8 @@ def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:
     assert result.code == 1 and damages == [False, False, True]
     result = cli("train", "run", "--resume")
     assert result.code == 0, result.err
-    assert "passed over: run/checkpoints/step-00000010/manifest.json" in result.out
-    assert "passed over: run/checkpoints/step-00000008/model.safetensors was altered" in result.out
+    assert "skipped: run/checkpoints/step-00000010/manifest.json" in result.out
+    assert "skipped: run/checkpoints/step-00000008/model.safetensors was altered" in result.out
     assert "resuming from step 4 (attempt 1)" in result.out
     assert [event["error"].split()[0] for event in events("run", "checkpoint_refused")] == [
         "run/checkpoints/step-00000010/manifest.json", "run/checkpoints/step-00000008/model.safetensors"
@@ -211,12 +211,12 @@ def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:
 
 
 REFUSED = {
-    "run.seed=5": r"run\.seed = 5 cannot continue run/checkpoints/step-00000002, which was saved with 0; set it back",
+    "run.seed=5": r"run\.seed = 5 cannot continue run/checkpoints/step-00000002, which was saved with 0; restore it",
     "batch.sequence_length=32": r"batch\.sequence_length = 32 cannot continue",
     "data.packing=best-fit": r"data\.packing = best-fit cannot continue",
     "optimizer.name=lion": r"optimizer\.name = lion cannot continue",
     "precision.optimizer_states=bf16": r"precision\.optimizer_states = bf16 cannot continue",
-    "data.validation_fraction=0.4": r"data\.sources = \['corpus'\] does not give the tokens",
+    "data.validation_fraction=0.4": r"data\.sources = \['corpus'\] does not produce the tokens",
     "model.ffn_width=96": r"layers\.0\.ffn\.gate\.weight has shape \(32, 32\), the model's is \(96, 32\)",
     "model.tied=true": r"does not fit the model: head\.weight is on one side only",
 }
@@ -275,7 +275,7 @@ def test_error_feedback_goes_on_bit_for_bit_and_its_sum_outlives_another_number_
     if compress == "topk":
         run_ranks(_ranks, 4, "four", *overrides, "layout.dp_replicate=4", "run.steps=5", "schedule.name=constant")
         [changed] = events("four", "feedback_changed")
-        assert changed["replicas"] == [2, 4] and changed["memory"] == "its sum is shared out"
+        assert changed["replicas"] == [2, 4] and changed["memory"] == "its sum is redistributed"
 
 
 def _memories(folder: str, *overrides: str) -> dict[str, torch.Tensor]:

@@ -101,13 +101,13 @@ def test_without_a_checkpoint_it_rewinds_to_the_start_and_not_for_ever(spoil, mo
     whole = OneStage.accumulate
     monkeypatch.setattr(OneStage, "accumulate", lambda *given: whole(*given) * float("nan"))
     monkeypatch.setattr(rewinds, "MOST_REWINDS", 2)
-    with pytest.raises(UserError, match="step 1 came out bad after 2 rewinds; look at it with `meshwright replay"):
+    with pytest.raises(UserError, match="step 1 is still bad after 2 rewinds; look at it with `meshwright replay"):
         train("hopeless", "run.on_bad_step=rewind", "run.steps=3")
 
 
 def test_a_spike_stops_or_is_skipped_as_the_job_says(spoil) -> None:
     spoil(4 * 20, 50.0, times=99)
-    with pytest.raises(UserError, match=r"step 21 gave loss .* robust deviations above the last ones"):
+    with pytest.raises(UserError, match=r"step 21 has loss .* robust deviations above the recent losses"):
         train("stops", "run.spike_score=8")
     events = train("skips", "run.spike_score=8", "run.on_bad_step=skip")
     assert kinds(events, "bad_step")[0]["policy"] == "skip" and kinds(events, "stop")[0]["reason"] == "finished"
@@ -128,7 +128,7 @@ def test_a_step_is_made_again_and_its_samples_shown(cli, spoil) -> None:
     assert good["loss"] == pytest.approx(good["recorded_loss"], rel=1e-6)
     assert good["grad_norm"] == pytest.approx(good["recorded_grad_norm"], rel=1e-5)
     result = cli("replay", "run", "--step", "99")
-    assert result.code == 2 and "--step 99 is no step of run, which has 1 to 8" in result.err
+    assert result.code == 2 and "--step 99 is not a step of run; give one from 1 to 8" in result.err
     assert "sample" in cli("replay", "run", "--step", "5", "--device", "cpu").out
 
 
@@ -149,10 +149,10 @@ def test_what_nvidia_smi_says_becomes_plain_units() -> None:
 def test_the_rank_that_keeps_others_waiting_is_named() -> None:
     times = {"work_s": [0.1, 0.1, 0.19, 0.11], "data_wait_s": [0.0, 0.05, 0.0, 0.0]}
     assert slow_ranks(times) == [
-        "rank 2 works 190.0 ms a step, others 100.0 ms",
-        "rank 1 waits for data 50.0 ms a step, others 0.0 ms",
+        "rank 2 works 190.0 ms per step, others 100.0 ms",
+        "rank 1 waits for data 50.0 ms per step, others 0.0 ms",
     ]
     assert slow_ranks({"work_s": [0.1, 0.2], "data_wait_s": [0.0, 0.0]}) == [
-        "rank 1 works 200.0 ms a step, others 100.0 ms"
+        "rank 1 works 200.0 ms per step, others 100.0 ms"
     ]
     assert slow_ranks({"work_s": [0.1, 0.12], "data_wait_s": [0.0, 0.001]}) == []

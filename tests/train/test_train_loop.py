@@ -106,7 +106,7 @@ def _poison(training: Trainer) -> None:
 
 
 def test_a_bad_step_stops_skips_or_is_kept_as_the_job_says(run) -> None:
-    with pytest.raises(UserError, match="step 1 gave loss nan"):
+    with pytest.raises(UserError, match="step 1 has loss nan"):
         run("run.on_bad_step=stop", change=_poison)
     memory, _, training = run("run.on_bad_step=skip", "run.steps=2", change=_poison)
     assert [event["policy"] for event in memory.events if event["kind"] == "bad_step"] == ["skip", "skip"]

@@ -147,7 +147,7 @@ def test_a_failing_step_is_let_go_of() -> None:
     quiet = Losses()
     training = make_trainer(job, unequal_corpus(job), engine, weights, quiet, quiet, world)
     training.watch_memory(lambda row: None)
-    with pytest.raises(UserError, match="step 1 gave loss nan"):
+    with pytest.raises(UserError, match="step 1 has loss nan"):
         training.run()
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert hooks(engine.modules[0]) == 0

@@ -186,7 +186,7 @@ def _bad_weight_on_the_last_rank(training: Any) -> None:
 
 def test_a_bad_step_stops_the_run_with_its_sentence() -> None:
     for change in (_bad_gradient_of("embed.weight"), _bad_gradient_of("head.weight"), _bad_weight_on_the_last_rank):
-        with pytest.raises(UserError, match=r"step 1 gave loss .* and gradient norm nan; lower optimizer.lr"):
+        with pytest.raises(UserError, match=r"step 1 has loss .* and gradient norm nan; lower optimizer.lr"):
             train(job(3), change)
 
 

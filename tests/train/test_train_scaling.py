@@ -187,7 +187,7 @@ def _one_batch(made: Trainer) -> Any:
 def test_an_overflow_that_no_scale_mends_is_a_bad_step() -> None:
     made, told = training(make_job(), LossScale(start=1.0))
     made.weights.square_sum = lambda: torch.tensor(math.inf)
-    with pytest.raises(UserError, match=r"step 1 gave loss .* and gradient norm inf"):
+    with pytest.raises(UserError, match=r"step 1 has loss .* and gradient norm inf"):
         made.run()
     assert [event["kind"] for event in told.events] == ["start", "bad_step"]
 
@@ -196,7 +196,7 @@ def test_a_format_the_device_has_not_is_refused(tiny_job: Path, monkeypatch: pyt
     def on(device: str, compute: str) -> Job:
         return load_job(str(tiny_job), [f"run.device={device}", f"precision.compute={compute}"]).job
 
-    with pytest.raises(UserError, match=r'"tf32" is a format of GPUs, but run.device is the CPU; set "fp32"'):
+    with pytest.raises(UserError, match=r'"tf32" is only for GPUs, but run.device is the CPU; set "fp32"'):
         choose_device(on("cpu", "tf32"))
     cpu = choose_device(on("cpu", "fp8"))
     assert emulated_format(on("cpu", "fp8"), cpu) == "fp8" and emulated_format(on("cpu", "fp32"), cpu) is None

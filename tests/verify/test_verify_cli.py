@@ -25,7 +25,7 @@ def test_a_job_is_shrunk_compared_and_found_equal(cli) -> None:
     result = cli("verify", DEMO, "--set", "layout.dp_replicate=6", "--steps", "2", "--set", "batch.global_batch=24")
     assert result.code == 0, result.err
     assert "layout.dp_replicate 6 → 4" in result.out
-    assert "equal: 4 ranks compute what one process computes" in result.out
+    assert "equal: 4 ranks compute the same as one process" in result.out
     for kind in ("loss", "norm", "gradient", "update"):
         assert kind in result.out
 
@@ -49,7 +49,7 @@ def test_a_wrong_layout_exits_1_with_the_first_diverging_parameter(cli, monkeypa
     job = (DEMO, "--set", "layout.dp_shard=2", "--steps", "1")
     result = cli("verify", *job)
     assert result.code == 1
-    assert "not equal: first diverging is the gradient of embed.weight, off by 5.0e-01" in result.out
+    assert "not equal: first difference is the gradient of embed.weight, off by 5.0e-01" in result.out
     result = cli("verify", *job, "--json")
     assert result.code == 1 and json.loads(result.out)["first_wrong"]["name"] == "embed.weight"
 
@@ -63,7 +63,7 @@ def test_a_format_is_judged_by_bounds_of_its_own(cli) -> None:
     assert {row["kind"] for row in answer["rows"]} == {"loss", "norm", "evaluation", "gradient", "update", "sum"}
     result = cli("verify", *arguments, "--set", "precision.compute=bf16")
     assert result.code == 0 and "gradient in bf16" in result.out and "loss in bf16" in result.out
-    assert "equal: 2 ranks compute what one process computes, in bf16 as exactly as the format can" in result.out
+    assert "equal: 2 ranks compute the same as one process, in bf16 as exactly as the format allows" in result.out
 
 
 def test_float32_is_judged_by_its_own_bounds(cli) -> None:
@@ -100,10 +100,10 @@ def test_a_layer_of_one_s_own(cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((), "verify takes one of JOB, --matrix, --model, --layer, --random, not none"),
+        ((), "verify needs exactly one of JOB, --matrix, --model, --layer, --random, not none"),
         ((DEMO, "--matrix", "quick"), "not JOB and --matrix"),
-        (("--matrix", "small"), "--matrix small is not a matrix; use quick or full"),
-        ((DEMO, "--dtype", "fp64"), "--dtype fp64 is not a number format here; use float64, float32, bf16"),
+        (("--matrix", "small"), "--matrix small does not exist; use quick or full"),
+        ((DEMO, "--dtype", "fp64"), "--dtype fp64 is not supported; use float64, float32, bf16"),
         ((DEMO, "--set", "layout.tp=5"), "layout.tp = 5 does not divide"),
         (("--layer", "mine"), "--layer mine is not file.py:Class"),
     ],

@@ -82,11 +82,13 @@ def test_the_guide_shows_the_list() -> None:
 
 
 BUG = planted.Bug("a bug", "meshwright/model/x.py", "a", "b", "verify demo", "gradient of embed.weight")
-NOT_EQUAL = "NOT EQUAL  1.0e-01    2.0 s  llama\n           first diverging: gradient of embed.weight, off by 1.0e-01\n"
+NOT_EQUAL = (
+    "NOT EQUAL  1.0e-01    2.0 s  llama\n           first difference: gradient of embed.weight, off by 1.0e-01\n"
+)
 CRASH = "failed     llama\nrank 1 failed:\nTraceback (most recent call last):\n  x\n{}: no gradient of embed.weight\n"
 ENDS = {
     "it diverges": (1, NOT_EQUAL, True),
-    "a job diverges": (1, "not equal: first diverging is the gradient of embed.weight, off by 1.0e-01\n", True),
+    "a job diverges": (1, "not equal: first difference is the gradient of embed.weight, off by 1.0e-01\n", True),
     "a rank fails": (1, CRASH.format("RuntimeError"), True),
     "a job's rank fails": (1, CRASH.format("RuntimeError").replace("failed     llama\n", "meshwright: "), True),
     "its collectives do not fit": (1, "equal  x\n           collectives: no gradient of embed.weight\n", True),
@@ -94,7 +96,7 @@ ENDS = {
     "it diverges elsewhere": (1, NOT_EQUAL.replace("embed", "head"), False),
     "the planted text is no program": (1, CRASH.format("NameError"), False),
     "the package cannot be imported": (1, "Traceback (most recent call last):\nImportError: x\n", False),
-    "the check is no command": (2, 'meshwright: --only "x" is in no layout\'s name\n', False),
+    "the check is no command": (2, 'meshwright: --only "x" matches no layout\'s name\n', False),
 }
 
 

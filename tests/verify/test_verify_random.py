@@ -184,15 +184,15 @@ def test_a_wrong_draw_prints_its_job_and_exits_1(cli, monkeypatch: pytest.Monkey
     chosen = ("verify", "--random", "800", "--seed", "5", "--only", str(drawn.number))
     result = cli(*chosen)
     assert result.code == 1
-    assert "NOT EQUAL" in result.out and "first diverging: gradient of" in result.out
+    assert "NOT EQUAL" in result.out and "first difference: gradient of" in result.out
     assert f"1 drawn, wrong: {drawn.number}" in result.out
-    repeat = f"# repeat with: meshwright verify --random {drawn.number} --seed 5 --only {drawn.number}\n"
+    repeat = f"# reproduce with: meshwright verify --random {drawn.number} --seed 5 --only {drawn.number}\n"
     job_file, _ = result.out[result.out.index(repeat) :].split("\n    1  not equal")
     (tmp_path / "again.toml").write_text(job_file)
     assert load_job(str(tmp_path / "again.toml")).job == drawn.job
     found = json.loads(cli(*chosen, "--json").out)
     assert found["equal"] is False and found["counts"]["not equal"] == 1
-    assert found["layouts"][0]["why"].startswith("first diverging: gradient of")
+    assert found["layouts"][0]["why"].startswith("first difference: gradient of")
 
 
 def test_json_has_stable_keys(cli) -> None:
@@ -213,9 +213,9 @@ def test_json_has_stable_keys(cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--random", "3", "--only", "4"), '--only "4" is no number of a drawn job; give one from 1 to 3'),
-        (("--random", "3", "--only", "tp 2"), '--only "tp 2" is no number of a drawn job'),
-        (("--random", "3", "--matrix", "quick"), "not --matrix and --random; give exactly one"),
+        (("--random", "3", "--only", "4"), '--only "4" is not the number of a drawn job; give one from 1 to 3'),
+        (("--random", "3", "--only", "tp 2"), '--only "tp 2" is not the number of a drawn job'),
+        (("--random", "3", "--matrix", "quick"), "not --matrix and --random; give one of them"),
         (("--layer", "mine.py:Mine", "--only", "4"), "give --matrix or --random with it"),
     ],
 )

@@ -169,7 +169,7 @@ def test_the_command(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     ("arguments", "sentence"),
     [
         (("--matrix", "quick", "--run"), "--run verifies a job, not --matrix; give a JOB with it"),
-        (("demo", "--run", "--dtype", "bf16"), "--dtype bf16 has no bounds to judge a run by; use float64 or float32"),
+        (("demo", "--run", "--dtype", "bf16"), "--dtype bf16 has no error bounds for runs; use float64 or float32"),
         (("demo", "--run", "--steps", "2"), "--steps 2 leaves no room"),
         (("demo", "--run", "--set", "layout.tp=5"), "layout.tp = 5 does not divide"),
     ],
@@ -183,5 +183,5 @@ def test_a_run_that_is_not_equal_exits_1(cli, monkeypatch: pytest.MonkeyPatch) -
     verdict = Verdict(small(), "float32", [Comparison("loss", "tp 2: step 5", 0.02, 1e-5)], 1.0)
     monkeypatch.setattr(run_check, "check_run", lambda *_: verdict)
     result = cli("verify", "demo", "--run", "--set", "layout.dp_shard=2")
-    assert result.code == 1 and "not equal: first diverging is the loss of tp 2: step 5, off by 2.0e-02" in result.out
+    assert result.code == 1 and "not equal: first difference is the loss of tp 2: step 5, off by 2.0e-02" in result.out
     assert "run   dp_shard 2, resumed at step 2 in tp 2, resumed at step 4 in one process" in result.out

@@ -1,4 +1,4 @@
-"""Public model shapes and ready job files, by name."""
+"""Public model shapes and ready-made job files, by name."""
 
 import difflib
 import tomllib
@@ -18,7 +18,7 @@ def _models() -> dict[str, dict[str, Any]]:
 
 
 def model_presets() -> list[str]:
-    """The names `model.preset` takes."""
+    """The names that `model.preset` accepts."""
     return sorted(_models())
 
 
@@ -30,12 +30,12 @@ def model_preset(name: str) -> dict[str, Any]:
 
 
 def recipes() -> list[str]:
-    """The names a command takes in place of a job file's path."""
+    """The names that commands accept instead of a job file's path."""
     return sorted(path.stem for path in _RECIPES.glob("*.toml"))
 
 
 def recipe_path(name: str) -> Path | None:
-    """The job file of a recipe, or None when there is none of that name."""
+    """The job file of a recipe, or None if there is none by that name."""
     path = _RECIPES / f"{name}.toml"
     return path if name in recipes() else None
 

@@ -1,4 +1,4 @@
-"""Runs on a Slurm site: one readable batch script each, its state in a word, its logs, its end; needs no torch."""
+"""Runs on a Slurm site: one readable batch script each, status, logs, cancelling; needs no torch."""
 
 from meshwright.launch.slurm.cancel import cancel
 from meshwright.launch.slurm.commands import NoAnswer

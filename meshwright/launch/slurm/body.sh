@@ -1,16 +1,16 @@
 # From here on the script is the same for every run.
-over=$run/slurm/over # holds a word once no further job should run
+over=$run/slurm/over # contains a word once no further job should run
 if [ -s "$over" ]; then
   echo "nothing to do: $(cat "$over")"
   exit 0
 fi
 mkdir -p "$run/logs"
-rm -f "$run"/logs/*.error.json "$run/logs/stop" # of a job that was killed
-export MESHWRIGHT_STOP_FILE=$run/logs/stop      # every rank looks for it after every step
+rm -f "$run"/logs/*.error.json "$run/logs/stop" # left by a job that was killed
+export MESHWRIGHT_STOP_FILE=$run/logs/stop      # every rank checks for it after every step
 saved() { ls "$run/checkpoints" 2>/dev/null | grep '^step-' | sort -V | tail -n 1; }
 before=$(saved)
 
-# USR1 comes before the time limit, TERM when Slurm ends the job: finish the step, save, end.
+# USR1 comes before the time limit, TERM when Slurm ends the job: finish the step, save, exit.
 asked=
 ask() {
   asked=$1 again=1
@@ -33,11 +33,11 @@ finish() { # why no further job should run, and the exit code
   echo "$1" >"$over"
   exit "$2"
 }
-count() { # one more of something, kept between jobs
+count() { # increment a counter that is kept between jobs
   local file=$run/slurm/$1
   echo $(($(cat "$file" 2>/dev/null || echo 0) + 1)) >"$file" && cat "$file"
 }
-continue_later() { # from the newest checkpoint, in the next job or in this one queued again
+continue_later() { # from the newest checkpoint, in the next job or in this one, requeued
   if [ "$(saved)" != "$before" ]; then
     rm -f "$run/slurm/idle"
   elif [ "$(count idle)" -gt 3 ]; then
@@ -52,7 +52,7 @@ continue_later() { # from the newest checkpoint, in the next job or in this one 
         break
       fi
       if [ -n "$answers" ]; then break; fi
-      sleep 5 # a controller that is started again comes back
+      sleep 5 # a restarting controller comes back
     done
   fi
   exit 85
@@ -63,12 +63,12 @@ if [ $code = 0 ]; then
   finish "done" 0
 fi
 if [ -s "$over" ]; then exit 0; fi                         # cancelled
-if [ "$asked" = TERM ]; then exit $code; fi                # Slurm knows what is next
+if [ "$asked" = TERM ]; then exit $code; fi                # Slurm decides what is next
 if [ "$mode" = once ]; then finish "failed" $code; fi
 if [ "$asked" = USR1 ]; then continue_later; fi
-if [ $code = 85 ]; then continue_later; fi                 # the ranks alone were asked, as before a preemption
-if [ $code = 2 ]; then finish "failed: refused, and its log says why" 2; fi # a mistake stays one
-# A lost node shows first as ranks that lost their peers: do all nodes still answer?
+if [ $code = 85 ]; then continue_later; fi                 # only the ranks were asked to stop, as before a preemption
+if [ $code = 2 ]; then finish "failed: rejected, see its log" 2; fi # a user error does not go away
+# A lost node shows first as ranks that lost their peers: check that all nodes still answer.
 if ! timeout 60 srun --overlap --ntasks="$SLURM_NNODES" --ntasks-per-node=1 true; then
   echo "a node does not answer"
   continue_later

@@ -1,4 +1,4 @@
-"""The end of a run before its last step: saved where it stands, and no further job."""
+"""Cancel a run: save its state, and start no further job."""
 
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ _POLL_S = 0.5
 
 
 def cancel(run: Path, wait_s: float) -> Status:
-    """Let no job of a run start again and the one that runs save and end; ended outright when that takes too long."""
+    """Prevent further jobs of a run, and let the running one save and exit; killed outright if that takes too long."""
     RunFolder.open(run)
     submission = Submission.read(run)
     if submission is None:
@@ -26,7 +26,7 @@ def cancel(run: Path, wait_s: float) -> Status:
         if job.waits:
             scancel(job.id)
         else:
-            scancel(job.id, "--batch", "--signal=TERM")  # to the script alone, which lets the ranks save
+            scancel(job.id, "--batch", "--signal=TERM")  # only to the script, which lets the ranks save
     deadline = time.monotonic() + wait_s
     while left := _still_active(jobs, patient=time.monotonic() < deadline):
         if time.monotonic() > deadline:
@@ -38,7 +38,7 @@ def cancel(run: Path, wait_s: float) -> Status:
 
 
 def _still_active(jobs: list[SlurmJob], patient: bool) -> list[SlurmJob]:
-    """Those that wait or run; while Slurm is away, for as long as we are patient, all of them."""
+    """Jobs that wait or run; while Slurm is down, for as long as we wait, all of them."""
     try:
         return [job for job in map(job_state, (job.id for job in jobs)) if job is not None and job.active]
     except NoAnswer:

@@ -1,4 +1,4 @@
-"""Slurm's own commands, called and read; their refusals become one sentence."""
+"""Call Slurm's own commands and parse their output; their errors become one sentence."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What Slurm says of a job."""
+    """What Slurm reports about a job."""
 
     id: str
     state: str
@@ -26,17 +26,17 @@ class SlurmJob:
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether it is pending or running."""
         return self.state in _ACTIVE
 
     @property
     def waits(self) -> bool:
-        """Whether it has yet to start, or to start again."""
+        """Whether it has yet to start or restart."""
         return self.state in ("PENDING", "REQUEUED", "CONFIGURING")
 
 
 class NoAnswer(UserError):
-    """Slurm could not be asked; what it knows of a job is unknown, which is not the same as nothing."""
+    """Slurm could not be asked; the state of a job is then unknown, which is not the same as gone."""
 
 
 def sbatch(script: Path, options: Sequence[str], arguments: Sequence[str] = ()) -> str:
@@ -46,21 +46,21 @@ def sbatch(script: Path, options: Sequence[str], arguments: Sequence[str] = ()) 
 
 
 def test_only(script: Path) -> None:
-    """Let Slurm check a script and say when it would start; refusals are raised."""
+    """Let Slurm check a script and say when it would start; raises what it rejects."""
     _call(["sbatch", "--test-only", str(script)])
 
 
 def scancel(job: str, *options: str) -> None:
-    """End a job, or signal it; one that is gone already is none of our trouble."""
+    """Cancel a job, or signal it; ignores a job that is already gone."""
     _run(["scancel", *options, job])
 
 
 def job_state(job: str) -> SlurmJob | None:
-    """What the controller still knows of a job, else the accounting; None where both have forgotten it."""
+    """What the controller still knows about a job, else the accounting; None if both have forgotten it."""
     shown = _run(["scontrol", "show", "job", "-o", job])
     if shown.returncode and "Invalid job id" not in shown.stderr:
         raise NoAnswer(
-            f"Slurm does not say how job {job} is ({_report(shown)}); ask again once it answers: scontrol ping"
+            f"Slurm does not report the state of job {job} ({_report(shown)}); retry once scontrol ping succeeds"
         )
     if shown.returncode == 0 and shown.stdout.strip():
         fields = dict(_FIELD.findall(shown.stdout.splitlines()[0]))
@@ -80,7 +80,7 @@ def job_state(job: str) -> SlurmJob | None:
 
 
 def _accounted(job: str) -> list[str]:
-    """What the accounting says; nothing on a site that keeps none."""
+    """The job according to the accounting; None on a site without one."""
     try:
         report = _run(["sacct", "-j", job, "-X", "-n", "-P", "-o", "State,ExitCode,NodeList"])
     except NoAnswer:
@@ -95,17 +95,17 @@ def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
         remedy = ", or add --dry-run" if command[0] == "sbatch" else ""
         raise NoAnswer(f"{command[0]} is not on this machine; run this on a login node of the site{remedy}") from None
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"{command[0]} did not answer within {_TIMEOUT_S} s; see whether Slurm is well: sinfo") from None
+        raise NoAnswer(f"{command[0]} did not answer within {_TIMEOUT_S} s; check Slurm with sinfo") from None
 
 
 def _call(command: list[str]) -> str:
     done = _run(command)
     if done.returncode:
-        raise UserError(f"{command[0]} refused: {_report(done)}; change what it names")
+        raise UserError(f"{command[0]} failed: {_report(done)}; fix what it names")
     return done.stdout
 
 
 def _report(done: "subprocess.CompletedProcess[str]") -> str:
-    """What a command complained of, in one line."""
+    """A command's error message, in one line."""
     lines = [line.removeprefix(f"{done.args[0]}: ").strip() for line in done.stderr.splitlines()]
     return " ".join(line for line in lines if line) or f"exit code {done.returncode}"

@@ -1,7 +1,7 @@
-"""Small trials before a large run: 1 GPU, 1 node, 2 nodes; each must say go before the next starts.
+"""Small trials before a large run: 1 GPU, 1 node, 2 nodes; each must pass before the next starts.
 
-A trial is the same job with fewer replicas and as many micro-batches for each, for a few steps. Run as a module inside
-a trial's job, this judges it.
+A trial is the same job with fewer replicas and as many micro-batches per replica, for a few steps. Run as a module
+inside a trial's job, this judges it.
 """
 
 import json
@@ -24,7 +24,7 @@ TRIAL_STEPS = 20
 TRIAL_TIME = "00:15:00"
 _TRIAL_HOURS = 0.25
 _SLOWEST = 0.5
-"""Of the trial before, what a GPU's speed may fall to."""
+"""Fraction of the previous trial's speed per GPU that must be reached."""
 _SIGNAL_S = 60
 
 
@@ -38,7 +38,7 @@ class Rung:
     judge: str
 
     def make(self) -> None:
-        """Make the trial's run folder."""
+        """Create the trial's run folder."""
         from meshwright.runs.lifecycle import create_folder
 
         create_folder(self.loaded, self.run)
@@ -64,7 +64,7 @@ class Rung:
 def make_rungs(
     loaded: LoadedJob, run: Path, site: Site, shape: Shape, budget: float | None, tell: Callable[[str], None]
 ) -> tuple[Rung, ...]:
-    """The trials of a job on a site, smallest first; sizes its layout cannot shrink to are left out, with why."""
+    """The trials of a job on a site, smallest first; sizes its layout cannot shrink to are skipped, with the reason."""
     sizes = sorted({size for size in (1, site.gpus_per_node, 2 * site.gpus_per_node) if size < shape.ranks})
     rungs: list[Rung] = []
     for size in sizes:
@@ -94,14 +94,14 @@ def make_rungs(
 
 
 def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
-    """The job on fewer ranks: fewer replicas, and the batch smaller by as much; other axes stay as they are."""
+    """The job on fewer ranks: fewer replicas, and a proportionally smaller batch; other axes stay the same."""
     from meshwright.layout import ranks_of, require_layout
 
     job = loaded.job
     replicas = job.layout.dp_replicate * job.layout.dp_shard
     others = ranks_of(job.layout) // replicas
     if ranks % others:
-        raise UserError(f"the layout's other axes take {others} ranks, and {ranks} is no multiple of them")
+        raise UserError(f"the layout's other axes need {others} ranks, and {ranks} is not a multiple of that")
     fewer = ranks // others
     shard = math.gcd(fewer, job.layout.dp_shard)
     layout = {"dp_shard": shard, "dp_replicate": fewer // shard}
@@ -128,7 +128,7 @@ def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
 
 
 def _require_fit(job: Job, site: Site, ranks: int) -> None:
-    """Refuse a trial that would only show that fewer ranks have less memory."""
+    """Reject a trial that would only show that fewer ranks have less memory."""
     from meshwright.job.devices import Cluster
     from meshwright.plan import machine_of, predict
 
@@ -137,16 +137,16 @@ def _require_fit(job: Job, site: Site, ranks: int) -> None:
     try:
         machine_of(cluster)
     except UserError:
-        return  # of a GPU the planner does not know nothing can be said
+        return  # the planner does not know this GPU
     if not predict(job, cluster).fits:
-        raise UserError(f"the plan says that it does not fit on {ranks} × {site.gpu}")
+        raise UserError(f"the planner predicts that it does not fit on {ranks} × {site.gpu}")
 
 
 def verdict(
     run: Path, ranks: int, all_ranks: int, steps: int, before: Path | None, budget: float | None
 ) -> dict[str, Any]:
-    """Go or no-go after a trial, with the numbers: finished, finite, not much slower a GPU than the one before, and
-    what the whole run would cost at this speed."""
+    """Go or no-go after a trial, with the numbers: finished, finite, not much slower per GPU than the previous trial,
+    and what the whole run would cost at this speed."""
     folder = RunFolder.open(run)
     rows = [row for row in folder.numbers().rows if row.get("loss") is not None and row.get("step_s")]
     if folder.state() != "done" or not rows:
@@ -156,16 +156,16 @@ def verdict(
     times = sorted(row["step_s"] for row in rows[len(rows) // 2 :])
     step_s = times[len(times) // 2]
     tokens = rows[-1]["tokens"] / rows[-1]["step"] / step_s / ranks
-    # As many micro-batches for each replica: a step of the whole run takes at least as long.
+    # As many micro-batches per replica: a step of the whole run takes at least as long.
     hours = steps * step_s * all_ranks / 3600
     report = {"ranks": ranks, "step_s": step_s, "tokens_per_s_per_gpu": tokens, "gpu_hours_of_the_run": hours}
     if before is not None:
         earlier = (trial_verdict(before) or {}).get("tokens_per_s_per_gpu", 0.0)
         if tokens < _SLOWEST * earlier:
-            return {"go": False, "why": f"a GPU makes {tokens:,.0f} tokens/s, before it was {earlier:,.0f}", **report}
+            return {"go": False, "why": f"{tokens:,.0f} tokens/s per GPU, down from {earlier:,.0f}", **report}
     if budget is not None and hours > budget:
         return {"go": False, "why": f"the run would take {hours:,.1f} GPU-hours, more than {budget:g}", **report}
-    return {"go": True, "why": f"{tokens:,.0f} tokens/s a GPU; the run would take {hours:,.1f} GPU-hours", **report}
+    return {"go": True, "why": f"{tokens:,.0f} tokens/s per GPU; the run would take {hours:,.1f} GPU-hours", **report}
 
 
 def _main(words: list[str]) -> int:

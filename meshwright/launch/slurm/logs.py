@@ -1,4 +1,4 @@
-"""What a run's ranks wrote, as it is or as it grows."""
+"""The logs of a run's ranks, as they are or followed as they grow."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,36 +13,36 @@ _LONGEST = 16 << 20
 
 
 def log_files(run: Path, rank: int | None = None) -> list[Path]:
-    """The files of one rank, or what the jobs and with them rank 0 wrote, oldest first."""
+    """The files of one rank, or those of the jobs including rank 0's output, oldest first."""
     RunFolder.open(run)
     if rank is None:
         found = [path for path in (run / "slurm").glob("job-*.out") if path.is_file()]
         jobs = sorted(found, key=lambda path: path.stat().st_mtime)
         if not jobs and Submission.read(run) is not None:
             raise UserError(
-                f"{run} has no log yet: none of its jobs has written any; --follow waits, meshwright status says why"
+                f"{run} has no log yet: none of its jobs has written one; wait with --follow, or see meshwright status"
             )
         return jobs or log_files(run, 0)
     files = [path for end in ("out", "err") if (path := run / f"logs/rank-{rank}.{end}").is_file()]
     if not files:
         kept = sorted({path.name.split(".")[0].removeprefix("rank-") for path in (run / "logs").glob("rank-*.*")})
-        have = f"those with one: {', '.join(kept)}" if kept else "none of its ranks does"
+        have = f"ranks with a log: {', '.join(kept)}" if kept else "no rank has one"
         raise UserError(f"{run} has no log of rank {rank} ({have}); a rank that wrote nothing leaves none")
     return files
 
 
 def end_of(path: Path) -> str:
-    """The last of a log, all of it unless it is very long."""
+    """The end of a log, all of it unless it is very long."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LONGEST))
         return file.read(_LONGEST).decode("utf-8", "replace")
 
 
 def follow(files: Callable[[], list[Path]], alive: Callable[[], bool], every_s: float = 1.0) -> Iterator[str]:
-    """What is in the files and what is added to them, until nothing is alive that could add more."""
+    """Yield what is in the files and what is added to them, until nothing is left that could add more."""
     read: dict[Path, int] = {}
     while True:
-        last = not alive()  # asked first: what was written before its end is read below
+        last = not alive()  # checked first, so that everything written before the end is read below
         for path in files():
             with path.open(encoding="utf-8", errors="replace") as file:
                 file.seek(read.get(path, 0))

@@ -1,4 +1,4 @@
-"""What a run folder keeps of its submission: `slurm/` with the script, the job ids, and a word once all is over."""
+"""What a run folder keeps of its submission: `slurm/` with the script, the job ids, and how it all ended."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from meshwright.reading import Unfit, is_number, read_object, read_plain, read_t
 
 FOLDER = "slurm"
 OVER = "slurm/over"
-"""Holds one word once no further job should run: done, cancelled, failed."""
+"""Contains one word once no further job should run: done, cancelled, failed."""
 _WORDS = 4096
 _JOB = re.compile(r"\d[\w,%\[\].-]{0,63}")
 
@@ -30,21 +30,21 @@ class Submission:
     chain: int
     time: str
     ladder: tuple[str, ...] = ()
-    """Jobs of the trials before the run, smallest first."""
+    """Jobs of the trials that precede the run, smallest first."""
 
     def write(self, run: Path) -> None:
-        """Keep it in the run folder."""
+        """Write it to the run folder."""
         text = json.dumps(asdict(self), indent=2) + "\n"
         write_atomic(run / FOLDER / "submission.json", text)
 
     @classmethod
     def read(cls, run: Path) -> Self | None:
-        """The last submission of a run; None where it never was one."""
+        """The last submission of a run; None if there was none."""
         path = run / FOLDER / "submission.json"
         try:
             found = TypeAdapter(cls).validate_json(read_plain(path))
             if not all(_JOB.fullmatch(job) for job in (*found.jobs, *found.ladder)):
-                raise Unfit("one of its jobs is no number of a job")  # and could be an option of Slurm's commands
+                raise Unfit("one of its job ids is not a number")  # and could be an option of Slurm's commands
             return found
         except FileNotFoundError:
             return None
@@ -54,7 +54,7 @@ class Submission:
 
 
 def over(run: Path) -> str | None:
-    """Why no further job should run; None while one may."""
+    """Why no further job should run; None if one may."""
     try:
         return read_text(run / OVER, _WORDS).strip() or None
     except FileNotFoundError:
@@ -64,12 +64,12 @@ def over(run: Path) -> str | None:
 
 
 def trial_verdict(trial: Path) -> dict[str, Any] | None:
-    """What a trial of a ladder said: whether to `go` and `why`, with its numbers; None before it did."""
+    """The verdict of a ladder's trial: whether to `go` and `why`, with its numbers; None before there is one."""
     path = trial / FOLDER / "verdict.json"
     try:
         report = read_object(path)
         if not isinstance(report.get("go"), bool) or not isinstance(report.get("why"), str):
-            raise Unfit("it says neither go nor why")
+            raise Unfit("it lacks go or why")
         if report["go"] and not is_number(report.get("tokens_per_s_per_gpu")):
             raise Unfit("it has no speed")
     except FileNotFoundError:

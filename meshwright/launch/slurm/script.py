@@ -1,4 +1,4 @@
-"""The batch script: what is asked of Slurm, how the ranks start, and what a job does when it is told to end."""
+"""The batch script: what it requests from Slurm, how the ranks start, and what a job does at its time limit."""
 
 import os
 import re
@@ -19,9 +19,9 @@ from meshwright.version import VERSION
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 Mode = Literal["requeue", "chain", "once"]
 _MODES: dict[Mode, str] = {
-    "requeue": "before its time limit the job is queued again",
-    "chain": "before its time limit it ends and the next job goes on",
-    "once": "a trial: it ends in time or has failed",
+    "requeue": "before its time limit the job is requeued",
+    "chain": "before its time limit it ends and the next job continues",
+    "once": "a trial: it finishes in time or fails",
 }
 
 
@@ -40,20 +40,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Slurm beside the shape, complete."""
+    """What is requested from Slurm besides the shape, complete."""
 
     time: str
     account: str | None
     partition: str | None
     qos: str | None
     signal_s: int
-    """Seconds before the time limit at which the job is told to save and end."""
+    """Seconds before the time limit at which the job is told to save and exit."""
     per_rank: bool
-    """One task a rank instead of one agent a node."""
+    """One task per rank instead of one agent per node."""
     container: str | None
     """An image to run in."""
     options: tuple[str, ...] = ()
-    """Further words for sbatch."""
+    """Extra options for sbatch."""
 
 
 def request_of(
@@ -67,7 +67,7 @@ def request_of(
     container: str | None,
     options: tuple[str, ...] = (),
 ) -> Request:
-    """The request with the site's own values filled in; what neither knows is asked for."""
+    """The request with the site's defaults filled in; raises if a required value is in neither."""
     given = {
         "time": time or site.time,
         "account": account or site.account,
@@ -76,16 +76,16 @@ def request_of(
     }
     for name in ("time", *site.asks):
         if given[name] is None:
-            raise UserError(f"{site.name} needs --{name}, which no profile can know; give it, or set it in a profile")
+            raise UserError(f"{site.name} needs --{name}, which is not in its profile; give it, or set it in a profile")
     seconds = seconds_of(str(given["time"]), "--time")
     if site.max_time is not None and seconds > seconds_of(site.max_time, "max_time"):
         raise UserError(f"--time = {given['time']} is longer than {site.name} allows; give at most {site.max_time}")
     if signal_s >= seconds:
-        raise UserError(f"--signal-before = {signal_s} s is all of --time = {given['time']}; give a smaller one")
+        raise UserError(f"--signal-before = {signal_s} s is not less than --time = {given['time']}; give a smaller one")
     if container is not None and site.container_command is None:
         raise UserError(
-            f"--container = {container}: nothing says how {site.name} starts one; set container_command in a profile "
-            'that extends it, as "apptainer exec --nv"'
+            f"--container = {container}: {site.name} has no command for containers; set container_command in a profile "
+            'that extends it, e.g. "apptainer exec --nv"'
         )
     return Request(
         str(given["time"]), given["account"], given["partition"], given["qos"], signal_s, per_rank, container, options
@@ -93,10 +93,12 @@ def request_of(
 
 
 def seconds_of(time: str, field: str) -> int:
-    """Slurm's spellings: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Slurm's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
     found = _TIME.fullmatch(time)
     if found is None:
-        raise UserError(f"{field} = {time} is no duration Slurm knows; write for example 12:00:00 or 2-00:00:00")
+        raise UserError(
+            f"{field} = {time} is not a duration in Slurm's format; write for example 12:00:00 or 2-00:00:00"
+        )
     days, *rest = found.groups()
     numbers = [int(part) for part in rest if part is not None]
     if days is not None:
@@ -120,10 +122,10 @@ def batch_script(
     overrides: Sequence[str] = (),
     trust: bool = False,
 ) -> str:
-    """The whole script; `judge` is a command that may say no to a job that finished.
+    """The whole script; `judge` is a command that may reject a job that finished.
 
-    What `overrides` say is not in the run's folder yet: its ranks hear of it when they resume; `trust` lets them run
-    the code that whoever submitted it named.
+    `overrides` are not in the run's folder yet: its ranks get them when they resume; `trust` lets them run the code
+    that the submitter named.
     """
     run = run.absolute()
     _require_words(run, request)
@@ -138,7 +140,7 @@ def batch_script(
         *_surroundings(site),
         f"export run={shlex.quote(str(run))}",
         f"mode={mode} # {_MODES[mode]}",
-        f"max_restarts={max_restarts} # run.max_restarts: after a crash, that is; a lost node counts as none",
+        f"max_restarts={max_restarts} # run.max_restarts, after crashes; a lost node does not count",
         *_start(site, shape, request, overrides, trust),
         f"judge() {{ {judge}; }}",
         "",
@@ -147,16 +149,18 @@ def batch_script(
 
 
 def _require_words(run: Path, request: Request) -> None:
-    """Refuse what no line of directives can say: a line ends where a word does, and a backslash is Slurm's own."""
+    """Reject what a directive line cannot express: a line end would end it, and Slurm interprets backslashes."""
     asked = [(f"--{name}", getattr(request, name)) for name in ("time", "account", "partition", "qos", "container")]
     asked += [("--sbatch", option) for option in request.options]
     for name, word in (("run.folder", str(run)), *asked):
         if word is None:
             continue
         if odd := odd_character(word):
-            raise UserError(f"{name} = {word!r} has the control character {odd}, which no script may; choose another")
+            raise UserError(
+                f"{name} = {word!r} contains the control character {odd}, which scripts may not; choose another"
+            )
         if "\\" in word:
-            raise UserError(f"{name} = {word!r}: Slurm reads a backslash its own way; choose another")
+            raise UserError(f"{name} = {word!r}: Slurm interprets backslashes; choose another")
 
 
 def _directives(run: Path, name: str, site: Site, shape: Shape, request: Request, mode: Mode) -> list[str]:
@@ -200,11 +204,11 @@ def _surroundings(site: Site) -> list[str]:
 
 
 def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str], trust: bool) -> list[str]:
-    """The shell function that runs the step, in one of three forms: one rank, an agent a node, a task a rank."""
+    """The shell function that runs the step, in one of three forms: one rank, an agent per node, a task per rank."""
     python = f"{shlex.quote(site.python or sys.executable)} -m meshwright"
     if request.container is not None:
         python = f"{site.container_command} {shlex.quote(request.container)} python -m meshwright"
-    # From 22.05 on, srun takes a job's --cpus-per-task only when told again.
+    # From 22.05 on, srun no longer inherits a job's --cpus-per-task; repeat it.
     srun = ["srun", "--wait=120", _cpus(site, shape, request) if site.cpus_per_gpu is not None else "--cpu-bind=none"]
     changes = "".join(f" --set {shlex.quote(override)}" for override in overrides)
     train = f'{python} train "$run" --resume{" --trust" if trust else ""}{changes}'
@@ -219,5 +223,5 @@ def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str],
             "export master=$head:$((15000 + (SLURM_JOB_ID + 101 * ${SLURM_RESTART_COUNT:-0}) % 16000))",
         ]
         agent = f"--nproc {shape.ranks_per_node} --nodes {shape.nodes} --node-rank $SLURM_NODEID --master $master"
-        train = f"bash -c {shlex.quote(f'exec {train} {agent}')}"  # a task knows its own number only inside
+        train = f"bash -c {shlex.quote(f'exec {train} {agent}')}"  # a task knows its own number only at run time
     return [*lines, "start() {", f"  exec {' '.join(srun)} \\", f"    {train}", "}"]

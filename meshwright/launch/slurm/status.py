@@ -1,4 +1,4 @@
-"""A run's state in one word, and why: what Slurm says of its jobs, else what its folder says."""
+"""A run's state in one word, and why: what Slurm reports about its jobs, else what its folder says."""
 
 import re
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Status:
     steps: int
     attempt: int
     job: str | None
-    """Slurm's number of the job the state is about."""
+    """The Slurm job id that the state is about."""
     nodes: str
 
 
@@ -52,13 +52,13 @@ def status_of(path: Path) -> Status:
 def statuses(parent: Path) -> list[Status]:
     """The state of every run in a folder, newest first."""
     if not parent.is_dir():
-        raise UserError(f"{parent} is no folder of runs; give --all the folder they are in")
+        raise UserError(f"{parent} is not a folder of runs; give --all the folder that contains them")
     found = [path.parent for path in parent.glob("*/job.resolved.json")]
     return [_report(path) for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
 
 
 def _report(path: Path) -> Status:
-    """The state of one run among others, whose list it must not end."""
+    """The state of one run among others; an error must not stop the list."""
     try:
         return status_of(path)
     except NoAnswer:
@@ -68,14 +68,14 @@ def _report(path: Path) -> Status:
 
 
 def active_job(path: Path) -> SlurmJob | None:
-    """The job of a run that waits or runs."""
+    """The pending or running job of a run."""
     submission = Submission.read(path)
     job = _job_of(submission) if submission is not None else None
     return job if job is not None and job.active else None
 
 
 def _job_of(submission: Submission) -> SlurmJob | None:
-    """The job that runs, else the first that waits, else the last that Slurm remembers."""
+    """The running job, else the first pending one, else the last that Slurm remembers."""
     known = [job for job in map(job_state, (*submission.ladder, *submission.jobs)) if job is not None]
     active = [job for job in known if job.active]
     return next((job for job in active if not job.waits), active[0] if active else known[-1] if known else None)
@@ -89,15 +89,15 @@ def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | Non
     error = str(stop.get("error") or "") if stop is not None and reason is not None else ""
     final = over(folder.path)
     if reason == "finished" or final == "done":
-        return "done", "all steps are made"
+        return "done", "all steps are done"
     if final == "cancelled":
         return "cancelled", _place(folder)
     if submission is not None and (no := _trials_no(folder.path, submission)):
         return "failed", no
     if job is not None and job.state == "CANCELLED" and final is None:
-        return "cancelled", f"Slurm says {job.state}; {_place(folder)}"
+        return "cancelled", f"Slurm reports {job.state}; {_place(folder)}"
     if (job is not None and job.state == "OUT_OF_MEMORY") or _MEMORY.search(error):
-        return "oom", error or "the machine's memory ran out"
+        return "oom", error or "the machine ran out of memory"
     if job is not None and job.state == "TIMEOUT":
         return "timeout", f"Slurm ended it at its time limit; {_place(folder)}"
     if reason == "failed" or (final or "").startswith("failed"):
@@ -105,10 +105,10 @@ def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | Non
     if reason == "interrupted":
         return _stopped(folder, submission, error)
     if submission is None:
-        return "running", "or its process was killed outright"
+        return "running", "or its process was killed"
     if job is None:
-        return "failed", "Slurm has forgotten its jobs, and none of them ended in good order"
-    return "failed", f"Slurm says {job.state}; {_place(folder)}"
+        return "failed", "Slurm has forgotten its jobs, and none of them ended normally"
+    return "failed", f"Slurm reports {job.state}; {_place(folder)}"
 
 
 def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[Word, str]:
@@ -116,7 +116,7 @@ def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[W
     if not job.waits:
         return "running", f"{trial}{_place(folder)}"
     again = job.restarts or folder.events("start")
-    return ("requeued" if again else "pending"), f"{trial}{job.reason or 'Slurm gave no reason yet'}" + (
+    return ("requeued" if again else "pending"), f"{trial}{job.reason or 'no reason given by Slurm yet'}" + (
         f"; {_place(folder)}" if again else ""
     )
 
@@ -124,9 +124,9 @@ def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[W
 def _stopped(folder: RunFolder, submission: Submission | None, error: str) -> tuple[Word, str]:
     if submission is None:
         why = f"{error}; {_place(folder)}" if error else _place(folder)
-        return "stopped", f"{why}; `meshwright train {folder.path} --resume` goes on"
-    why = error or "its last job saved and ended"
-    return "timeout", f"{why}; `meshwright submit {folder.path} --site …` goes on; {_place(folder)}"
+        return "stopped", f"{why}; continue with `meshwright train {folder.path} --resume`"
+    why = error or "its last job saved and exited"
+    return "timeout", f"{why}; continue with `meshwright submit {folder.path} --site …`; {_place(folder)}"
 
 
 def _place(folder: RunFolder) -> str:
@@ -137,12 +137,12 @@ def _place(folder: RunFolder) -> str:
 
 
 def _trials_no(run: Path, submission: Submission) -> str | None:
-    """What a trial said, or came to, that let the run not start."""
+    """What a trial reported, or how it failed, if that kept the run from starting."""
     trials = sorted((path for path in run.glob("ladder/*") if path.name.isdecimal()), key=lambda path: int(path.name))
     for trial, job in zip(trials, submission.ladder, strict=False):
         report = trial_verdict(trial)
         if report is not None and not report["go"]:
-            return f"the trial on {trial.name} says no-go: {report['why']}"
+            return f"no-go from the trial on {trial.name}: {report['why']}"
         if report is not None or (final := over(trial)) == "cancelled":
             continue
         known = job_state(job)

@@ -1,4 +1,4 @@
-"""From a job to jobs of Slurm: everything that can be refused is refused here, before anything is written."""
+"""From a job to Slurm jobs: everything that can be rejected is rejected here, before anything is written."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from meshwright.runs.lifecycle import create_folder, require_room, run_path
 
 @dataclass(frozen=True)
 class Plan:
-    """A submission before it is one."""
+    """A submission that is not submitted yet."""
 
     loaded: LoadedJob
     run: Path
@@ -31,7 +31,7 @@ class Plan:
     rungs: tuple[Rung, ...]
     continues: bool
     overrides: tuple[str, ...] = ()
-    """What a run that is continued does differently from now on."""
+    """Overrides for a run that is continued."""
 
     def scripts(self) -> dict[str, str]:
         """File name in the run's folder → script, in the order they run."""
@@ -53,7 +53,7 @@ class Plan:
 
 
 def shape_of(loaded: LoadedJob, site: Site) -> Shape:
-    """The layout's ranks on a site's machines: part of one, or whole ones."""
+    """The layout's ranks on a site's machines: part of one, or several whole ones."""
     ranks, size = ranks_of(loaded.job.layout), site.gpus_per_node
     if ranks > size and ranks % size:
         raise UserError(
@@ -62,7 +62,7 @@ def shape_of(loaded: LoadedJob, site: Site) -> Shape:
         )
     nodes = max(1, ranks // size)
     if site.nodes is not None and nodes > site.nodes:
-        raise UserError(f"layout needs {nodes} nodes, but {site.title} has {site.nodes}; take a smaller layout")
+        raise UserError(f"layout needs {nodes} nodes, but {site.title} has {site.nodes}; use a smaller layout")
     require_layout(loaded.job, ranks)
     shape = Shape(nodes, ranks // nodes)
     _require_section(loaded.job.cluster, site, shape)
@@ -70,14 +70,14 @@ def shape_of(loaded: LoadedJob, site: Site) -> Shape:
 
 
 def _require_section(cluster: Cluster, site: Site, shape: Shape) -> None:
-    """Refuse machines that the job itself says otherwise; a section made for another site must only agree with the
+    """Reject a site whose machines contradict the job's own; a section made for another site must only agree with the
     layout."""
     said = cluster.model_fields_set
     own = cluster.name is not None and find_site(cluster.name, "cluster.name") == site
     size = cluster.gpus_per_node if "gpus_per_node" in said else site.gpus_per_node
     if own and size not in (site.gpus_per_node, shape.ranks_per_node):
         raise UserError(
-            f"cluster.gpus_per_node = {size}, but {site.name} has {site.gpus_per_node}; set it so or leave it out"
+            f"cluster.gpus_per_node = {size}, but {site.name} has {site.gpus_per_node}; set it to that or leave it out"
         )
     needed = -(-shape.ranks // size)
     if "nodes" in said and cluster.nodes != needed:
@@ -98,20 +98,20 @@ def plan_submission(
     tell: Callable[[str], None] = print,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Check what is about to be submitted; a run folder as JOB is continued, `tell` hears which trials cannot be."""
+    """Check what is about to be submitted; a run folder as JOB is continued, `tell` reports trials that cannot run."""
     shape = shape_of(loaded, site)
     continues = (Path(source) / "job.resolved.json").is_file()
     run = Path(source) if continues else run_path(loaded)
     if not continues:
         require_room(loaded.job, run)
     elif (job := active_job(run)) is not None:
-        raise UserError(f"{run} has job {job.id} in Slurm already; wait for its end, or meshwright cancel {run}")
+        raise UserError(f"{run} already has job {job.id} in Slurm; wait until it ends, or run meshwright cancel {run}")
     rungs = make_rungs(loaded, run, site, shape, budget, tell) if ladder else ()
     return Plan(loaded, run, site, shape, request, chain, rungs, continues, tuple(overrides) if continues else ())
 
 
 def submit(plan: Plan) -> Submission:
-    """Make the run's folder with its scripts and hand them to Slurm; a refusal there leaves nothing."""
+    """Create the run's folder with its scripts and submit them to Slurm; if Slurm rejects them, nothing is left."""
     run = plan.run if plan.continues else create_folder(plan.loaded, plan.run).path
     jobs: list[str] = []
     try:
@@ -119,11 +119,11 @@ def submit(plan: Plan) -> Submission:
         for left in (OVER, f"{FOLDER}/idle", f"{FOLDER}/crashes"):
             (run / left).unlink(missing_ok=True)
         if plan.rungs:
-            shutil.rmtree(run / "ladder", ignore_errors=True)  # climbed before
+            shutil.rmtree(run / "ladder", ignore_errors=True)  # from an earlier ladder
         for rung in plan.rungs:
             rung.make()
         for name, script in plan.scripts().items():
-            (run / name).touch(mode=0o600)  # a profile's variables are in it
+            (run / name).touch(mode=0o600)  # it contains a profile's variables
             (run / name).write_text(script, encoding="utf-8")
         for rung in plan.rungs:
             jobs.append(sbatch(run / f"{FOLDER}/trial-{rung.shape.ranks}.sh", _after(jobs, "afterok")))

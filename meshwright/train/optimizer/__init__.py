@@ -1,4 +1,4 @@
-"""Optimizers over master weights: whole ones, or a rank's shards of them."""
+"""Optimizers over master weights: full ones, or a rank's shards of them."""
 
 from meshwright.train.optimizer.build import (
     Optimizer,

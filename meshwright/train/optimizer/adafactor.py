@@ -1,7 +1,7 @@
-"""Adafactor (arXiv:1804.04235): of a matrix's second moment only the row and column means are kept.
+"""Adafactor (arXiv:1804.04235): only the row and column means of a matrix's second moment are stored.
 
-As in the paper's Algorithm 4: the decay of the means grows with the steps, no first moment, the update's size is cut at
-1 and is relative to that of the parameter. The rate itself is the job's schedule.
+As in the paper's Algorithm 4: the decay of the means grows with the steps, there is no first moment, and the update is
+clipped at 1 and relative to the parameter's scale. The rate itself is the job's schedule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from meshwright.train.optimizer.holders import Holders, span_of
 DECAY_POWER = 0.8
 """Means over about step ** 0.8 steps."""
 LEAST_SCALE = 1e-3
-"""A parameter nearer zero than this moves as if it were as large."""
+"""A parameter with a smaller scale than this is updated as if it had this scale."""
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Row and column means over whole matrices, summed over the ranks that share them; gradients are overwritten.
+    """Row and column means over full matrices, summed over the ranks that share them; gradients are overwritten.
 
-    Every rank keeps the means of the whole matrix: they are few.
+    Every rank stores the means of the full matrix, since they are small.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Adafactor(torch.optim.Optimizer):
             master.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction.mul_(rate))
 
     def state_names(self, master: nn.Parameter) -> set[str]:
-        """The tensors kept for a parameter."""
+        """The tensors stored for a parameter."""
         return {"step", "rows", "columns"} if master.dim() == 2 else {"step", "second"}
 
     def _precondition(
         self, master: nn.Parameter, gradient: Tensor, sums: tuple[Tensor, Tensor] | None, eps: float
     ) -> None:
-        """Take a gradient into its second moment and divide it by that one's root, in place."""
+        """Update the second moment with a gradient and divide the gradient by its root, in place."""
         state, shard = self.state[master], self._shards[master]
         if not state:
             self._make(state, master, shard)
@@ -88,7 +88,7 @@ class Adafactor(torch.optim.Optimizer):
             state["second"] = torch.zeros_like(master)
 
     def _line_sums(self, matrices: Sequence[tuple[nn.Parameter, Tensor]]) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """For each matrix the sums of its squared gradient along rows and along columns, of the whole matrix."""
+        """For each full matrix, the sums of its squared gradient along rows and along columns."""
         parts = []
         for master, gradient in matrices:
             shard = self._shards[master]
@@ -104,7 +104,7 @@ class Adafactor(torch.optim.Optimizer):
         return {master: (summed[2 * i], summed[2 * i + 1]) for i, (master, _) in enumerate(matrices)}
 
     def _root_mean_squares(self, values: Sequence[Tensor], shards: Sequence[ShardIndex]) -> list[Tensor]:
-        """Of the whole tensors of which `values` are shards."""
+        """Root mean squares of the full tensors of which `values` are shards."""
         norms = torch.stack([torch.linalg.vector_norm(value) for value in values])
         shares = torch.tensor([self._holders.copies(p) for p in shards], dtype=norms.dtype, device=norms.device)
         counts = torch.tensor([prod(p.shape) for p in shards], dtype=norms.dtype, device=norms.device)

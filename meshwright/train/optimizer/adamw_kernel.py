@@ -1,8 +1,8 @@
-"""AdamW updates as Triton kernels, one for a large tensor, one for all small ones; imported only where a GPU and Triton
-are.
+"""AdamW updates as Triton kernels, one for large tensors, one for all small ones together; imported only with a GPU and
+Triton.
 
-Starting a kernel takes the host 40 µs, in which an H200 updates five million parameters: tensors smaller than that are
-updated together, by a kernel that looks up whose block it has.
+Launching a kernel takes the host 40 µs, in which an H200 updates five million parameters: tensors smaller than that are
+updated together, by a kernel that looks up which tensor its block belongs to.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -18,7 +18,7 @@ from torch import Tensor
 
 BLOCK = 4096
 LARGE = 2**23
-"""Entries of a tensor whose update outlasts the start of another kernel."""
+"""Entries of a tensor whose update takes longer than launching another kernel."""
 _FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -33,7 +33,7 @@ class Tensors(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """`kept` is what decay leaves of a master; `rate` and `root2` hold the corrections of the first steps."""
+    """`kept` is the fraction of a master left after decay; `rate` and `root2` include bias correction."""
 
     factor: float
     kept: float
@@ -83,7 +83,7 @@ def _adamw_of_many(
     block = tl.program_id(0)
     owner = tl.load(owners_ptr + block)
     place = (block - tl.load(firsts_ptr + owner)) * BLOCK + tl.arange(0, BLOCK)
-    # Numbers that were loaded are not known to be multiples of anything, without which entries are read one by one.
+    # Loaded numbers are not known to be multiples of anything, without which entries are read one by one.
     inside = place < tl.multiple_of(tl.load(counts_ptr + owner), 16)
     addresses_ptr += owner
     master_ptr = tl.load(addresses_ptr).to(tl.pointer_type(tl.float32))
@@ -100,7 +100,7 @@ def _adamw_of_many(
 
 
 def joins_others(update: Tensors) -> bool:
-    """Whether a tensor is small, and lies and ends where the kernel for many can read many entries at a time."""
+    """Whether a tensor is small, and aligned so that the kernel for many can read several entries at a time."""
     count = update.master.numel()
     return count < LARGE and count % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in update)
 
@@ -112,7 +112,7 @@ def launch(update: Tensors, numbers: Numbers) -> None:
 
 
 def launch_together(updates: Sequence[Tensors], numbers: Numbers) -> None:
-    """Update many, each of which `joins_others`, by one kernel for each pair of formats."""
+    """Update many tensors, each of which `joins_others`, with one kernel per pair of formats."""
     by_format: dict[tuple[torch.dtype, torch.dtype], list[Tensors]] = {}
     for update in updates:
         by_format.setdefault((update.gradient.dtype, update.working.dtype), []).append(update)
@@ -134,7 +134,7 @@ def _launch_alike(updates: list[Tensors], numbers: Numbers, gradient: tl.dtype, 
 
 @lru_cache(maxsize=16)
 def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Each block's tensor, each tensor's first block, and the tensors' sizes."""
+    """Each block's tensor, each tensor's first block, and the sizes of the tensors."""
     sizes = torch.tensor(counts)
     blocks = (sizes + BLOCK - 1) // BLOCK
     owners = torch.arange(len(counts)).repeat_interleave(blocks)

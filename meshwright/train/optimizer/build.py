@@ -1,4 +1,4 @@
-"""The job's optimizer: which rule updates which masters, and in which format their moments are kept."""
+"""The job's optimizer: which rule updates which masters, and in which format their moments are stored."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -22,14 +22,14 @@ from meshwright.train.optimizer.onepass import OnePassAdamW
 
 
 class CombinedOptimizer:
-    """Several optimizers over different masters as one."""
+    """Several optimizers over different masters, combined into one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all of them."""
+        """The parameter groups of all of them."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
@@ -53,7 +53,7 @@ def build_optimizer(
     world: World | None = None,
     working: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> Optimizer:
-    """The job's optimizer over named masters, which are `shards` of whole parameters in a world, or whole without.
+    """The job's optimizer over named masters, which are `shards` of full parameters in a world, or full ones without.
 
     Norms, biases and other vectors are never decayed. Given the working copies of all masters, it may write them in
     the same pass (`OnePassAdamW`). All ranks of a world call this together.
@@ -69,7 +69,7 @@ def build_optimizer(
         return OnePassAdamW(group(everything), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
         return _elementwise(job.optimizer.name, group(everything), job, places)
-    names = _with_roles(job, masters, PROJECTIONS)  # embedding, head and vectors are AdamW's
+    names = _with_roles(job, masters, PROJECTIONS)  # embedding, head and vectors use AdamW
     projections = [masters[name] for name in names]
     others = [master for name, master in masters.items() if name not in names]
     holders = Holders(world or _alone(everything))
@@ -83,16 +83,16 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give every group the same rate."""
+    """Set the same rate for every group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 @torch.no_grad()
 def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, scale: float = 1.0) -> None:
-    """Scale gradients whose global norm is over the limit down to it; a limit of 0 leaves them alone.
+    """Scale gradients down if their global norm exceeds the limit; a limit of 0 disables clipping.
 
-    Where they are `scale` times too large (the norm is not), that is taken back in the same pass.
+    If the gradients (not the norm) carry a factor `scale`, it is removed in the same pass.
     """
     factor = clip_factor(norm, limit, scale)
     if factor != 1.0:
@@ -100,25 +100,25 @@ def clip_gradients(masters: Iterable[nn.Parameter], norm: float, limit: float, s
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:
-    """What clipping multiplies gradients by."""
+    """The factor that clipping multiplies gradients by."""
     return (limit / (norm + 1e-6) if limit > 0 and not norm <= limit else 1.0) / scale
 
 
 def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that one is made of."""
+    """The optimizers that a combined one consists of."""
     return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
-    """Every tensor the optimizer keeps, by the parameter's name and its own; empty before the first step."""
+    """Every tensor the optimizer stores, by the parameter's name and its own; empty before the first step."""
     return {name: dict(optimizer.state.get(master, {})) for name, master in masters.items()}
 
 
 def state_names(part: torch.optim.Optimizer, master: nn.Parameter) -> set[str]:
-    """The tensors that one of an optimizer's parts keeps for a parameter once it was updated."""
+    """The tensors that one part of an optimizer stores for a parameter once it was updated."""
     if isinstance(part, Elementwise | Muon | Adafactor):
         return part.state_names(master)
-    return {"step", "exp_avg", "exp_avg_sq"}  # AdamW's, torch's and ours alike
+    return {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, both torch's and ours
 
 
 def _elementwise(
@@ -137,9 +137,9 @@ def _adamw_settings(job: Job) -> dict[str, Any]:
 
 
 def _groups(job: Job, cut: set[nn.Parameter], masters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices with decay and in the job's format; vectors, which are few, without decay and exact.
+    """Matrices with decay and in the job's format; vectors, which are small, without decay and exact.
 
-    `cuts` is into how many parts tensor parallelism may cut the columns of a group's matrices, in this layout or any.
+    `cuts` is the number of parts tensor parallelism may split a group's columns into, in this or any layout.
     """
     matrices, vectors = [p for p in masters if p.dim() >= 2], [p for p in masters if p.dim() < 2]
     decay, form = job.optimizer.weight_decay, job.precision.optimizer_states
@@ -156,14 +156,14 @@ def _groups(job: Job, cut: set[nn.Parameter], masters: list[nn.Parameter]) -> li
 
 
 def _cut_by_columns(job: Job, masters: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
-    """The matrices whose columns tensor parallelism cuts; only 8-bit states, which share scales, need to know them."""
+    """The matrices whose columns tensor parallelism splits; only needed for 8-bit states, which share scales."""
     if job.precision.optimizer_states != "int8":
         return set()
     return {masters[name] for name in _with_roles(job, masters, ("row",))}
 
 
 def _with_roles(job: Job, masters: Mapping[str, nn.Parameter], roles: tuple[str, ...]) -> list[str]:
-    """The masters that are matrices of modules with such roles in the model's sharding table."""
+    """The masters that are matrices of modules with these roles in the model's sharding table."""
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     matrices = [name for name, master in masters.items() if master.dim() == 2]

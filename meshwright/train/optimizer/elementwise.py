@@ -1,4 +1,4 @@
-"""Updates of one entry from its own gradient and moments alone: a rank's shard is updated as the whole would be."""
+"""Updates of each entry from only its own gradient and moments: a shard is updated just like the full tensor."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,26 +12,26 @@ from meshwright.parallel import ShardIndex
 from meshwright.train.optimizer.states import Moment, State, format_of
 
 ENTRIES_AT_ONCE = 2**24
-"""A large table is updated so many entries at a time: nothing of its own size is held beside it."""
+"""A large table is updated this many entries at a time, to avoid temporaries of its own size."""
 
 Update = Callable[[Tensor, Sequence[Tensor], int, Mapping[str, Any]], tuple[Tensor, tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is kept for a parameter, and the direction and new moments that follow from (gradient, moments, step)."""
+    """What is stored for a parameter, and the function from (gradient, moments, step) to direction and new moments."""
 
     moments: tuple[Moment, ...]
     update: Update
 
 
 def adamw() -> Rule:
-    """Adam (arXiv:1412.6980) that keeps the second moment's root, which needs half the range of the moment itself."""
+    """Adam (arXiv:1412.6980) that stores the second moment's root, which needs half the range of the moment itself."""
     return Rule((Moment("first"), Moment("root", signed=False, turn=0.5)), _adamw)
 
 
 def sgd(momentum: float) -> Rule:
-    """Gradient descent with (heavy-ball) momentum; without any, nothing is kept."""
+    """Gradient descent with (heavy-ball) momentum; without momentum, nothing is stored."""
     if momentum == 0.0:
         return Rule((), lambda gradient, moments, step, group: (gradient, ()))
     return Rule((Moment("momentum"),), _sgd)
@@ -70,7 +70,7 @@ class Kept:
         self._form = format_of(group["format"], shard, master.device, group["cuts"])
 
     def begin(self, state: State) -> int:
-        """Count a step, the first of which makes moments of zeros."""
+        """Count a step; the first one creates moments of zeros."""
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64)
             for moment in self._moments:
@@ -79,7 +79,7 @@ class Kept:
         return int(state["step"])
 
     def names(self) -> set[str]:
-        """What the state of the parameter holds."""
+        """The names in the parameter's state."""
         state: State = {}
         for moment in self._moments:
             self._form.make(state, moment, torch.empty_like(self._master, device="meta"))
@@ -90,13 +90,13 @@ class Kept:
         return [self._form.read(state, moment, rows, self._master.dtype) for moment in self._moments]
 
     def write(self, state: State, rows: slice, values: Sequence[Tensor]) -> None:
-        """The new moments of some rows."""
+        """Store the new moments of some rows."""
         for moment, new in zip(self._moments, values, strict=True):
             self._form.write(state, moment, rows, new)
 
 
 class Elementwise(torch.optim.Optimizer):
-    """A rule applied to every entry, with decoupled decay; a group's `format` says how its moments are kept."""
+    """A rule applied to every entry, with decoupled decay; a group's `format` says how its moments are stored."""
 
     def __init__(
         self, groups: list[dict[str, Any]], rule: Rule, shards: Mapping[nn.Parameter, ShardIndex], **defaults: Any
@@ -118,7 +118,7 @@ class Elementwise(torch.optim.Optimizer):
                     self._update(master, master.grad.to(master.dtype), group)
 
     def state_names(self, master: nn.Parameter) -> set[str]:
-        """The tensors kept for a parameter."""
+        """The tensors stored for a parameter."""
         return self._kept[master].names()
 
     def _update(self, master: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Elementwise(torch.optim.Optimizer):
 
 
 def row_spans(tensor: Tensor) -> Iterator[slice]:
-    """A tensor's rows in runs of at most ENTRIES_AT_ONCE entries."""
+    """A tensor's rows in slices of at most ENTRIES_AT_ONCE entries."""
     if not tensor.numel():
         return
     rows = max(1, ENTRIES_AT_ONCE * tensor.shape[0] // tensor.numel())

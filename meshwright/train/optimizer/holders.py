@@ -1,4 +1,4 @@
-"""The ranks that together hold one copy of the parameters, and what an optimizer needs of whole matrices from them."""
+"""The ranks that together hold one copy of the parameters, and operations on full matrices over them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -13,9 +13,9 @@ Span = tuple[slice, slice]
 
 
 class Holders:
-    """The ranks over which `fully_shard` and tensor parallelism spread this rank's parameters.
+    """The ranks over which `fully_shard` and tensor parallelism distribute this rank's parameters.
 
-    Replicas and stages hold parameters of their own and are not asked: nothing crosses the links between them.
+    Replicas and stages hold their own parameters and are not involved: nothing crosses the links between them.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,7 +38,7 @@ class Holders:
         return shard.copies // self._replicas
 
     def sum(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The sums of some tensors over these ranks, in one collective."""
+        """Sum some tensors over these ranks, in one collective."""
         if self._size == 1 or not parts:
             return list(parts)
         flat = torch.cat([part.flatten() for part in parts]).to(self.device)
@@ -47,7 +47,7 @@ class Holders:
         return [one.view(part.shape).to(part.device) for one, part in zip(torch.split(flat, sizes), parts, strict=True)]
 
     def spans(self, shards: Sequence[ShardIndex]) -> list[list[Span]]:
-        """For every matrix the rows and columns each rank holds; called once, by all of these ranks."""
+        """For every matrix, the rows and columns each rank holds; called once, by all of these ranks."""
         edges = [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in map(span_of, shards)]
         own = torch.tensor(edges, dtype=torch.int64, device=self.device)
         everyones = [own]
@@ -64,10 +64,10 @@ class Holders:
         spans: Sequence[list[Span]],
         function: Callable[[Tensor], Tensor],
     ) -> Iterator[Tensor]:
-        """This rank's shards of `function` of whole matrices, of which each rank makes every so-manieth.
+        """This rank's shards of `function` applied to full matrices, which the ranks process in turn.
 
-        As many matrices as there are ranks are on their way at a time: shards go to the matrix's maker, shards of the
-        result come back.
+        As many matrices as there are ranks are in flight at a time: shards go to the rank that processes the matrix,
+        shards of the result come back.
         """
         if self._size == 1:
             yield from (function(make()) for make in locals_)
@@ -103,7 +103,7 @@ class Holders:
 
 
 def span_of(shard: ShardIndex) -> Span:
-    """The rows and columns of the whole matrix that a shard is. Padding is left out."""
+    """The rows and columns of the full matrix that a shard covers, without padding."""
     rows, columns = shard.box()
     return rows, columns
 

@@ -1,6 +1,6 @@
-"""Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982): the momentum of a matrix, made orthogonal.
+"""Muon (kellerjordan.github.io/posts/muon, arXiv:2502.16982): the momentum of a matrix, orthogonalised.
 
-Every projection is a matrix of its own here, so queries, keys and values, gate and up, are orthogonalised apart.
+Every projection is a separate matrix here, so queries, keys and values, gate and up, are orthogonalised separately.
 """
 
 import math
@@ -17,14 +17,14 @@ from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.states import Moment
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the odd polynomial that brings singular values near 1: steep at zero, so that five rounds are enough."""
+"""Coefficients of the odd polynomial that brings singular values near 1: steep at zero, so five rounds suffice."""
 ROUNDS = 5
 UPDATE_RMS = 0.2
-"""Size of an update's entries, as AdamW's usually are: one learning rate and decay then serve both."""
+"""Scale of an update's entries, typical for AdamW: one learning rate and decay then serve both."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum of each matrix orthogonalised; each of the ranks that share the matrices makes some of them."""
+    """Orthogonalised Nesterov momentum of each matrix; the ranks that share the matrices divide the work."""
 
     def __init__(
         self, groups: list[dict[str, Any]], shards: Mapping[nn.Parameter, ShardIndex], holders: Holders, **defaults: Any
@@ -32,7 +32,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._shards, self._holders = shards, holders
         masters = [master for group in self.param_groups for master in group["params"]]
-        # Matrices of one size together: the ranks' shares of a round are then equal.
+        # Group matrices by size: the ranks' shares of a round are then equal.
         self._order = sorted(masters, key=lambda master: -math.prod(shards[master].shape))
         self._spans = dict(zip(self._order, holders.spans([shards[master] for master in self._order]), strict=True))
         self._kept = {
@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
             master.add_(direction.to(master), alpha=-rate * stretch)
 
     def state_names(self, master: nn.Parameter) -> set[str]:
-        """The tensors kept for a matrix."""
+        """The tensors stored for a matrix."""
         return self._kept[master].names()
 
     def _directions(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> Iterator[Tensor]:
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _momentum(self, master: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """A matrix's new Nesterov momentum, on the device and in the format in which it is orthogonalised."""
+        """A matrix's new Nesterov momentum, on the device and in the format used for orthogonalising."""
         assert master.grad is not None
         gradient, kept, state = master.grad.to(master.dtype), self._kept[master], self.state[master]
         kept.begin(state)
@@ -80,9 +80,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """The matrix with its singular values brought near 1 (0.7 to 1.2 where they were not tiny), by Newton and Schulz.
+    """The matrix with its singular values brought near 1 (0.7 to 1.2 unless tiny), by a Newton-Schulz iteration.
 
-    All of it is matrix products of the shorter side, and so is fit for bf16 and for tensor cores.
+    It consists of matrix products of the shorter side, so it suits bf16 and tensor cores.
     """
     a, b, c = COEFFICIENTS
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
@@ -94,7 +94,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 def _working_format(master: Tensor, device: torch.device) -> torch.dtype:
-    """bf16 where there are tensor cores for it; float64 stays float64, for proofs."""
+    """bf16 if there are tensor cores for it; float64 stays float64, for verification."""
     if master.dtype == torch.float32 and device.type == "cuda":
         return torch.bfloat16
     return master.dtype

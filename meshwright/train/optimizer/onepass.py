@@ -1,8 +1,8 @@
-"""AdamW on one GPU in one pass over memory: gradient, moments and master are read once, the working copy written with
-them, and clipping is a factor on the way.
+"""AdamW on one GPU in one pass over memory: gradient, moments and master are read once, the working copy is written
+with them, and clipping is applied as a factor.
 
-torch's fused AdamW wants gradients as wide as the masters and knows no working copy: widening, clipping and deriving
-the copy are passes of their own, 9 ms beside its own 12 for 1.5e9 parameters on an H200. States are torch's AdamW's.
+torch's fused AdamW needs gradients as wide as the masters and has no working copy: widening, clipping and deriving the
+copy are separate passes, 9 ms on top of its own 12 for 1.5e9 parameters on an H200. States are those of torch's AdamW.
 """
 
 import math
@@ -21,7 +21,7 @@ class OnePassAdamW(torch.optim.Optimizer):
 
     writes_working_copies = True
     factor = 1.0
-    """What the next step's gradients are multiplied by."""
+    """The factor applied to the next step's gradients."""
 
     def __init__(self, groups: list[dict[str, Any]], working: Mapping[nn.Parameter, Tensor], **defaults: Any) -> None:
         super().__init__(groups, defaults)
@@ -43,7 +43,7 @@ class OnePassAdamW(torch.optim.Optimizer):
                 update = Tensors(master, master.grad.contiguous(), *moments, self._working[master])
                 if joins_others(update):
                     together.setdefault(number, []).append(update)
-                else:  # large ones at once, so that the device is busy while the others are collected
+                else:  # launch large ones at once, to keep the device busy while the others are collected
                     launch(update, self._numbers(group, number))
             for number, updates in together.items():
                 launch_together(updates, self._numbers(group, number))

@@ -1,8 +1,8 @@
-"""An optimizer's states as boxes of whole tensors: what a checkpoint holds of them, and how they come back.
+"""An optimizer's states as boxes of full tensors: how a checkpoint stores and restores them.
 
-A state is like its parameter (a moment: cut as the parameter is), a row of scales for blocks of columns (8 bits), or
-something every holder has whole (a count of steps, Adafactor's means). The names of scales say which columns share one
-("@131x128": runs of 128 in every 131); those saved with other blocks than today's are rounded anew when they are read.
+A state is either shaped like its parameter (a moment: sharded as the parameter is), a row of scales for blocks of
+columns (8 bits), or replicated on every holder (a step count, Adafactor's means). The names of scales say which columns
+share one ("@131x128": runs of 128 in every 131); scales saved with other blocks than today's are re-quantized on load.
 """
 
 import math
@@ -22,7 +22,7 @@ STATES, CODES, SCALES = "optimizer/", ".codes", ".scales"
 def saved_states(
     optimizer: Optimizer, masters: Mapping[str, nn.Parameter], shards: Mapping[str, ShardIndex]
 ) -> list[Part]:
-    """This rank's boxes of its parameters' states; what every holder has whole is the first one's."""
+    """This rank's boxes of its parameters' states; the first holder saves replicated ones."""
     parts, cuts = [], _cuts(optimizer)
     for name, states in states_of(optimizer, masters).items():
         shard, master = shards[name], masters[name]
@@ -41,7 +41,7 @@ def saved_states(
 def restore_states(
     optimizer: Optimizer, masters: Mapping[str, nn.Parameter], shards: Mapping[str, ShardIndex], checkpoint: Checkpoint
 ) -> None:
-    """Give an optimizer the states a checkpoint holds of this rank's parameters, whatever layout saved them."""
+    """Restore an optimizer's states for this rank's parameters from a checkpoint, whatever layout saved it."""
     owners = {master: part for part in parts_of(optimizer) for group in part.param_groups for master in group["params"]}
     cuts, saved = _cuts(optimizer), dict[str, list[str]]()
     for full in checkpoint.names(STATES):
@@ -63,7 +63,7 @@ def parameter_of(full: str) -> str:
 def missing_states(
     optimizer: Optimizer, masters: Mapping[str, nn.Parameter], shards: Mapping[str, ShardIndex], saved: Collection[str]
 ) -> list[str]:
-    """Of the states an optimizer keeps for parameters that were updated, those that are not among the saved ones."""
+    """The states an optimizer stores for updated parameters that are not among the saved ones."""
     known = {full.partition("@")[0] for full in saved}
     parts = {master: part for part in parts_of(optimizer) for group in part.param_groups for master in group["params"]}
     return [
@@ -76,13 +76,13 @@ def missing_states(
 
 
 class _Reader:
-    """Reads the states of one parameter, of which this rank holds a shard in so many rows, padding among them."""
+    """Reads the states of one parameter, of which this rank holds a shard of this many rows, including padding."""
 
     def __init__(self, checkpoint: Checkpoint, shard: ShardIndex, rows: int, cuts: int) -> None:
         self._checkpoint, self._shard, self._rows, self._cuts = checkpoint, shard, rows, cuts
 
     def states(self, full: str) -> dict[str, Tensor]:
-        """The states that a saved tensor is, by key; codes come with their scales."""
+        """The states in a saved tensor, by key; codes come with their scales."""
         key, _, tag = full.rpartition("/")[2].partition("@")
         if key.endswith(CODES):
             return {}
@@ -116,7 +116,7 @@ def _cuts(optimizer: Optimizer) -> dict[nn.Parameter, int]:
 
 
 def _place(blocks: Blocks, shard: ShardIndex) -> tuple[tuple[int, ...], tuple[slice, ...]]:
-    """The shape of a matrix's scales as a whole, and the box of them that a shard has."""
+    """The shape of a full matrix's scales, and the box of them that a shard has."""
     rows, columns = shard.box()
     return (shard.shape[0], blocks.count(shard.shape[1])), (rows, blocks.span(columns))
 
@@ -130,7 +130,7 @@ def _tag(blocks: Blocks, columns: int) -> str:
 
 
 def _tagged(tag: str, columns: int) -> Blocks:
-    """The blocks that scales were saved with; "@3" are of a time when each of 3 ranks had blocks of its own."""
+    """The blocks that scales were saved with; "@3" is from older files, where each of 3 ranks had its own blocks."""
     unit, _, length = tag.partition("x")
     if length:
         return Blocks(int(unit), int(length))

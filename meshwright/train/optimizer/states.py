@@ -1,9 +1,9 @@
-"""How an optimizer's moments are kept: as they are, in bf16, or in 8 bits with a scale for every block of a row.
+"""How an optimizer's moments are stored: exactly, in bf16, or in 8 bits with a scale for every block of a row.
 
-A moment changes by little in each step. Rounded to the nearest, changes smaller than half a unit would be lost for
-ever (a second moment could grow but never shrink again). So rounding is dithered: up or down by a threshold that goes
-through (0, 1) evenly from step to step, which makes the mean over some steps right. The threshold is a function of the
-entry's place in the whole matrix and of the step, so every layout rounds alike.
+A moment changes little in each step. With rounding to nearest, changes smaller than half a unit would be lost forever
+(a second moment could grow but never shrink again). So rounding is dithered: up or down by a threshold that covers
+(0, 1) evenly from step to step, which makes the mean over some steps correct. The threshold is a function of the
+entry's position in the full matrix and of the step, so every layout rounds the same.
 """
 
 from collections.abc import MutableMapping
@@ -19,10 +19,10 @@ from meshwright.errors import UserError
 from meshwright.parallel import ShardIndex
 
 FEWEST_BLOCKS = 8
-"""A row is cut into as many blocks where its length allows."""
+"""A row is split into this many blocks if its length allows."""
 
 # Inverse powers of the real roots of x³ = x + 1 and x² = x + 1, whose multiples fill (0, 1) evenly in the plane and
-# along time.
+# over time.
 _ROW_TURN, _COLUMN_TURN, _STEP_TURN = 0.7548776662466927, 0.5698402909980532, 0.6180339887498949
 
 State = MutableMapping[str, Tensor]
@@ -30,41 +30,41 @@ State = MutableMapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """One of the tensors an optimizer keeps for each parameter."""
+    """One of the tensors an optimizer stores for each parameter."""
 
     name: str
     signed: bool = True
     turn: float = 0.0
-    """Added to the rounding thresholds, so that moments rounded together are not rounded alike."""
+    """Added to the rounding thresholds, so that moments rounded together use different ones."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which columns of a whole matrix share a scale: runs of `length` in every `unit`, the last of it shorter."""
+    """Which columns of a full matrix share a scale: runs of `length` in every `unit`, the last one shorter."""
 
     unit: int
     length: int
 
     @classmethod
     def of(cls, columns: int, cuts: int) -> "Blocks":
-        """The blocks of rows that tensor parallelism may cut into `cuts` parts at most, or into divisors of that.
+        """The blocks of rows that tensor parallelism may split into `cuts` parts at most, or into divisors of that.
 
-        They follow from the shape alone, and no part ends within one: every layout has the same blocks.
+        They depend on the shape only, and no part ends inside one: every layout has the same blocks.
         """
         unit = columns // gcd(columns, cuts)
         return cls.within(unit, block_length(unit, columns))
 
     @classmethod
     def within(cls, unit: int, length: int) -> "Blocks":
-        """Runs of a length in every so many columns; where it divides them, a run is all there is to know."""
+        """Runs of a length in every `unit` columns; if it divides them, the run length alone defines the blocks."""
         return cls(length if unit % length == 0 else unit, length)
 
     def count(self, columns: int) -> int:
-        """Blocks of so many columns, which are whole units."""
+        """Number of blocks in this many columns, which are whole units."""
         return columns // self.unit * -(-self.unit // self.length)
 
     def span(self, columns: slice) -> slice:
-        """The blocks that some columns of the whole are."""
+        """The blocks that cover some columns of the full matrix."""
         if columns.start % self.unit or columns.stop % self.unit:
             raise UserError(
                 f'precision.optimizer_states = "int8" has columns that share a scale in every {self.unit} of a matrix, '
@@ -81,14 +81,14 @@ class Blocks:
         return padded.reshape(len(values), -1, self.length).abs().amax(2)
 
     def spread(self, scales: Tensor) -> Tensor:
-        """Every block's scale for each of its columns."""
+        """Expand every block's scale to its columns."""
         runs = -(-self.unit // self.length)
         wide = scales.repeat_interleave(self.length, dim=1).view(len(scales), -1, runs * self.length)
         return wide[:, :, : self.unit].flatten(1)
 
 
 def block_length(unit: int, columns: int) -> int:
-    """Columns of a unit that share a scale: halves of halves as far as they go, or runs of 128."""
+    """Columns of a unit that share a scale: halve as long as possible, or runs of 128."""
     length = unit
     while length % 2 == 0 and (length > SCALED_COLUMNS or columns // length < FEWEST_BLOCKS):
         length //= 2
@@ -96,16 +96,16 @@ def block_length(unit: int, columns: int) -> int:
 
 
 class Format(Protocol):
-    """A way to keep the moments of one parameter; `rows` are those of its shard that are read or written together."""
+    """A way to store the moments of one parameter; `rows` are the rows of its shard to read or write together."""
 
     def make(self, state: State, moment: Moment, like: Tensor) -> None:
-        """Put a moment of zeros for a parameter into its state."""
+        """Create a moment of zeros in a parameter's state."""
 
     def read(self, state: State, moment: Moment, rows: slice, dtype: torch.dtype) -> Tensor:
-        """A moment's values."""
+        """Read a moment's values."""
 
     def write(self, state: State, moment: Moment, rows: slice, values: Tensor) -> None:
-        """Keep a moment's new values, of the step the state counts."""
+        """Store a moment's new values for the state's step."""
 
 
 class Exact:
@@ -152,22 +152,22 @@ class Bf16:
         return state[moment.name][rows].to(dtype)
 
     def write(self, state: State, moment: Moment, rows: slice, values: Tensor) -> None:
-        """Cut to the upper half of fp32's bits, after the threshold was added to the lower half."""
+        """Truncate to the upper half of fp32's bits, after adding the threshold to the lower half."""
         thresholds = self._dither.at(int(state["step"]), rows, moment.turn)
         bits = values.float().view(torch.int32) + (thresholds * 2**16).to(torch.int32)
         state[moment.name][rows].copy_(bits.bitwise_and_(-(2**16)).view(torch.float32))
 
 
 class Int8:
-    """Moments in 8 bits: codes are multiples of a block's largest entry / 127, or / 255 where no entry is negative.
+    """Moments in 8 bits: codes are multiples of a block's largest entry / 127, or / 255 if no entry is negative.
 
-    Unsigned moments end up in denominators: what is not zero there keeps at least the code 1, so that nothing is ever
-    divided by much less than the rounding of what it divides.
+    Unsigned moments end up in denominators: a non-zero entry there keeps at least the code 1, so that nothing is ever
+    divided by much less than the rounding error of what it divides.
     """
 
     def __init__(self, shard: ShardIndex, device: torch.device, cuts: int) -> None:
         self._dither, self._blocks = Dither(shard, device), Blocks.of(shard.shape[1], cuts)
-        self._blocks.span(shard.box()[1])  # refused where the shard ends within a block
+        self._blocks.span(shard.box()[1])  # raises if the shard ends inside a block
 
     def make(self, state: State, moment: Moment, like: Tensor) -> None:
         """Two tensors: NAME.codes and NAME.scales."""
@@ -182,13 +182,13 @@ class Int8:
         return codes.to(dtype).mul_(self._blocks.spread(scales))
 
     def write(self, state: State, moment: Moment, rows: slice, values: Tensor) -> None:
-        """New scales, and codes rounded down after the thresholds were added."""
+        """New scales, and codes rounded down after adding the thresholds."""
         codes, scales = state[f"{moment.name}.codes"][rows], state[f"{moment.name}.scales"][rows]
         encode(values, self._blocks, self._dither.at(int(state["step"]), rows, moment.turn), codes, scales)
 
 
 def encode(values: Tensor, blocks: Blocks, thresholds: Tensor | float, codes: Tensor, scales: Tensor) -> None:
-    """Put values into codes (of 8 bits, signed or not) and scales; a threshold of 0.5 rounds to the nearest."""
+    """Quantize values into codes (8 bits, signed or not) and scales; a threshold of 0.5 rounds to the nearest."""
     least, most = (-127, 127) if codes.dtype == torch.int8 else (1, 255)
     scales.copy_(blocks.maxima(values).div_(most))
     units = values / blocks.spread(scales.clamp(min=torch.finfo(torch.float32).tiny))
@@ -196,9 +196,9 @@ def encode(values: Tensor, blocks: Blocks, thresholds: Tensor | float, codes: Te
 
 
 def format_of(name: str, shard: ShardIndex, device: torch.device, cuts: int = 1) -> Format:
-    """The format of a name for a parameter, whose columns tensor parallelism cuts into `cuts` parts at most.
+    """The format by name for a parameter whose columns tensor parallelism splits into `cuts` parts at most.
 
-    What is no matrix is small and kept exactly.
+    Anything but a matrix is small and stored exactly.
     """
     if name == "fp32" or len(shard.shape) != 2:
         return Exact()
