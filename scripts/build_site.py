@@ -118,10 +118,10 @@ def broken(out: Path) -> list[str]:
 def _wrong(page: Path, target: str, out: Path, pages: dict[Path, _Links]) -> str | None:
     split = urlsplit(target)
     if split.scheme or split.netloc:
-        return None if split.scheme in ("http", "https") and "." in split.netloc else "is no address"
+        return None if split.scheme in ("http", "https") and "." in split.netloc else "is not an address"
     file = (page.parent / unquote(split.path)).resolve() if split.path else page
     if not file.is_file() or out not in file.parents:
-        return "is not there"
+        return "does not exist"
     if split.fragment and (file not in pages or split.fragment not in pages[file].ids):
         return "has no such heading"
     return None

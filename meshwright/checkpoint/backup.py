@@ -43,7 +43,7 @@ def require_backup(target: str, run: Path, *, resume: bool) -> None:
     if not resume and any(found.complete for found in backups(run, target)):
         raise UserError(
             f"checkpoint.backup_to = {target} holds checkpoints of another run named {run.resolve().name}; give "
-            "run.folder another name, or add --resume to go on with that one"
+            "run.folder another name, or add --resume to continue that run"
         )
 
 
@@ -106,7 +106,7 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
     try:
         draft.mkdir(parents=True)
         if not one.complete:
-            raise Damaged(f"{draft} has no {MANIFEST}: it was not copied to its end")
+            raise Damaged(f"{draft} has no {MANIFEST}: the copy is incomplete")
         with _refused(target, "read"):
             _patiently(lambda: system.get_file(f"{one.place}/{MANIFEST}", str(draft / MANIFEST)))
             # Only what the manifest names, whose names are checked: a store may hold anything else.
@@ -131,7 +131,7 @@ def _put(system: Any, file: Path, place: str) -> None:
     system.put_file(str(file), place)
     system.invalidate_cache()
     if (stored := system.info(place)["size"]) != file.stat().st_size:
-        raise OSError(f"{place} has {stored} bytes where {file.stat().st_size} were sent")
+        raise OSError(f"{place} has {stored} bytes, but {file.stat().st_size} were sent")
 
 
 def _patiently(act: Callable[[], None]) -> None:
@@ -166,9 +166,7 @@ def _refused(target: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"checkpoint.backup_to = {target} cannot be {what} ({error}); mend it or leave it out"
-        ) from None
+        raise UserError(f"checkpoint.backup_to = {target} cannot be {what} ({error}); fix it or leave it out") from None
 
 
 def _open(target: str) -> tuple[Any, str]:

@@ -51,16 +51,16 @@ def newest_weights(run: Path) -> Checkpoint:
         except Damaged as damage:
             damages.append(str(damage))
             continue
-        sys.stderr.write("".join(f"passed over: {report}\n" for report in damages))
+        sys.stderr.write("".join(f"skipped: {report}\n" for report in damages))
         return found
     raise _none(run, damages)
 
 
 def _none(run: Path, damages: Sequence[str]) -> UserError:
     report = f" ({damages[0]})" if damages else ""
-    remedy = "let its training save one first"
+    remedy = "wait until training has saved one"
     if (target := backup_target(run)) is not None:
-        remedy = f"meshwright checkpoint restore {run} brings one back from {target}"
+        remedy = f"meshwright checkpoint restore {run} restores one from {target}"
     return UserError(f"{run} holds no complete checkpoint under checkpoints/{report}; {remedy}")
 
 

@@ -60,7 +60,7 @@ class Lease:
         except (FileNotFoundError, NotADirectoryError):
             raise Fenced(
                 f"run.folder = {self.run} was taken over by a later attempt than this one ({self.attempt}); this "
-                "process stops and has changed nothing since"
+                "process stops and has changed nothing since then"
             ) from None
         except OSError:  # a disk that does not answer says nothing of another attempt
             return

@@ -50,7 +50,7 @@ class Checkpoint:
             manifest = parse_manifest(path)
             _require_files(path, manifest)
             if hash_file(path / INDEX) != manifest.files[INDEX].sha256:
-                raise Damaged(f"{path / INDEX} was altered since it was written")
+                raise Damaged(f"{path / INDEX} was modified after it was written")
             index = _parsed(path / INDEX, Index)
         _require_tensors(path, manifest, index)
         if (index.facts.step, index.attempt) != (manifest.step, manifest.attempt):
@@ -76,13 +76,13 @@ class Checkpoint:
     def job(self) -> dict[str, Any]:
         """The job as it was when this was saved: section → field → value."""
         if hash_file(self.path / JOB) != self.manifest.files[JOB].sha256:
-            raise Damaged(f"{self.path / JOB} was altered since it was written")
+            raise Damaged(f"{self.path / JOB} was modified after it was written")
         try:
             loaded = read_object(self.path / JOB)
             if not all(isinstance(section, dict) for section in loaded.values()):
-                raise Unfit("it holds no sections of a job")
+                raise Unfit("it has no job sections")
         except (Unfit, OSError) as error:
-            raise Damaged(f"{self.path / JOB} is not what this program wrote ({error})") from None
+            raise Damaged(f"{self.path / JOB} is not in the format this program writes ({error})") from None
         return loaded
 
     def names(self, prefix: str = "") -> list[str]:
@@ -102,7 +102,7 @@ class Checkpoint:
                 name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256
             ]
         if altered:
-            raise Damaged(f"{self.path / altered[0]} was altered since it was written (its hash differs)")
+            raise Damaged(f"{self.path / altered[0]} was modified after it was written (its hash differs)")
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor."""
@@ -146,7 +146,7 @@ class Checkpoint:
         file: Any = safe_open(self.path / name, framework="pt")
         self._files[name] = file
         if file.metadata():
-            raise Damaged(f"{self.path / name} has entries beside its tensors, which this program never writes")
+            raise Damaged(f"{self.path / name} has entries besides its tensors, which this program never writes")
         return file
 
 
@@ -169,12 +169,12 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]
 def parse_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint's folder, as this program wrote it."""
     if not os.path.lexists(path / MANIFEST):
-        raise Damaged(f"{path} has no {MANIFEST}: it was not finished, or the file was deleted")
+        raise Damaged(f"{path} has no {MANIFEST}: the save did not finish, or the file was deleted")
     manifest = _parsed(path / MANIFEST, Manifest)
     if manifest.format != FORMAT:
-        raise Damaged(f"{path} has format {manifest.format}, and this version reads {FORMAT}")
+        raise Damaged(f"{path} has format {manifest.format}, but this version reads {FORMAT}")
     if manifest.seal != seal_of(manifest):
-        raise Damaged(f"{path / MANIFEST} was altered since it was written (its seal differs)")
+        raise Damaged(f"{path / MANIFEST} was modified after it was written (its seal differs)")
     if path.name != f"step-{manifest.step:08d}":
         raise Damaged(f"{path} holds the state of step {manifest.step}: it is a copy under another step's name")
     return manifest
@@ -188,14 +188,14 @@ def _require_files(path: Path, manifest: Manifest) -> None:
         except FileNotFoundError:
             raise Damaged(f"{file} is missing") from None
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{file} is no plain file")
+            raise Damaged(f"{file} is not a regular file")
         if found.st_size != record.bytes:
             raise Damaged(
-                f"{file} has {found.st_size} bytes and was written with {record.bytes}: it is cut short or altered"
+                f"{file} has {found.st_size} bytes but was written with {record.bytes}: it is truncated or modified"
             )
     for entry in path.iterdir():
         if entry.name != MANIFEST and entry.name not in manifest.files:
-            raise Damaged(f"{entry} is no file of this checkpoint; nothing in it was read")
+            raise Damaged(f"{entry} is not a file of this checkpoint; nothing in it was read")
     for needed in (INDEX, JOB):
         if needed not in manifest.files:
             raise Damaged(f"{path} has no {needed}")
@@ -206,7 +206,9 @@ def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
     room = {name: record.bytes for name, record in manifest.files.items()}
     for name, tensor in index.tensors.items():
         if tensor.dtype not in _DTYPES or not _fits(tensor, room):
-            raise Damaged(f"{path / INDEX} is not what this program wrote (tensors.{name} is no tensor of its files)")
+            raise Damaged(
+                f"{path / INDEX} is not in the format this program writes (tensors.{name} is not a tensor of its files)"
+            )
 
 
 def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
@@ -229,7 +231,8 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise UserError(
-            f"{error.filename or path} may not be read ({error.strerror}); give yourself leave to read the run folder"
+            f"{error.filename or path} cannot be read ({error.strerror}); give your user permission to read the run "
+            "folder"
         ) from None
     except OSError as error:
         raise Damaged(f"{error.filename or path} cannot be read ({error.strerror})") from None
@@ -241,9 +244,9 @@ def _parsed(path: Path, record: type[R]) -> R:
     except Unfit as unfit:
         if isinstance(unfit.__cause__, PermissionError):
             raise unfit.__cause__ from None
-        raise Damaged(f"{path} is not what this program wrote ({unfit})") from None
+        raise Damaged(f"{path} is not in the format this program writes ({unfit})") from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(place) for place in problem["loc"])
         report = f"{where}: {problem['msg']}" if where else problem["msg"]
-        raise Damaged(f"{path} is not what this program wrote ({report})") from None
+        raise Damaged(f"{path} is not in the format this program writes ({report})") from None

@@ -17,7 +17,7 @@ _FILE = re.compile(
 
 def _known_file(name: str) -> str:
     if not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
+        raise ValueError(f"{name!r} is not a file of a checkpoint")
     return name
 
 

@@ -125,7 +125,7 @@ class Saver:
         if self._lacks(step):
             raise UserError(
                 f"run.folder = {self._lease.run}: the last checkpoint could not be written "
-                f"({self._failure or 'another rank failed'}); make room and run again with --resume"
+                f"({self._failure or 'another rank failed'}); free disk space and run again with --resume"
             )
         return checkpoint_path(self._lease.run, step)
 
@@ -257,7 +257,7 @@ class Saver:
     def _failed(self, save: _Save, error: str) -> None:
         self._failure = error
         kept = "none is complete yet" if self._good_step is None else f"the last complete one is step {self._good_step}"
-        text = f"warning: the checkpoint of step {save.step} failed ({error}); training goes on, {kept}"
+        text = f"warning: the checkpoint of step {save.step} failed ({error}); training continues, {kept}"
         self._reports.put(lambda: self._event("checkpoint_failed", step=save.step, error=error))
         self._reports.put(lambda: self._message(text))
 
@@ -289,7 +289,7 @@ def _started(work: Callable[..., None], *arguments: Any) -> threading.Thread:
 def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free and this takes {needed / 1e6:,.1f} MB")
+        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free but this needs {needed / 1e6:,.1f} MB")
 
 
 def _sentence(error: Exception) -> str:

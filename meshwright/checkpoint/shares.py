@@ -75,7 +75,7 @@ def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, An
     for name, tensor in tensors.items():
         if not is_whole(tensor):
             entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-            report = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
+            report = f"{name} has {math.prod(tensor.shape)} entries, but {entries} were written"
             raise Incomplete(f"{report}, some of them twice" if entries == math.prod(tensor.shape) else report)
     files = {name: record for share in shares for name, record in share.files.items()}
     index = Index(format=FORMAT, attempt=attempt, ranks=ranks, facts=facts, tensors=tensors)
@@ -123,7 +123,7 @@ def _read_share(path: Path) -> Share:
     try:
         return Share.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Incomplete(f"{path.name} of another rank is not there: all ranks must see one run.folder") from None
+        raise Incomplete(f"{path.name} of another rank is missing: all ranks must see the same run.folder") from None
     except ValidationError as error:
         raise Incomplete(f"{path.name} cannot be read ({error.errors()[0]['msg']})") from None
 

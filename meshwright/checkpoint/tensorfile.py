@@ -146,4 +146,4 @@ def hash_file(path: Path) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} cannot be read ({error}); it is torn or no safetensors file, get it again")
+    return UserError(f"{path} cannot be read ({error}): it is truncated or not a safetensors file; download it again")

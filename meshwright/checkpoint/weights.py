@@ -44,10 +44,12 @@ def require_shapes(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], *
     odd = shapes.keys() ^ saved if whole else shapes.keys() - saved
     if odd:
         raise UserError(
-            f"{checkpoint.path} does not fit the model: {min(odd)} is on one side only; use the job's own model section"
+            f"{checkpoint.path} does not match the model: only one of them has {min(odd)}; use the job's own model "
+            "section"
         )
     for name, shape in shapes.items():
         if (found := checkpoint.shape(f"model/{name}")) != shape:
             raise UserError(
-                f"{checkpoint.path}: {name} has shape {found}, the model's is {shape}; use the job's own model section"
+                f"{checkpoint.path}: {name} has shape {found}, but the model needs {shape}; use the job's own model "
+                "section"
             )

@@ -21,7 +21,7 @@ _TORCH_INSTALL = "pip install 'torch>=2.11'"
 _LOW_DISK_GIB = 10
 _REQUIRED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers")
 _EXTRAS = {
-    "transformers": "Hugging Face models cannot be compared against",
+    "transformers": "no comparison with Hugging Face models",
     "torchao": "no fp8 training",
     "wandb": "no Weights & Biases sink",
     "tensorboard": "no TensorBoard sink",
@@ -71,7 +71,7 @@ def _guarded(name: str, probe: Callable[[], Iterator[Finding]]) -> list[Finding]
         found.extend(probe())
     except Exception as error:  # an examination must reach its end on the machines where things are broken
         first_line = next(iter(str(error).splitlines()), "")
-        found.append(Finding(name, "warning", "could not be examined", f"{type(error).__name__}: {first_line}"))
+        found.append(Finding(name, "warning", "could not be checked", f"{type(error).__name__}: {first_line}"))
     return found
 
 
@@ -155,7 +155,7 @@ def _disk() -> Iterator[Finding]:
         free_gib = shutil.disk_usage(existing).free / 2**30
         enough = free_gib >= _LOW_DISK_GIB
         note = (
-            str(folder) if enough else f"{folder}: little room for checkpoints; free some or set run.folder elsewhere"
+            str(folder) if enough else f"{folder}: little space for checkpoints; free some or set run.folder elsewhere"
         )
         yield Finding(name, "ok" if enough else "warning", f"{free_gib:.1f} GiB free", note)
 

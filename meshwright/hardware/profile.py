@@ -162,7 +162,7 @@ class Profile(Fact):
             memory_gib=self.memory_gib,
             memory_bandwidth_bytes_per_s=None if fastest is None else fastest.moved_bytes / fastest.seconds,
             peak=peak,
-            source=f"measured on {self.date}: the fastest product of each format stands for a peak",
+            source=f"measured on {self.date}: the fastest matrix product in each format is taken as its peak",
         )
 
 
@@ -228,6 +228,6 @@ def _parsed(text: str, where: str) -> Profile:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"the profile {where} is not one that this version reads ({place}: {first['msg']}); "
+            f"the profile {where} cannot be read by this version ({place}: {first['msg']}); "
             "measure again with meshwright calibrate, or remove it"
         ) from None

@@ -79,14 +79,14 @@ class Site(BaseModel):
         parts = [*value, *value.values()] if isinstance(value, dict) else [value] if isinstance(value, str) else value
         for part in parts if isinstance(parts, list | tuple) else ():
             if isinstance(part, str) and (odd := odd_character(part)):
-                raise ValueError(f"it may not have the control character {odd}")
+                raise ValueError(f"it must not contain the control character {odd}")
         return value
 
     @field_validator("environment")
     @classmethod
     def _names(cls, value: dict[str, str]) -> dict[str, str]:
         if wrong := [name for name in value if not _VARIABLE.fullmatch(name)]:
-            raise ValueError(f"{wrong[0]!r} is no variable's name")
+            raise ValueError(f"{wrong[0]!r} is not a variable name")
         return value
 
 
@@ -130,7 +130,7 @@ def _own_site(path: Path, field: str) -> Site:
     base = table.pop("extends", None)
     if base is not None:
         if not isinstance(base, str) or base not in known_sites():
-            raise UserError(f"{path}: extends = {base!r} is no known site; use one of {', '.join(known_sites())}")
+            raise UserError(f"{path}: extends = {base!r} is not a known site; use one of {', '.join(known_sites())}")
         table = {**known_sites()[base].model_dump(exclude={"name"}, exclude_defaults=True), **table}
     table.setdefault("title", path.stem)
     return _site(path.stem, table, str(path))
@@ -144,7 +144,7 @@ def _site(name: str, table: dict[str, Any], where: str | None = None) -> Site:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise UserError(
-            f"{where}: {field} is not allowed or missing ({first['msg'].lower()}); mend the profile"
+            f"{where}: {field} is not allowed or missing ({first['msg'].lower()}); fix the profile"
         ) from None
     if site.gpu is not None and profile_of(site.gpu) is None:
         gpu_by_key(site.gpu)

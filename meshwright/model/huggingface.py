@@ -102,7 +102,7 @@ def hf_place(shape: Model, name: str) -> HfPlace:
     names = _GPT2_NAMES if shape.positions == "learned" else _LLAMA_NAMES
     if module not in names:
         raise UserError(
-            f"parameter {name} has no place in a Hugging Face model of this kind; export only shapes that one has"
+            f"parameter {name} does not exist in a Hugging Face model of this kind; export only shapes that it supports"
         )
     stored = f"{names[module].format(layer)}.{kind}"
     if names is _LLAMA_NAMES:
@@ -141,16 +141,17 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
     for tensor in hf_tensors(shape, sizes):
         if tensor.name not in stored:
             raise UserError(
-                f"the weights lack {tensor.name}, which {tensor.parts[0]} comes from; give the folder of a whole model"
+                f"the weights lack {tensor.name}, which {tensor.parts[0]} is read from; give the folder of a complete "
+                "model"
             )
         if tuple(stored[tensor.name]) != tensor.size:
             raise UserError(
-                f"{tensor.name} has the shape {tuple(stored[tensor.name])} where the model needs {tensor.size}; take "
+                f"{tensor.name} has shape {tuple(stored[tensor.name])} but the model needs {tensor.size}; take "
                 "the model section from the same folder"
             )
         unused.discard(tensor.name)
     if unused:
-        raise UserError(f"the weights hold {min(unused)}, which the model has no use for; check its model_type")
+        raise UserError(f"the weights contain {min(unused)}, which the model does not use; check its model_type")
 
 
 def load_hf_state(decoder: Decoder, state: Mapping[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ class VocabularyParallelHead(nn.Module):
     ) -> Tensor:
         """Σ cross-entropy over labels other than IGNORE / valid_count, equal on every tensor-parallel rank."""
         if labels_BS is None or valid_count is None:
-            raise ValueError("a head cut by vocabulary gives losses, not logits: give labels and valid_count")
+            raise ValueError("a head sharded by vocabulary returns losses, not logits: pass labels and valid_count")
         # Each rank's rows of the weight give only a part of the hidden states' gradient; the parts are summed here.
         whole = DTensor.from_local(hidden, self.mesh, [self.placement], run_check=False).redistribute(
             placements=[Replicate()]

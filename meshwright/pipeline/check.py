@@ -85,7 +85,7 @@ def require_consistent(table: Table) -> None:
         letter, stage, micro_batch = wrong[0]
         raise ValueError(
             f"{table.schedule} table runs {letter}{micro_batch} of stage {stage} {made[wrong[0]]} times "
-            f"where {int(wrong[0] in wanted)} is right"
+            f"instead of {int(wrong[0] in wanted)}"
         )
     neighbours = {pair for order in table.orders for pair in pairwise(order)}
     for forward, backward in table.overlapped - neighbours:

@@ -111,7 +111,7 @@ def require_schedule(schedule: str, ranks: int, micro_batches: int, virtual_stag
         raise UserError(f'layout.schedule = "{schedule}" is not a schedule; set it to one of {", ".join(SCHEDULES)}')
     for field, value in (("layout.pp", ranks), ("micro-batches per step", micro_batches)):
         if value < 1:
-            raise UserError(f"{field} = {value} is no pipeline; set it to 1 or more")
+            raise UserError(f"{field} = {value} is not possible; set it to 1 or more")
     rule = _RULES[schedule]
     _require_virtual_stages(schedule, rule, virtual_stages)
     if rule.two_copies and ranks % 2:
@@ -140,7 +140,7 @@ def _require_virtual_stages(schedule: str, rule: _Rule, virtual_stages: int | No
     wanted = f"{own} or more" if rule.more_stages else f"{own}"
     other = ' or layout.schedule = "interleaved"' if own == 1 and virtual_stages > 1 else ""
     raise UserError(
-        f'layout.virtual_stages = {virtual_stages} does not go with layout.schedule = "{schedule}"; '
+        f'layout.virtual_stages = {virtual_stages} does not work with layout.schedule = "{schedule}"; '
         f"set layout.virtual_stages = {wanted}{other}"
     )
 

@@ -85,7 +85,7 @@ def parse_cluster(spelling: str) -> Cluster:
 
 def _require_some(spelling: str, name: str, *numbers: int) -> None:
     if 0 in numbers:
-        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{name}")
+        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU per node, as 1x{name}")
 
 
 def spelled(cluster: Cluster) -> str:
@@ -116,7 +116,8 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     guessed = [] if profile else [f"kernel efficiency of {gpu.key}: no profile; meshwright calibrate makes one"]
     if unknown := sorted(set(links) - {"node", "network"}):
         raise UserError(
-            f"cluster.links has {unknown[0]!r}, which is no link; give node (GB/s a GPU) or network (a node)"
+            f"cluster.links has {unknown[0]!r}, which is not a link; give node (GB/s per GPU) or network (GB/s per "
+            "node)"
         )
     wires, said = _wires(cluster, gpu, rates)
     if measured is not None:

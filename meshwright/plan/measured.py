@@ -91,7 +91,8 @@ class Measured:
             return [f"products in {dtype}: not in the profile"]
         far = [sizes for sizes in forwards if cloud.doublings_to(*sizes) > _FAR]
         return [
-            f"products of {' × '.join(map(str, sizes))}: the profile's nearest is far" for sizes in dict.fromkeys(far)
+            f"products of {' × '.join(map(str, sizes))}: far from what the profile measured"
+            for sizes in dict.fromkeys(far)
         ]
 
     def attention_s(

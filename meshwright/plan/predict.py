@@ -121,7 +121,7 @@ def _require_ranks(job: Job, machine: Machine) -> None:
     ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     if ranks != machine.gpus:
         raise UserError(
-            f"layout takes {ranks} ranks, but the cluster has {machine.gpus} GPUs; name one of {ranks} with --cluster "
+            f"layout needs {ranks} ranks, but the cluster has {machine.gpus} GPUs; name one of {ranks} with --cluster "
             "or change the layout"
         )
 

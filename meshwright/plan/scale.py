@@ -38,7 +38,7 @@ def scale(
     `strong` keeps the global batch, `weak` lets it grow with the data-parallel ranks.
     """
     if axis is not None and axis not in AXES:
-        raise UserError(f"--axis = {axis} is no axis of a layout; give one of {', '.join(AXES)}")
+        raise UserError(f"--axis = {axis} is not a layout axis; give one of {', '.join(AXES)}")
 
     points: list[Point] = []
     first: float | None = None

@@ -77,7 +77,7 @@ def search(
     bound_s = process_time() - begun
     if not len(layouts):
         raise UserError(
-            f"--batch-tokens makes {batch} sequences a step, which no layout spreads evenly over {machine.gpus} GPUs; "
+            f"--batch-tokens gives {batch} sequences per step, which no layout spreads evenly over {machine.gpus} GPUs; "
             f"give a multiple of {machine.gpus * sequence}"
         )
 
@@ -132,7 +132,7 @@ def _held(job: Job) -> tuple[float, float]:
 def _allowed(allow: Collection[str]) -> frozenset[str]:
     for word in allow:
         if word not in ALLOWED:
-            raise UserError(f"--allow has {word!r}, which is nothing to allow; give some of {', '.join(ALLOWED)}")
+            raise UserError(f"--allow has {word!r}, which is not an option; give some of {', '.join(ALLOWED)}")
     return frozenset(allow)
 
 

@@ -32,10 +32,10 @@ def open_plain(path: Path | str, holder: int | None = None) -> int:
         link = error.errno == errno.ELOOP
         raise Unfit("it is a link" if link else f"it cannot be opened: {error.strerror}") from error
     except ValueError:  # a name with a zero byte
-        raise Unfit("its name is no file's name") from None
+        raise Unfit("its name is not a valid file name") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Unfit("it is no plain file")
+        raise Unfit("it is not a regular file")
     return descriptor
 
 
@@ -63,7 +63,7 @@ def read_object(path: Path, most: int = FILE_BYTES) -> dict[str, Any]:
     """The table of fields that a plain file of JSON holds."""
     value = parse_json(read_plain(path, most))
     if not isinstance(value, dict):
-        raise Unfit("it holds no table of fields")
+        raise Unfit("it is not a table of fields")
     return value
 
 
@@ -81,14 +81,14 @@ def parse_json(data: bytes, *, flat: bool = False) -> Any:
     except Unfit:
         raise
     except (ValueError, RecursionError) as error:
-        raise Unfit("it is not JSON" if isinstance(error, ValueError) else "its lists are too deep") from None
+        raise Unfit("it is not JSON" if isinstance(error, ValueError) else "it is nested too deeply") from None
     if not flat and data.count(b"[") + data.count(b"{") > DEEPEST and not _is_shallow(value):
-        raise Unfit(f"its lists are more than {DEEPEST} deep")
+        raise Unfit(f"it is nested more than {DEEPEST} levels deep")
     if b"\\u" in data:
         try:  # half a pair of surrogates is no character, and cannot be printed
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise Unfit("it holds half a character") from None
+            raise Unfit("it contains half a character") from None
     return value
 
 
@@ -110,7 +110,7 @@ def _whole(digits: str) -> int:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise Unfit(f"{word} is no JSON")
+    raise Unfit(f"{word} is not JSON")
 
 
 _PLAIN = json.JSONDecoder(parse_constant=_refuse)

@@ -82,7 +82,7 @@ def _fault(row: Row, checks: Mapping[str, Check], needed: tuple[str, ...]) -> st
     for name, value in row.items():
         check = checks.get(name)
         if check is not None and not check(value):
-            return f"its {name} is of another kind or too large"
+            return f"its {name} has the wrong type or is too large"
     return None
 
 

@@ -175,7 +175,7 @@ def _row(line: bytes, kind: Kind, tally: Tally, number: int) -> Row | None:
             raise Unfit(_TOO_LONG)
         row = parse_json(line)
         if not isinstance(row, dict):
-            raise Unfit("it is no table of fields")
+            raise Unfit("it is not a table of fields")
         _restore(row)
         if (fault := kind.fault(row)) is not None:
             raise Unfit(fault)

@@ -148,9 +148,9 @@ def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu",
     if own is None:
         return verdict
     if dtype != "float64":
-        return replace(verdict, notes=[f'precision.compute = "{own}" is not judged with --dtype {dtype}'])
+        return replace(verdict, notes=[f'precision.compute = "{own}" is not checked with --dtype {dtype}'])
     second = check(formats.with_precision(small, job, own), own, device)
-    report = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
+    report = f'precision.compute = "{own}": a second run in that format is compared within its own bounds'
     seconds = verdict.seconds + second.seconds
     return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[report, *second.notes])
 
@@ -191,7 +191,7 @@ def require_compiler(job: Job, device: str) -> None:
         return
     if find_cpp_compiler() is None:
         raise UserError(
-            "run.compile = true: blocks are compiled for the CPU to be verified, and there is no C++ compiler here; "
+            "run.compile = true: blocks are compiled for the CPU to be verified, but there is no C++ compiler here; "
             "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
         )
 

@@ -33,7 +33,7 @@ def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) ->
     compared = []
     for row in rows:
         if row.kind == "gradient" and row.name in zeros and row.name not in expected:
-            row = replace(row, note="nothing but rounding arrives here: the check says nothing of this parameter")
+            row = replace(row, note="only rounding errors arrive here: the check says nothing about this parameter")
         elif row.kind == "update" and row.name in expected and job.optimizer.name in SIGN_LIKE:
             row = replace(row, bound=None)
         compared.append(row)

@@ -86,19 +86,20 @@ def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
     changed: dict[str, Any] = {"precision": job.precision.model_copy(update={"compute": name})}
     if _follows_gradients(job):
         changed["optimizer"] = job.optimizer.model_copy(update=SMOOTH)
-        notes.append(f"{name}: optimizer with lr 1e-2 and eps 1, so that an update errs as its gradient does")
+        notes.append(f"{name}: optimizer with lr 1e-2 and eps 1, so that an update's error follows its gradient's")
     if is_lossy(job.layout):
         changed["layout"] = job.layout.model_copy(update={"compress": "none"})
         notes.append(
-            f'{name}: layout.compress "{job.layout.compress}" → "none", as what it leaves out would hide the rest'
+            f'{name}: layout.compress "{job.layout.compress}" → "none", because what it leaves out would hide other '
+            "errors"
         )
     if name == "fp16":
-        notes.append("fp16: the loss scale begins at 2^10, since gradients are large in small models")
+        notes.append("fp16: the loss scale starts at 2^10, since gradients are large in small models")
     job = job.model_copy(update=changed)
     if (wide := _widened(job)) != job:
         job = wide
         notes.append(
-            f"{name}: sides made multiples of what its kernels take: width {job.model.width}, head_dim "
+            f"{name}: sizes rounded to multiples that its kernels accept: width {job.model.width}, head_dim "
             f"{job.model.head_dim}, feed-forward {job.model.ffn_width}, sequence {job.batch.sequence_length}"
         )
     return job, notes

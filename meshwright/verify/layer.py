@@ -108,7 +108,9 @@ def _try_layer(where: str, bias: bool) -> _Seen:
     with _Collectives() as forward:
         given = layer(given_x)
     if tuple(given.shape) != tuple(expected.shape):
-        raise ValueError(f"the output has shape {tuple(given.shape)}; the contract is {tuple(expected.shape)}, whole")
+        raise ValueError(
+            f"the output has shape {tuple(given.shape)}; the contract is {tuple(expected.shape)}, not sharded"
+        )
     with _Collectives() as backward:
         given.backward(out_gradient)
 
@@ -167,7 +169,7 @@ def _load(where: str) -> Any:
     if not colon or not file.endswith(".py"):
         raise UserError(f"--layer {where} is not file.py:Class; write for example --layer my.py:ColumnParallelLinear")
     if not Path(file).is_file():
-        raise UserError(f"--layer {where}: there is no file {file}; check its path")
+        raise UserError(f"--layer {where}: {file} does not exist; check its path")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -175,13 +177,13 @@ def _load(where: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UserError(
-            f"--layer {where}: {file} cannot be imported ({type(error).__name__}: {error}); mend it"
+            f"--layer {where}: {file} cannot be imported ({type(error).__name__}: {error}); fix it"
         ) from error
     cls = getattr(module, name, None)
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
         raise UserError(f"--layer {where}: {file} has no nn.Module class {name}; check its name")
     if not hasattr(cls, "load_full"):
         raise UserError(
-            f"--layer {where}: {name} has no method load_full(weight, bias), which hands it its weights; add it"
+            f"--layer {where}: {name} has no method load_full(weight, bias), which gives it its weights; add it"
         )
     return cls

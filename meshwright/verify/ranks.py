@@ -50,7 +50,7 @@ class RankGroup:
         record: Path | None = None,
     ) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in a process of its own")
+            raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in its own process")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -86,7 +86,7 @@ class RankGroup:
         if time.monotonic() > self._deadline:
             silent = [str(rank) for rank in range(len(self._pipes)) if rank not in self._reports]
             self.close()
-            raise RankTimeout(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
+            raise RankTimeout(f"rank {', '.join(silent)} did not answer within {self._timeout_s:.0f} s")
         return False
 
     def results(self) -> list[Any]:
@@ -119,7 +119,7 @@ class RankGroup:
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         # A rank that failed with an error keeps its connections until it is killed, so a death without a word is
         # never the echo of another rank's error: it is put before all of them.
-        return _Report(rank, 0.0, failure=f"rank {rank} died without a word ({how})")
+        return _Report(rank, 0.0, failure=f"rank {rank} died without reporting an error ({how})")
 
 
 def run_ranks(

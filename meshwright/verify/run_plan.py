@@ -48,7 +48,7 @@ def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
     kept = [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))]
     formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
     narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if FORMAT_BYTES[own] < FORMAT_BYTES["fp32"]]
-    report = "the format of the check; without --run it is judged in its own"
+    report = "the format of the check; without --run it is checked in its own"
     return made, kept + [Change(f"{own} → {report}", hides=True) for own in narrow] + more
 
 
@@ -56,7 +56,7 @@ def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, l
     """A small job with what a run needs beside its layout (text, evaluations, checkpoints), and what that changes."""
     if steps < FEWEST_STEPS:
         raise UserError(
-            f"--steps {steps} leaves no room to resume in another layout, in one process and in the first one again; "
+            f"--steps {steps} is too few to resume in another layout, in one process and in the first layout again; "
             f"give at least {FEWEST_STEPS}"
         )
     if is_asynchronous(job):
@@ -85,7 +85,7 @@ def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, l
     for section, fields in changes.items():
         sections[section] = sections.get(section, {}) | fields
     made = Job.model_validate(sections)
-    kind = f"text: {form_of(data, prepared)} made for this, which end amid the run; tokens are bytes"
+    kind = f"text: {form_of(data, prepared)} generated for this check, which end during the run; tokens are bytes"
     sizes = f"{made.batch.global_batch} sequences a step, micro-batches of {made.batch.micro_batch}"
     notes.append(Change(f"{kind}, vocabulary {made.model.vocab_size}, {sizes}"))
     return made, notes

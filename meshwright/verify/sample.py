@@ -76,7 +76,7 @@ def fault_of(refusal: str, table: dict[str, Any]) -> str | None:
     settings = [(section, field, _value(text)) for section, field, text in _SETTING.findall(remedy)]
     tried = [[setting] for setting in settings] + [settings]
     if settings and all(refusal_of(_with(table, changes), refusal.partition(":")[0]) == refusal for changes in tried):
-        return "it is refused alike with the remedy"
+        return "the remedy is refused with the same error"
     return None
 
 

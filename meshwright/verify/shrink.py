@@ -77,7 +77,7 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
     small["schedule"] |= {"warmup_steps": warmup, "decay_steps": min(job.decay_steps, 1, steps - warmup)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
     changes.append(
-        Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
+        Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not amplified")
     )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
     small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
@@ -122,7 +122,7 @@ def _of_device(job: Job, device: str) -> list[Change]:
 def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
     """Text in memory in place of the job's, read, packed, masked and blended as the job does it."""
     data = job.data
-    some = ", some of their tokens not to be learned" if data.format == "conversations" else ""
+    some = ", with some tokens masked out of the loss" if data.format == "conversations" else ""
     changes = [Change(f"text: synthetic documents of unequal length{some}")]
     workers = min(data.workers, MOST_WORKERS)
     if workers != data.workers:

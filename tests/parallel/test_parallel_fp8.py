@@ -198,7 +198,7 @@ def test_a_tensor_parallel_model_stays_with_the_one_process_model() -> None:
     [
         (
             {"model": {"width": 40}},
-            r'"fp8" multiplies.*multiples of 16, but model.width = 40 is none; change it or set',
+            r'"fp8" needs.*multiples of 16, but model.width = 40 is not; change it or set',
         ),
         ({"model": {"ffn_width": 48}, "tp": 2}, r"model.ffn_width = 48, 24 on a rank, is none"),
         ({"model": {"kv_heads": 1, "head_dim": 8}}, r"model.kv_heads × model.head_dim = 8 is none"),

@@ -150,7 +150,7 @@ def test_only_plain_files_of_a_size_are_read(tmp_path: Path) -> None:
     with pytest.raises(Unfit, match="more than 7 bytes"):
         read_object(tmp_path / "file", 7)
     (tmp_path / "file").write_text("[]")
-    with pytest.raises(Unfit, match="no table"):
+    with pytest.raises(Unfit, match="not a table"):
         read_object(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         read_plain(tmp_path / "nothing")

@@ -92,7 +92,7 @@ ENDS = {
     "its collectives do not fit": (1, "equal  x\n           collectives: no gradient of embed.weight\n", True),
     "it passes": (0, "1 of 1 layouts equal (2 s)\n", False),
     "it diverges elsewhere": (1, NOT_EQUAL.replace("embed", "head"), False),
-    "the planted text is no program": (1, CRASH.format("NameError"), False),
+    "the planted text does not run": (1, CRASH.format("NameError"), False),
     "the package cannot be imported": (1, "Traceback (most recent call last):\nImportError: x\n", False),
     "the check is no command": (2, 'meshwright: --only "x" is in no layout\'s name\n', False),
 }

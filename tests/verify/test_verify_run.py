@@ -66,7 +66,7 @@ def test_a_job_keeps_its_kind_of_data() -> None:
         assert not [change for change in changes if change.hides]
     narrow = small_run(load_job("demo", ["precision.compute=bf16"]).job)[1]
     assert [change.text for change in narrow if change.hides] == [
-        'precision.compute "bf16" → the format of the check; without --run it is judged in its own'
+        'precision.compute "bf16" → the format of the check; without --run it is checked in its own'
     ]
     weighted = load_job("demo", ["data.sources=['a', 'b', 'c', 'd']", "data.weights=[0, 0, 0, 1]"]).job
     assert small_run(weighted)[0].data.weights == (1.0, 1.0, 1.0)

@@ -56,7 +56,7 @@ def host_buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if int(error) != 0:
-        slow = "each copy from and to it will hold up the computation"
+        slow = "copies to and from it will block the computation"
         warnings.warn(f"{buffer.nbytes} bytes of host memory cannot be page-locked ({error}); {slow}", stacklevel=2)
         return buffer
     # A later buffer may get the same addresses, and the driver refuses to lock them twice.

@@ -59,7 +59,7 @@ class _Counter:
             if self._counting:
                 self._counting = False
                 fault = f"{type(error).__name__}: {error}"
-                warnings.warn(f"bytes to and from the host are not counted any more ({fault})", stacklevel=2)
+                warnings.warn(f"bytes to and from the host are no longer counted ({fault})", stacklevel=2)
 
     def follow(self, group: Any) -> None:
         """Count what a group gathers and what it reduces."""

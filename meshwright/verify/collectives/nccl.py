@@ -55,9 +55,9 @@ def _reduction(operation: Operation) -> Iterator[str]:
     if reduce in BITWISE:
         yield f"NCCL has no {reduce}"
     if any(dtype.startswith("float8") for dtype in dtypes):
-        yield "NCCL's group reduces no 8-bit floats"
+        yield "NCCL's group does not reduce 8-bit floats"
     if reduce == "AVG" and "bool" in dtypes:
-        yield "NCCL's group takes no average of booleans"
+        yield "NCCL's group does not average booleans"
     elif reduce == "AVG" and not dtypes <= FLOATS:
         yield "NCCL rounds an average of integers down"
     if reduce == "PREMUL_SUM" and not dtypes <= FLOATS:

@@ -22,8 +22,9 @@ def creations_differ(records: Sequence[Record], complete: bool = True) -> list[s
                 break
             if ours.ranks != theirs.ranks:
                 differing.append(
-                    f"rank {theirs.rank} makes group {named(theirs.ranks)} at {theirs.site} where rank {ours.rank} "
-                    f"makes group {named(ours.ranks)} at {ours.site}: every rank must make all groups in the same order"
+                    f"rank {theirs.rank} creates group {named(theirs.ranks)} at {theirs.site} where rank {ours.rank} "
+                    f"creates group {named(ours.ranks)} at {ours.site}: every rank must create all groups in the same "
+                    "order"
                 )
                 break
     return differing
@@ -39,8 +40,8 @@ def _missing_creation(place: int, ours: Creation | None, theirs: Creation | None
     assert made is not None
     missing = other if theirs is None else first
     return (
-        f"rank {missing} makes no group number {place + 1} where rank {made.rank} makes group {named(made.ranks)} at "
-        f"{made.site}: every rank must make all groups in the same order, members or not"
+        f"rank {missing} creates no group number {place + 1} where rank {made.rank} creates group {named(made.ranks)} "
+        f"at {made.site}: every rank must create all groups in the same order, member or not"
     )
 
 

@@ -136,14 +136,14 @@ class Replay:
         events, rank = program.record.events, program.record.rank
         if program.next == len(events):
             left = [op for op in program.record.operations if op.number in program.launches[op.number].left]
-            return f"rank {rank} has ended and its {left[0].what} has not" if left else None
+            return f"rank {rank} has finished but its {left[0].what} has not" if left else None
         event = events[program.next]
         if isinstance(event, Operation) and event.number not in program.launches:
             ranks = communicator_of(event)[1]
             missing = sorted(set(ranks) - self._present[communicator_of(event)])
             return (
-                f"rank {rank} begins with {event.what}, for which NCCL connects ranks {named(ranks)}, and rank "
-                f"{', '.join(map(str, missing))} does not come"
+                f"rank {rank} begins with {event.what}, for which NCCL connects ranks {named(ranks)}, but rank "
+                f"{', '.join(map(str, missing))} never joins"
             )
         assert isinstance(event, Operation | Wait)
         launch = program.launches[event.number]
