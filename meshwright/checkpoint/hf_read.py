@@ -22,7 +22,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor and the file it lies in."""
+    """A tensor and the file that contains it."""
 
     path: Path
     name: str
@@ -31,7 +31,7 @@ class _Stored:
 
 
 class HfWeights:
-    """A folder's weights under our names; opening one reads headers alone."""
+    """A folder's weights under our names; opening it reads only headers."""
 
     def __init__(self, folder: Path, shape: Model) -> None:
         self.folder, self._shape = folder, shape
@@ -44,7 +44,7 @@ class HfWeights:
         return self._read(place.name, lambda stored: place.read(stored, size, rows))
 
     def require(self) -> None:
-        """Refuse by name a tensor that is missing, without use, or of another size or number format."""
+        """Refuse by name a tensor that is missing, unused, or has the wrong size or number format."""
         sizes = parameter_sizes(self._shape)
         try:
             require_hf_tensors(self._shape, sizes, {name: stored.size for name, stored in self._tensors.items()})
@@ -63,7 +63,7 @@ class HfWeights:
             )
 
     def _head_is_table(self, size: tuple[int, ...]) -> bool:
-        """Whether the head that a tied model's files hold all the same has the embedding's values."""
+        """Whether the head that a tied model's files contain anyway equals the embedding."""
         if self._tensors[_HEAD].size != size:
             return False
         blocks = [slice(start, min(start + _ROWS_COMPARED, size[0])) for start in range(0, size[0], _ROWS_COMPARED)]

@@ -51,7 +51,7 @@ class Export:
         self.bytes = sum(tensor.bytes for tensor in self._tensors)
 
     def write(self, folder: Path, report: Report = lambda done: None, shard_bytes: int = SHARD_BYTES) -> Exported:
-        """Make the folder, whole or not at all; report(bytes) follows it."""
+        """Write the folder atomically; report(bytes) is called as it progresses."""
         shards = _cut(self._tensors, shard_bytes)
         with new_folder(folder, self.bytes) as draft:
             names = _names(len(shards))

@@ -23,19 +23,19 @@ from meshwright.reading import Unfit, read_object, read_plain
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 RECORD_BYTES = 1 << 28
-"""Most an index or a manifest holds: of some million boxes."""
+"""Size limit of an index or a manifest: enough for some million boxes."""
 R = TypeVar("R", bound=Record)
 
 
 class Damaged(UserError):
-    """A checkpoint that is not as it was written; the message is one sentence that names it."""
+    """A checkpoint that differs from what was written; the message is one sentence that names it."""
 
     path: Path
     """Its folder, where it was found among a run's checkpoints."""
 
 
 class Checkpoint:
-    """A complete checkpoint: `open` refuses one that is torn or foreign, `verify` one whose bytes changed."""
+    """A complete checkpoint: `open` refuses an incomplete or foreign one, `verify` one whose bytes changed."""
 
     def __init__(self, path: Path, manifest: Manifest, index: Index) -> None:
         """Use `open`."""
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Check a folder's manifest, names and sizes, and its index; the tensors' bytes are left to `verify`."""
+        """Check a folder's manifest, names and sizes, and its index; `verify` checks the tensors' bytes."""
         path = Path(path)
         with _disk_errors(path):
             manifest = parse_manifest(path)
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def facts(self) -> Facts:
-        """Where the run stood."""
+        """The run's progress at this checkpoint."""
         return self.index.facts
 
     @property
@@ -86,15 +86,15 @@ class Checkpoint:
         return loaded
 
     def names(self, prefix: str = "") -> list[str]:
-        """The tensors whose names begin so."""
+        """The tensors whose names start with this prefix."""
         return [name for name in self.index.tensors if name.startswith(prefix)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape as a whole."""
+        """The full shape of a tensor."""
         return self.index.tensors[name].shape
 
     def verify(self, share: int = 0, shares: int = 1, group: str = "") -> None:
-        """Hash every file, or one group's, or one of several equal shares of them, and refuse what was altered."""
+        """Hash every file, or one group's, or one of several equal shares of them, and refuse modified ones."""
         names = sorted(name for name in self.manifest.files if name.startswith(group))[share::shares]
         with _disk_errors(self.path), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             hashes = pool.map(lambda name: hash_file(self.path / name), names)
@@ -109,7 +109,7 @@ class Checkpoint:
         return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """A box of a tensor, a slice with both ends for every dim, in contiguous memory of its own."""
+        """A box of a tensor, a slice with both ends for every dim, as a contiguous copy."""
         record, wanted = self.index.tensors[name], [(span.start, span.stop) for span in box]
         result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype], device="meta")
         for piece in record.pieces:
@@ -126,7 +126,7 @@ class Checkpoint:
             if result.is_meta:
                 result = torch.empty_like(result, device="cpu")
             result[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(shared, wanted, strict=True))] = found
-        return torch.empty_like(result, device="cpu") if result.is_meta else result  # what has no entries has no piece
+        return torch.empty_like(result, device="cpu") if result.is_meta else result  # an empty tensor has no boxes
 
     def _piece(self, name: str, piece: PieceRecord, box: tuple[slice, ...]) -> Tensor:
         path, rest = self.path / piece.file, name.partition("/")[2]
@@ -134,12 +134,12 @@ class Checkpoint:
         key = rest if whole else f"{rest}@{','.join(map(str, piece.offsets))}"
         try:
             file = self._files.get(piece.file) or self._opened(piece.file)
-            # Whole rows are asked for by their first dim alone: the library then copies them as one stretch.
+            # Whole rows are requested by their first dim only: the library then copies them as one block.
             rows = box[:1] if box[1:] == tuple(slice(0, size) for size in piece.shape[1:]) else box
             found: Tensor = file.get_slice(key)[rows] if box else file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path} cannot be read ({error})") from None
-        # Some columns come as a view of whole rows; fused updates on the CPU read a tensor as one stretch of memory.
+        # Some columns come as a view of whole rows; fused updates on the CPU read a tensor as contiguous memory.
         return found.contiguous()
 
     def _opened(self, name: str) -> Any:
@@ -202,7 +202,7 @@ def _require_files(path: Path, manifest: Manifest) -> None:
 
 
 def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
-    """Refuse an index whose boxes are not those of its tensors; whoever writes one can also seal it."""
+    """Refuse an index whose boxes do not match its tensors: whoever writes one can also seal it."""
     room = {name: record.bytes for name, record in manifest.files.items()}
     for name, tensor in index.tensors.items():
         if tensor.dtype not in _DTYPES or not _fits(tensor, room):
@@ -212,7 +212,7 @@ def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
 
 
 def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
-    """Whether boxes make up a tensor, each once, and find room in their files."""
+    """Whether boxes cover a tensor exactly once and fit in their files."""
     if not is_whole(tensor):
         return False
     for piece in tensor.pieces:
@@ -226,7 +226,7 @@ def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """What a disk cannot give back is damage; what may not be read is the user's to mend, and no reason to go back."""
+    """A read error is damage; a missing permission is for the user to fix, and no reason to use an older one."""
     try:
         yield
     except PermissionError as error:

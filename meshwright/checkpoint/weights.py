@@ -34,12 +34,12 @@ class StoredWeights:
         sizes = self.sizes[name]
         spans = (*window, *(slice(None) for _ in sizes[len(window) :]))
         box = [slice(*span.indices(size)[:2]) for span, size in zip(spans, sizes, strict=True)]
-        with self._checkpoint:  # files that stay open stay mapped, and would count as memory held
+        with self._checkpoint:  # files that stay open stay mapped, and would count as used memory
             return self._checkpoint.read(f"model/{name}", box)
 
 
 def require_shapes(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], *, whole: bool) -> None:
-    """Refuse a model whose parameters are not those of the checkpoint; a pipeline stage holds only some of them."""
+    """Refuse a model whose parameters differ from the checkpoint's; a pipeline stage holds only some of them."""
     saved = {name.removeprefix("model/") for name in checkpoint.names("model/")}
     odd = shapes.keys() ^ saved if whole else shapes.keys() - saved
     if odd:

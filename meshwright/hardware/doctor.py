@@ -1,4 +1,4 @@
-"""An examination of this machine: what Meshwright finds here, one line each, and what is missing."""
+"""A check of this machine: what Meshwright finds here, one line each, and what is missing."""
 
 import os
 import platform
@@ -39,7 +39,7 @@ _PROGRAMS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: "missing" is a hard requirement, "warning" a thing to know."""
+    """One line of the check: "missing" is a hard requirement, "warning" is good to know."""
 
     name: str
     status: Status
@@ -69,7 +69,7 @@ def _guarded(name: str, probe: Callable[[], Iterator[Finding]]) -> list[Finding]
     found: list[Finding] = []
     try:
         found.extend(probe())
-    except Exception as error:  # an examination must reach its end on the machines where things are broken
+    except Exception as error:  # the check must finish on machines where things are broken
         first_line = next(iter(str(error).splitlines()), "")
         found.append(Finding(name, "warning", "could not be checked", f"{type(error).__name__}: {first_line}"))
     return found

@@ -1,4 +1,4 @@
-"""What was measured of a device: a calibration profile, where profiles lie, and the one that is used."""
+"""Measurements of a device: calibration profiles, where they are stored, and which one is used."""
 
 import json
 import os
@@ -69,14 +69,14 @@ class Copy(Fact):
 
 
 class Loss(Fact):
-    """The loss and its gradient, from logits that are there."""
+    """The loss and its gradient, from existing logits."""
 
     rows: PositiveInt
     """Tokens."""
     vocabulary: PositiveInt
     """Logits of each."""
     compiled: bool
-    """Whether torch's compiler made its kernels."""
+    """Whether torch's compiler generated its kernels."""
     seconds: PositiveFloat
     """Median."""
 
@@ -150,7 +150,7 @@ class Profile(Fact):
     """What could not be measured, and why."""
 
     def as_gpu(self) -> Gpu:
-        """What is known of a device that the hardware table has not: its memory, and no peak."""
+        """What is known of a device missing from the hardware table: its memory, but no peak."""
         peak: dict[Dtype, float] = {}
         for product in self.products:
             rate = 2.0 * product.rows * product.columns * product.inner / product.seconds
@@ -167,14 +167,14 @@ class Profile(Fact):
 
 
 def profiles_folder() -> Path:
-    """Where this user's profiles lie."""
+    """Where this user's profiles are stored."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "meshwright" / "profiles"
 
 
 def profile_of(key: str) -> Profile | None:
-    """The profile of a GPU: this user's, else one that Meshwright brings, else None."""
+    """The profile of a GPU: this user's, else one that comes with Meshwright, else None."""
     name = f"{key}.json"
     own = profiles_folder() / name
     if own.is_file():
@@ -188,7 +188,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile where nothing half-written can be found."""
+    """Write a profile atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = profile.model_dump(mode="json", exclude_none=True)
     lists = {name: value for name, value in fields.items() if isinstance(value, list) and value}

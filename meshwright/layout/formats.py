@@ -1,4 +1,4 @@
-"""Which number formats go with which layouts and shapes, checked before any process starts."""
+"""Which number formats work with which layouts and shapes, checked before any process starts."""
 
 from meshwright.errors import UserError
 from meshwright.job import FORMAT_BYTES, Job
@@ -8,7 +8,7 @@ FP8_MULTIPLE = 16
 
 
 def require_precision(job: Job) -> None:
-    """Refuse formats that the layout, the shape of the model or each other leave no room for."""
+    """Refuse formats that the layout, the model's shape or other formats rule out."""
     if job.precision.compute == "fp16":
         _require_one_decision(job)
     if job.precision.compute == "fp8":

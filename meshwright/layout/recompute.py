@@ -1,4 +1,4 @@
-"""Recomputation of blocks: which mode each gets, and what cannot be asked."""
+"""Recomputation of blocks: which mode each gets, and which settings are refused."""
 
 from dataclasses import replace
 from math import ceil, floor, log10

@@ -28,32 +28,32 @@ def table_of(job: Job) -> Table:
 
 
 def _unchecked(job: Job) -> Table:
-    """The same for refusals: a search asks for many, and what the check finds is no mistake of the user's."""
+    """Caches refusals too: a search asks for many, and these are not the user's mistakes."""
     layout = job.layout
     return unchecked_table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
 
 
 def is_asynchronous(job: Job) -> bool:
-    """Whether the stages of a pipeline update themselves without waiting for each other."""
+    """Whether the stages of a pipeline update themselves independently of each other."""
     return job.layout.pp > 1 and job.layout.schedule == "pipedream"
 
 
-_table = lru_cache(maxsize=16)(build_table)  # a table of many ranks and micro-batches takes seconds to make and check
+_table = lru_cache(maxsize=16)(build_table)  # a table of many ranks and micro-batches takes seconds to build and check
 
 
 def ranks_of(layout: Layout) -> int:
-    """How many ranks a layout takes."""
+    """How many ranks a layout needs."""
     return prod(axes(layout).values())
 
 
 def padded_vocabulary(job: Job) -> int:
-    """Rows of the embedding table as stored: the next multiple of tp, so that every rank holds as many."""
+    """Rows of the embedding table as stored: the next multiple of tp, so that every rank holds the same number."""
     tp = job.layout.tp
     return -(-job.model.vocab_size // tp) * tp
 
 
 def require_layout(job: Job, world_size: int) -> None:
-    """Refuse a layout that does not take all ranks, or that the model or the batch cannot be cut by."""
+    """Refuse a layout that does not use all ranks, or that does not divide the model or the batch."""
     _require_ranks(job, world_size)
     _require_zero(job.layout)
     _require_tensor(job)
@@ -253,7 +253,7 @@ def updates_in_one_pass(job: Job) -> bool:
 def gradient_format(job: Job) -> str:
     """The format gradients are kept in until the update, as precision.compute or precision.gradients names it.
 
-    With one micro-batch a step nothing is added up: as backward makes them they are as exact as widened.
+    With one micro-batch per step nothing is summed: as computed by backward they are as exact as when widened.
     """
     if job.accumulation == 1 and updates_in_one_pass(job):
         return job.precision.compute

@@ -46,7 +46,7 @@ class Case:
     memory_bytes: float | None
     memory_kind: str
     memory_counted: Literal["allocated", "reserved", "device"]
-    """Who counted: the allocator what it gave out, the allocator what it took, or the device."""
+    """What was counted: memory allocated, memory reserved by the allocator, or memory used on the device."""
     memory_of_last_rank: bool
     """The measurement is the last pipeline rank's, not the fullest one's."""
     ran: bool | None

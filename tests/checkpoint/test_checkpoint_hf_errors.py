@@ -120,7 +120,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn shard": (lambda f: shards(f)[1].write_bytes(shards(f)[1].read_bytes()[:-4]), r"model-00002.* cannot be read"),
     "outside": (
         edit(lambda i: i["weight_map"].update({LAST: "../x.safetensors"}), INDEX),
-        r"names '\.\./x\.safetensors'",
+        r"lists '\.\./x\.safetensors'",
     ),
     "index of nothing": (edit(lambda i: i.pop("weight_map"), INDEX), r"is not an index of tensors"),
     "false index": (
@@ -131,13 +131,13 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (edit(lambda i: i["weight_map"].pop(LAST), INDEX)(f), edit_tensors(lambda t: t.pop(LAST))(f)),
         r"lack model\.norm\.weight",
     ),
-    "surplus": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(1)})), r"hold model\.extra"),
+    "surplus": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(1)})), r"contain model\.extra"),
     "misshapen": (
         edit_tensors(lambda t: t.update({LAST: torch.ones(3)})),
         r"shape \(3,\) but the model needs \(48,\)",
     ),
     "format": (edit_tensors(lambda t: t.update({LAST: t[LAST].double()})), r"model\.norm\.weight is stored as F64"),
-    "head": (edit_tensors(lambda t: t.update({"lm_head.weight": torch.ones(301, 48)})), r"not the embedding table"),
+    "head": (edit_tensors(lambda t: t.update({"lm_head.weight": torch.ones(301, 48)})), r"differs from the embedding"),
     "shape": (edit(lambda c: c.update(num_key_value_heads=4), "config.json"), r"makes no model \(.*kv_heads"),
     "field": (edit(lambda c: c.update(quantization_config={"bits": 4}), "config.json"), "quantization_config"),
 }
