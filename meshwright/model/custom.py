@@ -1,4 +1,4 @@
-"""A model of the user's own: one file with a `build` function and a sharding table."""
+"""A user's own model: one file with a `build` function and a sharding table."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ from meshwright.model.sharding import DECODER_SHARDING, ROLES, role_of
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model on whatever device it was built on, with the roles of its modules."""
+    """A model, on the device it was built on, with the roles of its modules."""
 
     model: nn.Module
     sharding: Mapping[str, str]

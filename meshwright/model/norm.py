@@ -52,5 +52,5 @@ class _RMSNorm(torch.autograd.Function):
         share = (grad_normed * normed).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(share)).mul_(
             rstd
-        )  # in place: on a CPU passes over memory are what it costs
+        )  # in place: on a CPU passes over memory dominate the cost
         return grad_x.to(x.dtype), grad_weight, None

@@ -1,4 +1,4 @@
-"""The one function that makes a table, and the refusals that come before it."""
+"""The one function that builds a table, and its checks of the numbers."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,16 +14,16 @@ from meshwright.pipeline.zero_bubble_v import zero_bubble_v_order
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a schedule asks of its numbers."""
+    """What a schedule requires of its numbers."""
 
     stages_per_rank: int
-    """Its own number of stages a rank."""
+    """Its default number of stages per rank."""
     more_stages: bool = False
     """Whether a rank may hold more than that."""
     whole_rounds: bool = False
     """Whether micro-batches come in groups of one per rank."""
     full_v: bool = False
-    """Whether it needs two micro-batches a rank to fill both directions."""
+    """Whether it needs two micro-batches per rank to fill both directions."""
     two_copies: bool = False
     """Whether micro-batches enter at both ends, half of them each."""
 
@@ -44,7 +44,7 @@ SCHEDULES = tuple(_RULES)
 
 
 def build_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
-    """The checked table of a schedule; `virtual_stages` stages a rank, the schedule's own number if not given."""
+    """The checked table of a schedule; `virtual_stages` stages per rank, by default the schedule's own number."""
     table = unchecked_table(schedule, ranks, micro_batches, virtual_stages)
     require_consistent(table)
     return table
@@ -106,7 +106,7 @@ def _there_and_back(ranks: int) -> tuple[int, ...]:
 
 
 def require_schedule(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> None:
-    """Refuse numbers a schedule cannot run with, in one sentence that says which would."""
+    """Refuse numbers a schedule cannot run with, and say which would work."""
     if schedule not in _RULES:
         raise UserError(f'layout.schedule = "{schedule}" is not a schedule; set it to one of {", ".join(SCHEDULES)}')
     for field, value in (("layout.pp", ranks), ("micro-batches per step", micro_batches)):

@@ -2,11 +2,11 @@
 
 The contract of a layer, column- or row-parallel or any other:
 
-- `Layer(in_features, out_features, bias, group)` makes it on every rank of a process group; it holds its own share.
+- `Layer(in_features, out_features, bias, group)` creates it on every rank of a process group; it holds its own share.
 - `layer.load_full(weight, bias)` takes the whole weight (out_features, in_features) and the whole bias (or None) and
   keeps this rank's share of each in its parameters.
 - `layer(x)` takes the whole input (…, in_features) on every rank and returns the whole output (…, out_features) on
-  every rank; what it splits and gathers in between is its own affair.
+  every rank; what it splits and gathers in between is up to the layer.
 
 After `backward` every parameter must hold its share of the gradient nn.Linear would have, and x the whole of its own.
 """
@@ -35,7 +35,7 @@ IN_FEATURES, OUT_FEATURES = 12, 18
 
 @dataclass(frozen=True)
 class LayerGrade:
-    """What a layer did on some ranks."""
+    """The result of a layer on some ranks."""
 
     ranks: int
     bias: bool
@@ -62,7 +62,7 @@ class LayerGrade:
 
 def grade_layer(where: str) -> list[LayerGrade]:
     """Grade `file.py:Class` on 2 and 3 ranks, with and without bias, in float64."""
-    _load(where)  # a file or class that is not there is refused here, once
+    _load(where)  # a missing file or class is refused here, once
     return [_grade(where, size, bias) for size in SIZES for bias in (True, False)]
 
 
@@ -93,7 +93,7 @@ class _Seen:
 
 
 def _try_layer(where: str, bias: bool) -> _Seen:
-    """On one rank: the layer beside nn.Linear with the same weights, input and output gradient."""
+    """On one rank: the layer and nn.Linear with the same weights, input and output gradient."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     linear = nn.Linear(IN_FEATURES, OUT_FEATURES, bias)

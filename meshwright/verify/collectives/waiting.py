@@ -1,4 +1,4 @@
-"""Where every rank of a hanging check stands, from records that end in the middle."""
+"""Where every rank of a hanging check is, from incomplete records."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Line = tuple[str, int | str, int | str]
 
 
 def where_ranks_stand(records: Sequence[Record]) -> list[str]:
-    """A sentence for each rank: what it waits for and who has not come, or that it waits for nothing."""
+    """A sentence for each rank: what it waits for and which ranks are missing, or that it is not waiting."""
     issued = Counter(_line(operation) for record in records for operation in record.operations)
     return [_stands(record, issued) for record in records]
 
