@@ -61,8 +61,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Tokens (hidden states where there is no embedding) to loss or logits (hidden states where there is no head).
 
-        positions (B, S) default to 0, 1, … or to what follows the cache; documents keep attention
-        within themselves; draws switch dropout on.
+        positions (B, S) default to 0, 1, … or to what follows the cache; documents restrict attention
+        to themselves; draws enable dropout.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: give either cache or documents")

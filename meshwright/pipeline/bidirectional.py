@@ -1,4 +1,4 @@
-"""DualPipe and DualPipeV: two streams of micro-batches meet on every rank, and one's forward overlaps the other's backward.
+"""DualPipe and DualPipeV: two streams of micro-batches meet on every rank, one's forward overlaps the other's backward.
 
 The order is the one DeepSeek published with DeepSeek-V3 (arXiv:2412.19437, and the DualPipe repository's figures).
 DualPipeV is DualPipe cut in the middle: the second stream is the first one coming back on the second half of the V.

@@ -52,7 +52,7 @@ def build_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 
 @lru_cache(maxsize=512)
 def unchecked_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
-    """The same for those who only play it out, which takes as long as the check and fails where it would, or who ask
+    """The same without the check: for callers that only simulate it, which takes as long and fails alike, or that ask
     what kind of table it is."""
     require_schedule(schedule, ranks, micro_batches, virtual_stages)
     virtual_stages = virtual_stages or _RULES[schedule].stages_per_rank

@@ -83,7 +83,7 @@ def train(given: Job, change: Callable[[Any], None] = lambda training: None, **o
         ({"layout": {"tp": 2}}, r"layout.tp = 2; set it to 1"),
         ({"layout": {"cp": 2}}, r"layout.cp = 2; set it to 1"),
         ({"model": {"tied": True}}, r"model.tied = true cannot keep .*; set model.tied = false"),
-        ({"run": {"compile": True}}, r"run.compile = true .*; set run.compile = false"),
+        ({"run": {"compile": True}}, r"run.compile = true; set run.compile = false"),
         ({"layout": {"virtual_stages": 2}}, r"layout.virtual_stages = 2 does not work with"),
     ],
 )

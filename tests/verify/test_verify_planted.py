@@ -48,7 +48,7 @@ def test_a_bug_can_be_planted_and_is_a_program(bug: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize("content", ["b", "a a"])
 def test_a_text_that_is_not_there_once_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(content)
-    with pytest.raises(ValueError, match=rf"is {content.count('a')} times in x\.py, not once"):
+    with pytest.raises(ValueError, match=rf"occurs {content.count('a')} times in x\.py, not once"):
         planted.Bug("a bug", "x.py", "a", "b", "verify demo", "gradient").plant(tmp_path)
 
 
