@@ -1,6 +1,6 @@
 """Head and loss over a vocabulary that tensor-parallel ranks share: no rank ever holds a whole row of logits.
 
-Torch's own loss parallelism wants the logits of all tokens at once; this keeps the chunks of the single-device head.
+Torch's own loss parallelism needs the logits of all tokens at once; this keeps the chunks of the single-device head.
 N tokens, D width, V vocabulary.
 """
 
@@ -16,7 +16,7 @@ from meshwright.model.numbers import wide_dtype
 
 
 class VocabularyParallelHead(nn.Module):
-    """The head whose weight is cut by rows over tensor-parallel ranks; same parameter name, same loss."""
+    """The head whose weight is sharded by rows over tensor-parallel ranks; same parameter name, same loss."""
 
     def __init__(self, head: Head, mesh: DeviceMesh, vocab_size: int, placement: Placement) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Looped schedules, whose stages go to the ranks in turn: all are a warm-up of forwards, then one forward, one backward.
+"""Looped schedules, whose stages go to ranks in turn: all are a warm-up of forwards, then one forward, one backward.
 
 They differ in three numbers: how many stages a rank holds, how many forwards it runs ahead of its first backward, and,
 where the backward is split, how many backwards its weight half lags behind.
