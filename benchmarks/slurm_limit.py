@@ -1,4 +1,4 @@
-"""A run that meets the real time limit of a real Slurm: signalled, saved, queued again, finished as a quiet one.
+"""A run that hits the time limit of a real Slurm: signalled, saved, requeued, finished like an undisturbed one.
 
 Needs root and Debian's slurm-wlm and munge (scripts/slurm-packages); takes six to eight minutes, most of it waiting.
 

@@ -1,4 +1,4 @@
-"""Trainings killed at a random moment, inside of a save among them, and resumed until they are done."""
+"""Training runs killed at a random moment, also during a save, and resumed until they finish."""
 
 import os
 import random
@@ -19,7 +19,7 @@ CALLS = {"write": 40, "fsync": 60, "rename": 10, "mkdir": 10, "unlink": 6}
 
 @dataclass(frozen=True)
 class Kill:
-    """When a training dies, and of what."""
+    """When a training run dies, and how."""
 
     signal: int
     call: str | None
@@ -34,7 +34,7 @@ class Kill:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Trainings killed once or twice."""
+    """Training runs killed once or twice."""
     left_alone()  # once, and for all processes that are forked from here
     while True:
         kills = [_kill(chance) for _ in range(chance.choice((1, 1, 1, 2)))]
