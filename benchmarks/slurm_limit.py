@@ -40,7 +40,7 @@ def meshwright(folder: Path, *words: str, slow: bool = True) -> str:
 
 
 def losses(run: Path) -> list[tuple[float, ...]]:
-    """What must not depend on interruptions."""
+    """What interruptions must not change."""
     from meshwright.runs import RunFolder
 
     names = ("step", "loss", "grad_norm", "lr")

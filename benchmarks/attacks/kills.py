@@ -14,7 +14,7 @@ from attacks.case import Case, Family, InternalError
 from attacks.tiny_run import in_child, left_alone, require_equal, train
 
 CALLS = {"write": 40, "fsync": 60, "rename": 10, "mkdir": 10, "unlink": 6}
-"""Of the system, with about how many of them a run makes: a kill at one of them can be made again at will."""
+"""System calls, with about how many of them a run makes: a kill at one of them is reproducible."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ PLACES += ["environment", "variable", "python", "title", "directive", "sources"]
 SYSTEM = "/usr/bin:/bin"
 _STUBS = {
     "pwn": 'echo owned >"$STUBS/pwned"\n',
-    # The step itself: options off, then what is to run, which for an agent is a shell of its own.
+    # The step itself: options off, then the command, which for an agent is a separate shell.
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n',
     "mw": 'printf "%s\\0" "$@" >"$STUBS/ran"\n',
     "image": 'printf "%s\\0" "$@" >"$STUBS/ran"\n',
@@ -98,7 +98,7 @@ def _run(given: dict[str, str], ranks: int, per_rank: bool, folder: Path) -> Non
         return  # not a possible file name
     scripts = json.loads(command("submit", job.name, *words))["scripts"]
     if "python" in given and "container" not in given:
-        return  # whatever it is, it is what the user's own profile starts; bash reads it as one word
+        return  # whatever it is, the user's own profile starts it; bash reads it as one word
     ran = executed(scripts["slurm/run.sh"], folder)
     if str(run) not in ran:
         raise InternalError(f"the program got {ran} instead of {run}")

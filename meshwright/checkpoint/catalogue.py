@@ -77,8 +77,8 @@ def backup_target(run: Path) -> str | None:
 def surplus(
     run: Path, keep_last: int, keep_every: int | None, *, damaged: bool = False, verify: bool = False
 ) -> list[Path]:
-    """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; torn or foreign ones
-    only where asked for. To verify reads those that stay, and one whose bytes changed takes no other's place."""
+    """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; incomplete or foreign
+    ones only on request. `verify` reads those that stay, and one whose bytes changed does not count as kept."""
     complete: dict[int, Path] = {}
     broken: list[Path] = []
     for one in checkpoints(run):

@@ -88,7 +88,7 @@ def write_safetensors(
 
 
 def _blocks(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    # Wide numbers first: each tensor then begins at a multiple of its own width.
+    # Wide numbers first: each tensor then starts at a multiple of its own width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
-# Drivers keep some memory for themselves and ECC can be switched off; sizes of one part's variants lie further apart.
+# Drivers keep some memory for themselves and ECC can be switched off; sizes of one part's variants differ by more.
 _MEMORY_TOLERANCE = 0.1
 # Older drivers print the same part without the maker's name, and V100s have been both "Tesla" and "NVIDIA".
 _MAKERS = ("nvidia ", "tesla ", "amd ")

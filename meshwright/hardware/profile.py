@@ -25,7 +25,8 @@ class Product(Fact):
     dtype: Dtype
     """Format of its operands."""
     kind: ProductKind
-    """Which of a projection's it is: its operands lie differently in memory; "weight sum" adds to a wider matrix."""
+    """Which of a projection's it is: its operands have different memory layouts; "weight sum" adds to a wider
+    matrix."""
     rows: PositiveInt
     """Of the result."""
     columns: PositiveInt

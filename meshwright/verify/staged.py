@@ -50,7 +50,7 @@ class PythonGroup(dist.ProcessGroup):
 class StagedGroup(PythonGroup):
     """Gloo on host copies; collectives are finished when they return, messages between two ranks when waited for.
 
-    A pipeline asks for what it will need long before its peer sends it: a receive that blocked would wait forever.
+    A pipeline requests what it will need long before its peer sends it: a receive that blocked would wait forever.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:

@@ -40,7 +40,7 @@ def torch_numbers(table: Table) -> int:
 
 def torch_ranks(table: Table) -> dict[int, int]:
     """The rank of every number in torch's row. Nothing runs at a gap, but torch 2.15 needs a rank for it: the one
-    that it lies within, so that no transfer is prepared across it."""
+    that it falls within, so that no transfer is prepared across it."""
     ranks = {torch_number(table, stage): rank for stage, rank in enumerate(table.stage_ranks)}
     return {number: ranks.get(number, ranks.get(number - 1, 0)) for number in range(torch_numbers(table))}
 
