@@ -367,7 +367,7 @@ def test_verify_keeps_a_budgets_share() -> None:
             r'keeps its results for one backward, but .*"zb-h1" splits it into',
         ),
         ("full", {"pp": 2, "schedule": "pipedream", "micro_batches": 1}, "newer weights than they first used"),
-        ({"budget_gib": 1}, {"model": {"file": "own.py"}}, "model.file = own.py does not tell"),
+        ({"budget_gib": 1}, {"model": {"file": "own.py"}}, "model.file = own.py does not say"),
     ],
 )
 def test_what_cannot_be_recomputed_is_one_sentence(recompute: Any, given: dict[str, Any], sentence: str) -> None:
