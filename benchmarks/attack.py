@@ -4,8 +4,8 @@
     python benchmarks/attack.py --only FAMILY --case NAME      one case again, its traceback shown
 
 Every case runs in a forked process with a bound on time and memory. It is *refused* (a sentence and exit code 2) or
-*survived* (an answer); an exception that is not ours, a signal or an undocumented exit code is an *internal error*, no
-end in time a *hang*, more memory than the case allows *memory*, a run that ends with other numbers *lost steps*.
+*survived* (an answer); an exception that is not ours, a signal or an undocumented exit code is an *internal error*, a
+timeout a *hang*, more memory than the case allows *memory*, a run that ends with different numbers *lost steps*.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from attacks.families import FAMILIES
 
 import meshwright
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: a fork must not find threads
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: there must be no threads at a fork
 
 COLUMNS = ("refused", "survived", "internal error", "hang", "memory", "lost steps")
 BROKEN = COLUMNS[2:]
@@ -46,7 +46,7 @@ def cases_of(family: Family, seed: int, count: int) -> Iterator[Case]:
 
 
 def attack(families: list[Family], seed: int, cases: int, processes: int = 1) -> dict[str, list[Outcome]]:
-    """Run so many cases of the families; their outcomes by family."""
+    """Run this many cases of the families; their outcomes by family."""
     load_everything()
     counts = shares(families, cases)
     return {family.name: run_cases(list(cases_of(family, seed, counts[family.name])), processes) for family in families}
@@ -60,7 +60,7 @@ def load_everything() -> None:
 
 
 def table(outcomes: dict[str, list[Outcome]]) -> str:
-    """Tried, refused, survived and broken, a row a family."""
+    """Tried, refused, survived and broken, one row per family."""
     rows = [["family", "tried", *COLUMNS, "seconds"]]
     for name, done in [*outcomes.items(), ("all", [each for family in outcomes.values() for each in family])]:
         counts = Counter(outcome.verdict for outcome in done)
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=[family.name for family in FAMILIES])
-    parser.add_argument("--case", help="of --only: run the case of this name in this process")
+    parser.add_argument("--case", help="with --only: run the case of this name in this process")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     families = [family for family in FAMILIES if given.only in (None, family.name)]
@@ -101,7 +101,7 @@ def main() -> None:
             "seed": given.seed,
             "seconds": round(seconds, 1),
             "families": {name: Counter(each.verdict for each in done) for name, done in outcomes.items()},
-            # Only what was raised: a traceback names the folders of the machine it ran on.
+            # Only the exception: a traceback contains folder names of the machine it ran on.
             "broken": [[name, each.case, each.verdict, each.why.strip().rpartition("\n")[2]] for name, each in broken],
         }
         given.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")

@@ -1,14 +1,14 @@
-"""What a checkpoint costs the training, against `torch.save` of the same state.
+"""What a checkpoint costs training, compared with `torch.save` of the same state.
 
     python benchmarks/checkpoint.py [--job pretrain-1b] [--set F=V …] [--folder DIR] [--saves N] [--every N] [--out F]
     python benchmarks/checkpoint.py --job demo --set run.device=cpu
 
-One process trains the job and saves every few steps, as `meshwright train` does: training stands still while the state
-is copied into host memory (pause), then a thread hashes and writes it and brings it to the disk (write). The first
-pause also makes and page-locks the host's buffer. Where a save is due before the last is written, training waits for
-that one too (waited): --every sees to it that this does not happen. The step right after each save began is set
-against the others. Then the same state goes through `torch.save` and fsync, during which nothing trains, and the last
-checkpoint is verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: name yours.
+One process trains the job and saves every few steps, as `meshwright train` does: training pauses while the state
+is copied into host memory (pause), then a thread hashes, writes and syncs it (write). The first
+pause also allocates and page-locks the host's buffer. Where a save is due before the last is written, training waits
+for that one too (waited): --every avoids this. The step right after each save started is
+compared with the others. Then the same state goes through `torch.save` and fsync, during which nothing trains, and the
+last checkpoint is verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: name yours.
 """
 
 import argparse
@@ -103,14 +103,14 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
 
 
 def split(rows: list[dict[str, Any]], saved: list[int]) -> tuple[list[float], list[float]]:
-    """Step times right after a save began, and those of the other steps; the first steps count for neither."""
+    """Step times right after a save started, and those of the other steps; the first steps are not counted."""
     timed = [row for row in rows if row["step"] > 2]
     during = [row["step_s"] for row in timed if row["step"] - 1 in saved]
     return during, [row["step_s"] for row in timed if row["step"] - 1 not in saved]
 
 
 def torch_save(training: Any, path: Path) -> float:
-    """Seconds for which training would stand still with torch's own way."""
+    """Seconds for which training would pause with `torch.save`."""
     masters = training.weights.masters
     began = time.perf_counter()
     state = {"model": dict(masters), "optimizer": states_of(training.optimizer, masters)}
@@ -127,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--job", default="pretrain-1b")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; the system's temporary one if not given")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; by default the system's temporary one")
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--every", type=int, default=12, help="steps between saves: more than a save takes")
     parser.add_argument("--out", type=Path)

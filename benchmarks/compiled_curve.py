@@ -1,9 +1,10 @@
-"""Eager against compiled: the losses of the same steps, with fp32's as the measure of what bf16 rounds away.
+"""Eager against compiled: the losses of the same steps, with fp32 as the measure of bf16's rounding.
 
     python benchmarks/compiled_curve.py [--steps N] [--layers N] [--out FILE]
 
-Llama-3.2-1B's width with fewer layers on Python's standard library as text, each setting a `meshwright train` of its
-own over the same batches. Printed: the mean and the largest absolute difference of a step's loss from bf16 eager's.
+Llama-3.2-1B's width with fewer layers on Python's standard library as text, each setting a separate
+`meshwright train` over the same batches. Printed: the mean and the largest absolute difference of a step's loss from
+bf16 eager's.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     sudo python benchmarks/compression.py wire [--rate 200mbit] [--steps 8] [--out FILE]
     python benchmarks/compression.py demo [--steps 700] [--only NAME …] [--out FILE]
 
-`wire`: two replicas in two network namespaces, each with a core of its own, joined by a link shaped to a rate. Every
+`wire`: two replicas in two network namespaces, each with its own core, joined by a link shaped to a rate. Every
 setting of layout.compress trains the same job in a fresh pair of processes. Printed: the median and the least time of a
 step, how often each fits into the uncompressed one's, and the bytes a rank sent in a step as the run counts them
-(indices and scales included) beside those that left its network interface (headers and acknowledgements included).
+(indices and scales included) next to those that left its network interface (headers and acknowledgements included).
 
 `demo`: the demo recipe on four CPU processes, uncompressed and compressed, to the same number of steps; as many
 settings at once as there are cores. Printed: each validation loss and its distance from the uncompressed one; once
@@ -55,7 +55,7 @@ class Rows:
         self.rows.append(row | seen)
 
     def ignore(self, *args: Any, **fields: Any) -> None:
-        """Nobody watches."""
+        """No progress display."""
 
     event = sample = step = evaluation = message = ignore
 

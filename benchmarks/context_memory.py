@@ -7,7 +7,7 @@ On CPU the bytes are those of torch's own memory profiler, which notes every all
 allocator, also inside kernels; what a rank holds before the call (q, k, v and the result's gradient) is added. The line
 bytes = a + b · S / cp is fitted by least squares for each cp.
 
-On CUDA there is no process group: all ranks of a ring are played by one card, in bf16 (the flash kernels, with spans
+On CUDA there is no process group: one card simulates all ranks of a ring, in bf16 (the flash kernels, with spans
 for documents) and in float32 (the formulas), and compared; float64 is compared with attention over the whole. Then peak
 bytes of the allocator: single-card flash attention, and one rank of a ring whose arrivals are copies of what it sends.
 """
@@ -35,7 +35,7 @@ from meshwright.verify import run_ranks
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float64: 1e-12}
-"""Largest difference allowed, as a part of the largest entry."""
+"""Largest allowed difference, relative to the largest entry."""
 
 
 # ---- CPU ranks ----
@@ -102,7 +102,7 @@ def on_cpu(ranks: list[int]) -> dict[str, object]:
 
 
 def played(inputs: list[Tensor], ranks: int, documents: Documents | None, window: int | None) -> list[Tensor]:
-    """out, lse and gradients of the whole sequence, by a ring whose ranks all are this process."""
+    """out, lse and gradients of the whole sequence, by a ring whose ranks are all in this process."""
     q, k, v, grad = inputs
     sequence = q.shape[1]
     places = [zigzag_places(sequence, rank, ranks, q.device) for rank in range(ranks)]
@@ -127,7 +127,7 @@ def whole(inputs: list[Tensor], documents: Documents | None, window: int | None)
 def compare(name: str, found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> dict[str, object]:
     errors = [(a.to(b.dtype) - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
     parts = [error / b.abs().max().item() for error, b in zip(errors, expected, strict=True)]
-    good = all(part <= TOLERANCE[dtype] for part in parts)  # False where a part is no number
+    good = all(part <= TOLERANCE[dtype] for part in parts)  # False where an entry is NaN
     print(f"{name:52} {'  '.join(f'{error:.1e}' for error in errors)}  {'ok' if good else 'FAILED'}")
     return {"name": name, "max_errors": errors, "ok": good}
 

@@ -1,4 +1,4 @@
-"""The demo on a CPU beside a plain loop of the same shape: what the machinery costs where nothing hides it.
+"""The demo on a CPU compared with a plain loop of the same shape: what the framework costs where nothing hides it.
 
     python benchmarks/cpu_loop.py [--repeats 3] [--steps 20] [--out FILE]
 
@@ -6,7 +6,7 @@ ours    `meshwright bench demo`: the real loop with workers, recording, norms by
 plain   the same decoder in sixty lines of plain torch: whole logits, F.cross_entropy, fused AdamW, clip_grad_norm_,
         random windows of one token array, the same batch, accumulation, format (fp32) and number of threads
 
-Both run in processes of their own, in turn, `repeats` times; a repeat's figure is tokens/s by its median step, the
+Both run in separate processes, in turn, `repeats` times; a repeat's figure is tokens/s by its median step, the
 result is the ratio of the medians over repeats.
 """
 

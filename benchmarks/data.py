@@ -1,10 +1,10 @@
-"""How fast `meshwright data prepare` is beside the bare tokenizer, and what memory it takes.
+"""How fast `meshwright data prepare` is compared with the bare tokenizer, and how much memory it takes.
 
     python benchmarks/data.py [--megabytes 16] [--rounds 3] [--out FILE]
 
 Throughput: JSONL of the Python standard library's sources, a 32k byte-level BPE. "Raw" is `tokenizers`' encode_batch on
-texts that already lie in memory, its own threads on every core; "prepare" is the whole call: list, read, parse,
-tokenise, write, hash, sync. Both run in fresh processes, turn about, so that a busy machine slows both; the figure is
+texts already in memory, its own threads on every core; "prepare" is the whole call: list, read, parse,
+tokenise, write, hash, sync. Both run in fresh processes, alternating, so that a busy machine slows both; the figure is
 the median of the rounds. CPU seconds are those of all processes and threads, children included.
 
 Memory: the peak of the sum over all processes of their proportional set size (shared pages counted once), sampled every
@@ -50,7 +50,7 @@ def write_corpus(path: Path, size_bytes: int, seed: int) -> None:
             written += stream.write(json.dumps({"text": text}) + "\n")
 
 
-# ---- what runs in processes of their own ----
+# ---- what runs in separate processes ----
 
 
 def raw(source: str, tokenizer: str) -> dict[str, float]:
@@ -80,7 +80,7 @@ def prepare(source: str, tokenizer: str) -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """Of this process and of its children that ended."""
+    """Of this process and its finished children."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

@@ -1,4 +1,4 @@
-"""Faults of a run: what each does to the process it strikes, and how processes are armed with them."""
+"""Faults of a run: what each does to the process it hits, and how they are injected."""
 
 import json
 import os
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 FAULTS = "MESHWRIGHT_FAULTS"
-"""A file that lists the faults of a run; beside it every fault leaves a file when it strikes, and strikes no more."""
+"""A file that lists the faults of a run; next to it every fault leaves a file when it happens, and does not happen
+again."""
 RANKS = 2
 KINDS = [
     "kill -9 a rank", "exception on a rank", "a rank exits 0 early", "out of memory on a rank", "NaN on a rank",
@@ -22,12 +23,12 @@ KINDS = [
 ]  # fmt: skip
 """Faults of a rank; the launcher's own are "agent killed" and "rendezvous port taken"."""
 HARMLESS = ("checkpoints turned read-only", "clock +1 h on a rank", "clock -1 h on a rank")
-"""Nothing needs to restart for these."""
+"""These need no restart."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes which rank as it begins a step."""
+    """Which fault hits which rank at the start of a step."""
 
     number: int
     kind: str
@@ -74,7 +75,7 @@ def strike(fault: Fault, training: Any) -> None:
 
 
 def lock(folder: Path, *, locked: bool) -> None:
-    """Allow or forbid changes to a folder; root is stopped by the immutable attribute alone."""
+    """Allow or forbid changes to a folder; only the immutable attribute stops root."""
     if os.geteuid() == 0:
         subprocess.run(["chattr", "+i" if locked else "-i", str(folder)], check=True)
     else:
@@ -112,7 +113,7 @@ def arm() -> None:
 
 
 def strikes_now(fault: Fault) -> bool:
-    """Whether a fault has not struck before; it has from now on."""
+    """Whether a fault has not happened before; marks it as happened."""
     try:
         with (Path(os.environ[FAULTS]).parent / f"struck-{fault.number}").open("x") as file:
             file.write(str(time.time()))
@@ -122,13 +123,13 @@ def strikes_now(fault: Fault) -> bool:
 
 
 def struck_at(folder: Path, fault: Fault) -> float | None:
-    """When a fault struck."""
+    """When a fault happened."""
     file = folder / f"struck-{fault.number}"
     return float(file.read_text()) if file.exists() else None
 
 
 def take_port(fault: Fault) -> None:
-    """In the launcher: let the first rendezvous meet a port that another program listens on."""
+    """In the launcher: make the first rendezvous find a port that another program listens on."""
     from meshwright.launch import elastic
 
     config = elastic.LaunchConfig
@@ -145,7 +146,7 @@ def take_port(fault: Fault) -> None:
 
 
 def spread(kinds: list[str], first: int = 4, apart: int = 3) -> list[Fault]:
-    """Faults one after the other; what the launcher or rank 0 alone can do strikes there."""
+    """Faults one after the other; those of the launcher or only of rank 0 happen there."""
     at_zero = ("agent killed", "checkpoints turned read-only")
     return [
         Fault(number, kind, 0 if kind in at_zero else 1, first + apart * number) for number, kind in enumerate(kinds)
@@ -156,7 +157,7 @@ _LONGER = {"checkpoints turned read-only": READ_ONLY_STEPS, "agent killed": 4}
 
 
 def at_random(count: int, seed: int, kinds: list[str] = KINDS, apart: int = 4) -> list[Fault]:
-    """So many faults, on any rank."""
+    """A number of faults, on any rank."""
     dice = random.Random(seed)
     faults, step = [], 3
     for number in range(count):
@@ -164,6 +165,6 @@ def at_random(count: int, seed: int, kinds: list[str] = KINDS, apart: int = 4) -
         rank = 0 if kind in ("agent killed", "checkpoints turned read-only") else dice.randrange(RANKS)
         faults.append(Fault(number, kind, rank, step))
         # The run itself makes a folder writable again, and must not be ended in between: neither by the next fault nor
-        # by ranks that have yet to notice their launcher's death.
+        # by ranks that have not noticed yet that their launcher died.
         step += dice.randint(2, apart) + _LONGER.get(kind, 0)
     return faults

@@ -1,4 +1,4 @@
-"""Two "hosts" in network namespaces, each with an agent of torch's and one rank, and the wire between them cut."""
+"""Two "hosts" in network namespaces, each with a torch agent and one rank, and the link between them cut."""
 
 import ctypes
 import json
@@ -55,7 +55,7 @@ def steps_made(folder: Path) -> int:
 def cut_link(
     folder: Path, cut_s: float, steps: int = 150, quiet: Run | None = None, forked: bool = False
 ) -> dict[str, Any]:
-    """Train on both hosts, cut the wire for a while, and compare with a run left alone."""
+    """Train on both hosts, cut the link for a while, and compare with an undisturbed run."""
     if quiet is None:
         quiet = Run(folder / "quiet", steps, [])
         assert quiet.finish() == 0

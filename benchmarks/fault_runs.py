@@ -1,4 +1,4 @@
-"""Runs with faults: as a user starts them or forked, what came of them, and what they left behind."""
+"""Runs with faults: as a user starts them or forked, their results, and what they left behind."""
 
 import contextlib
 import faulthandler
@@ -47,7 +47,7 @@ on_bad_step = "rewind"
 
 
 class Run:
-    """One run in a folder of its own, with faults."""
+    """One run in its own folder, with faults."""
 
     def __init__(self, folder: Path, steps: int, faults: list[Fault], settings: list[str] | None = None) -> None:
         self.folder, self.steps, self.faults, self.traces = folder, steps, faults, Traces(folder)
@@ -76,12 +76,12 @@ class Run:
         return subprocess.Popen(command, cwd=self.folder, env=self.variables(), text=True, **pipes)
 
     def finish(self, start: Callable[["Run"], Any] = start, timeout_s: float = 600.0) -> int:
-        """Run the command until it ends, and again where its launcher was killed."""
+        """Run the command until it ends, and again if its launcher was killed."""
         while True:
             process = start(self)
             deadline = time.monotonic() + timeout_s
             while (code := process.poll()) is None:
-                assert time.monotonic() < deadline, f"{self.folder} takes too long"
+                assert time.monotonic() < deadline, f"{self.folder} took too long"
                 self.traces.look()
                 time.sleep(0.1)
             if code != -signal.SIGKILL:
@@ -89,7 +89,7 @@ class Run:
             self.wait_for_ranks()
 
     def wait_for_ranks(self, timeout_s: float = 30.0) -> None:
-        """Until no process of the run is left."""
+        """Wait until no process of the run is left."""
         deadline = time.monotonic() + timeout_s
         while processes_of(self.folder):
             assert time.monotonic() < deadline, processes_of(self.folder)
@@ -106,7 +106,7 @@ class Run:
         return [tuple(repr(row[name]) for name in ("step", "loss", "grad_norm", "lr", "tokens")) for row in rows]
 
     def outcomes(self) -> list[dict[str, Any]]:
-        """For every fault: when it was noticed and by what, and when training went on."""
+        """For every fault: when it was detected and by what, and when training continued."""
         return [self._outcome(fault) for fault in self.faults]
 
     def _outcome(self, fault: Fault) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def seconds(event: dict[str, Any]) -> float:
 
 
 class Traces:
-    """What the processes of a run hold while it runs, to see afterwards what they left."""
+    """The resources of a run's processes while it runs, to check afterwards what they left behind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -193,7 +193,7 @@ def _listening() -> dict[str, str]:
 
 
 class Forked:
-    """A process forked from this one that has imported torch, as much of a Popen as torch's agent asks for."""
+    """A process forked from this one that has imported torch, as much of a Popen as torch's agent needs."""
 
     def __init__(self, main: Callable[[], None], variables: dict[str, str], out: Any, err: Any, folder: Path) -> None:
         sys.stdout.flush()
@@ -262,7 +262,7 @@ def fork(run: Run) -> Forked:
 
 
 def fork_ranks(folder: Path) -> None:
-    """In the process of an agent that is not our launcher's: have it fork its ranks too."""
+    """In the process of an agent that is not our launcher's: make it fork its ranks too."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def forked_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Forked:

@@ -1,12 +1,12 @@
-"""What a run survives: faults put into a real run of two ranks, and how long each took to notice and to mend.
+"""What a run survives: faults injected into a real run of two ranks, and how long each took to detect and recover from.
 
     python benchmarks/faults.py table [--out FILE]             every fault of the table, one after the other
-    python benchmarks/faults.py random --count 50 [--seed 0]   so many faults, at random, in one run
+    python benchmarks/faults.py random --count 50 [--seed 0]   this many faults, at random, in one run
     sudo python benchmarks/faults.py link [--cut 30]           two "hosts" in network namespaces, the wire cut
 
-Each compares the losses, norms and rates of the finished run with those of a run left alone, bit for bit, and looks for
-processes, shared memory and ports left behind. A fault is armed by the rank it strikes: this file is imported first by
-the run's launcher (`sitecustomize`), from which the ranks are forked.
+Each compares the losses, norms and rates of the finished run with those of an undisturbed run, bit for bit, and looks
+for processes, shared memory and ports left behind. A fault is injected by the rank it hits: this file is imported first
+by the run's launcher (`sitecustomize`), from which the ranks are forked.
 `detected_s` is from the fault to the launcher's event that names it, `recovered_s` from there until training goes on.
 """
 
@@ -24,7 +24,7 @@ from fault_runs import Run
 
 
 def compare(quiet: Run, hurt: Run, start: Callable[[Run], Any]) -> dict[str, Any]:
-    """Run both to their ends; what differs, and what was left behind."""
+    """Run both to the end; what differs, and what was left behind."""
     codes = [quiet.finish(start), hurt.finish(start, timeout_s=3600.0)]
     assert codes == [0, 0], (hurt.folder / "out").read_text()
     rows = list(zip(quiet.numbers(), hurt.numbers(), strict=True))

@@ -3,10 +3,10 @@
 python benchmarks/loader.py [--tokens 50000000] [--seconds 3] [--out benchmarks/results/loader.json]
 
 The tokens are prepared in files first (documents of log-normal length, two sources), then read by the loader that
-training uses, with one worker process and nothing else at work; what is counted are the places of the batches that the
+training uses, with one worker process and nothing else running; what is counted are the places of the batches that the
 training process received. The read-ahead of the worker fills up before the clock starts, and what it held then is not
-counted. Where other programs share the cores, the rate per second of the worker's own processor time tells what a core
-of its own would give.
+counted. Where other programs share the cores, the rate per second of the worker's own processor time shows what a
+dedicated core would give.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def write_corpus(folder: Path, tokens: int) -> Corpus:
 
 
 def measure(corpus: Corpus, fields: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Tokens a second of one worker, by the clock and by its own processor time."""
+    """Tokens per second of one worker, by wall time and by its own CPU time."""
     data = Data(sources=("a", "b"), **fields)
     stream = training_stream(corpus, data, SEQUENCE, seed=0)
     loader = Loader(stream, global_batch=GLOBAL_BATCH, workers=1, prefetch=PREFETCH)
@@ -66,13 +66,13 @@ def measure(corpus: Corpus, fields: dict[str, Any], seconds: float) -> dict[str,
         steps += 1
     elapsed_s, busy_s = time.perf_counter() - started, processor_time_s(worker.pid) - used_s
     loader.close()
-    # What lay ready when the clock started was not made in the time counted.
+    # What was ready when the clock started was not produced in the counted time.
     tokens = (steps - PREFETCH) * GLOBAL_BATCH * SEQUENCE
     return {"wall": tokens / elapsed_s, "worker_processor_time": tokens / busy_s}
 
 
 def processor_time_s(pid: int | None) -> float:
-    """What a process has used of a processor so far."""
+    """CPU time a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

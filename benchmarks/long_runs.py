@@ -1,9 +1,9 @@
-"""A run of very many steps, and very many runs: what the report, `status` and the studio take for them.
+"""A run of very many steps, and very many runs: how long the report, `status` and the studio take.
 
     python benchmarks/long_runs.py [--megabytes 1000] [--runs 200] [--out FILE]
 
-Each is measured in a process of its own: seconds of the clock and of the processor, and the memory it came to. The
-files lie in a temporary folder and are removed.
+Each is measured in its own process: wall time, CPU time and peak memory. The files are in a temporary folder and are
+removed.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LINE = (
 
 
 def make_run(path: Path, megabytes: float) -> int:
-    """A run whose metrics.jsonl has so many megabytes; its number of steps."""
+    """A run whose metrics.jsonl has this many megabytes; its number of steps."""
     from meshwright.runs import RunFolder
 
     run = RunFolder.create(path, "[run]\n", {"run": {"steps": 10**9}}, ["meshwright"])

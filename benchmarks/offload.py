@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py [--out FILE] [--steps N] [--only TEXT] [--list]
 
-Each setting is a process of its own that builds a job and runs the real training loop on synthetic tokens; nothing is
+Each setting is a separate process that builds a job and runs the real training loop on synthetic tokens; nothing is
 saved. "24 GiB" is a limit set in torch's allocator (`set_per_process_memory_fraction`), beyond which it reports that it
 is out of memory; what the driver and libraries take (below 1 GiB) comes on top of it. Throughput is the median over
 steps after the first (which allocates states); each step ends with a device synchronisation. MFU counts
@@ -201,7 +201,7 @@ def host_peak_bytes() -> int:
 
 
 def measure(name: str, steps: int, timeout_s: float) -> dict[str, Any]:
-    """One setting in a process of its own; how it failed, where it did."""
+    """One setting in its own process; how it failed, if it did."""
     command = [sys.executable, __file__, "--one", name, "--steps", str(steps)]
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     started = time.monotonic()
@@ -209,7 +209,7 @@ def measure(name: str, steps: int, timeout_s: float) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired as error:
         told = error.stderr.decode() if isinstance(error.stderr, bytes) else error.stderr or ""
-        return {"setting": name, "failed": f"not done after {timeout_s:.0f} s", "stderr": told[-2000:]}
+        return {"setting": name, "failed": f"not finished after {timeout_s:.0f} s", "stderr": told[-2000:]}
     print(done.stderr[-1500:] if done.returncode else done.stderr, end="", file=sys.stderr)
     if done.returncode:
         return {"setting": name, "failed": done.returncode, "stderr": done.stderr[-2000:]}

@@ -1,10 +1,10 @@
-"""What each optimizer keeps, what its step costs, and where the same training ends with it.
+"""What each optimizer keeps, what its step costs, and the loss that the same training reaches with it.
 
     python benchmarks/optimizers.py [--out FILE]                 a small shape's states on CPU, and a small training
     python benchmarks/optimizers.py --device cuda [--out FILE]   the headline shape's states on a GPU, the same training
 
 States: the bytes of all tensors the optimizer holds after some steps over random gradients, by parameter; the time of
-a step is the median after the first; on a GPU also what the step holds beside masters, gradients and states at its
+a step is the median after the first; on a GPU also what the step holds besides masters, gradients and states at its
 peak, from the allocator. Muon's step is matrix products (bf16 on a GPU), the others' is memory traffic.
 
 Trainer: a Llama of 0.2M parameters on the Python standard library, the same batches for every optimizer, float32;
@@ -93,7 +93,7 @@ def measure_states(job: Job, device: torch.device, steps: int) -> dict[str, Any]
 
 
 def begin_peak(device: torch.device) -> int:
-    """Start counting the peak anew; returns what is allocated now."""
+    """Reset the peak; returns what is allocated now."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""What overlapping communication with computation is worth: two ranks in two network namespaces, the wire made slow.
+"""What overlapping communication with computation is worth: two ranks in two network namespaces over a slow link.
 
     sudo python benchmarks/overlap.py [--rate 1gbit] [--repeats 3] [--out FILE]
 
-Each rank has a network namespace and a core of its own; the link between them is shaped with a token bucket. The job is
+Each rank has its own network namespace and core; the link between them is shaped with a token bucket. The job is
 zero 3 (parameters gathered for every use, forward and backward) with `layout.prefetch` 0 and 1; settings alternate and
 each repeat is a fresh pair of processes. Printed: the median step time of each setting and their ratio.
 """

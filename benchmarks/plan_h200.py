@@ -1,14 +1,14 @@
-"""The planner against one H200: predictions are written down first, then the same jobs are measured.
+"""The planner against one H200: predictions are recorded first, then the same jobs are measured.
 
     python benchmarks/plan_h200.py predict            # before the runs: benchmarks/evidence/plan_h200_predicted.json
     python benchmarks/plan_h200.py measure [--only WORD] [--out FILE]
     python benchmarks/plan_h200.py compare [FILE]
 
 `measure` runs every job as its own `meshwright bench` process over synthetic tokens, writes each result to --out as
-soon as it is known, and goes on from what is there; a job that runs out of memory is written down as such. Time is the
+soon as it is known, and continues from what is there; a job that runs out of memory is recorded as such. Time is the
 median step; peak memory is max_memory_allocated, beside it what the allocator reserved and what the device has in use.
-`compare` sets the committed predictions against the results. From 0.1B to 8B parameters, sequences of 1k to 16k tokens,
-micro-batches of 1 to 16, three kinds of recomputation, bf16 and fp8, compiled and eager.
+`compare` compares the committed predictions with the results. From 0.1B to 8B parameters, sequences of 1k to 16k
+tokens, micro-batches of 1 to 16, three kinds of recomputation, bf16 and fp8, compiled and eager.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def measure_all(path: Path, only: str, limit_s: float) -> None:
         if name in done or only not in name:
             continue
         if time.monotonic() - began > limit_s:
-            print(f"stopped after {limit_s:.0f} s; run again to go on")
+            print(f"stopped after {limit_s:.0f} s; run again to continue")
             return
         row = {"name": name, **_measure(overrides)}
         with path.open("a", encoding="utf-8") as file:
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, default=MEASURED)
     parser.add_argument("--out", type=Path, help="measure: where results go; else where compare looks for them")
     parser.add_argument("--only", default="", help="measure: jobs whose name contains this")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="measure: begin no job after this time")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="measure: start no job after this time")
     arguments = parser.parse_args()
     if arguments.what == "predict":
         predict_all(PREDICTED)

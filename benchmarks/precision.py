@@ -1,8 +1,8 @@
-"""Number formats on one GPU: how much faster fp8 and fp16 are than bf16, and whether their losses stay together.
+"""Number formats on one GPU: how much faster fp8 and fp16 are than bf16, and whether their losses agree.
 
     python benchmarks/precision.py [--out FILE] [--only TEXT] [--speed-steps N] [--curve-steps N] [--list]
 
-Each setting is a process of its own that builds a job and runs the real training loop; nothing is saved.
+Each setting is a separate process that builds a job and runs the real training loop; nothing is saved.
 
 speed   Llama-3.2-1B's shape, S 4096, micro-batch 8, compile per block, synthetic tokens. Throughput is the median over
         steps after the first two; every step ends with a device synchronisation. Memory is torch's peak allocation.
@@ -64,7 +64,7 @@ class Rows:
         """Nothing is sampled."""
 
     def step(self, row: dict[str, Any]) -> None:
-        """Nobody watches."""
+        """No progress display."""
 
     def evaluation(self, step: int, val_loss: float) -> None:
         """Nothing is evaluated."""
@@ -130,7 +130,7 @@ def measure(name: str, arguments: argparse.Namespace, cache: str) -> dict[str, A
 
 
 def against_bf16(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every other format of a kind beside bf16: throughput, and for curves the last losses."""
+    """Every other format of a kind compared with bf16: throughput, and for curves the last losses."""
     by_name = {result["setting"]: result for result in results if "failed" not in result}
     rows = []
     for name, result in by_name.items():

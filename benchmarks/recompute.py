@@ -3,11 +3,12 @@
     python benchmarks/recompute.py [--micro-batch 4 8 16] [--modes NAME …] [--eager] [--steps N] [--out FILE]
 
 All settings run one after the other in this process, each the real training loop over synthetic tokens with one
-micro-batch a step; one that runs out of memory is written down as such, and none begins after --limit-s. Throughput is
+micro-batch a step; one that runs out of memory is recorded as such, and none starts after --limit-s. Throughput is
 the median over steps after the first two; every step ends with a device synchronisation. Peak is torch's peak
 allocation over all steps. "held" is what one more forward leaves allocated for its backward; "stated" is the model's
 own count of it for eager execution, so that compiled blocks should hold less and eager ones (--eager) the same. "above
-rest" is the peak of that forward and its backward over what was allocated before, gradients and work in hand included.
+rest" is the peak of that forward and its backward over what was allocated before, gradients and work in progress
+included.
 """
 
 import argparse
@@ -40,7 +41,7 @@ ROW = "{:>2}  {:<14} {:>9} {:>6} {:>9} {:>8} {:>8} {:>11}  {}"
 
 
 class Rows:
-    """Recorder and progress that keep a step's row and forget the rest."""
+    """Recorder and progress that keep a step's row and drop the rest."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--job", default="pretrain-1b", help="a job file or recipe to take the rest from")
     parser.add_argument("--eager", action="store_true", help="do not compile blocks")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--limit-s", type=float, default=165.0, help="begin no setting after this")
+    parser.add_argument("--limit-s", type=float, default=165.0, help="start no setting after this")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     print(__doc__)
@@ -151,7 +152,7 @@ def main() -> None:
     job = load_job(arguments.job).job
     device = choose_device(job)
     if device.type != "cuda":
-        raise SystemExit("this measures a GPU's memory, and there is none")
+        raise SystemExit("this measures a GPU's memory, but there is no GPU")
     prepare_device(job, device)
     print(device_name(device), "torch", torch.__version__, "eager" if arguments.eager else "compiled", flush=True)
     print(ROW.format("b", "recompute", "tokens/s", "MFU", "peak GiB", "held", "stated", "above rest", "blocks"))
@@ -159,7 +160,7 @@ def main() -> None:
     for micro_batch in arguments.micro_batch:
         for name in arguments.modes:
             if time.monotonic() - started > arguments.limit_s:
-                print(f"not begun after {arguments.limit_s:.0f} s: micro-batch {micro_batch}, {name}", flush=True)
+                print(f"not started after {arguments.limit_s:.0f} s: micro-batch {micro_batch}, {name}", flush=True)
                 continue
             results.append(run(name, micro_batch, arguments, device))
             print(shown(results[-1]), flush=True)

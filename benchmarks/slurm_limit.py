@@ -1,4 +1,4 @@
-"""A run that meets the real time limit of a real Slurm: signalled, saved, queued again, finished as a quiet one.
+"""A run that hits the time limit of a real Slurm: signalled, saved, requeued, finished like an undisturbed one.
 
 Needs root and Debian's slurm-wlm and munge (scripts/slurm-packages); takes six to eight minutes, most of it waiting.
 
@@ -40,7 +40,7 @@ def meshwright(folder: Path, *words: str, slow: bool = True) -> str:
 
 
 def losses(run: Path) -> list[tuple[float, ...]]:
-    """What must not depend on interruptions."""
+    """What interruptions must not change."""
     from meshwright.runs import RunFolder
 
     names = ("step", "loss", "grad_norm", "lr")

@@ -2,7 +2,7 @@
 
     python benchmarks/studio.py [--runs 100] [--steps 100000] [--folder DIR]
 
-Seconds are of the clock, on whatever else this machine does: it says how busy it was.
+Times are wall time, whatever else this machine does: it reports how busy it was.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--folder", type=Path, default=None, help="Keep the made runs here, and use those that are.")
+    parser.add_argument("--folder", type=Path, default=None, help="Keep generated runs here, and reuse them.")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         runs = asked.folder or Path(scratch)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def make_runs(folder: Path, count: int, steps: int) -> list[str]:
-    """Runs that differ, written once line by line and copied with another noise."""
+    """Runs that differ, written once line by line and copied with different noise."""
     from meshwright.runs import RunFolder
 
     names = [f"run-{number:03}" for number in range(count)]
@@ -58,7 +58,7 @@ def make_runs(folder: Path, count: int, steps: int) -> list[str]:
 
 
 def measured(runs: Path, names: list[str]) -> dict[str, Any]:
-    """Start a studio, ask it what the page asks, and look at its processes."""
+    """Start a studio, send the page's requests, and inspect its processes."""
     begun = time.perf_counter()
     command = [sys.executable, "-m", "meshwright", "studio", "--runs", str(runs), "--port", "0", "--json"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -1,17 +1,17 @@
-"""What each way of saving memory or time costs of the other: one change at a time, against one base.
+"""What each way of saving memory costs in time and vice versa: one change at a time, against one base.
 
     python benchmarks/tradeoffs.py [--device cpu|cuda] [--out FILE] [--only TEXT] [--seconds S]
 
-Every setting is a job with synthetic tokens, run by the real training loop without saving anything; steps are made
-until the seconds of a setting are over, three at least. Speed is the median of tokens/s over steps after the first; on
+Every setting is a job with synthetic tokens, run by the real training loop without saving anything; steps run
+until the time of a setting is over, three at least. Speed is the median of tokens/s over steps after the first; on
 CUDA every step ends with a device synchronisation.
 
 CUDA: Llama-3.2-1B's blocks (8 of its 16, a vocabulary of 32,768), S 2048, bf16, 4 sequences a micro-batch, 2 of these
 a step, eager; all settings in one process, one after another; memory is the allocator's peak in steps
 after the first, less what was allocated before the model was built.
 
-CPU: a model of 3.9 million parameters, S 64, fp32, on all cores; each setting is a process of its own, and its memory
-is the peak of its resident set less what was resident before the model was built. Two ranks take a core each, are
+CPU: a model of 3.9 million parameters, S 64, fp32, on all cores; each setting is a separate process, and its memory
+is the peak of its resident set minus what was resident before the model was built. Two ranks take a core each, are
 compared with two ranks that share nothing, and the larger of their two memories counts.
 
 "same" is within 2% of the base. The base is measured a second time at the end: how far that row is from 1 is how much
@@ -76,7 +76,7 @@ class Setting:
     against: str = "base"
     """The change it is compared with."""
     why_not: str = ""
-    """What is said where it cannot be."""
+    """The note where it cannot be measured."""
 
 
 def settings(device: str) -> list[Setting]:
@@ -146,7 +146,7 @@ class Speeds:
 
 
 def train(job: Any, seconds: float) -> dict[str, Any]:
-    """Build and train on this rank until the time is over; speed and memory."""
+    """Build and train on this rank until the time is up; speed and memory."""
     import torch
 
     from meshwright.data import prepare
@@ -208,7 +208,8 @@ def resident_bytes(field_name: str) -> int:
 
 
 def measure_here(device: str, setting: Setting, seconds: float) -> dict[str, Any]:
-    """One setting in this process, or in ranks forked from it; what was refused or ran out of memory says so."""
+    """One setting in this process, or in ranks forked from it; reports settings that were refused or ran out of
+    memory."""
     import torch
 
     from meshwright.errors import UserError
@@ -234,7 +235,7 @@ def measure_here(device: str, setting: Setting, seconds: float) -> dict[str, Any
 
 
 def measure_in_child(setting: Setting, seconds: float) -> dict[str, Any]:
-    """One setting in a process of its own on the CPU."""
+    """One setting in its own process on the CPU."""
     command = [sys.executable, "-W", "ignore", __file__, "--one", setting.change, "--seconds", str(seconds)]
     # Ranks are forked, and OpenMP's threads do not survive that: a process that will have ranks must never start any.
     threads = 1 if "layout" in setting.sections else len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Two "hosts" on one machine: network namespaces and a wire that can be slow or cut. Needs root, ip and tc."""
+"""Two "hosts" on one machine: network namespaces and a link that can be slow or cut. Needs root, ip and tc."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ _PORT = "29508"
 
 
 class Wire:
-    """The namespaces and the wire, for as long as the context lasts; `rate` as tc spells it, `200mbit`."""
+    """The namespaces and the link, for as long as the context lasts; `rate` as tc spells it, `200mbit`."""
 
     def __init__(self, rate: str | None = None, mtu: int = 1500) -> None:
         self.spaces = tuple(f"mw-wire-{os.getpid()}-{number}" for number in range(2))
@@ -40,7 +40,7 @@ class Wire:
             subprocess.run(f"ip netns del {space}", shell=True, stderr=subprocess.DEVNULL, check=False)
 
     def cut(self) -> None:
-        """Let nothing through, in silence: a bucket too small for any packet."""
+        """Silently drop everything: a bucket too small for any packet."""
         for space in self.spaces:
             _shell(f"tc -n {space} qdisc add dev wire root tbf rate 8bit burst 10b limit 10b")
 
@@ -50,7 +50,7 @@ class Wire:
             _shell(f"tc -n {space} qdisc del dev wire root")
 
     def run_pair(self, words: list[str], timeout_s: float) -> list[str]:
-        """What two ranks print, one on each host with a core of its own; `words` follow the interpreter."""
+        """What two ranks print, one on each host with its own core; `words` follow the interpreter."""
         ranks = []
         for rank, space in enumerate(self.spaces):
             environment = {

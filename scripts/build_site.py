@@ -1,6 +1,6 @@
-"""The guide as a site of plain files: every page of the checkout as HTML, with what pages link to beside it.
+"""The documentation as a static site: every page of the checkout as HTML, with the files it links to.
 
-python scripts/build_site.py [FOLDER]      into build/site if not said; exits with 1 where a link leads nowhere
+python scripts/build_site.py [FOLDER]      into build/site by default; exits with 1 if a link is broken
 """
 
 import shutil
@@ -18,11 +18,11 @@ from meshwright.studio.page import asset
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"": "Start", "docs": "Guide", "benchmarks": "Measurements"}
-"""What folders are called; others by their own name."""
+"""Titles of folders; others use their own name."""
 
 
 def build(root: Path, out: Path) -> None:
-    """Write the site of a checkout; what was in `out` is gone."""
+    """Write the site of a checkout; `out` is replaced."""
     root, out = root.resolve(), out.resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -37,13 +37,14 @@ def build(root: Path, out: Path) -> None:
 
 
 def _file(name: str) -> str:
-    """Where a page lies in the site: a folder's README is what its address shows."""
+    """A page's path in the site: a folder's README becomes its index."""
     folder, _, last = name.rpartition("/")
     return f"{folder}/{last}".lstrip("/") + ".html" if last != "README" else f"{folder}/index.html".lstrip("/")
 
 
 def _addresses(root: Path, out: Path, name: str, names: set[str]) -> Callable[[str], str]:
-    """What a page's links become: pages their HTML, other files a copy; what is not there stays and is found broken."""
+    """What a page's links become: pages their HTML, other files a copy; missing targets stay and are reported as
+    broken."""
     here = (root / name).parent
 
     def address(target: str) -> str:
@@ -87,7 +88,7 @@ def _write(out: Path, name: str, titles: dict[str, str], body: str) -> None:
 
 
 class _Links(HTMLParser):
-    """The ids of a page, and where it leads."""
+    """The ids and links of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class _Links(HTMLParser):
 
 
 def broken(out: Path) -> list[str]:
-    """Every link and picture of a site that leads nowhere; of addresses elsewhere only the form is looked at."""
+    """Every broken link and picture of a site; of external addresses only the form is checked."""
     out = out.resolve()
     pages = {page: _Links(page.read_text(encoding="utf-8")) for page in sorted(out.rglob("*.html"))}
     return [
@@ -118,10 +119,10 @@ def broken(out: Path) -> list[str]:
 def _wrong(page: Path, target: str, out: Path, pages: dict[Path, _Links]) -> str | None:
     split = urlsplit(target)
     if split.scheme or split.netloc:
-        return None if split.scheme in ("http", "https") and "." in split.netloc else "is no address"
+        return None if split.scheme in ("http", "https") and "." in split.netloc else "is not an address"
     file = (page.parent / unquote(split.path)).resolve() if split.path else page
     if not file.is_file() or out not in file.parents:
-        return "is not there"
+        return "does not exist"
     if split.fragment and (file not in pages or split.fragment not in pages[file].ids):
         return "has no such heading"
     return None

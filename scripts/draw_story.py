@@ -4,7 +4,7 @@
 
 plan    `meshwright plan --model llama-3-8b --cluster 8xh100 --top 5 --json`
 proof   `meshwright verify demo --set layout.dp_shard=2 --set layout.tp=2 --json`
-run     benchmarks/results: a loss curve on one H200, and the planner's predictions beside what was measured there
+run     benchmarks/results: a loss curve on one H200, and the planner's predictions next to measurements there
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Families of hostile input, one file a family: each draws its cases from a seed, and `attack.py` runs them."""
+"""Families of hostile input, one file per family: each draws its cases from a seed, and `attack.py` runs them."""

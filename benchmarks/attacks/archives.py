@@ -1,4 +1,4 @@
-"""Archives and tables of every kind, real ones damaged, bombs, headers that lie; and folders with more than files."""
+"""Archives and tables of every kind: damaged real ones, bombs, false headers; and folders with more than files."""
 
 import functools
 import gzip
@@ -58,7 +58,7 @@ def whole() -> dict[str, bytes]:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Damaged files, bombs and folders without end."""
+    """An endless stream of damaged files, bombs and folders."""
     for number in range(1 << 62):
         seed = f"{number} {chance.random()}"
         kind = random.Random(seed).choices([_damaged, _bomb, _folder, _saved, _misnamed], [70, 4, 10, 10, 6])[0]

@@ -1,4 +1,4 @@
-"""One hostile case, run in a process of its own with bounds on its time and its memory, and what became of it."""
+"""One hostile case, run in its own process with limits on time and memory, and its outcome."""
 
 import contextlib
 import io
@@ -26,12 +26,12 @@ class Case:
     name: str
     run: Callable[[Path], None]
     seconds: float = SECONDS
-    memory_gib: float = MEMORY_GIB  # the most the case may take beyond what the process held before
+    memory_gib: float = MEMORY_GIB  # the most the case may take beyond what the process already held
 
 
 @dataclass(frozen=True)
 class Family:
-    """Cases of one kind, drawn from a seed without end; `weight` says how many run beside the other families'."""
+    """An endless stream of cases of one kind, drawn from a seed; `weight` is its share among the families."""
 
     name: str
     draw: Callable[[random.Random], Iterator[Case]]
@@ -40,7 +40,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: refused, survived, internal error, hang, memory or lost steps; and why."""
+    """The outcome of a case: refused, survived, internal error, hang, memory or lost steps; and why."""
 
     case: str
     verdict: str
@@ -49,15 +49,15 @@ class Outcome:
 
 
 class Refused(Exception):
-    """The input was refused in a sentence of ours."""
+    """The input was refused with one of our messages."""
 
 
 class LostSteps(Exception):
-    """A run ended otherwise than the same run left alone."""
+    """A run ended differently from the same run without interference."""
 
 
 class InternalError(Exception):
-    """A command said "internal error", showed a traceback, or ended with an exit code it does not document."""
+    """A command printed "internal error" or a traceback, or ended with an undocumented exit code."""
 
 
 def command(*arguments: str, accept: tuple[int, ...] = (0, 1, 85)) -> str:
@@ -84,9 +84,9 @@ def command(*arguments: str, accept: tuple[int, ...] = (0, 1, 85)) -> str:
 
 
 def run_cases(cases: list[Case], processes: int = 1) -> list[Outcome]:
-    """Run cases in order, on several processes side by side; their outcomes in the cases' order."""
+    """Run cases in order, in several processes at once; their outcomes in the cases' order."""
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
-        # Processes and not threads: a fork from a process with threads may find a lock taken for ever.
+        # Processes and not threads: a fork of a process with threads may find a lock held forever.
         workers = []
         for first in range(processes):
             if (worker := os.fork()) == 0:
@@ -101,7 +101,7 @@ def run_cases(cases: list[Case], processes: int = 1) -> list[Outcome]:
 
 
 def run_case(case: Case) -> Outcome:
-    """Run a case in a forked process and a folder of its own."""
+    """Run a case in its own forked process and folder."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="attack-") as name, tempfile.TemporaryFile() as said:
         process = os.fork()
@@ -115,7 +115,7 @@ def run_case(case: Case) -> Outcome:
         why = said.read(4000).decode("utf-8", "replace")
     seconds = time.monotonic() - began
     if status is None:
-        return Outcome(case.name, "hang", f"no end after {case.seconds:.0f} s", seconds)
+        return Outcome(case.name, "hang", f"still running after {case.seconds:.0f} s", seconds)
     if os.WIFSIGNALED(status):
         return Outcome(case.name, "internal error", f"killed by signal {os.WTERMSIG(status)} {why}", seconds)
     return Outcome(case.name, VERDICTS.get(os.WEXITSTATUS(status), "internal error"), why, seconds)
@@ -125,7 +125,7 @@ VERDICTS = {0: "survived", 2: "refused", 3: "internal error", 4: "memory", 5: "l
 
 
 def _inside(case: Case, folder: Path, said: int) -> int:
-    """The forked process: its exit code says what became of the case."""
+    """The forked process: its exit code gives the outcome of the case."""
     from meshwright.errors import UserError
 
     null = os.open(os.devnull, os.O_RDWR)
@@ -136,7 +136,7 @@ def _inside(case: Case, folder: Path, said: int) -> int:
     before = _peak_gib()
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # Beyond the bound by a factor, so that what takes too much is measured and named, and the machine survives it.
+    # A multiple of the limit, so that excess is measured and reported, and the machine survives it.
     resource.setrlimit(resource.RLIMIT_DATA, (int((before + 2 * case.memory_gib + 1) * 2**30), hard))
     code, why = 0, ""
     try:
@@ -144,7 +144,7 @@ def _inside(case: Case, folder: Path, said: int) -> int:
     except (UserError, Refused) as error:
         code, why = 2, str(error)
         if not why.strip():
-            code, why = 3, "refused without a word"
+            code, why = 3, "refused without a message"
     except LostSteps as error:
         code, why = 5, str(error)
     except MemoryError:

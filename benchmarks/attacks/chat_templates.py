@@ -1,4 +1,4 @@
-"""Chat templates made by a grammar of hostile constructs, and conversations of odd code points."""
+"""Chat templates from a grammar of hostile constructs, and conversations of odd code points."""
 
 import random
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ WORDS = ["hi", "", "\ud800", "\ufdd0", "<|endoftext|>", "\0", "x" * 100_000, "\u
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Templates without end."""
+    """An endless stream of templates."""
     for number in range(1 << 62):
         yield Case(f"{number}", partial(_run, _template(chance), [chance.choice(WORDS) for _ in range(4)]))
 

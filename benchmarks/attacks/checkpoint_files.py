@@ -17,7 +17,7 @@ LOOKS = ["verify", "verify", "list", "show", "diff", "prune", "generate", "resum
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Damaged checkpoints without end."""
+    """An endless stream of damaged checkpoints."""
     number, saved = 0, finished_run() / "checkpoints"
     names = sorted(str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file())
     while True:
@@ -50,14 +50,14 @@ def _run(seed: int, name: str, kind: str, look: str, folder: Path) -> None:
         return
     told = command("checkpoint", *words.get(look, (look, "run")), "--json")
     if look == "verify" and kind == "damaged" and _digest(path) != before and json.loads(told)["ok"]:
-        raise LostSteps(f"{path} was damaged, and checkpoint verify found nothing")
+        raise LostSteps(f"{path} was damaged, but checkpoint verify found nothing")
 
 
 def _resume(run: Path, honest: bool) -> None:
-    """The run made again to its end gives the numbers it gave, whatever checkpoint it could begin with."""
+    """The run repeated to its end gives the same numbers, whichever checkpoint it could start from."""
     command("train", str(run), "--resume")
     if honest and (found := _losses(run)) != _reference():
-        raise LostSteps(f"the run ended with {found}, and left alone with {_reference()}")
+        raise LostSteps(f"the run ended with {found}, but without interference with {_reference()}")
 
 
 @cache
@@ -71,7 +71,7 @@ def _losses(run: Path) -> dict[int, Any]:
 
 
 def _reseal(chance: random.Random, checkpoint: Path) -> None:
-    """Damage an index, a job or a manifest as one would who can also compute hashes."""
+    """Damage an index, a job or a manifest as an attacker would who can also compute hashes."""
     from meshwright.checkpoint.records import Manifest
     from meshwright.checkpoint.shares import seal_of
 

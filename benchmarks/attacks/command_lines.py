@@ -1,4 +1,4 @@
-"""Garbage command lines: every command and option there is, with words of ours and nonsense in any order."""
+"""Garbage command lines: every command and option, with valid words and nonsense in any order."""
 
 import inspect
 import random
@@ -61,7 +61,7 @@ WORDS += [
     "fp8",
 ]
 NUMBERS = ["0", "1", "2", "3", "8", "64", "-1", "1000000", "9" * 30, "1.5", "nan", "inf", "-inf", "1e308", "x", ""]
-# These would work for minutes, or for ever, if all they are told were right: something always is not.
+# These would run for minutes, or forever, if all arguments were valid: one always is not.
 GUARDS: dict[str, list[str]] = {
     "calibrate": ["--device", "nothing"],
     "studio": ["--token", "short"],
@@ -83,7 +83,7 @@ class Known:
 
 @cache
 def commands() -> dict[str, Known]:
-    """Every command there is; what prints their refusals is loaded here, once for all cases."""
+    """Every command; the code that prints their refusals is loaded here, once for all cases."""
     import typer.main
 
     from meshwright.cli import app
@@ -108,7 +108,7 @@ def commands() -> dict[str, Known]:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Command lines without end."""
+    """An endless stream of command lines."""
     known, number = commands(), 0
     while True:
         number += 1

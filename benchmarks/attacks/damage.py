@@ -1,4 +1,4 @@
-"""Damage drawn from a seed: odd values, a changed place of a table, hurt bytes, and what may be instead of a file."""
+"""Damage drawn from a seed: odd values, a changed field of a table, corrupt bytes, and things in place of a file."""
 
 import copy
 import json
@@ -29,12 +29,12 @@ NAMES = ["x", "", "new", "layers", "файл", "__class__", "a.b", "k" * 3000]
 
 
 def odd_value(chance: random.Random) -> Any:
-    """Something that stands where it should not."""
+    """A value that does not belong there."""
     return copy.deepcopy(chance.choice(chance.choice([NUMBERS, TEXTS, NESTED, ODD])))
 
 
 def near(value: Any, chance: random.Random) -> Any:
-    """The value changed a little, or made something else altogether."""
+    """The value changed a little, or replaced by something else."""
     if chance.random() < 0.5:
         return odd_value(chance)
     if isinstance(value, bool):
@@ -69,7 +69,7 @@ def mutate(table: Any, chance: random.Random) -> str:
 
 
 def damaged_value(value: Any, chance: random.Random) -> Any:
-    """A JSON value of which one place is changed."""
+    """A JSON value with one place changed."""
     if not isinstance(value, dict | list) or not value or chance.random() < 0.05:
         return odd_value(chance)
     value = copy.deepcopy(value)
@@ -78,7 +78,7 @@ def damaged_value(value: Any, chance: random.Random) -> Any:
 
 
 def damage_json(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    """JSON, of one value or of a value a line, with a value of it damaged; what was done, and what came of it."""
+    """JSON, one value or one per line, with one of its values damaged; what was done, and the result."""
     try:
         return "value", json.dumps(damaged_value(json.loads(data), chance)).encode()
     except (ValueError, RecursionError):
@@ -108,7 +108,7 @@ def _flip(data: bytes, at: int, chance: random.Random) -> bytes:
 
 
 def _false_number(data: bytes, at: int, chance: random.Random) -> bytes:
-    """A size or an offset that is none."""
+    """An invalid size or offset."""
     number = chance.choice([0, 0xFF, 0x7FFFFFFF, (1 << 62) + 1, (1 << 64) - 1, chance.randrange(1 << 32)])
     width = chance.choice([4, 8])
     return data[:at] + (number % (1 << 8 * width)).to_bytes(width, "little") + data[at + width :]
@@ -151,7 +151,7 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
 
 
 def damage_file(path: Path, chance: random.Random) -> str:
-    """Damage a file on the disk; what was done to it."""
+    """Damage a file on disk; what was done to it."""
     what = chance.random()
     if what < 0.15:
         kind = chance.choice(list(INSTEAD))

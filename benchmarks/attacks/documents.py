@@ -45,7 +45,7 @@ def tokenizer() -> str:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Documents without end."""
+    """An endless stream of documents."""
     for number in range(1 << 62):
         yield Case(f"{number}", partial(_run, f"{number} {chance.random()}"))
 

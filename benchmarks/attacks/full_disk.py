@@ -1,4 +1,4 @@
-"""A disk that is full, over its quota or broken for a while, in the middle of a training."""
+"""A disk that is full, over its quota or broken for a while, in the middle of a training run."""
 
 import contextlib
 import ctypes
@@ -38,7 +38,7 @@ def draw(chance: random.Random) -> Iterator[Case]:
 
 
 def _run(trouble: "Refusing | Filled", folder: Path) -> None:
-    """A run that ends is equal; one that gives up says why, and goes on to an equal end once there is room."""
+    """A run that finishes is equal; one that gives up says why, and resumes to an equal end once there is space."""
 
     def work() -> None:
         with trouble, contextlib.suppress(UserError):
@@ -52,7 +52,7 @@ def _run(trouble: "Refusing | Filled", folder: Path) -> None:
 
 
 class Refusing:
-    """From the `first` call that changes the disk on, `count` of them fail; of a write some bytes are taken first."""
+    """From the `first` call that changes the disk on, `count` of them fail; a write stores some bytes first."""
 
     def __init__(self, number: int, first: int, count: int) -> None:
         self.number, self.first, self.last, self.calls = number, first, first + count, 0
@@ -99,13 +99,13 @@ class Refusing:
             self.check()
         except OSError:
             if real.__name__ == "write":
-                real(given[0], bytes(given[1])[:7])  # a full disk takes the beginning of a row
+                real(given[0], bytes(given[1])[:7])  # a full disk stores the beginning of a row
             raise
         return real(*given, **named)
 
 
 class Filled:
-    """The working directory on a small disk of its own, which somebody else fills for a while."""
+    """The working directory on its own small disk, which someone else fills for a while."""
 
     def __init__(self, begin: float, hold: float) -> None:
         self.begin, self.hold = begin, hold

@@ -40,10 +40,10 @@ HEADERS = [
 
 @cache
 def templates() -> Path:
-    """Whole folders of every family, as the product writes them, in one file and in two with an index; made once."""
+    """Whole folders of every family, as the product writes them, in one file and in two with an index; created once."""
     root = Path(tempfile.mkdtemp(prefix="attack-templates-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    if (maker := os.fork()) == 0:  # the tokenizer's training leaves threads, which no case should be forked beside
+    if (maker := os.fork()) == 0:  # training the tokenizer leaves threads, and no case should be forked with those
         _make(root)
         os._exit(0)
     os.waitpid(maker, 0)
@@ -118,7 +118,7 @@ def _run(template: str, what: str, how: str, seed: int, reader: str, folder: Pat
             command("job", "explain", "demo", "--json", *(word for one in words for word in ("--set", one)))
     except Refused:
         if left := {path.name for path in folder.iterdir()} - {"hf", ".cache"}:
-            raise InternalError(f"refused, and {left} was left behind") from None
+            raise InternalError(f"refused, but {left} was left behind") from None
         raise
 
 
@@ -132,7 +132,7 @@ def _damaged_json(content: bytes, how: str, chance: random.Random) -> bytes:
 
 
 def _damage_header(path: Path, how: str, chance: random.Random) -> None:
-    """Damage a safetensors file where its header says what lies where."""
+    """Damage a safetensors file in the header's offsets."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header, rest = json.loads(content[8 : 8 + size]), content[8 + size :]

@@ -23,7 +23,7 @@ READERS: list[tuple[str, ...]] = [
     ("report", "FILE", "--out", "plan.html"),
 ]
 SLOW: list[tuple[str, ...]] = [("plan", "--model", "FILE", "--cluster", "8xh100", "--top", "1")]
-"""Seconds of searching, and many of them on a machine that has other work."""
+"""A search takes seconds, many on a busy machine."""
 SECONDS = 60.0
 DEEPSPEED: dict[str, Any] = {
     "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "bf16": {"enabled": True},
@@ -87,7 +87,7 @@ def draw(chance: random.Random) -> Iterator[Case]:
 
 
 def _extremes(chance: random.Random) -> tuple[list[str], str]:
-    """Fields at or near the ends of what the schema allows: no door refuses them, and what comes after must end."""
+    """Fields at or near the ends of what the schema allows: the schema accepts them, and what follows must finish."""
     schema = job_schema()
     words, told = [], []
     for _ in range(chance.choice([1, 1, 2, 3])):
@@ -149,7 +149,7 @@ def _theirs(which: str, content: bytes, folder: Path) -> None:
 
 
 def _toml(table: dict[str, Any]) -> str:
-    """Any table as TOML, as far as TOML has words for it: null becomes a text."""
+    """Any table as TOML, as far as TOML can express it: null becomes a string."""
     plain = [f"{json.dumps(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
     sections = [(key, value) for key, value in table.items() if isinstance(value, dict)]
     for key, value in sections:

@@ -1,4 +1,4 @@
-"""Trainings killed at a random moment, inside of a save among them, and resumed until they are done."""
+"""Training runs killed at a random moment, also during a save, and resumed until they finish."""
 
 import os
 import random
@@ -14,12 +14,12 @@ from attacks.case import Case, Family, InternalError
 from attacks.tiny_run import in_child, left_alone, require_equal, train
 
 CALLS = {"write": 40, "fsync": 60, "rename": 10, "mkdir": 10, "unlink": 6}
-"""Of the system, with about how many of them a run makes: a kill at one of them can be made again at will."""
+"""System calls, with about how many of them a run makes: a kill at one of them is reproducible."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When a training dies, and of what."""
+    """When a training run dies, and how."""
 
     signal: int
     call: str | None
@@ -34,7 +34,7 @@ class Kill:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Trainings killed once or twice."""
+    """Training runs killed once or twice."""
     left_alone()  # once, and for all processes that are forked from here
     while True:
         kills = [_kill(chance) for _ in range(chance.choice((1, 1, 1, 2)))]

@@ -1,4 +1,4 @@
-"""A real prepared folder, its files mutated one at a time, then looked at, verified and trained from."""
+"""A real prepared folder, its files mutated one at a time, then inspected, verified and trained from."""
 
 import atexit
 import functools
@@ -17,7 +17,7 @@ from attacks.damage import damaged, damaged_value
 
 @functools.cache
 def whole() -> Path:
-    """A prepared folder and, beside it, a cache of a job's own preparation; made once a process."""
+    """A prepared folder and next to it a cache of a job's own preparation; created once per process."""
     from meshwright.data import prepare
     from meshwright.data.prepared import Wishes, build
     from meshwright.data.tokenizer import train_tokenizer
@@ -49,7 +49,7 @@ def read(folder: Path, packing: str) -> None:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Mutations without end."""
+    """An endless stream of mutations."""
     whole()
     for number in range(1 << 62):
         seed = f"{number} {chance.random()}"

@@ -1,4 +1,4 @@
-"""Requests to the studio that no browser sends; after each the server must answer a good one."""
+"""Requests to the studio that no browser sends; after each the server must still answer a valid one."""
 
 import http.client
 import random
@@ -59,7 +59,7 @@ BODIES = [b"", b"{}", b"[" * 50_000, b"\xff" * 100, b'{"part": "search"', b"GET 
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:
-    """A good request: status and text."""
+    """A valid request: status and text."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", path)
@@ -70,7 +70,7 @@ def fetch(port: int, path: str) -> tuple[int, str]:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Hostile connections without end."""
+    """An endless stream of hostile connections."""
     finished_run()
     number = 0
     while True:

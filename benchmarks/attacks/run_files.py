@@ -1,4 +1,4 @@
-"""A run folder of a stranger: its files damaged, then looked at with everything that reads run folders."""
+"""A stranger's run folder: its files damaged, then read with everything that reads run folders."""
 
 import random
 import threading
@@ -56,13 +56,13 @@ SUBMISSION = '{"site": "x", "jobs": ["17"], "nodes": 1, "ranks_per_node": 1, "ch
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Damaged run folders without end."""
+    """An endless stream of damaged run folders."""
     finished_run()
     number = 0
     while True:
         number += 1
         files = sorted({chance.choice(FILES) for _ in range(chance.choice((1, 1, 1, 2, 4)))})
-        # Half of the looks are the studio's and the report's: these show what others wrote.
+        # Half of the reads are the studio's and the report's: these show what others wrote.
         look = "studio" if (what := chance.random()) < 0.35 else "report run" if what < 0.5 else None
         words = chance.choice(COMMANDS) if look is None else ("report", "run")
         seed = chance.getrandbits(32)

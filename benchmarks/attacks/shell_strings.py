@@ -1,4 +1,4 @@
-"""Strings that would like to be commands, through the writer of batch scripts, whose scripts bash then runs."""
+"""Strings that try to inject commands, through the writer of batch scripts, whose scripts bash then runs."""
 
 import json
 import random
@@ -18,7 +18,7 @@ PLACES += ["environment", "variable", "python", "title", "directive", "sources"]
 SYSTEM = "/usr/bin:/bin"
 _STUBS = {
     "pwn": 'echo owned >"$STUBS/pwned"\n',
-    # The step itself: options off, then what is to run, which for an agent is a shell of its own.
+    # The step itself: options off, then the command, which for an agent is a separate shell.
     "srun": 'while [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n',
     "mw": 'printf "%s\\0" "$@" >"$STUBS/ran"\n',
     "image": 'printf "%s\\0" "$@" >"$STUBS/ran"\n',
@@ -29,7 +29,7 @@ _STUBS = {
 
 
 def executed(script: str, folder: Path) -> list[str]:
-    """Run a batch script with stubs for all it starts; the words its ranks' program got. Anything else is an error."""
+    """Run a batch script with stubs for all it starts; returns its ranks' arguments. Anything else is an error."""
     stubs = folder / "stubs"
     stubs.mkdir()
     for name, body in _STUBS.items():
@@ -50,7 +50,7 @@ def executed(script: str, folder: Path) -> list[str]:
     if (stubs / "pwned").exists():
         raise InternalError("a foreign command ran")
     if new := {path.name for path in folder.iterdir()} - before - {"run"}:
-        raise InternalError(f"the script made {new}")
+        raise InternalError(f"the script created {new}")
     if not (stubs / "ran").exists():
         raise InternalError("the step did not run")
     return (stubs / "ran").read_bytes().decode().split("\0")[:-1]
@@ -95,13 +95,13 @@ def _run(given: dict[str, str], ranks: int, per_rank: bool, folder: Path) -> Non
     try:
         job.write_text('[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 64\n')
     except (OSError, ValueError):
-        return  # no file has such a name
+        return  # not a possible file name
     scripts = json.loads(command("submit", job.name, *words))["scripts"]
     if "python" in given and "container" not in given:
-        return  # whatever it is, it is what the user's own profile starts; bash reads it as one word
+        return  # whatever it is, the user's own profile starts it; bash reads it as one word
     ran = executed(scripts["slurm/run.sh"], folder)
     if str(run) not in ran:
-        raise InternalError(f"the program was told {ran} instead of {run}")
+        raise InternalError(f"the program got {ran} instead of {run}")
 
 
 def _toml(table: dict[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""A real finished run, trained once a process, for families that damage copies of it."""
+"""A real finished run, trained once per process, for families that damage copies of it."""
 
 import atexit
 import os
@@ -32,7 +32,7 @@ def finished_run() -> Path:
             os._exit(code)
     _, status = os.waitpid(process, 0)
     if status:
-        raise RuntimeError(f"the small run that is to be damaged could not be made (status {status})")
+        raise RuntimeError(f"the small run to be damaged could not be created (status {status})")
     run = place / "run"
     (run / "logs").mkdir(exist_ok=True)
     (run / "logs" / "rank-0.err").write_text("warming up\n" * 20)
@@ -40,7 +40,7 @@ def finished_run() -> Path:
 
 
 def copy_run(into: Path, checkpoints: bool = False) -> Path:
-    """A copy of the run, with its checkpoints only where they are wanted."""
+    """A copy of the run, with its checkpoints only where they are needed."""
     left_out = () if checkpoints else ("checkpoints",)
     shutil.copytree(finished_run(), into, ignore=shutil.ignore_patterns(*left_out), symlinks=True)
     return into

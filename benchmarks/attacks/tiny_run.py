@@ -1,4 +1,4 @@
-"""A training of a second: run in this process, and compared with the same one left alone, bit for bit."""
+"""A training run of a second: run in this process, and compared bit for bit with the same run undisturbed."""
 
 import functools
 import os
@@ -22,7 +22,7 @@ Numbers = tuple[list[tuple[str, ...]], dict[str, str]]
 
 
 def train(resume: bool = False) -> None:
-    """The tiny job in the working directory, from its start or from where it was left; in a process of its own."""
+    """The tiny job in the working directory, from the start or resumed; in its own process."""
     from meshwright.job import load_job
     from meshwright.launch.worker import run_job
     from meshwright.runs import folder
@@ -33,7 +33,7 @@ def train(resume: bool = False) -> None:
 
 
 def finished() -> bool:
-    """Whether the run in the working directory made all its steps and said so."""
+    """Whether the run in the working directory completed all its steps and recorded it."""
     from meshwright.runs import RunFolder
 
     return Path("run").exists() and RunFolder.open(Path("run")).state() == "done"
@@ -54,7 +54,7 @@ def numbers(run: Path) -> Numbers:
 
 @functools.cache
 def described() -> tuple[Any, Any]:
-    """The packages and the code, the same in every run: found out once, in the process all are forked from."""
+    """The packages and the code, the same in every run: determined once, in the process all are forked from."""
     from meshwright.runs import folder
 
     return folder.describe_packages(), folder.describe_code()
@@ -62,7 +62,7 @@ def described() -> tuple[Any, Any]:
 
 @functools.cache
 def left_alone() -> Numbers:
-    """The numbers of a run that nothing happens to."""
+    """The numbers of an undisturbed run."""
     described()  # before the first fork
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
         where = Path(name)
@@ -79,7 +79,8 @@ def left_alone() -> Numbers:
 
 
 def in_child(work: Callable[[], Any], meanwhile: Callable[[int], None] = lambda process: None) -> tuple[int, str]:
-    """Do something in a forked process, so that this one never has torch's threads or is killed; its status, its error.
+    """Call a function in a forked process, so that this one never has torch's threads or is killed; its status and
+    error.
 
     `meanwhile` is called with the process's id.
     """
@@ -100,7 +101,7 @@ def in_child(work: Callable[[], Any], meanwhile: Callable[[int], None] = lambda 
 
 
 def require_equal(run: Path) -> None:
-    """Raise LostSteps where a run did not end as the one left alone."""
+    """Raise LostSteps if a run ended differently from the undisturbed one."""
     from meshwright.runs import RunFolder
 
     (rows, hashes), (expected, wanted) = numbers(run), left_alone()
@@ -112,4 +113,4 @@ def require_equal(run: Path) -> None:
     if hashes != wanted:
         raise LostSteps(f"the last state differs: {[name for name in wanted if hashes.get(name) != wanted[name]]}")
     if (state := RunFolder.open(run).state()) != "done":
-        raise LostSteps(f"a run that was finished says {state}")
+        raise LostSteps(f"a finished run has state {state}")

@@ -1,4 +1,4 @@
-"""Tokenizers of others, their tokenizer.json and the settings beside it mutated, then used."""
+"""Third-party tokenizers, their tokenizer.json and settings mutated, then used."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ def whole() -> dict[str, str]:
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
-    """Mutations without end."""
+    """An endless stream of mutations."""
     for number in range(1 << 62):
         yield Case(f"{number}", partial(_run, f"{number} {chance.random()}"))
 

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/run.py [--setting NAME]… [--systems A,B] [--repeats N] [--quick] [--out FILE]
 
-Every measurement is a process of its own, and repeats are interleaved (A B C A B C …), so that a card that warms up or
+Every measurement is a separate process, and repeats are interleaved (A B C A B C …), so that a card that warms up or
 slows down does so for all. Throughput is tokens over the wall time of --steps steps between two waits for the device,
 after --warmup steps; ratios are of medians over repeats. README.md says what each system keeps in which format.
 """
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; --quick fills in what is not said."""
+    """The command line; --quick changes the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = f"{' and '.join(DEFAULT)} by default"
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help=f"may be repeated; {default}")
@@ -74,11 +74,11 @@ def parse() -> argparse.Namespace:
 
 
 def listed(text: str) -> list[str]:
-    """Systems parted by commas."""
+    """Systems separated by commas."""
     names = text.split(",")
     unknown = [name for name in names if name not in SYSTEMS]
     if unknown:
-        raise argparse.ArgumentTypeError(f'"{unknown[0]}" is none of {", ".join(SYSTEMS)}')
+        raise argparse.ArgumentTypeError(f'"{unknown[0]}" is not one of {", ".join(SYSTEMS)}')
     return names
 
 
@@ -97,7 +97,7 @@ def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: S
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            return {"state": "failed", "why": f"not done after {LIMIT_S} s"}
+            return {"state": "failed", "why": f"not finished after {LIMIT_S} s"}
         if done.returncode:
             return failure(done.stderr)
         result = from_bench(json.loads(done.stdout)) if system == "ours" else json.loads(file.read_text("utf-8"))
@@ -106,7 +106,7 @@ def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: S
 
 
 def surroundings() -> dict[str, str]:
-    """The same for all: one device, and an allocator that does not fragment unless told otherwise."""
+    """The same for all: one device, and an allocator that does not fragment unless configured otherwise."""
     one_device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {**allocator, **os.environ, "CUDA_VISIBLE_DEVICES": one_device}
@@ -135,7 +135,7 @@ def our_command(setting: Setting, warmup: int, steps: int, overrides: Sequence[s
 
 
 def from_bench(bench: Row) -> Row:
-    """The part of our own command's answer that peers have too."""
+    """The part of our command's result that peers report too."""
     return {
         "timed_s": bench["timed_s"],
         "median_step_s": bench["step_s"]["median"],
@@ -148,8 +148,8 @@ def from_bench(bench: Row) -> Row:
 
 
 def failure(errors: str) -> Row:
-    """Why a process ended without a result, from the end of what it said."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["it said nothing"]
+    """Why a process ended without a result, from the end of its output."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["it printed nothing"]
     why = ([line for line in lines if "Error" in line] or lines)[-1]  # warnings may follow the error
     if "OutOfMemoryError" in errors or "ran out of memory" in errors:
         return {"state": "out of memory", "why": why}
@@ -238,7 +238,7 @@ def show(found: Row) -> None:
             beside = "" if memory is None else f", with {memory:.2f} × its peak memory"
             print(f"  ours is {ratio:.3f} × {system}{beside}")
         for system in setting["another_model"]:
-            print(f"  no ratio to {system}: it has not as many parameters as ours")
+            print(f"  no ratio to {system}: its number of parameters differs from ours")
 
 
 def versions(system: Row) -> str:
@@ -247,7 +247,7 @@ def versions(system: Row) -> str:
 
 
 def gib(size: int | None) -> str:
-    """Bytes for people; unknown on a CPU."""
+    """Bytes in readable form; unknown on a CPU."""
     return "–" if size is None else f"{size / 2**30:.1f} GiB"
 
 

@@ -1,4 +1,4 @@
-"""What is measured: a model's shape and a batch, said once for all systems. Nothing here imports torch."""
+"""What is measured: a model's shape and a batch, defined once for all systems. Nothing here imports torch."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ def _one_b(length: int, micro_batch: int, *, tied: bool, systems: tuple[str, ...
 
 
 # As released, torchtitan's Llama has no tied head (torchtitan_train.py ties it in six lines of ours where a tied one is
-# asked for), so by default each peer is met on its own ground: transformers tied, torchtitan untied.
+# requested), so by default each peer is compared as it is released: transformers tied, torchtitan untied.
 SETTINGS = {
     "1b-tied-mb8": _one_b(4096, 8, tied=True, systems=("ours", "transformers")),
     "1b-untied-mb8": _one_b(4096, 8, tied=False, systems=("ours", "torchtitan")),

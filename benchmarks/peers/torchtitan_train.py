@@ -32,13 +32,13 @@ class TiedTransformer(llama3.Transformer):
         self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
-        """The move off the meta device has parted the two."""
+        """Moving off the meta device has separated the two."""
         self.output.weight = self.tok_embeddings.weight
         super().init_weights(buffer_device)
 
 
 class Tokens(BaseDataLoader):
-    """Batches from sequences in memory, for ever."""
+    """Batches from sequences in memory, endlessly."""
 
     def __init__(self, setting: Setting) -> None:
         self._batches = synthetic_tokens(setting, 64, setting.sequence_length + 1).split(setting.micro_batch)
@@ -76,7 +76,7 @@ class TimedTrainer(torchtitan.train.Trainer):
 
 
 def register(setting: Setting) -> None:
-    """Make the setting's model known to torchtitan, with no tokenizer and with our tokens."""
+    """Register the setting's model with torchtitan, with no tokenizer and with our tokens."""
     arguments = llama3.TransformerModelArgs(
         dim=setting.width,
         n_layers=setting.layers,
@@ -103,7 +103,7 @@ def register(setting: Setting) -> None:
 
 
 def job_of(setting: Setting, steps: int, folder: str) -> JobConfig:
-    """torchtitan's configuration: its defaults but for what the setting says."""
+    """torchtitan's configuration: its defaults except for the setting's fields."""
     job = JobConfig()
     job.job.dump_folder = folder
     job.model.name = job.model.flavor = NAME

@@ -27,7 +27,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Clock(TrainerCallback):
-    """Ends each step in the window, and looks once at what is kept while gradients exist."""
+    """Marks the end of each step in the window, and records once what is kept while gradients exist."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
@@ -42,7 +42,7 @@ class Clock(TrainerCallback):
 
 
 def llama(setting: Setting) -> LlamaForCausalLM:
-    """The setting's model, made on its device in fp32."""
+    """The setting's model, created on its device in fp32."""
     config = LlamaConfig(
         vocab_size=setting.vocab_size,
         hidden_size=setting.width,

@@ -1,4 +1,4 @@
-"""How a peer is measured, in its own process: the time of some steps, its memory, and the formats of what it keeps."""
+"""Measures a peer in its own process: the time of some steps, its memory, and the formats of what it keeps."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from shapes import Setting
 class Window:
     """Wall time of `steps` steps after `warmup`, between two waits for the device and with none in between.
 
-    Each step's own time comes from events on the device's stream, which make nobody wait.
+    Each step's own time comes from events on the device's stream, which do not synchronise.
     """
 
     def __init__(self, warmup: int, steps: int, device: str) -> None:
@@ -42,7 +42,7 @@ class Window:
     def result(self) -> dict[str, Any]:
         """What was measured; all steps must have ended."""
         if len(self._marks) != self.steps + 1:
-            raise RuntimeError(f"{self.ended} steps ended, and {self.warmup} + {self.steps} were to be")
+            raise RuntimeError(f"{self.ended} steps ended instead of {self.warmup} + {self.steps}")
         pairs = itertools.pairwise(self._marks)
         step_s = [begin.elapsed_time(end) / 1e3 if self._cuda else end - begin for begin, end in pairs]
         device = torch.cuda.get_device_name() if self._cuda else "CPU"
@@ -81,7 +81,7 @@ def _bytes_by_format(tensors: Iterable[Any]) -> dict[str, int]:
 
 
 def read_request() -> tuple[Setting, Window, Path]:
-    """What run.py asks of this process: the setting, the steps to time, and the file for the result."""
+    """What run.py passes to this process: the setting, the steps to time, and the file for the result."""
     asked = json.loads(sys.argv[1])
     setting = Setting(**asked["setting"])
     return setting, Window(asked["warmup"], asked["steps"], setting.device), Path(sys.argv[2])

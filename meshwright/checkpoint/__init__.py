@@ -1,4 +1,4 @@
-"""Durable state of a run: checkpoints that are whole or absent, and that any layout can read."""
+"""Durable state of a run: checkpoints that are written atomically and that any layout can read."""
 
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
 from meshwright.checkpoint.catalogue import (

@@ -1,4 +1,4 @@
-"""A second copy of every checkpoint, in any place fsspec knows: another disk, an object store; and the way back."""
+"""A second copy of every checkpoint, anywhere fsspec can write (a disk, an object store), and how to restore it."""
 
 import errno
 import re
@@ -18,7 +18,7 @@ from meshwright.checkpoint.shares import MANIFEST
 from meshwright.errors import UserError
 
 PATIENCE_S = 60.0
-"""How long a store may fail at one file before its copy is given up."""
+"""How long a store may keep failing on one file before the copy is abandoned."""
 _LASTING = frozenset(
     getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOENT", "ENOTDIR", "EISDIR")
 )
@@ -27,7 +27,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Backup:
-    """A copy of one checkpoint; its manifest is copied last, so that one without it is known to be torn."""
+    """A copy of one checkpoint; the manifest is copied last, so a copy without one is known to be incomplete."""
 
     step: int
     place: str
@@ -43,7 +43,7 @@ def require_backup(target: str, run: Path, *, resume: bool) -> None:
     if not resume and any(found.complete for found in backups(run, target)):
         raise UserError(
             f"checkpoint.backup_to = {target} holds checkpoints of another run named {run.resolve().name}; give "
-            "run.folder another name, or add --resume to go on with that one"
+            "run.folder another name, or add --resume to continue that run"
         )
 
 
@@ -52,7 +52,7 @@ def back_up(checkpoint: Path, target: str) -> str:
     system, root = _open(target)
     place = f"{_folder(root, checkpoint.parent.parent)}/{checkpoint.name}"
     system.makedirs(place, exist_ok=True)
-    if system.exists(f"{place}/{MANIFEST}"):  # of a step that was made again; half of each would be nothing
+    if system.exists(f"{place}/{MANIFEST}"):  # of a step that was repeated; a mix of both would be useless
         system.rm_file(f"{place}/{MANIFEST}")
     files = sorted((entry.name for entry in checkpoint.iterdir()), key=lambda name: name == MANIFEST)
     for name in files:
@@ -73,21 +73,21 @@ def backups(run: Path, target: str) -> list[Backup]:
 
 
 def prune_backups(run: Path, target: str, keep_last: int, keep_every: int | None) -> list[int]:
-    """Remove the copies that need not be kept, by the rule of the run folder, and torn ones older than the newest."""
+    """Remove copies by the same retention rule as the run folder, and incomplete ones older than the newest."""
     system, _ = _open(target)
     found = backups(run, target)
     complete = [one.step for one in found if one.complete]
     spare = set(spare_steps(complete, keep_last, keep_every))
     gone = [one for one in found if (one.step in spare if one.complete else complete and one.step < complete[0])]
     for one in gone:
-        if one.complete:  # from here on it is torn to everyone
+        if one.complete:  # from here on everyone sees it as incomplete
             system.rm_file(f"{one.place}/{MANIFEST}")
         system.rm(one.place, recursive=True)
     return [one.step for one in gone]
 
 
 def restore(run: Path, target: str) -> tuple[Checkpoint | None, list[str]]:
-    """Bring the newest sound copy back into the run folder, if there is one, and tell what is wrong with newer ones."""
+    """Restore the newest intact copy into the run folder, if there is one, and report what is wrong with newer ones."""
     passed_over: list[str] = []
     for one in backups(run, target):
         try:
@@ -106,7 +106,7 @@ def _restored(run: Path, target: str, one: Backup) -> Checkpoint:
     try:
         draft.mkdir(parents=True)
         if not one.complete:
-            raise Damaged(f"{draft} has no {MANIFEST}: it was not copied to its end")
+            raise Damaged(f"{draft} has no {MANIFEST}: the copy is incomplete")
         with _refused(target, "read"):
             _patiently(lambda: system.get_file(f"{one.place}/{MANIFEST}", str(draft / MANIFEST)))
             # Only what the manifest names, whose names are checked: a store may hold anything else.
@@ -131,16 +131,16 @@ def _put(system: Any, file: Path, place: str) -> None:
     system.put_file(str(file), place)
     system.invalidate_cache()
     if (stored := system.info(place)["size"]) != file.stat().st_size:
-        raise OSError(f"{place} has {stored} bytes where {file.stat().st_size} were sent")
+        raise OSError(f"{place} has {stored} bytes, but {file.stat().st_size} were sent")
 
 
 def _patiently(act: Callable[[], None]) -> None:
-    """Do something with a store, again while it fails in a way that may pass, up to PATIENCE_S."""
+    """Run an operation on a store, and retry transient failures for up to PATIENCE_S."""
     until, wait_s = time.monotonic() + PATIENCE_S, 0.2
     while True:
         try:
             return act()
-        except Exception as error:  # every store has errors of its own
+        except Exception as error:  # every store raises its own errors
             if getattr(error, "errno", None) in _LASTING or time.monotonic() + wait_s > until:
                 raise
         time.sleep(wait_s)
@@ -160,15 +160,13 @@ def _entries(system: Any, folder: str) -> list[str]:
 
 @contextmanager
 def _refused(target: str, what: str) -> Iterator[None]:
-    """Every store has errors of its own."""
+    """Every store raises its own errors."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"checkpoint.backup_to = {target} cannot be {what} ({error}); mend it or leave it out"
-        ) from None
+        raise UserError(f"checkpoint.backup_to = {target} cannot be {what} ({error}); fix it or leave it out") from None
 
 
 def _open(target: str) -> tuple[Any, str]:

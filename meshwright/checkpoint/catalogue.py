@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder: which are complete, which is newest, which may go."""
+"""The checkpoints of a run folder: which are complete, which is newest, which can be removed."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ from meshwright.reading import Unfit, read_object
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of a step's checkpoint."""
     return Path(run) / "checkpoints" / f"step-{step:08d}"
 
 
 def checkpoints(run: Path) -> Iterator[Checkpoint | Damaged]:
-    """A run's checkpoints, newest first; in place of one that is torn or foreign, what is wrong with it."""
+    """A run's checkpoints, newest first; in place of an incomplete or foreign one, what is wrong with it."""
     root = Path(run) / "checkpoints"
     paths = sorted(root.glob("step-*"), reverse=True) if root.is_dir() else []
     for path in paths:
@@ -26,7 +26,7 @@ def checkpoints(run: Path) -> Iterator[Checkpoint | Damaged]:
             yield Checkpoint.open(path)
         except Damaged as damage:
             damage.path = path
-            if os.path.lexists(path):  # else a training removed it as one that need not be kept
+            if os.path.lexists(path):  # otherwise a training run removed it by the retention rule
                 yield damage
 
 
@@ -41,7 +41,7 @@ def newest(run: Path) -> Checkpoint:
 
 
 def newest_weights(run: Path) -> Checkpoint:
-    """The newest complete checkpoint whose weights are as they were written; those passed over are named."""
+    """The newest complete checkpoint whose weights match their hashes; skipped ones are reported."""
     damages = []
     for found in checkpoints(run):
         try:
@@ -51,21 +51,21 @@ def newest_weights(run: Path) -> Checkpoint:
         except Damaged as damage:
             damages.append(str(damage))
             continue
-        sys.stderr.write("".join(f"passed over: {report}\n" for report in damages))
+        sys.stderr.write("".join(f"skipped: {report}\n" for report in damages))
         return found
     raise _none(run, damages)
 
 
 def _none(run: Path, damages: Sequence[str]) -> UserError:
     report = f" ({damages[0]})" if damages else ""
-    remedy = "let its training save one first"
+    remedy = "wait until training has saved one"
     if (target := backup_target(run)) is not None:
-        remedy = f"meshwright checkpoint restore {run} brings one back from {target}"
+        remedy = f"meshwright checkpoint restore {run} restores one from {target}"
     return UserError(f"{run} holds no complete checkpoint under checkpoints/{report}; {remedy}")
 
 
 def backup_target(run: Path) -> str | None:
-    """Where a run's checkpoints were copied to, as its folder tells."""
+    """Where a run's checkpoints were copied to, as recorded in its folder."""
     try:
         section = read_object(Path(run) / "job.resolved.json").get("checkpoint")
     except (OSError, Unfit):
@@ -77,8 +77,8 @@ def backup_target(run: Path) -> str | None:
 def surplus(
     run: Path, keep_last: int, keep_every: int | None, *, damaged: bool = False, verify: bool = False
 ) -> list[Path]:
-    """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; torn or foreign ones
-    only where asked for. To verify reads those that stay, and one whose bytes changed takes no other's place."""
+    """The complete checkpoints that need not be kept, neither among the newest nor at kept steps; incomplete or foreign
+    ones only on request. `verify` reads those that stay, and one whose bytes changed does not count as kept."""
     complete: dict[int, Path] = {}
     broken: list[Path] = []
     for one in checkpoints(run):
@@ -96,13 +96,14 @@ def surplus(
 
 
 def spare_steps(steps: Sequence[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Of the steps of complete checkpoints, newest first, those that are neither among the newest nor kept for good."""
+    """Of the steps of complete checkpoints, newest first, those that are neither among the newest nor kept
+    permanently."""
     return [step for step in steps[keep_last:] if not keep_every or step % keep_every]
 
 
 def bring_into_sight(folder: Path, final: Path) -> None:
-    """Give a complete checkpoint its name; fails before anything is touched where the folder was taken away."""
-    if final.exists():  # an earlier attempt's, which was found damaged
+    """Give a complete checkpoint its name; fails before touching anything if the run was taken over."""
+    if final.exists():  # from an earlier attempt, and found damaged
         own = final.with_name(f".removed-new-{final.name}-{os.getpid()}")
         folder.rename(own)
         take_away(final)
@@ -112,6 +113,6 @@ def bring_into_sight(folder: Path, final: Path) -> None:
 
 
 def remove(paths: Iterable[Path]) -> None:
-    """Remove checkpoints, each at once."""
+    """Remove checkpoints, each atomically."""
     for path in paths:
         take_away(path)

@@ -1,4 +1,4 @@
-"""The small files beside the weights: tokenizer, chat template, generation settings. None of them is ever executed."""
+"""Small files next to the weights: tokenizer, chat template, generation settings. None of them is ever executed."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def keep_companions(folder: Path, run: Path) -> None:
-    """Copy a Hugging Face folder's config and small files into a run folder, so that it needs the other no more."""
+    """Copy a Hugging Face folder's config and small files into a run folder, which then needs no other."""
     kept = run / KEPT_IN
     try:
         kept.mkdir()

@@ -19,7 +19,7 @@ FILE = "model.safetensors"
 def import_weights(
     folder: Path, shape: Model, run: Path, job: dict[str, Any], report: Report = lambda done: None
 ) -> Path:
-    """Write the folder's weights, as fp32 masters under our names, into a run folder that is still being made."""
+    """Write the folder's weights, as fp32 masters under our names, into a run folder that is still being created."""
     source = HfWeights(folder, shape)
     source.require()
     sizes = parameter_sizes(shape)

@@ -22,7 +22,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor and the file it lies in."""
+    """A tensor and the file that contains it."""
 
     path: Path
     name: str
@@ -31,7 +31,7 @@ class _Stored:
 
 
 class HfWeights:
-    """A folder's weights under our names; opening one reads headers alone."""
+    """A folder's weights under our names; opening it reads only headers."""
 
     def __init__(self, folder: Path, shape: Model) -> None:
         self.folder, self._shape = folder, shape
@@ -44,7 +44,7 @@ class HfWeights:
         return self._read(place.name, lambda stored: place.read(stored, size, rows))
 
     def require(self) -> None:
-        """Refuse by name a tensor that is missing, without use, or of another size or number format."""
+        """Refuse by name a tensor that is missing, unused, or has the wrong size or number format."""
         sizes = parameter_sizes(self._shape)
         try:
             require_hf_tensors(self._shape, sizes, {name: stored.size for name, stored in self._tensors.items()})
@@ -54,16 +54,16 @@ class HfWeights:
             if (dtype := self._tensors[tensor.name].dtype) not in ("F32", "BF16", "F16"):
                 raise UserError(
                     f"{self.folder}: {tensor.name} is stored as {dtype}; use weights in F32, BF16 or F16, which fp32 "
-                    "holds exactly"
+                    "represents exactly"
                 )
         if self._shape.tied and _HEAD in self._tensors and not self._head_is_table(sizes["embed.weight"]):
             raise UserError(
-                f"{self.folder}: {_HEAD} is not the embedding table, though config.json has "
+                f"{self.folder}: {_HEAD} differs from the embedding table, but config.json has "
                 "tie_word_embeddings = true; set that to false"
             )
 
     def _head_is_table(self, size: tuple[int, ...]) -> bool:
-        """Whether the head that a tied model's files hold all the same has the embedding's values."""
+        """Whether the head that a tied model's files contain anyway equals the embedding."""
         if self._tensors[_HEAD].size != size:
             return False
         blocks = [slice(start, min(start + _ROWS_COMPARED, size[0])) for start in range(0, size[0], _ROWS_COMPARED)]
@@ -73,7 +73,7 @@ class HfWeights:
 
     def _read(self, name: str, take: Callable[..., Tensor]) -> Tensor:
         if name not in self._tensors:
-            raise UserError(f"{self.folder} lacks {name}; give the folder of a whole model")
+            raise UserError(f"{self.folder} lacks {name}; give the folder of a complete model")
         stored = self._tensors[name]
         return read_window(stored.path, stored.name, take)
 
@@ -94,15 +94,15 @@ def _stored(folder: Path) -> dict[str, _Stored]:
         for file in sorted(set(listed.values())):
             stored |= _tensors_of(folder / file)
         if lost := [name for name in listed if name not in stored]:
-            raise UserError(f"{folder / INDEX} names {lost[0]}, which is in none of its files; download them again")
+            raise UserError(f"{folder / INDEX} lists {lost[0]}, which none of its files contains; download them again")
         return stored
     pickles = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
     if pickles:
         raise UserError(
-            f"{folder} holds weights only as a pickle ({pickles[0]}), which can run code when it is opened; use the "
-            f"model's safetensors files, or convert it to {SINGLE} where you trust it"
+            f"{folder} has weights only as a pickle ({pickles[0]}), which can run code when opened; use the "
+            f"model's safetensors files, or convert it to {SINGLE} if you trust it"
         )
-    raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a whole model")
+    raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a complete model")
 
 
 def _tensors_of(path: Path) -> dict[str, _Stored]:
@@ -115,13 +115,15 @@ def _index(folder: Path) -> dict[str, str]:
         listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} is no index of tensors ({type(error).__name__}: {error}); download it again") from None
+        raise UserError(
+            f"{path} is not an index of tensors ({type(error).__name__}: {error}); download it again"
+        ) from None
     for file in sorted(set(files.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise UserError(
-                f"{path} names {file!r}, and only safetensors files of the same folder are opened; get the model's "
+                f"{path} lists {file!r}, but only safetensors files in the same folder are opened; get the model's "
                 "safetensors files"
             )
         if not (folder / file).is_file():
-            raise UserError(f"{path} names {file}, which is not there; download it too")
+            raise UserError(f"{path} lists {file}, which is missing; download it too")
     return files

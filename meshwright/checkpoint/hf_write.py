@@ -37,12 +37,12 @@ class Export:
 
     def __init__(self, run: Path, shape: Model, dtype: str) -> None:
         if dtype not in EXPORT_FORMATS:
-            raise UserError(f"--dtype = {dtype} is not a format of exports; choose fp32 (the master) or bf16")
+            raise UserError(f"--dtype = {dtype} is not an export format; choose fp32 (the master) or bf16")
         self._run, self._weights, self._shape = run, StoredWeights(run), shape
         sizes = parameter_sizes(shape)
         if self._weights.sizes != sizes:
             odd = min(name for name, _ in self._weights.sizes.items() ^ sizes.items())
-            raise UserError(f"{run}: the weights do not fit the run's model at {odd}; they were altered")
+            raise UserError(f"{run}: the weights do not match the run's model at {odd}; they were modified")
         self._config = model_to_hf_config(shape) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
         self._tensors = [
             Planned(tensor.name, tensor.size, DTYPES[dtype], partial(tensor.make, self._weights.read))
@@ -51,7 +51,7 @@ class Export:
         self.bytes = sum(tensor.bytes for tensor in self._tensors)
 
     def write(self, folder: Path, report: Report = lambda done: None, shard_bytes: int = SHARD_BYTES) -> Exported:
-        """Make the folder, whole or not at all; report(bytes) follows it."""
+        """Write the folder atomically; report(bytes) is called as it progresses."""
         shards = _cut(self._tensors, shard_bytes)
         with new_folder(folder, self.bytes) as draft:
             names = _names(len(shards))

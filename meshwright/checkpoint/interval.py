@@ -1,4 +1,4 @@
-"""When a checkpoint is due: after so many steps, so many minutes, or as often as pays."""
+"""When a checkpoint is due: after a number of steps, a number of minutes, or as often as is worthwhile."""
 
 import time
 
@@ -10,7 +10,7 @@ FIRST_AUTO_S = 60.0
 
 
 class Interval:
-    """Asked on every rank for steps, which all see alike, and on rank 0 for time."""
+    """Every rank asks about steps, which all ranks agree on; only rank 0 asks about time."""
 
     def __init__(self, settings: Settings, mtbf_s: float | None) -> None:
         self._settings, self._mtbf_s = settings, mtbf_s
@@ -18,12 +18,12 @@ class Interval:
         self._auto_s = FIRST_AUTO_S
 
     def due_at(self, step: int) -> bool:
-        """Whether a checkpoint follows this step by its number."""
+        """Whether the step's number calls for a checkpoint."""
         every = self._settings.every_steps
         return every is not None and step % every == 0
 
     def due_by_time(self) -> bool:
-        """Whether the time since the last save is up."""
+        """Whether enough time has passed since the last save."""
         waited_s = time.monotonic() - self._last
         if self._settings.every_minutes is not None:
             return waited_s >= 60.0 * self._settings.every_minutes
@@ -34,6 +34,6 @@ class Interval:
         self._last = time.monotonic()
 
     def measured(self, pause_s: float, total_s: float) -> None:
-        """A save held training up for a time and took another in all; no save begins before the last has ended."""
+        """Record how long a save blocked training and how long it took in all; saves do not overlap."""
         if self._mtbf_s is not None:
             self._auto_s = max(best_interval_s(pause_s, self._mtbf_s), total_s)

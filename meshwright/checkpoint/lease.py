@@ -1,8 +1,8 @@
-"""Who may write checkpoints of a run: the attempt that was begun last.
+"""Who may write checkpoints of a run: the attempt that started last.
 
 An attempt's lease is a folder, `checkpoints/.attempt-N`, in which its checkpoints are written before they are renamed
-into sight. A later attempt takes all earlier leases away by renaming them, which is one indivisible act: a process
-that was believed dead and comes back finds its folder gone, and nothing it does can reach a place where it is seen.
+into place. A later attempt revokes all earlier leases by renaming them, which is atomic: a process that was believed
+dead and comes back finds its folder gone, and nothing it writes can become visible.
 """
 
 import os
@@ -17,11 +17,11 @@ from meshwright.errors import UserError
 
 _LEASE = re.compile(r"\.attempt-(\d{6})")
 RESTORING = ".restoring-"
-"""Where a checkpoint that comes back from a backup lies before it is whole."""
+"""Where a checkpoint is restored from a backup until it is complete."""
 
 
 class Fenced(UserError):
-    """Another attempt has taken the run over."""
+    """Another attempt has taken over the run."""
 
 
 class Lease:
@@ -34,7 +34,7 @@ class Lease:
 
     @classmethod
     def claim(cls, run: Path, at_least: int = 0) -> Self:
-        """Begin the next attempt and end the others, with what they left unfinished."""
+        """Start the next attempt, end the others and remove what they left unfinished."""
         root = Path(run) / "checkpoints"
         root.mkdir(parents=True, exist_ok=True)
         attempt = max([at_least, *(number + 1 for number in _leases(root))])
@@ -46,7 +46,7 @@ class Lease:
                 attempt += 1
         for number in _leases(root):
             if number < attempt:
-                with suppress(FileNotFoundError):  # another claim took it away
+                with suppress(FileNotFoundError):  # another claim revoked it
                     take_away(root / f".attempt-{number:06d}")
         for left in (*root.glob(".removed-*"), *root.glob(f"{RESTORING}*")):
             discard(left)
@@ -60,26 +60,26 @@ class Lease:
         except (FileNotFoundError, NotADirectoryError):
             raise Fenced(
                 f"run.folder = {self.run} was taken over by a later attempt than this one ({self.attempt}); this "
-                "process stops and has changed nothing since"
+                "process stops and has changed nothing since then"
             ) from None
-        except OSError:  # a disk that does not answer says nothing of another attempt
+        except OSError:  # a disk that does not answer says nothing about another attempt
             return
 
     def give_up(self) -> None:
-        """End an attempt in good order."""
+        """End an attempt cleanly."""
         with suppress(FileNotFoundError):
             take_away(self.folder)
 
 
 def take_away(path: Path) -> None:
-    """Remove a folder so that it is gone at once, whatever happens to its contents."""
+    """Remove a folder so that it disappears at once, whatever happens to its contents."""
     aside = path.with_name(f".removed-{path.name}-{os.getpid()}")
     path.rename(aside)
     discard(aside)
 
 
 def discard(path: Path) -> None:
-    """Remove whatever bears a name; a link goes, and not what it leads to."""
+    """Remove whatever has this name; of a link only the link, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -23,19 +23,19 @@ from meshwright.reading import Unfit, read_object, read_plain
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 RECORD_BYTES = 1 << 28
-"""Most an index or a manifest holds: of some million boxes."""
+"""Size limit of an index or a manifest: enough for some million boxes."""
 R = TypeVar("R", bound=Record)
 
 
 class Damaged(UserError):
-    """A checkpoint that is not as it was written; the message is one sentence that names it."""
+    """A checkpoint that differs from what was written; the message is one sentence that names it."""
 
     path: Path
     """Its folder, where it was found among a run's checkpoints."""
 
 
 class Checkpoint:
-    """A complete checkpoint: `open` refuses one that is torn or foreign, `verify` one whose bytes changed."""
+    """A complete checkpoint: `open` refuses an incomplete or foreign one, `verify` one whose bytes changed."""
 
     def __init__(self, path: Path, manifest: Manifest, index: Index) -> None:
         """Use `open`."""
@@ -44,13 +44,13 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Check a folder's manifest, names and sizes, and its index; the tensors' bytes are left to `verify`."""
+        """Check a folder's manifest, names and sizes, and its index; `verify` checks the tensors' bytes."""
         path = Path(path)
         with _disk_errors(path):
             manifest = parse_manifest(path)
             _require_files(path, manifest)
             if hash_file(path / INDEX) != manifest.files[INDEX].sha256:
-                raise Damaged(f"{path / INDEX} was altered since it was written")
+                raise Damaged(f"{path / INDEX} was modified after it was written")
             index = _parsed(path / INDEX, Index)
         _require_tensors(path, manifest, index)
         if (index.facts.step, index.attempt) != (manifest.step, manifest.attempt):
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def facts(self) -> Facts:
-        """Where the run stood."""
+        """The run's progress at this checkpoint."""
         return self.index.facts
 
     @property
@@ -76,25 +76,25 @@ class Checkpoint:
     def job(self) -> dict[str, Any]:
         """The job as it was when this was saved: section → field → value."""
         if hash_file(self.path / JOB) != self.manifest.files[JOB].sha256:
-            raise Damaged(f"{self.path / JOB} was altered since it was written")
+            raise Damaged(f"{self.path / JOB} was modified after it was written")
         try:
             loaded = read_object(self.path / JOB)
             if not all(isinstance(section, dict) for section in loaded.values()):
-                raise Unfit("it holds no sections of a job")
+                raise Unfit("it has no job sections")
         except (Unfit, OSError) as error:
-            raise Damaged(f"{self.path / JOB} is not what this program wrote ({error})") from None
+            raise Damaged(f"{self.path / JOB} is not in the format this program writes ({error})") from None
         return loaded
 
     def names(self, prefix: str = "") -> list[str]:
-        """The tensors whose names begin so."""
+        """The tensors whose names start with this prefix."""
         return [name for name in self.index.tensors if name.startswith(prefix)]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape as a whole."""
+        """The full shape of a tensor."""
         return self.index.tensors[name].shape
 
     def verify(self, share: int = 0, shares: int = 1, group: str = "") -> None:
-        """Hash every file, or one group's, or one of several equal shares of them, and refuse what was altered."""
+        """Hash every file, or one group's, or one of several equal shares of them, and refuse modified ones."""
         names = sorted(name for name in self.manifest.files if name.startswith(group))[share::shares]
         with _disk_errors(self.path), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             hashes = pool.map(lambda name: hash_file(self.path / name), names)
@@ -102,14 +102,14 @@ class Checkpoint:
                 name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256
             ]
         if altered:
-            raise Damaged(f"{self.path / altered[0]} was altered since it was written (its hash differs)")
+            raise Damaged(f"{self.path / altered[0]} was modified after it was written (its hash differs)")
 
     def whole(self, name: str) -> Tensor:
         """A whole tensor."""
         return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """A box of a tensor, a slice with both ends for every dim, in contiguous memory of its own."""
+        """A box of a tensor, a slice with both ends for every dim, as a contiguous copy."""
         record, wanted = self.index.tensors[name], [(span.start, span.stop) for span in box]
         result = torch.empty([stop - start for start, stop in wanted], dtype=_DTYPES[record.dtype], device="meta")
         for piece in record.pieces:
@@ -126,7 +126,7 @@ class Checkpoint:
             if result.is_meta:
                 result = torch.empty_like(result, device="cpu")
             result[tuple(slice(a - at, b - at) for (a, b), (at, _) in zip(shared, wanted, strict=True))] = found
-        return torch.empty_like(result, device="cpu") if result.is_meta else result  # what has no entries has no piece
+        return torch.empty_like(result, device="cpu") if result.is_meta else result  # an empty tensor has no boxes
 
     def _piece(self, name: str, piece: PieceRecord, box: tuple[slice, ...]) -> Tensor:
         path, rest = self.path / piece.file, name.partition("/")[2]
@@ -134,19 +134,19 @@ class Checkpoint:
         key = rest if whole else f"{rest}@{','.join(map(str, piece.offsets))}"
         try:
             file = self._files.get(piece.file) or self._opened(piece.file)
-            # Whole rows are asked for by their first dim alone: the library then copies them as one stretch.
+            # Whole rows are requested by their first dim only: the library then copies them as one block.
             rows = box[:1] if box[1:] == tuple(slice(0, size) for size in piece.shape[1:]) else box
             found: Tensor = file.get_slice(key)[rows] if box else file.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise Damaged(f"{path} cannot be read ({error})") from None
-        # Some columns come as a view of whole rows; fused updates on the CPU read a tensor as one stretch of memory.
+        # Some columns come as a view of whole rows; fused updates on the CPU read a tensor as contiguous memory.
         return found.contiguous()
 
     def _opened(self, name: str) -> Any:
         file: Any = safe_open(self.path / name, framework="pt")
         self._files[name] = file
         if file.metadata():
-            raise Damaged(f"{self.path / name} has entries beside its tensors, which this program never writes")
+            raise Damaged(f"{self.path / name} has entries besides its tensors, which this program never writes")
         return file
 
 
@@ -169,12 +169,12 @@ def differences(one: Checkpoint, other: Checkpoint) -> Iterator[tuple[str, str]]
 def parse_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint's folder, as this program wrote it."""
     if not os.path.lexists(path / MANIFEST):
-        raise Damaged(f"{path} has no {MANIFEST}: it was not finished, or the file was deleted")
+        raise Damaged(f"{path} has no {MANIFEST}: the save did not finish, or the file was deleted")
     manifest = _parsed(path / MANIFEST, Manifest)
     if manifest.format != FORMAT:
-        raise Damaged(f"{path} has format {manifest.format}, and this version reads {FORMAT}")
+        raise Damaged(f"{path} has format {manifest.format}, but this version reads {FORMAT}")
     if manifest.seal != seal_of(manifest):
-        raise Damaged(f"{path / MANIFEST} was altered since it was written (its seal differs)")
+        raise Damaged(f"{path / MANIFEST} was modified after it was written (its seal differs)")
     if path.name != f"step-{manifest.step:08d}":
         raise Damaged(f"{path} holds the state of step {manifest.step}: it is a copy under another step's name")
     return manifest
@@ -188,29 +188,31 @@ def _require_files(path: Path, manifest: Manifest) -> None:
         except FileNotFoundError:
             raise Damaged(f"{file} is missing") from None
         if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{file} is no plain file")
+            raise Damaged(f"{file} is not a regular file")
         if found.st_size != record.bytes:
             raise Damaged(
-                f"{file} has {found.st_size} bytes and was written with {record.bytes}: it is cut short or altered"
+                f"{file} has {found.st_size} bytes but was written with {record.bytes}: it is truncated or modified"
             )
     for entry in path.iterdir():
         if entry.name != MANIFEST and entry.name not in manifest.files:
-            raise Damaged(f"{entry} is no file of this checkpoint; nothing in it was read")
+            raise Damaged(f"{entry} is not a file of this checkpoint; nothing in it was read")
     for needed in (INDEX, JOB):
         if needed not in manifest.files:
             raise Damaged(f"{path} has no {needed}")
 
 
 def _require_tensors(path: Path, manifest: Manifest, index: Index) -> None:
-    """Refuse an index whose boxes are not those of its tensors; whoever writes one can also seal it."""
+    """Refuse an index whose boxes do not match its tensors: whoever writes one can also seal it."""
     room = {name: record.bytes for name, record in manifest.files.items()}
     for name, tensor in index.tensors.items():
         if tensor.dtype not in _DTYPES or not _fits(tensor, room):
-            raise Damaged(f"{path / INDEX} is not what this program wrote (tensors.{name} is no tensor of its files)")
+            raise Damaged(
+                f"{path / INDEX} is not in the format this program writes (tensors.{name} is not a tensor of its files)"
+            )
 
 
 def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
-    """Whether boxes make up a tensor, each once, and find room in their files."""
+    """Whether boxes cover a tensor exactly once and fit in their files."""
     if not is_whole(tensor):
         return False
     for piece in tensor.pieces:
@@ -224,12 +226,13 @@ def _fits(tensor: TensorRecord, room: dict[str, int]) -> bool:
 
 @contextmanager
 def _disk_errors(path: Path) -> Iterator[None]:
-    """What a disk cannot give back is damage; what may not be read is the user's to mend, and no reason to go back."""
+    """A read error is damage; a missing permission is for the user to fix, and no reason to use an older one."""
     try:
         yield
     except PermissionError as error:
         raise UserError(
-            f"{error.filename or path} may not be read ({error.strerror}); give yourself leave to read the run folder"
+            f"{error.filename or path} cannot be read ({error.strerror}); give your user permission to read the run "
+            "folder"
         ) from None
     except OSError as error:
         raise Damaged(f"{error.filename or path} cannot be read ({error.strerror})") from None
@@ -241,9 +244,9 @@ def _parsed(path: Path, record: type[R]) -> R:
     except Unfit as unfit:
         if isinstance(unfit.__cause__, PermissionError):
             raise unfit.__cause__ from None
-        raise Damaged(f"{path} is not what this program wrote ({unfit})") from None
+        raise Damaged(f"{path} is not in the format this program writes ({unfit})") from None
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(place) for place in problem["loc"])
         report = f"{where}: {problem['msg']}" if where else problem["msg"]
-        raise Damaged(f"{path} is not what this program wrote ({report})") from None
+        raise Damaged(f"{path} is not in the format this program writes ({report})") from None

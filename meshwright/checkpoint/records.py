@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON files say, and nothing else: unknown names, wrong types and odd file names are refused."""
+"""The schema of a checkpoint's JSON files: unknown names, wrong types and odd file names are refused."""
 
 import math
 import re
@@ -17,7 +17,7 @@ _FILE = re.compile(
 
 def _known_file(name: str) -> str:
     if not _FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no file of a checkpoint")
+        raise ValueError(f"{name!r} is not a file of a checkpoint")
     return name
 
 
@@ -25,24 +25,24 @@ FileName = Annotated[str, AfterValidator(_known_file)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Ranks = Annotated[int, Field(ge=1, lt=2**31)]
 Sizes = Annotated[tuple[Count, ...], Field(max_length=16)]
-"""One number for each dim; products of more and larger ones would take for ever to compute."""
+"""One number for each dim; products of more and larger ones would take forever to compute."""
 
 
 class Record(BaseModel):
-    """A frozen table that takes nothing it does not know."""
+    """A frozen model that rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Facts(Record):
-    """Where a run stands, beside its tensors."""
+    """A run's progress, apart from its tensors."""
 
     step: Count
-    """Optimizer steps made."""
+    """Optimizer steps taken."""
     tokens: Count
     """Tokens seen."""
     position: Count
-    """Samples of the global stream handed out, whatever the number of ranks and workers."""
+    """Samples taken from the global stream, independent of the number of ranks and workers."""
     loss: float | None = None
     """Of the last step."""
     first_val_loss: float | None = None
@@ -54,15 +54,15 @@ class Facts(Record):
     skipped: Count = 0
     """Steps skipped because scaled gradients overflowed."""
     recent_losses: tuple[float, ...] = ()
-    """What the next loss is judged by, where spikes are looked for."""
+    """What the next loss is compared with where spikes are detected."""
     replicas: Ranks = 1
-    """Ranks that each had an error-feedback memory of their own."""
+    """Ranks that each had their own error-feedback memory."""
     data: str = ""
     """Fingerprint of the training tokens."""
 
 
 class PieceRecord(Record):
-    """A box of a tensor: where it begins in the whole, its size, and its file."""
+    """A box of a tensor: its offset in the whole, its size, and its file."""
 
     file: FileName
     offsets: Sizes
@@ -78,7 +78,7 @@ class TensorRecord(Record):
 
 
 def is_whole(tensor: TensorRecord) -> bool:
-    """Whether a tensor's boxes lie within it, do not overlap and leave nothing out."""
+    """Whether a tensor's boxes are within it, do not overlap and cover all of it."""
     if not all(len(piece.offsets) == len(piece.shape) == len(tensor.shape) for piece in tensor.pieces):
         return False
     ends = [
@@ -88,7 +88,7 @@ def is_whole(tensor: TensorRecord) -> bool:
         return False
     if sum(math.prod(piece.shape) for piece in tensor.pieces) != math.prod(tensor.shape):
         return False
-    # As many entries as the whole has, so only an overlap can leave something out. In order of their first rows, a box
+    # The number of entries matches, so only an overlap can leave a gap. In order of their first rows, a box
     # is compared with those that begin before it ends.
     ordered = sorted(ends, key=lambda box: box[0].offsets)
     for number, (piece, stops) in enumerate(ordered):
@@ -114,11 +114,11 @@ class Share(Record):
     files: dict[FileName, FileRecord]
     tensors: dict[str, TensorRecord]
     held: tuple[str, ...] = ()
-    """Tensors of which this rank has a part, whoever of its holders is to write it."""
+    """Tensors of which this rank holds a part, whichever holder writes it."""
 
 
 class Index(Record):
-    """index.json: the facts, and where every tensor lies."""
+    """index.json: the run's progress and where every tensor is stored."""
 
     format: int
     attempt: Count
@@ -141,7 +141,7 @@ class Manifest(Record):
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's box of a tensor of the state; names are GROUP/REST, and a group has files of its own."""
+    """One rank's box of a tensor of the state; names are GROUP/REST, and each group has its own files."""
 
     name: str
     shape: tuple[int, ...]
@@ -168,4 +168,4 @@ class State:
     facts: Facts
     parts: list[Part]
     held: tuple[str, ...] = ()
-    """The names of all tensors this rank has a part of, those that others write among them: each must be written."""
+    """The names of all tensors this rank holds a part of, including those that others write: each must be written."""

@@ -1,15 +1,15 @@
-"""Waiting for a disk that takes nothing just now."""
+"""Retries for a disk that is full or unavailable for the moment."""
 
 import time
 from collections.abc import Callable, Iterator
 
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""A minute in all: room that is made by a person or by another job that ends comes within one or not soon."""
+"""A minute in all: space freed by a person or by another job that ends comes within a minute or not soon."""
 _BEAT_S = 0.25
 
 
 def tries(alive: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Once at once, then again after ever longer pauses, in which `alive` is called so that no watchdog barks."""
+    """Try at once, then retry after ever longer pauses, calling `alive` so that no watchdog fires."""
     yield
     for pause in WAITS_S:
         until = time.monotonic() + pause

@@ -1,7 +1,7 @@
-"""Saving while training goes on: stage, write beside the training, agree that all ranks have written, rename.
+"""Saving while training continues: stage, write in the background, agree that all ranks have written, rename.
 
 What the ranks must agree on (that all have written, that some failed, that it is time) travels with the numbers they
-exchange in every step anyway; nothing here talks to another rank by itself but at the end of a run.
+exchange in every step anyway; only at the end of a run does this module communicate by itself.
 """
 
 import errno
@@ -30,7 +30,7 @@ from meshwright.job import Job
 
 @dataclass
 class _Save:
-    """One checkpoint on its way."""
+    """One checkpoint being saved."""
 
     facts: Facts
     folder: Path
@@ -65,9 +65,9 @@ class Saver:
         flush: Callable[[], object] = lambda: None,
         alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """`event` and `message` tell what became of a save, `sums` adds up numbers over all ranks; `saved_step` is the
-        step the run was resumed from. `flush` brings the rows of the steps so far to the disk, which must be there
-        before the checkpoint that makes up for them; `alive` is called while the last save waits for room."""
+        """`event` and `message` report how a save ended, `sums` adds up numbers over all ranks; `saved_step` is the
+        step the run was resumed from. `flush` writes the rows of the steps so far to disk, which must be there
+        before the checkpoint that follows them; `alive` is called while the last save waits for disk space."""
         self._job, self._settings, self._lease = job, job.checkpoint, lease
         self._event, self._message = event, message
         self._rank, self._ranks, self._sums = rank, ranks, sums
@@ -79,7 +79,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._aftercare: threading.Thread | None = None
         self._reports: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """What the writing thread has to report, for the thread that trains to say."""
+        """Reports of the writing thread, for the training thread to print."""
         self._due = False
         self._good_step = saved_step
         self._failure: str | None = None
@@ -93,7 +93,7 @@ class Saver:
         return [float(save.written and save.error is None), float(save.error is not None), float(wants)]
 
     def count(self, totals: Sequence[float]) -> None:
-        """Take the sums of all ballots: a save that all have written is made a checkpoint."""
+        """Take the sums of all ballots: a save that all ranks have written becomes a checkpoint."""
         written, failed, wanted = totals
         self._due = wanted > 0
         self._lease.require()
@@ -102,17 +102,17 @@ class Saver:
         self._tell()
 
     def due(self, step: int) -> bool:
-        """Whether `after_step` will begin a save."""
+        """Whether `after_step` will start a save."""
         return self._due or self._interval.due_at(step)
 
     def after_step(self, step: int, capture: Callable[[], State]) -> None:
-        """Begin a save where one is due."""
+        """Start a save if one is due."""
         if self.due(step):
             self._begin(capture)
         self._due = False
 
     def finish(self, step: int, capture: Callable[[], State]) -> Path:
-        """Save the last state unless that was done, and wait until it is safe; where the disk has no room, for some."""
+        """Save the last state unless that was done, and wait until it is safe; if the disk is full, wait for space."""
         self._wait()
         for _ in tries(self._alive):
             if not self._lacks(step):
@@ -125,21 +125,21 @@ class Saver:
         if self._lacks(step):
             raise UserError(
                 f"run.folder = {self._lease.run}: the last checkpoint could not be written "
-                f"({self._failure or 'another rank failed'}); make room and run again with --resume"
+                f"({self._failure or 'another rank failed'}); free disk space and run again with --resume"
             )
         return checkpoint_path(self._lease.run, step)
 
     def settle(self) -> None:
-        """Let a save that is on its way end; all ranks call this together."""
+        """Wait for a save in progress; all ranks call this together."""
         self._wait()
 
     def abandon(self) -> None:
-        """Where training has failed: let a save that is on its way end, if no other rank is needed for it."""
+        """After training failed: wait for a save in progress if it needs no other rank."""
         if self._ranks == 1:
             self._wait()
 
     def _lacks(self, step: int) -> bool:
-        """Whether a step's checkpoint is not there; rank 0 knows."""
+        """Whether a step's checkpoint is missing, as rank 0 sees it."""
         [lacking] = self._sums([float(self._rank == 0 and self._good_step != step)])
         return lacking > 0
 
@@ -166,11 +166,11 @@ class Saver:
             sync(save.folder)
             save.write_s = time.perf_counter() - began
             save.written = True
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # whatever it is, training continues
             report = _sentence(error)
             with suppress(OSError):
                 for file in save.folder.glob("*" if self._ranks == 1 else f"*-rank{self._rank:05d}*"):
-                    file.unlink()  # room for what the run writes meanwhile
+                    file.unlink()  # space for what the run writes meanwhile
                 (save.folder / f"failed-{self._rank:05d}").write_text(report)
             save.error = report
 
@@ -187,7 +187,7 @@ class Saver:
         self._failed(save, report)
 
     def _whose_failure(self, save: _Save) -> str:
-        """The first rank's that failed and what it says; a full disk may have taken the note and not its text."""
+        """The first rank that failed and its error; a full disk may have stored the file without its text."""
         report = {} if save.error is None else {self._rank: save.error}
         with suppress(OSError):
             for note in sorted(save.folder.glob("failed-*")):
@@ -197,7 +197,7 @@ class Saver:
         return who + (report.get(rank) or "its share could not be written")
 
     def _commit(self, save: _Save) -> None:
-        """On rank 0, in its writing thread: make the checkpoint whole, bring it into sight, let old ones go."""
+        """On rank 0, in its writing thread: complete the checkpoint, publish it, remove old ones."""
         final = checkpoint_path(self._lease.run, save.step)
         try:
             job = self._job.model_dump(mode="json")
@@ -230,13 +230,13 @@ class Saver:
             self._reports.put(lambda: self._message(text))
 
     def _back_up(self, save: _Save, final: Path, target: str, before: threading.Thread | None) -> None:
-        """In a thread of its own: copy, then let old ones go, none of which is still to be copied then."""
+        """In its own thread: copy, then remove old ones, all of which have been copied by then."""
         if before is not None:
             before.join()
         began = time.perf_counter()
         try:
             place = back_up(final, target)
-        except Exception as error:  # every store has errors of its own
+        except Exception as error:  # every store raises its own errors
             report = _sentence(error)
             text = f"warning: step {save.step}: checkpoint saved, but not copied to {target} ({report})"
             self._reports.put(lambda: self._event("backup_failed", step=save.step, error=report))
@@ -250,19 +250,19 @@ class Saver:
     def _prune_backups(self, save: _Save, target: str) -> None:
         try:
             prune_backups(self._lease.run, target, self._settings.keep_last, self._settings.keep_every)
-        except Exception as error:  # every store has errors of its own
+        except Exception as error:  # every store raises its own errors
             text = f"step {save.step}: checkpoint copied, but an old copy could not be removed ({_sentence(error)})"
             self._reports.put(lambda: self._message(text))
 
     def _failed(self, save: _Save, error: str) -> None:
         self._failure = error
         kept = "none is complete yet" if self._good_step is None else f"the last complete one is step {self._good_step}"
-        text = f"warning: the checkpoint of step {save.step} failed ({error}); training goes on, {kept}"
+        text = f"warning: the checkpoint of step {save.step} failed ({error}); training continues, {kept}"
         self._reports.put(lambda: self._event("checkpoint_failed", step=save.step, error=error))
         self._reports.put(lambda: self._message(text))
 
     def _wait(self) -> None:
-        """Until this rank, and where a save is on its way every rank, has nothing left to do."""
+        """Wait until this rank, and during a save every rank, has nothing left to do."""
         if self._thread is not None:
             self._thread.join()
         if self._save is not None:
@@ -280,7 +280,7 @@ class Saver:
 
 
 def _started(work: Callable[..., None], *arguments: Any) -> threading.Thread:
-    # A daemon: a run that fails ends at once, and what was not finished is cleared away by the next attempt.
+    # A daemon: a run that fails exits at once, and the next attempt removes what was not finished.
     thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
     thread.start()
     return thread
@@ -289,7 +289,7 @@ def _started(work: Callable[..., None], *arguments: Any) -> threading.Thread:
 def _require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free and this takes {needed / 1e6:,.1f} MB")
+        raise OSError(errno.ENOSPC, f"the disk has {free / 1e6:,.1f} MB free but this needs {needed / 1e6:,.1f} MB")
 
 
 def _sentence(error: Exception) -> str:

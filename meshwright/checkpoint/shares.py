@@ -1,8 +1,8 @@
-"""Writing a checkpoint: every rank its own share into one folder, then rank 0 the index and the manifest.
+"""Writing a checkpoint: every rank writes its share into one folder, then rank 0 writes the index and the manifest.
 
-Tensors are cut into boxes of the whole by plain index arithmetic. Torch's distributed checkpoint plans the same with
+Tensors are cut into boxes of the whole by plain index arithmetic. Torch's distributed checkpoint plans the same using
 collectives, but only for shardings it can describe, and needs every rank in each save; here a rank knows from its own
-place which boxes are its to write, and the index of all boxes is put together from files.
+position which boxes it must write, and the index of all boxes is assembled from files.
 """
 
 import hashlib
@@ -23,18 +23,18 @@ from meshwright.checkpoint.tensorfile import DTYPE_NAMES, Planned, write_safeten
 
 INDEX, MANIFEST, JOB = "index.json", "manifest.json", "job.json"
 FILE_BYTES = 2**30
-"""A rank's share goes to files of about this size, some of them at a time."""
+"""A rank's share is written to files of about this size, some of them at a time."""
 WRITERS = 4
 
 
 class Incomplete(Exception):
-    """The shares of all ranks do not make up the whole state."""
+    """The shares of all ranks do not add up to the whole state."""
 
 
 def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int, held: Sequence[str] = ()) -> int:
     """Write one rank's boxes, which are in host memory, and a record of them; returns the bytes written.
 
-    `held` names the tensors that this rank has a part of and that some rank must write.
+    `held` names the tensors that this rank holds a part of and that some rank must write.
     """
     planned = list(_files(parts, rank, ranks))
     with ThreadPoolExecutor(WRITERS) as pool:
@@ -57,12 +57,12 @@ def write_share(folder: Path, parts: Iterable[Part], rank: int, ranks: int, held
 def record_share(
     folder: Path, rank: int, files: dict[str, FileRecord], tensors: dict[str, Whole], held: Sequence[str] = ()
 ) -> None:
-    """Note for `seal` what one rank has written."""
+    """Record for `seal` what one rank has written."""
     _write_text(folder / _share_name(rank), Share(files=files, tensors=tensors, held=tuple(held)).model_dump_json())
 
 
 def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, Any]) -> Manifest:
-    """Make one checkpoint of the shares of all ranks: check that they cover the state, write index and manifest."""
+    """Combine all ranks' shares into one checkpoint: check that they cover the state, write index and manifest."""
     shares = [_read_share(folder / _share_name(rank)) for rank in range(ranks)]
     tensors: dict[str, Whole] = {}
     for share in shares:
@@ -75,7 +75,7 @@ def seal(folder: Path, facts: Facts, attempt: int, ranks: int, job: dict[str, An
     for name, tensor in tensors.items():
         if not is_whole(tensor):
             entries = sum(math.prod(piece.shape) for piece in tensor.pieces)
-            report = f"{name} has {math.prod(tensor.shape)} entries and {entries} were written"
+            report = f"{name} has {math.prod(tensor.shape)} entries, but {entries} were written"
             raise Incomplete(f"{report}, some of them twice" if entries == math.prod(tensor.shape) else report)
     files = {name: record for share in shares for name, record in share.files.items()}
     index = Index(format=FORMAT, attempt=attempt, ranks=ranks, facts=facts, tensors=tensors)
@@ -97,7 +97,7 @@ def seal_of(manifest: Manifest) -> str:
 
 
 def _files(parts: Iterable[Part], rank: int, ranks: int) -> Iterator[tuple[str, list[Part]]]:
-    """File names with their tensors: one group's each, cut where they grow beyond FILE_BYTES."""
+    """File names with their tensors: one group per file, split where it exceeds FILE_BYTES."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
         groups.setdefault(part.group, []).append(part)
@@ -123,7 +123,7 @@ def _read_share(path: Path) -> Share:
     try:
         return Share.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Incomplete(f"{path.name} of another rank is not there: all ranks must see one run.folder") from None
+        raise Incomplete(f"{path.name} of another rank is missing: all ranks must see the same run.folder") from None
     except ValidationError as error:
         raise Incomplete(f"{path.name} cannot be read ({error.errors()[0]['msg']})") from None
 

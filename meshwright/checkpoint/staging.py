@@ -1,4 +1,4 @@
-"""The copy of a state in host memory from which a checkpoint is written while training goes on."""
+"""The copy of a state in host memory from which a checkpoint is written while training continues."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,11 +12,11 @@ from meshwright.checkpoint.records import Part
 ALIGNED_BYTES = 64
 
 Allocate = Callable[[int], Tensor]
-"""Makes a flat buffer of so many bytes in host memory."""
+"""Allocates a flat buffer of the given size in host memory."""
 
 
 class Staging:
-    """One buffer that is made at the first save and used again and again."""
+    """One buffer, allocated at the first save and reused."""
 
     def __init__(self, allocate: Allocate) -> None:
         self._allocate = allocate
@@ -24,11 +24,11 @@ class Staging:
 
     @torch.no_grad()
     def stage(self, parts: Sequence[Part]) -> list[Part]:
-        """The same parts with values of their own, which no later step changes."""
+        """Copies of the parts, which no later step changes."""
         sizes = [-(-part.values.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for part in parts]
         needed = sum(sizes)
         if self._buffer is None or len(self._buffer) < needed:
-            self._buffer = None  # let go first: there may be no room for both
+            self._buffer = None  # free it first: there may be no memory for both
             self._buffer = self._allocate(needed)
         staged = []
         for part, start in zip(parts, accumulate(sizes, initial=0), strict=False):

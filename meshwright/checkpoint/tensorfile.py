@@ -1,7 +1,7 @@
 """Safetensors files: written in one pass that hashes what it writes, read a few rows at a time.
 
-Written here because the library would hold Python's lock while it writes, and training goes on meanwhile; because a
-hash made of the bytes on their way to the disk needs no second reading; and because no tensor is held whole.
+Written here because the library would hold the GIL while it writes, and training continues meanwhile; because
+hashing the bytes as they are written needs no second read; and because no tensor is held whole.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 BLOCK_BYTES = 2**23
-"""Made, hashed and written in one go, which lets other threads run meanwhile; a row that is longer is held whole."""
+"""Converted, hashed and written at once, without the GIL; a longer row is held whole."""
 
 Report = Callable[[int], None]
 
@@ -73,13 +73,13 @@ def write_safetensors(
     metadata: Mapping[str, str] | None = None,
     report: Report = lambda done: None,
 ) -> FileRecord:
-    """Write tensors to a new file and bring it to the disk; report(bytes) follows it. Returns its size and hash."""
+    """Write tensors to a new file and sync it; report(bytes) is called as it progresses. Returns its size and hash."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for number, block in enumerate(_blocks(tensors, metadata or {})):
             digest.update(block)
             size += len(block)
-            if number > 0:  # the header is no tensor's
+            if number > 0:  # the header belongs to no tensor
                 report(len(block))
             while block:
                 block = block[file.write(block) :]
@@ -88,7 +88,7 @@ def write_safetensors(
 
 
 def _blocks(tensors: Sequence[Planned], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    # Wide numbers first: each tensor then begins at a multiple of its own width.
+    # Wide numbers first: each tensor then starts at a multiple of its own width.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -115,7 +115,7 @@ class Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """A file's tensors by name, and its metadata; one that is torn or no safetensors file is refused."""
+    """A file's tensors by name, and its metadata; a truncated or foreign file is refused."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
@@ -127,7 +127,7 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 def read_window(path: Path, name: str, take: Callable[..., Tensor]) -> Tensor:
     """What `take` slices out of a tensor of a file."""
-    # Opened for every read: what was read stays mapped as long as a file is open, and would count as memory held.
+    # Opened for every read: what was read stays mapped while the file is open, and would count as used memory.
     try:
         with safe_open(path, framework="pt") as file:
             return take(file.get_slice(name))
@@ -146,4 +146,4 @@ def hash_file(path: Path) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} cannot be read ({error}); it is torn or no safetensors file, get it again")
+    return UserError(f"{path} cannot be read ({error}): it is truncated or not a safetensors file; download it again")

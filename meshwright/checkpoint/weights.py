@@ -34,20 +34,22 @@ class StoredWeights:
         sizes = self.sizes[name]
         spans = (*window, *(slice(None) for _ in sizes[len(window) :]))
         box = [slice(*span.indices(size)[:2]) for span, size in zip(spans, sizes, strict=True)]
-        with self._checkpoint:  # files that stay open stay mapped, and would count as memory held
+        with self._checkpoint:  # files that stay open stay mapped, and would count as used memory
             return self._checkpoint.read(f"model/{name}", box)
 
 
 def require_shapes(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], *, whole: bool) -> None:
-    """Refuse a model whose parameters are not those of the checkpoint; a pipeline stage holds only some of them."""
+    """Refuse a model whose parameters differ from the checkpoint's; a pipeline stage holds only some of them."""
     saved = {name.removeprefix("model/") for name in checkpoint.names("model/")}
     odd = shapes.keys() ^ saved if whole else shapes.keys() - saved
     if odd:
         raise UserError(
-            f"{checkpoint.path} does not fit the model: {min(odd)} is on one side only; use the job's own model section"
+            f"{checkpoint.path} does not match the model: only one of them has {min(odd)}; use the job's own model "
+            "section"
         )
     for name, shape in shapes.items():
         if (found := checkpoint.shape(f"model/{name}")) != shape:
             raise UserError(
-                f"{checkpoint.path}: {name} has shape {found}, the model's is {shape}; use the job's own model section"
+                f"{checkpoint.path}: {name} has shape {found}, but the model needs {shape}; use the job's own model "
+                "section"
             )

@@ -1,4 +1,4 @@
-"""What a piece of the model costs: parameters, FLOPs and the bytes it keeps for its backward; FLOP totals of a shape.
+"""What a part of the model costs: parameters, FLOPs and the bytes it keeps for its backward; FLOP totals of a shape.
 
 Only matrix products and attention are counted as FLOPs, a multiply-add as two, attention over every pair of positions
 (a causal kernel does about half of that), and its backward with the scores recomputed, as the fused kernels do it.

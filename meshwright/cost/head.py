@@ -1,10 +1,10 @@
-"""How the head cuts its products: by tokens, so that logits never exist whole, and on a GPU into whole lines."""
+"""How the head splits its products: by tokens, so that logits never exist whole, and on a GPU into full lines."""
 
 from math import ceil
 
 CHUNK_LOGITS_BYTES = 2**30
-"""Logits that may exist at a time: every chunk adds to the whole weight gradient once, which for few tokens costs more
-than their products."""
+"""Logits that may exist at once: every chunk adds to the whole weight gradient, which for few tokens costs more than
+their products."""
 CHUNK_MULTIPLE = 128
 """Rows of a matrix product's tile."""
 ROW_MULTIPLE = 64

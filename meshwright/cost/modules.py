@@ -1,4 +1,4 @@
-"""What the pieces of a decoder cost, from its shape; tests hold every one to what autograd keeps and a counter sees.
+"""What the parts of a decoder cost, from its shape; tests compare each with what autograd saves and a counter measures.
 
 `number_bytes` are those of one number of the compute format: 8, 4 or 2.
 """

@@ -1,9 +1,9 @@
-"""Recomputation, the part without devices: what a block keeps in each mode, and the table of operations to keep.
+"""Recomputation without devices: what a block keeps in each mode, and the table of operations to keep.
 
 none       every tensor the backward needs is kept
-selective  results of the operations in KEPT_OPERATIONS are kept, everything else is made again from them
+selective  results of the operations in KEPT_OPERATIONS are kept, everything else is recomputed from them
 full       only the block's input is kept, and its forward runs again in the backward
-A forward run again stops as soon as all that was not kept is there: a block's last projection runs again, or is kept,
+A recomputed forward stops as soon as everything missing is there: a block's last projection is recomputed, or kept,
 only where dropout follows it.
 """
 
@@ -30,8 +30,8 @@ KEPT_OPERATIONS = {
     "torch_attn._varlen_attn": "attention within documents or a window on CUDA, 16-bit",
     "meshwright.shared_attention": "attention over a sequence that ranks share by ring or all-gather",
 }
-"""What selective recomputation keeps: results that take many FLOPs a byte. Norms, rotations, activation functions,
-products of gate and up, dropout masks, copies and collectives are made again. Change it before a model is built."""
+"""What selective recomputation keeps: results that take many FLOPs per byte. Norms, rotations, activation functions,
+products of gate and up, dropout masks, copies and collectives are recomputed. Change it before a model is built."""
 
 SELECTIVE_TENSORS = (
     "attention.q",
@@ -46,7 +46,7 @@ SELECTIVE_TENSORS = (
 
 
 def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:
-    """A block's cost in a mode, from that without recomputation; forward work done again is part of the backward.
+    """A block's cost in a mode, from that without recomputation; recomputed forward work is part of the backward.
 
     `stream_bytes` are the residual stream's; `spared_flops` the last projection's, 0 where something after it is saved.
     """
@@ -61,7 +61,7 @@ def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost
 
 
 def remade_bytes(none: Mapping[str, int], kept: Mapping[str, int]) -> int:
-    """Bytes of saved tensors that a recomputation brings back at once, beside what was kept (at most: q and k may be
+    """Bytes of saved tensors that a recomputation restores at once, besides what was kept (at most: q and k may be
     kept as they are, where nothing turns them)."""
     shared = {"input": "attention_norm.input"} | {name: name for name in kept if name in none}
     as_they_were = {shared[name] for name in kept if name in shared} - {"attention.q", "attention.k"}

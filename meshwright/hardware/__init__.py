@@ -1,4 +1,4 @@
-"""GPUs, what was measured of them, Slurm sites, and an examination of this machine; no torch until then."""
+"""GPUs, their measured profiles, Slurm sites, and a check of this machine; only the check imports torch."""
 
 from meshwright.hardware.clusters import completed
 from meshwright.hardware.doctor import Finding, examine

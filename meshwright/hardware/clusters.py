@@ -1,4 +1,4 @@
-"""A job's cluster section, with what its site knows where it says nothing itself."""
+"""A job's cluster section, completed with what is known about its site."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from meshwright.job.devices import Cluster
 
 
 def completed(cluster: Cluster, ranks: int | None = None, field: str = "cluster.name") -> Cluster:
-    """The section with its site's GPU, links and host memory, and as many machines as so many ranks fill.
+    """The section with its site's GPU, links and host memory, and as many machines as the ranks fill.
 
-    What was said stays as it is, and stays all that `model_fields_set` names: a job file is written with no more. Where
+    Given values stay, and `model_fields_set` still names only those: a job file is written with no more. Where
     a site does not fit, `field` is what named it.
     """
     known: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""An examination of this machine: what Meshwright finds here, one line each, and what is missing."""
+"""A check of this machine: what Meshwright finds here, one line each, and what is missing."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ _TORCH_INSTALL = "pip install 'torch>=2.11'"
 _LOW_DISK_GIB = 10
 _REQUIRED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers")
 _EXTRAS = {
-    "transformers": "Hugging Face models cannot be compared against",
+    "transformers": "no comparison with Hugging Face models",
     "torchao": "no fp8 training",
     "wandb": "no Weights & Biases sink",
     "tensorboard": "no TensorBoard sink",
@@ -39,7 +39,7 @@ _PROGRAMS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: "missing" is a hard requirement, "warning" a thing to know."""
+    """One line of the check: "missing" is a hard requirement, "warning" is good to know."""
 
     name: str
     status: Status
@@ -69,9 +69,9 @@ def _guarded(name: str, probe: Callable[[], Iterator[Finding]]) -> list[Finding]
     found: list[Finding] = []
     try:
         found.extend(probe())
-    except Exception as error:  # an examination must reach its end on the machines where things are broken
+    except Exception as error:  # the check must finish on machines where things are broken
         first_line = next(iter(str(error).splitlines()), "")
-        found.append(Finding(name, "warning", "could not be examined", f"{type(error).__name__}: {first_line}"))
+        found.append(Finding(name, "warning", "could not be checked", f"{type(error).__name__}: {first_line}"))
     return found
 
 
@@ -155,7 +155,7 @@ def _disk() -> Iterator[Finding]:
         free_gib = shutil.disk_usage(existing).free / 2**30
         enough = free_gib >= _LOW_DISK_GIB
         note = (
-            str(folder) if enough else f"{folder}: little room for checkpoints; free some or set run.folder elsewhere"
+            str(folder) if enough else f"{folder}: little space for checkpoints; free some or set run.folder elsewhere"
         )
         yield Finding(name, "ok" if enough else "warning", f"{free_gib:.1f} GiB free", note)
 

@@ -1,4 +1,4 @@
-"""The table of GPUs: find the one torch names, and its dense peak rates; a GPU that is not there is unknown."""
+"""The table of GPUs: find the one torch names, and its dense peak rates; a GPU not listed is unknown."""
 
 import tomllib
 from difflib import get_close_matches
@@ -13,20 +13,20 @@ from meshwright.errors import UserError
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
-# Drivers keep some memory for themselves and ECC can be switched off; sizes of one part's variants lie further apart.
+# Drivers keep some memory for themselves and ECC can be switched off; sizes of one part's variants differ by more.
 _MEMORY_TOLERANCE = 0.1
 # Older drivers print the same part without the maker's name, and V100s have been both "Tesla" and "NVIDIA".
 _MAKERS = ("nvidia ", "tesla ", "amd ")
 
 
 class Fact(BaseModel):
-    """Something known, as a file has it."""
+    """An entry of a file, with fixed fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Link(Fact):
-    """A way in and out of a GPU."""
+    """A link in and out of a GPU."""
 
     kind: Literal["nvlink", "nvlink-c2c", "pcie", "infinity-fabric"]
     """The technology."""
@@ -44,7 +44,7 @@ class Gpu(Fact):
     names: tuple[str, ...]
     """Patterns of the device name torch prints."""
     vague_names: tuple[str, ...] = ()
-    """Patterns shared with other parts, believed only together with a memory size that fits."""
+    """Patterns shared with other parts, used only if the memory size matches too."""
     memory_gib: PositiveFloat
     """Device memory."""
     memory_bandwidth_bytes_per_s: PositiveFloat | None = None
@@ -58,7 +58,7 @@ class Gpu(Fact):
     host_memory_gib: PositiveFloat | None = None
     """Host memory for each GPU, where it is soldered to the part."""
     source: str
-    """Where the numbers are from."""
+    """The source of the numbers."""
 
 
 @cache
@@ -94,7 +94,7 @@ def find_gpu(device_name: str, memory_bytes: int | None = None) -> Gpu | None:
 def mfu_peak_flops(gpu: Gpu, compute: str) -> float | None:
     """The dense peak that a compute format's MFU is measured against; None when it is not known.
 
-    fp8's is bf16's: head and attention stay bf16, and with one yardstick the gain shows in the MFU.
+    fp8's is bf16's: head and attention stay bf16, and with the same peak the gain shows in the MFU.
     """
     return peak_flops(gpu, "bf16" if compute == "fp8" else compute)
 

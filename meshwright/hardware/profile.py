@@ -1,4 +1,4 @@
-"""What was measured of a device: a calibration profile, where profiles lie, and the one that is used."""
+"""Measurements of a device: calibration profiles, where they are stored, and which one is used."""
 
 import json
 import os
@@ -25,7 +25,8 @@ class Product(Fact):
     dtype: Dtype
     """Format of its operands."""
     kind: ProductKind
-    """Which of a projection's it is: its operands lie differently in memory; "weight sum" adds to a wider matrix."""
+    """Which of a projection's it is: its operands have different memory layouts; "weight sum" adds to a wider
+    matrix."""
     rows: PositiveInt
     """Of the result."""
     columns: PositiveInt
@@ -69,14 +70,14 @@ class Copy(Fact):
 
 
 class Loss(Fact):
-    """The loss and its gradient, from logits that are there."""
+    """The loss and its gradient, from existing logits."""
 
     rows: PositiveInt
     """Tokens."""
     vocabulary: PositiveInt
     """Logits of each."""
     compiled: bool
-    """Whether torch's compiler made its kernels."""
+    """Whether torch's compiler generated its kernels."""
     seconds: PositiveFloat
     """Median."""
 
@@ -150,7 +151,7 @@ class Profile(Fact):
     """What could not be measured, and why."""
 
     def as_gpu(self) -> Gpu:
-        """What is known of a device that the hardware table has not: its memory, and no peak."""
+        """What is known of a device missing from the hardware table: its memory, but no peak."""
         peak: dict[Dtype, float] = {}
         for product in self.products:
             rate = 2.0 * product.rows * product.columns * product.inner / product.seconds
@@ -162,19 +163,19 @@ class Profile(Fact):
             memory_gib=self.memory_gib,
             memory_bandwidth_bytes_per_s=None if fastest is None else fastest.moved_bytes / fastest.seconds,
             peak=peak,
-            source=f"measured on {self.date}: the fastest product of each format stands for a peak",
+            source=f"measured on {self.date}: the fastest matrix product in each format is taken as its peak",
         )
 
 
 def profiles_folder() -> Path:
-    """Where this user's profiles lie."""
+    """Where this user's profiles are stored."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "meshwright" / "profiles"
 
 
 def profile_of(key: str) -> Profile | None:
-    """The profile of a GPU: this user's, else one that Meshwright brings, else None."""
+    """The profile of a GPU: this user's, else one that comes with Meshwright, else None."""
     name = f"{key}.json"
     own = profiles_folder() / name
     if own.is_file():
@@ -188,7 +189,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile where nothing half-written can be found."""
+    """Write a profile atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = profile.model_dump(mode="json", exclude_none=True)
     lists = {name: value for name, value in fields.items() if isinstance(value, list) and value}
@@ -228,6 +229,6 @@ def _parsed(text: str, where: str) -> Profile:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(
-            f"the profile {where} is not one that this version reads ({place}: {first['msg']}); "
+            f"the profile {where} cannot be read by this version ({place}: {first['msg']}); "
             "measure again with meshwright calibrate, or remove it"
         ) from None

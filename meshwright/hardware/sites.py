@@ -1,4 +1,4 @@
-"""Slurm sites: what a planner and a batch script need of each; a fact nobody published is absent and asked for."""
+"""Slurm sites: what a planner and a batch script need of each; unpublished facts are absent and must be given."""
 
 import re
 import tomllib
@@ -26,7 +26,7 @@ class Site(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """As `--site`, `--cluster` and `cluster.name` know it."""
+    """Its name for `--site`, `--cluster` and `cluster.name`."""
     title: str
     """The machine, its partition and its country."""
     gpu: str | None = None
@@ -46,31 +46,31 @@ class Site(BaseModel):
     partition: str | None = None
     """Slurm's partition."""
     qos: str | None = None
-    """Slurm's quality of service, where one serves everybody."""
+    """Slurm's quality of service, where one is open to everybody."""
     max_time: str | None = None
     """The longest job, as Slurm writes it."""
     gpu_request: Literal["gpus-per-node", "gres", "none"] = "gpus-per-node"
-    """How its scripts ask for GPUs."""
+    """How its scripts request GPUs."""
     cpus_per_gpu: PositiveInt | None = None
-    """Cores for each GPU; None asks for whole machines."""
+    """Cores for each GPU; None requests whole machines."""
     directives: tuple[str, ...] = ()
-    """Further words for sbatch, as `--constraint=thin`."""
+    """Further options for sbatch, such as `--constraint=thin`."""
     asks: tuple[Asked, ...] = ()
-    """What every job must say and no profile can know."""
+    """Options that every job must give and no profile can know."""
     account: str | None = None
-    """The project that pays; in a profile of your own."""
+    """The project to charge; in your own profile."""
     time: str | None = None
-    """A job's time limit where --time does not say; in a profile of your own."""
+    """A job's time limit without --time; in your own profile."""
     modules: tuple[str, ...] = ()
     """Loaded before anything starts."""
     environment: dict[str, str] = {}
     """Variables set before anything starts."""
     container_command: str | None = None
-    """What starts a program inside an image, as `apptainer exec --nv`."""
+    """The command that runs a program inside an image, such as `apptainer exec --nv`."""
     python: str | None = None
-    """The Python that has meshwright on the compute nodes; the one that submits where absent."""
+    """The Python that has meshwright on the compute nodes; by default the one that submits."""
     sources: dict[str, str] = {}
-    """Where each fact is from: its field → a page or document."""
+    """The source of each fact: its field → a page or document."""
 
     @field_validator("*")
     @classmethod
@@ -79,18 +79,18 @@ class Site(BaseModel):
         parts = [*value, *value.values()] if isinstance(value, dict) else [value] if isinstance(value, str) else value
         for part in parts if isinstance(parts, list | tuple) else ():
             if isinstance(part, str) and (odd := odd_character(part)):
-                raise ValueError(f"it may not have the control character {odd}")
+                raise ValueError(f"it must not contain the control character {odd}")
         return value
 
     @field_validator("environment")
     @classmethod
     def _names(cls, value: dict[str, str]) -> dict[str, str]:
         if wrong := [name for name in value if not _VARIABLE.fullmatch(name)]:
-            raise ValueError(f"{wrong[0]!r} is no variable's name")
+            raise ValueError(f"{wrong[0]!r} is not a variable name")
         return value
 
 
-# What is ours to say and no fact of a site.
+# Our own settings, not facts about a site.
 _NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "environment", "python"}
 
 
@@ -103,9 +103,9 @@ def known_sites() -> dict[str, Site]:
 
 
 def find_site(name: str, field: str = "--site") -> Site:
-    """A site by name, or a profile file of your own, which may say `extends = "leonardo"` and what differs.
+    """A site by name, or your own profile file, which may say `extends = "leonardo"` and what differs.
 
-    A refusal speaks of `field`, which named it.
+    Errors name `field`, where it was given.
     """
     if name.lower() in known_sites():
         return known_sites()[name.lower()]
@@ -117,7 +117,7 @@ def find_site(name: str, field: str = "--site") -> Site:
 
 
 def unsourced(site: Site) -> list[str]:
-    """The facts of a site that say no source."""
+    """The facts of a site without a source."""
     given = site.model_dump(exclude_defaults=True)
     return sorted(set(given) - _NO_FACTS - set(site.sources))
 
@@ -130,7 +130,7 @@ def _own_site(path: Path, field: str) -> Site:
     base = table.pop("extends", None)
     if base is not None:
         if not isinstance(base, str) or base not in known_sites():
-            raise UserError(f"{path}: extends = {base!r} is no known site; use one of {', '.join(known_sites())}")
+            raise UserError(f"{path}: extends = {base!r} is not a known site; use one of {', '.join(known_sites())}")
         table = {**known_sites()[base].model_dump(exclude={"name"}, exclude_defaults=True), **table}
     table.setdefault("title", path.stem)
     return _site(path.stem, table, str(path))
@@ -144,7 +144,7 @@ def _site(name: str, table: dict[str, Any], where: str | None = None) -> Site:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise UserError(
-            f"{where}: {field} is not allowed or missing ({first['msg'].lower()}); mend the profile"
+            f"{where}: {field} is not allowed or missing ({first['msg'].lower()}); fix the profile"
         ) from None
     if site.gpu is not None and profile_of(site.gpu) is None:
         gpu_by_key(site.gpu)

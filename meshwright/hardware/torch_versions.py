@@ -1,4 +1,4 @@
-"""Which torch releases Meshwright runs on, with a warning past the newest tested, and whether Triton came along."""
+"""Which torch releases Meshwright runs on, with a warning past the newest tested, and whether Triton is installed."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of a micro-batch from forward to backward: the model's own count, cut as the layout cuts it."""
+"""What a rank keeps of a micro-batch from forward to backward: the model's own count, as the layout shards it."""
 
 from collections.abc import Mapping
 from math import lcm
@@ -41,7 +41,7 @@ def stages_of_rank(job: Job, table: Table | None, rank: int) -> list[tuple[range
 
 
 def holdings_of_rank(table: Table | None, rank: int) -> list[Holding]:
-    """The moments at which a rank holds most micro-batches, as the number each of its stages holds."""
+    """The moments at which a rank holds the most micro-batches, as the number that each stage holds."""
     if table is None:
         return [(1,)]
     stages = table.stages_of(rank)
@@ -86,9 +86,9 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
         place = "layers.0." if full_name.startswith("layers.0.") else ""
         name = full_name.removeprefix(place)
         if name == "attention.mask" and layout.cp > 1:
-            continue  # attention over a shared sequence makes its masks anew
+            continue  # attention over a shared sequence rebuilds its masks
         sizes[place, name] = -(-size // parts[BY_TENSOR[name]])
-    if layout.cp > 1 and layout.cp_method == "ulysses" and mode == "none":  # as it was made, and as it came back
+    if layout.cp > 1 and layout.cp_method == "ulysses" and mode == "none":  # as it was computed, and as it was returned
         sizes["layers.0.", "attention.returned"] = sizes["layers.0.", "attention.out"]
     if job.model.kv_heads % layout.tp:  # then every rank has a key-value head for each of its queries
         for name in ("attention.k", "attention.v"):

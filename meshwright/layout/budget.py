@@ -1,8 +1,8 @@
-"""Which blocks to recompute so that a rank holds no more than a budget: the cheapest numbers of them in each mode.
+"""Which blocks to recompute so that a rank stays within a budget: the cheapest number of blocks in each mode.
 
-A stage's blocks are alike, so that only their number in each mode matters; the stages of a rank share them evenly.
-Within a stage recomputed blocks come first: the backward begins with the last blocks, and by the time it brings a
-recomputed block's tensors back, it has let go of those of the blocks behind it.
+A stage's blocks are alike, so only their number in each mode matters; the stages of a rank share them evenly.
+Within a stage recomputed blocks come first: the backward starts with the last blocks, and by the time it restores a
+recomputed block's tensors, it has freed those of the blocks after it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ class BlockBytes:
     kept: int
     """Bytes held from forward to backward."""
     remade: int = 0
-    """Bytes that its recomputation brings back, beside those kept."""
+    """Bytes that its recomputation restores, besides those kept."""
     flops: int = 0
-    """FLOPs of projections and attention done again."""
+    """Recomputed FLOPs of projections and attention."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StageBytes:
         return self.fixed + sum(n * self.modes[mode].kept for mode, n in zip(ORDER, counts, strict=True) if n)
 
     def surplus(self, counts: Counts) -> int:
-        """Most bytes the backward holds beyond that, when it brings a block's tensors back."""
+        """Most bytes the backward holds beyond that, when it restores a block's tensors."""
         most = freed = 0
         for mode, count in reversed(list(zip(ORDER, counts, strict=True))):
             if count:
@@ -54,16 +54,16 @@ class StageBytes:
 
 
 def cheapest(stages: Sequence[StageBytes], holdings: Sequence[Holding], budget: int) -> list[Counts] | None:
-    """Every stage's blocks in each mode for which the rank does least again, its peak within the budget; None if none.
+    """Every stage's blocks in each mode for which the rank recomputes least within the budget; None if none.
 
-    Least is fewest FLOPs, and among equals fewest bytes made again.
+    Least is fewest FLOPs, and among equals fewest recomputed bytes.
     """
     ways = [way for way in _ways(stages, holdings) if peak_bytes(stages, way, holdings) <= budget]
     return min(ways, key=lambda way: work(stages, way), default=None)
 
 
 def least_bytes(stages: Sequence[StageBytes], holdings: Sequence[Holding]) -> int:
-    """The smallest peak there is."""
+    """The smallest possible peak."""
     return min(peak_bytes(stages, way, holdings) for way in _ways(stages, holdings))
 
 
@@ -75,7 +75,7 @@ def peak_bytes(stages: Sequence[StageBytes], way: Sequence[Counts], holdings: Se
 
 
 def work(stages: Sequence[StageBytes], way: Sequence[Counts]) -> tuple[int, int]:
-    """What one micro-batch costs again on its way through a rank's stages: FLOPs, and bytes of tensors made again."""
+    """What recomputing one micro-batch costs over a rank's stages: FLOPs, and bytes of recomputed tensors."""
     again = [
         (count * stage.modes[mode].flops, count * stage.modes[mode].remade)
         for stage, counts in zip(stages, way, strict=True)
@@ -88,7 +88,7 @@ def work(stages: Sequence[StageBytes], way: Sequence[Counts]) -> tuple[int, int]
 def _ways(stages: Sequence[StageBytes], holdings: Sequence[Holding]) -> Iterator[list[Counts]]:
     """Every number of the rank's blocks in each mode, shared evenly by its stages."""
     sizes, total = [stage.blocks for stage in stages], sum(stage.blocks for stage in stages)
-    # What does not divide evenly is recomputed where it frees most: in the stages that hold most micro-batches.
+    # The remainder is recomputed where it frees most: in the stages that hold most micro-batches.
     fullest = sorted(range(len(stages)), key=lambda place: -max(holding[place] for holding in holdings))
     allowed = stages[0].modes
     for full in range(total + 1 if "full" in allowed else 1):

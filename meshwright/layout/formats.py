@@ -1,4 +1,4 @@
-"""Which number formats go with which layouts and shapes, checked before any process starts."""
+"""Which number formats work with which layouts and shapes, checked before any process starts."""
 
 from meshwright.errors import UserError
 from meshwright.job import FORMAT_BYTES, Job
@@ -8,7 +8,7 @@ FP8_MULTIPLE = 16
 
 
 def require_precision(job: Job) -> None:
-    """Refuse formats that the layout, the shape of the model or each other leave no room for."""
+    """Refuse formats that the layout, the model's shape or other formats rule out."""
     if job.precision.compute == "fp16":
         _require_one_decision(job)
     if job.precision.compute == "fp8":
@@ -20,8 +20,8 @@ def require_precision(job: Job) -> None:
 def _require_one_decision(job: Job) -> None:
     if job.layout.pp > 1 and job.layout.schedule == "pipedream":
         raise UserError(
-            'precision.compute = "fp16" skips steps that overflow on all ranks or none, but the stages of '
-            'layout.schedule = "pipedream" update without each other; set precision.compute = "bf16"'
+            'precision.compute = "fp16" skips a step that overflows on all ranks or none, but the stages of '
+            'layout.schedule = "pipedream" update independently; set precision.compute = "bf16"'
         )
 
 
@@ -39,8 +39,8 @@ def _require_sides(job: Job) -> None:
         if size // parts % FP8_MULTIPLE:
             share = f"{size}, {size // parts} on a rank," if parts > 1 else f"{size}"
             raise UserError(
-                f'precision.compute = "fp8" multiplies matrices whose sides are multiples of {FP8_MULTIPLE}, but '
-                f'{name} = {share} is none; change it or set precision.compute = "bf16"'
+                f'precision.compute = "fp8" needs matrices whose sides are multiples of {FP8_MULTIPLE}, but '
+                f'{name} = {share} is not; change it or set precision.compute = "bf16"'
             )
 
 
@@ -48,8 +48,8 @@ def _require_narrow_gradients(job: Job) -> None:
     gradients = 'precision.gradients = "bf16"'
     if job.precision.number_bytes == FORMAT_BYTES["fp32"]:
         raise UserError(
-            f'{gradients} is for gradients that are made in 16 bits, but precision.compute = "{job.precision.compute}" '
-            'makes them in 32; set precision.compute = "bf16" or precision.gradients = "fp32"'
+            f'{gradients} is for gradients computed in 16 bits, but precision.compute = "{job.precision.compute}" '
+            'computes them in 32; set precision.compute = "bf16" or precision.gradients = "fp32"'
         )
     if job.layout.pp > 1 and job.layout.schedule == "pipedream":
         raise UserError(
@@ -59,7 +59,7 @@ def _require_narrow_gradients(job: Job) -> None:
     layout, offloaded = job.layout, {"optimizer", "params"} & set(job.memory.offload)
     if offloaded and layout.dp_replicate * layout.dp_shard * layout.tp * layout.cp * layout.pp > 1:
         raise UserError(
-            f"{gradients} is rounded as soon as a gradient is reduced, when with memory.offload = "
+            f"{gradients} rounds a gradient as soon as it is reduced, but with memory.offload = "
             f'["{min(offloaded)}"] torch may still be copying it to the host; set precision.gradients = "fp32"'
         )
     if layout.compress != "none":

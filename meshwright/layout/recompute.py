@@ -1,4 +1,4 @@
-"""Recomputation of blocks: which mode each gets, and what cannot be asked."""
+"""Recomputation of blocks: which mode each gets, and which settings are refused."""
 
 from dataclasses import replace
 from math import ceil, floor, log10
@@ -38,8 +38,8 @@ def _within(job: Job, table: Table | None, rank: int, budget: int) -> dict[int, 
 def _stages(job: Job, table: Table | None, rank: int) -> list[tuple[range, StageBytes]]:
     if job.model.file is not None:
         raise UserError(
-            f"memory.recompute = {_shown(job.memory.recompute)} counts what blocks save, which model.file = "
-            f'{job.model.file} does not tell; set memory.recompute to "selective", "full" or {{every = k}}'
+            f"memory.recompute = {_shown(job.memory.recompute)} needs to know what blocks save, which model.file = "
+            f'{job.model.file} does not say; set memory.recompute to "selective", "full" or {{every = k}}'
         )
     stages = stages_of_rank(job, table, rank)
     if table is None or not table.splits_backward:
@@ -54,21 +54,22 @@ def require_recompute(job: Job, table: Table | None) -> None:
         return
     if table is not None and table.schedule == "pipedream":
         raise UserError(
-            f"memory.recompute = {_shown(asked)} would run forwards again with newer weights than they had, since "
+            f"memory.recompute = {_shown(asked)} would recompute forwards with newer weights than they first used, "
+            "since "
             'layout.schedule = "pipedream" updates in between; set memory.recompute = "none" or layout.schedule = '
             '"1f1b"'
         )
     if asked == "selective" and table is not None and table.splits_backward:
         raise UserError(
             f'memory.recompute = "selective" keeps its results for one backward, but layout.schedule = '
-            f'"{table.schedule}" runs it as two halves; set memory.recompute = "full" or layout.schedule = "1f1b"'
+            f'"{table.schedule}" splits it into two halves; set memory.recompute = "full" or layout.schedule = "1f1b"'
         )
     if isinstance(asked, Budget):
         least, _ = budget_span(job, table)
         if asked.budget_gib * GIB < least:
             lower = " or lower batch.micro_batch" if job.batch.micro_batch > 1 else ""
             raise UserError(
-                f"memory.recompute = {_shown(asked)} is less than the fullest rank holds when every block is "
+                f"memory.recompute = {_shown(asked)} is less than the fullest rank needs even when every block is "
                 f"recomputed; set budget_gib to at least {_rounded_up(least / GIB):g}{lower}"
             )
 

@@ -28,32 +28,32 @@ def table_of(job: Job) -> Table:
 
 
 def _unchecked(job: Job) -> Table:
-    """The same for refusals: a search asks for many, and what the check finds is no mistake of the user's."""
+    """Caches refusals too: a search asks for many, and these are not the user's mistakes."""
     layout = job.layout
     return unchecked_table(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
 
 
 def is_asynchronous(job: Job) -> bool:
-    """Whether the stages of a pipeline update themselves without waiting for each other."""
+    """Whether the stages of a pipeline update themselves independently of each other."""
     return job.layout.pp > 1 and job.layout.schedule == "pipedream"
 
 
-_table = lru_cache(maxsize=16)(build_table)  # a table of many ranks and micro-batches takes seconds to make and check
+_table = lru_cache(maxsize=16)(build_table)  # a table of many ranks and micro-batches takes seconds to build and check
 
 
 def ranks_of(layout: Layout) -> int:
-    """How many ranks a layout takes."""
+    """How many ranks a layout needs."""
     return prod(axes(layout).values())
 
 
 def padded_vocabulary(job: Job) -> int:
-    """Rows of the embedding table as stored: the next multiple of tp, so that every rank holds as many."""
+    """Rows of the embedding table as stored: the next multiple of tp, so that every rank holds the same number."""
     tp = job.layout.tp
     return -(-job.model.vocab_size // tp) * tp
 
 
 def require_layout(job: Job, world_size: int) -> None:
-    """Refuse a layout that does not take all ranks, or that the model or the batch cannot be cut by."""
+    """Refuse a layout that does not use all ranks, or that does not divide the model or the batch."""
     _require_ranks(job, world_size)
     _require_zero(job.layout)
     _require_tensor(job)
@@ -121,7 +121,7 @@ def _require_context(job: Job) -> None:
         longer = -(-job.batch.sequence_length // (2 * cp)) * 2 * cp
         raise UserError(
             f"layout.cp = {cp} needs batch.sequence_length to be a multiple of 2·cp = {2 * cp} (each rank holds two "
-            f"pieces of it), but it is {job.batch.sequence_length}; set it to {longer} or lower layout.cp"
+            f"chunks of it), but it is {job.batch.sequence_length}; set it to {longer} or lower layout.cp"
         )
     if job.layout.cp_method != "ulysses":
         return
@@ -140,7 +140,7 @@ def _require_pipeline(job: Job) -> None:
             if given:
                 value = getattr(layout, field)
                 raise UserError(
-                    f"layout.{field} = {list(value) if field == 'split' else value} cuts a pipeline, but layout.pp = "
+                    f"layout.{field} = {list(value) if field == 'split' else value} is for pipelines, but layout.pp = "
                     "1; raise layout.pp or leave it out"
                 )
         return
@@ -158,8 +158,8 @@ def _require_split_backward(job: Job) -> None:
     layout = job.layout
     if layout.zero_stage == 3:
         raise UserError(
-            f"layout.zero = 3 lets go of parameters between the two halves of a backward that layout.schedule = "
-            f'"{layout.schedule}" splits, and gradients come out wrong; set layout.zero = 2 or layout.schedule = "1f1b"'
+            f"layout.zero = 3 frees parameters between the two halves of a backward that layout.schedule = "
+            f'"{layout.schedule}" splits, which makes gradients wrong; set layout.zero = 2 or layout.schedule = "1f1b"'
         )
     if job.run.compile:
         raise UserError(
@@ -173,7 +173,7 @@ def _require_pipedream(job: Job) -> None:
     for axis in ("dp_replicate", "dp_shard", "tp", "cp"):
         if (size := getattr(job.layout, axis)) > 1:
             raise UserError(
-                f"{schedule} runs over layout.pp alone, but layout.{axis} = {size}; set it to 1 or "
+                f"{schedule} supports layout.pp only, but layout.{axis} = {size}; set it to 1 or "
                 'layout.schedule = "1f1b"'
             )
     if job.run.on_bad_step == "rewind" or job.run.spike_score:
@@ -185,7 +185,7 @@ def _require_pipedream(job: Job) -> None:
     if job.accumulation > 1:
         raise UserError(
             f"{schedule} updates after every micro-batch, but batch.micro_batch = {job.batch.micro_batch} makes "
-            f"{job.accumulation} of them a step; set batch.micro_batch = {job.batch.global_batch}, as "
+            f"{job.accumulation} of them per step; set batch.micro_batch = {job.batch.global_batch}, as "
             "batch.global_batch is"
         )
     if job.model.tied:
@@ -195,8 +195,8 @@ def _require_pipedream(job: Job) -> None:
         )
     if job.run.compile:
         raise UserError(
-            f"{schedule} exchanges a block's weights from one mini-batch to the next, which run.compile = true is not "
-            "proven with; set run.compile = false"
+            f"{schedule} swaps a block's weights from one mini-batch to the next, which is not verified with "
+            "run.compile = true; set run.compile = false"
         )
 
 
@@ -206,13 +206,13 @@ def _require_compression(job: Job) -> None:
         return
     if job.layout.dp_replicate == 1:
         raise UserError(
-            f"{compress} is for gradients between replicas, but layout.dp_replicate = 1; raise it or set "
+            f"{compress} compresses gradients between replicas, but layout.dp_replicate = 1; raise it or set "
             'layout.compress = "none"'
         )
     if job.precision.compute == "fp16":
         raise UserError(
-            f'{compress} keeps what it does not send for later steps, when precision.compute = "fp16" may scale '
-            'gradients otherwise; set precision.compute = "bf16" or layout.compress = "none"'
+            f'{compress} keeps what it does not send for later steps, where precision.compute = "fp16" may scale '
+            'gradients differently; set precision.compute = "bf16" or layout.compress = "none"'
         )
 
 
@@ -229,12 +229,12 @@ def _require_offload(job: Job) -> None:
     shown = f"memory.offload = {list(job.memory.offload)}".replace("'", '"')
     if job.memory.offload and is_asynchronous(job):
         raise UserError(
-            f'{shown} has no place for the versions of the weights that layout.schedule = "pipedream" keeps; leave it '
+            f'{shown} does not support the weight versions that layout.schedule = "pipedream" keeps; leave it '
             'out or set layout.schedule = "1f1b"'
         )
     if {"optimizer", "params"} & set(job.memory.offload) and job.layout.compress != "none":
         raise UserError(
-            f'{shown} takes gradients off the device before layout.compress = "{job.layout.compress}" could compress '
+            f'{shown} moves gradients off the device before layout.compress = "{job.layout.compress}" can compress '
             'them; set layout.compress = "none" or leave "optimizer" and "params" out of memory.offload'
         )
 
@@ -253,7 +253,7 @@ def updates_in_one_pass(job: Job) -> bool:
 def gradient_format(job: Job) -> str:
     """The format gradients are kept in until the update, as precision.compute or precision.gradients names it.
 
-    With one micro-batch a step nothing is added up: as backward makes them they are as exact as widened.
+    With one micro-batch per step nothing is summed: as computed by backward they are as exact as when widened.
     """
     if job.accumulation == 1 and updates_in_one_pass(job):
         return job.precision.compute

@@ -10,7 +10,7 @@ BYTES_AS_FLOPS = 300
 """FLOPs a GPU could do while it moves one byte (H100 SXM: 989e12 FLOP/s over 3.35e12 B/s): weighs work that only moves
 numbers against matrix products."""
 LOSS_BYTES_PER_LOGIT = 20
-"""Float32 logits are made, shifted, exponentiated, scaled and read again: about five passes."""
+"""Float32 logits are computed, shifted, exponentiated, scaled and read again: about five passes."""
 EMBEDDING_BYTES_PER_ENTRY = 12
 """Forward reads and writes 16-bit entries, backward reads and adds 32-bit ones."""
 
@@ -23,7 +23,7 @@ def split_layers(job: Job, stages: int) -> list[range]:
 
 
 def require_stages(job: Job, stages: int) -> None:
-    """Refuse more stages than layers and a split that is not one of these layers into these stages."""
+    """Refuse more stages than layers, and a split that does not match the layers and stages."""
     split, layers = job.layout.split, job.model.layers
     if stages > layers:
         held = stages // job.layout.pp
@@ -44,7 +44,7 @@ def require_stages(job: Job, stages: int) -> None:
 
 @lru_cache(maxsize=64)
 def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]:
-    """Layers per stage so that the costliest stage costs least, every stage holding at least one."""
+    """Layers per stage such that the most expensive stage is as cheap as possible, with at least one each."""
     if stages == 1:
         return (shape.layers,)
     layer, embedding, head = piece_costs(shape, sequence)
@@ -66,7 +66,7 @@ def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]
 
 
 def piece_costs(shape: Model, sequence: int) -> tuple[float, float, float]:
-    """What one layer, the embedding and the head with its loss cost a token in a step, in FLOPs or their equivalent."""
+    """What a layer, the embedding and the head with its loss cost per token and step, in FLOPs or the equivalent."""
     layer = 6.0 * block_products(shape) + 6.0 * sequence * shape.heads * shape.head_dim
     embedding = float(BYTES_AS_FLOPS * EMBEDDING_BYTES_PER_ENTRY * shape.width)
     head = shape.vocab_size * (6.0 * shape.width + BYTES_AS_FLOPS * LOSS_BYTES_PER_LOGIT)

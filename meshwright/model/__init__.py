@@ -1,4 +1,4 @@
-"""Single-device model code: the decoder, its first values, and Hugging Face's names for its parts."""
+"""Single-device model code: the decoder, its initial values, and Hugging Face's names for its parts."""
 
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache

@@ -16,9 +16,9 @@ EXPAND_GROUPS = False
 
 
 class Attend(Protocol):
-    """Anything that attends: queries are the last S of the keys' T positions, and no query sees a later key.
+    """Any attention function: queries are the last S of the keys' T positions, and no query sees a later key.
 
-    The second result is the log-sum-exp of every query's scores, or None where the kernel keeps it to itself.
+    The second result is the log-sum-exp of every query's scores, or None where the kernel does not return it.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class CausalAttend:
         return out_BHSE.transpose(1, 2), lse_BHS
 
     def needs_mask(self, queries: int, keys: int) -> bool:
-        """Whether the window or a cache leaves something other than the plain causal triangle."""
+        """Whether the window or a cache needs a mask other than the plain causal triangle."""
         return queries != keys or (self.window is not None and self.window < keys)
 
     def visible(self, q_BSHE: Tensor, k_BTKE: Tensor, documents: Documents | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from meshwright.model.rotary import RotaryTables, apply_rotary
 
 
 class Attention(nn.Module):
-    """Project, optionally norm and turn every head, attend, project back; `attend` may be replaced."""
+    """Project, optionally norm and rotate every head, attend, project back; `attend` may be replaced."""
 
     fused = False
     """Whether q, k and v are one product."""
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        # The number of heads is read off the projections' results: a tensor-parallel rank holds fewer.
+        # The number of heads is taken from the projections' results: a tensor-parallel rank holds fewer.
         linears = (self.q, self.k, self.v)
         projected = fused_projections(x_BSD, linears) if self.fused else [linear(x_BSD) for linear in linears]
         q_BSHE, k_BSKE, v_BSKE = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)

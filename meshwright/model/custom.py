@@ -1,4 +1,4 @@
-"""A model of the user's own: one file with a `build` function and a sharding table."""
+"""A user's own model: one file with a `build` function and a sharding table."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ from meshwright.model.sharding import DECODER_SHARDING, ROLES, role_of
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model on whatever device it was built on, with the roles of its modules."""
+    """A model, on the device it was built on, with the roles of its modules."""
 
     model: nn.Module
     sharding: Mapping[str, str]
@@ -52,7 +52,9 @@ def count_parameters(shape: Model) -> int:
 
 def _from_file(path: Path, shape: Model) -> Architecture:
     if not path.is_file():
-        raise UserError(f'model.file = "{path}" is not there; give the path of a Python file that defines build(shape)')
+        raise UserError(
+            f'model.file = "{path}" does not exist; give the path of a Python file that defines build(shape)'
+        )
     spec = importlib.util.spec_from_file_location(f"meshwright_model_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -60,15 +62,17 @@ def _from_file(path: Path, shape: Model) -> Architecture:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f'model.file = "{path}" cannot be loaded ({type(error).__name__}: {error}); mend it') from error
+        raise UserError(f'model.file = "{path}" cannot be loaded ({type(error).__name__}: {error}); fix it') from error
     build, sharding = getattr(module, "build", None), getattr(module, "SHARDING", None)
     if not callable(build) or not isinstance(sharding, Mapping):
         raise UserError(f'model.file = "{path}" lacks build(shape) or the table SHARDING; define both')
     if wrong := {role for role in sharding.values() if role not in ROLES}:
-        raise UserError(f'model.file = "{path}": SHARDING knows no role "{min(wrong)}"; use one of {", ".join(ROLES)}')
+        raise UserError(
+            f'model.file = "{path}": SHARDING has the unknown role "{min(wrong)}"; use one of {", ".join(ROLES)}'
+        )
     built = build(shape)
     if not isinstance(getattr(built, "layers", None), nn.ModuleDict):
         raise UserError(
-            f'model.file = "{path}": the built model keeps its blocks in no ModuleDict named layers; name it so'
+            f'model.file = "{path}": the model it builds has no ModuleDict named layers; keep its blocks in one'
         )
     return Architecture(built, sharding)

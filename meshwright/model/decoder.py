@@ -18,14 +18,14 @@ from meshwright.model.rotary import rotary_tables
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; a pipeline stage is the same with pieces set to None or layers removed."""
+    """A decoder-only transformer; a pipeline stage is the same with parts set to None or layers removed."""
 
     embed: nn.Embedding | None
     position_embed: nn.Embedding | None
     final_norm: RMSNorm | nn.LayerNorm | None
     head: Head | None
     after_block: Callable[[str, Tensor], None] | None = None
-    """Called with a block's name and result; unlike a hook of the block's it is not compiled with it."""
+    """Called with a block's name and result; unlike a hook on the block it is not compiled with it."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Decoder(nn.Module):
             self.head.weight = cast(nn.Parameter, self.embed.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Cast or move as usual; torch makes two tables of a tied one when it leaves the meta device."""
+        """Cast or move as usual; torch splits a tied table into two when it leaves the meta device."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._tie()
         return self
@@ -61,8 +61,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Tokens (hidden states where there is no embedding) to loss or logits (hidden states where there is no head).
 
-        positions (B, S) default to 0, 1, … or to what follows the cache; documents keep attention
-        within themselves; draws switch dropout on.
+        positions (B, S) default to 0, 1, … or to what follows the cache; documents restrict attention
+        to themselves; draws enable dropout.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: give either cache or documents")

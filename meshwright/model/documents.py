@@ -9,20 +9,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Document numbers of a batch, and a bound on how many there are so that no kernel is asked about more."""
+    """Document numbers of a batch, and a bound on how many there are so that no kernel is given more."""
 
     ids_BS: Tensor
     """A number for every token; neighbours with equal numbers share a document, rows never do."""
     at_most: int | None = None
-    """No more documents than this in the whole batch; one for every token when not given. Kernels slow down with the
-    number of boundaries given, not with the number of documents there are: 0.8 to 54 times plain attention was seen."""
+    """At most this many documents in the whole batch; by default one for every token. Kernels slow down with the
+    number of boundaries given, not with the number of documents there are: 0.8 to 54 times plain attention was
+    measured."""
     boundaries: Tensor | None = None
     """Where documents begin in the flattened batch; `bounded` fills it."""
 
     def bounded(self) -> "Documents":
-        """The same with int32 boundaries, at_most + 1 long whatever the documents, so that compiled code never changes.
+        """The same with int32 boundaries, at_most + 1 long whatever the documents, so that code is never recompiled.
 
-        Every row begins a document; unused entries repeat the total, which kernels read as empty documents.
+        Every row starts a document; unused entries repeat the total, which kernels read as empty documents.
         """
         total = self.ids_BS.numel()
         begins = torch.ones_like(self.ids_BS, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Dropout without state: masks are hashes of where and when they are used, the same in every layout and recompute.
+"""Stateless dropout: masks are hashes of where and when they are used, the same in every layout and recompute.
 
 B batch, S sequence, D width.
 """
@@ -15,7 +15,7 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Draws:
-    """What keys this step's dropout masks; give `step` as a tensor under torch.compile, or every step recompiles."""
+    """The key of this step's dropout masks; pass `step` as a tensor under torch.compile, or every step recompiles."""
 
     seed: int
     step: int | Tensor
@@ -23,10 +23,10 @@ class Draws:
     places: Tensor | None = None
     """Index in its sequence of every token held, (S,) or (B, S); 0, 1, … when not given. Not a document's position."""
     layer: int | Tensor = 0
-    """The layer at hand; the decoder sets it."""
+    """The current layer; the decoder sets it."""
 
     def at_layer(self, layer: int) -> "Draws":
-        """The same draws inside a layer; a tensor, because a number would make torch.compile build every layer anew."""
+        """The same draws inside a layer; a tensor, because a number would make torch.compile recompile every layer."""
         return replace(self, layer=torch.tensor(layer))
 
 
@@ -37,18 +37,18 @@ def dropout(x_BSD: Tensor, rate: float, draws: Draws, site: int) -> Tensor:
 
 
 def keep_mask(draws: Draws, rate: float, site: int, sequence: int, width: int) -> Tensor:
-    """The boolean (B, S, D) mask of what stays, by hash of (seed, step, layer, site, sample, place, channel)."""
+    """The boolean (B, S, D) mask of what is kept, by hash of (seed, step, layer, site, sample, place, channel)."""
     device = draws.sample_ids_B.device
     places = torch.arange(sequence, device=device) if draws.places is None else draws.places
-    # Layer and step may be numbers or tensors: the same integers come out of either.
+    # Layer and step may be numbers or tensors: both give the same integers.
     layer, step = torch.as_tensor(draws.layer), torch.as_tensor(draws.step)
     row_BS = _hash_rows(draws.seed & _LOW, draws.seed >> 32 & _LOW, layer, site, step, draws.sample_ids_B, places)
     hash_BSD: Tensor = _mix(row_BS.unsqueeze(-1) ^ torch.arange(width, device=device))
     return hash_BSD >= round(rate * 2**32)
 
 
-# An operation of its own, which the compiler calls and does not look into: of a chain of mixes, each of which uses its
-# input twice, it makes an expression that doubles with every one of them, and takes minutes.
+# A custom operation, which the compiler calls without tracing into it: from a chain of mixes, each of which uses its
+# input twice, it builds an expression that doubles with every one of them, and takes minutes.
 @torch.library.custom_op("meshwright::hash_rows", mutates_args=())
 def _hash_rows(
     seed_low: int, seed_high: int, layer: Tensor, site: int, step: Tensor, sample_ids_B: Tensor, places: Tensor

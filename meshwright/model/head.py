@@ -1,4 +1,4 @@
-"""The head and its loss in one module, so that logits never exist whole.
+"""The head and its loss in one module, so that the logits never exist as a whole.
 
 N tokens, D width, V vocabulary, W the vocabulary in whole lines of memory.
 """
@@ -16,14 +16,14 @@ from meshwright.job import Model
 from meshwright.model.numbers import wide_dtype
 
 IGNORE = -100
-"""The label of a token that counts for nothing."""
+"""The label of a token that is ignored."""
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
 
 
 class Head(nn.Module):
-    """The matrix from hidden states to the vocabulary, and the cross-entropy behind it."""
+    """The matrix from hidden states to the vocabulary, and the cross-entropy after it."""
 
     loss_of_logits: LossOfLogits
 
@@ -46,7 +46,7 @@ class Head(nn.Module):
         return chunked_loss(hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
-        """Scores of every word of the vocabulary, whole."""
+        """Logits over the whole vocabulary."""
         return F.linear(hidden_BSD, self.weight)
 
 
@@ -63,9 +63,9 @@ def chunked_loss(
 def loss_of_logits(
     logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ cross-entropy of some tokens and its gradient by the logits, in whose memory it may be made."""
+    """Σ cross-entropy of some tokens and its gradient by the logits, which may overwrite them."""
     if logits_NV.is_cuda and HAS_TRITON and wide_dtype(logits_NV.dtype) == torch.float32:
-        # By hand, since the compiler's kernel writes the gradient beside the logits: twice the memory, and of what it
+        # Hand-written, since the compiler's kernel writes the gradient to new memory: twice as much, and of what it
         # reads a second time less is still in the cache.
         from meshwright.model.loss_kernel import launch
 
@@ -86,7 +86,7 @@ def loss_of_logits(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy by chunks of tokens, each giving its share of both gradients before the next begins."""
+    """Cross-entropy by chunks of tokens, each adding its share of both gradients before the next starts."""
 
     @staticmethod
     def forward(
@@ -119,7 +119,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 grad = _of_every_column(grad, logits_NW)
                 torch.mm(grad, weight_WD, out=grad_hidden_ND[chunk])
                 add_product(grad_weight_WD, grad.t(), hidden)
-            del logits_NW, own_NV, grad  # the next chunk's take their memory
+            del logits_NW, own_NV, grad  # the next chunk's logits reuse their memory
 
         if grad_hidden_ND is not None and grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:vocabulary].to(weight_VD.dtype))
@@ -145,7 +145,7 @@ def _with_zeros(weight_VD: Tensor) -> Tensor:
 
 
 def _of_every_column(grad_NV: Tensor, logits_NW: Tensor) -> Tensor:
-    """The gradient by all logits, those of the zeros included, which are zero where it was made in their memory."""
+    """The gradient by all logits, those of the zeros included, which are zero where it overwrote them."""
     missing = logits_NW.shape[1] - grad_NV.shape[1]
     if missing and grad_NV.data_ptr() == logits_NW.data_ptr():
         return logits_NW

@@ -47,20 +47,20 @@ _GPT2_NAMES = {
 _GPT2_FUSED = ("attention.q", "attention.k", "attention.v")
 _GPT2_TRANSPOSED = (*_GPT2_FUSED, "attention.o", "ffn.up", "ffn.down")
 
-# Constants that older files carry beside the weights: attention masks and rotary frequencies.
+# Constants that older files contain besides the weights: attention masks and rotary frequencies.
 _NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
 class HfPlace:
-    """Where one of our parameters lies in a Hugging Face state: a tensor, perhaps transposed, or a third of it."""
+    """Where one of our parameters is in a Hugging Face state: a tensor, perhaps transposed, or a third of it."""
 
     name: str
     transposed: bool = False
     third: int | None = None
 
     def stored_size(self, size: Size) -> tuple[int, ...]:
-        """The size of the stored tensor where our parameter has this one."""
+        """The size of the stored tensor for our parameter's size."""
         rows = size[0] * (1 if self.third is None else 3)
         return (size[1], rows) if self.transposed else (rows, *size[1:])
 
@@ -75,7 +75,7 @@ class HfPlace:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a Hugging Face state and the parameters of ours that it is made of."""
+    """One tensor of a Hugging Face state and our parameters that it consists of."""
 
     name: str
     size: tuple[int, ...]
@@ -86,13 +86,13 @@ class HfTensor:
         """Some of its rows, from a function that gives a window of one of our parameters."""
         if self.transposed:
             return torch.cat([read(part, (slice(None), rows)).t() for part in self.parts], dim=1)
-        if len(self.parts) > 1:  # fused biases: short enough to be had whole
+        if len(self.parts) > 1:  # fused biases: short enough to be read whole
             return torch.cat([read(part, (slice(None),)) for part in self.parts])[rows]
         return read(self.parts[0], (rows,))
 
 
 def hf_place(shape: Model, name: str) -> HfPlace:
-    """Where our parameter `name` lies in the state of this shape's Hugging Face family."""
+    """Where our parameter `name` is in the state of this shape's Hugging Face family."""
     module, _, kind = name.rpartition(".")
     layer = ""
     if module.startswith("layers."):
@@ -102,7 +102,7 @@ def hf_place(shape: Model, name: str) -> HfPlace:
     names = _GPT2_NAMES if shape.positions == "learned" else _LLAMA_NAMES
     if module not in names:
         raise UserError(
-            f"parameter {name} has no place in a Hugging Face model of this kind; export only shapes that one has"
+            f"parameter {name} does not exist in a Hugging Face model of this kind; export only shapes that it supports"
         )
     stored = f"{names[module].format(layer)}.{kind}"
     if names is _LLAMA_NAMES:
@@ -134,23 +134,24 @@ def full_hf_names(shape: Model, stored: Iterable[str]) -> dict[str, str]:
 
 
 def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[str, Size]) -> None:
-    """Refuse by name what a state (full name → size) lacks, has beyond need, or has in another size."""
+    """Refuse by name what a state (full name → size) lacks, has unused, or has in another size."""
     unused = {name for name in stored if not _NOT_WEIGHTS.search(name)}
     if shape.tied:
         unused.discard("lm_head.weight")
     for tensor in hf_tensors(shape, sizes):
         if tensor.name not in stored:
             raise UserError(
-                f"the weights lack {tensor.name}, which {tensor.parts[0]} comes from; give the folder of a whole model"
+                f"the weights lack {tensor.name}, which {tensor.parts[0]} is read from; give the folder of a complete "
+                "model"
             )
         if tuple(stored[tensor.name]) != tensor.size:
             raise UserError(
-                f"{tensor.name} has the shape {tuple(stored[tensor.name])} where the model needs {tensor.size}; take "
+                f"{tensor.name} has shape {tuple(stored[tensor.name])} but the model needs {tensor.size}; take "
                 "the model section from the same folder"
             )
         unused.discard(tensor.name)
     if unused:
-        raise UserError(f"the weights hold {min(unused)}, which the model has no use for; check its model_type")
+        raise UserError(f"the weights contain {min(unused)}, which the model does not use; check its model_type")
 
 
 def load_hf_state(decoder: Decoder, state: Mapping[str, Tensor]) -> None:

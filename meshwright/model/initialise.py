@@ -1,4 +1,4 @@
-"""First values of every parameter, drawn by (seed, name, block of rows): any piece can be had without the whole."""
+"""Initial values of every parameter, drawn by (seed, name, block of rows): any slice can be drawn without the rest."""
 
 import hashlib
 import math
@@ -13,13 +13,13 @@ from meshwright.job import Model
 from meshwright.model.decoder import Decoder
 
 ROWS_PER_DRAW = 512
-"""Rows one generator gives; a slice costs at most this many more rows than it holds at either end."""
+"""Rows drawn by one generator; a slice costs at most this many extra rows at either end."""
 
 STD = 0.02
 
 
 def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter in place, on whatever device it lives; the values depend on seed and names alone."""
+    """Fill every parameter in place, on whatever device it is; the values depend only on seed and names."""
     parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     pieces = [
         (name, parameter, slice(start, min(start + ROWS_PER_DRAW, parameter.shape[0])))
@@ -36,7 +36,7 @@ def initialise(model: Decoder, seed: int) -> None:
 
 
 def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: slice) -> Tensor:
-    """The first values of some rows of the parameter `name`, whose full size is `size`, in float32 on the CPU."""
+    """The initial values of some rows of the parameter `name`, whose full size is `size`, in float32 on the CPU."""
     start, stop, _ = rows.indices(size[0])
     if name.endswith(".bias"):
         return torch.zeros(stop - start, *size[1:])
@@ -44,7 +44,7 @@ def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: 
         return torch.ones(stop - start)
     residual = name.endswith((".o.weight", ".down.weight"))
     std = STD / math.sqrt(2 * shape.layers) if residual else STD
-    # A tied head held apart from its table, as on a last pipeline stage, begins as the table does.
+    # A tied head separate from its table, as on a last pipeline stage, starts with the table's values.
     drawn_as = "embed.weight" if shape.tied and name == "head.weight" else name
     return draw_rows(drawn_as, size, std, seed, rows)
 

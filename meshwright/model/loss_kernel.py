@@ -1,4 +1,4 @@
-"""Cross-entropy of a chunk of logits and its gradient as one Triton kernel; imported only where GPU and Triton are."""
+"""Cross-entropy of a chunk of logits and its gradient as one Triton kernel; imported only with a GPU and Triton."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -58,7 +58,7 @@ def _cross_entropy(
 def launch(
     logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool, ignore: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ cross-entropy of some tokens, and its gradient, made in the logits' memory."""
+    """Σ cross-entropy of some tokens, and its gradient, which overwrites the logits."""
     rows, vocabulary = logits_NV.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(rows,)](

@@ -20,7 +20,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The fused CUDA kernel keeps x and one statistic a row; torch's CPU path would keep two wide copies of x. The
-        # compiler plans what to keep itself, and torch 2.11's gives a zero gradient for the function below (seen).
+        # compiler decides itself what to keep, and torch 2.11's gives a zero gradient for the function below
+        # (observed).
         if x.is_cuda or torch.compiler.is_compiling():
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -52,5 +53,5 @@ class _RMSNorm(torch.autograd.Function):
         share = (grad_normed * normed).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(share)).mul_(
             rstd
-        )  # in place: on a CPU passes over memory are what it costs
+        )  # in place: on a CPU passes over memory dominate the cost
         return grad_x.to(x.dtype), grad_weight, None

@@ -1,4 +1,4 @@
-"""Number formats as torch's: of what is kept in memory, and of sums."""
+"""Number formats as torch dtypes: of what is kept in memory, and of sums."""
 
 import torch
 
@@ -9,7 +9,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""Formats of what is kept in memory: tf32 and fp8 are formats of matrix products alone."""
+"""Formats of what is kept in memory: tf32 and fp8 are formats of matrix products only."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Rotary positions: pairs (i, i + E/2) of every head turn by position × frequency.
+"""Rotary positions: pairs (i, i + E/2) of every head rotate by position × frequency.
 
 Frequencies and tables are computed in float64 where they are used: no buffer that a cast or `to_empty` could spoil.
 B batch, S sequence, H heads, E head_dim.
@@ -22,7 +22,7 @@ def inverse_frequencies(shape: Model, device: torch.device) -> Tensor:
     scaling = shape.rope_scaling
     if scaling is None:
         return frequencies
-    # Slow turns are stretched by the factor, fast ones kept, those between blended linearly in turns per context.
+    # Slow rotations are stretched by the factor, fast ones kept, those between blended linearly in turns per context.
     turns = scaling.original_max_sequence_length * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = ((turns - scaling.low_freq_factor) / span).clamp(0.0, 1.0)
@@ -37,7 +37,7 @@ def rotary_tables(shape: Model, positions: Tensor, dtype: torch.dtype) -> Rotary
 
 
 def apply_rotary(x_BSHE: Tensor, tables: RotaryTables) -> Tensor:
-    """Turn every head by its position, computed in the tables' dtype and returned in x's."""
+    """Rotate every head by its position, computed in the tables' dtype and returned in x's."""
     cos, sin = tables
     low, high = x_BSHE.to(cos.dtype).chunk(2, dim=-1)
     turned = (low * cos).sub_(high * sin), (high * cos).add_(low * sin)

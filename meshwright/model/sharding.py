@@ -1,16 +1,16 @@
-"""How a model's modules may be cut over devices: a table of names and roles, beside the model and free of any device.
+"""How a model's modules may be sharded over devices: a table of names and roles, independent of model and device.
 
-A model of your own brings its own table in the same words. A `*` stands for one part of a dotted name.
+Your own model provides its own table in the same terms. A `*` stands for one part of a dotted name.
 
-vocabulary   an embedding cut by rows; its result is the residual stream
-head         the Head cut by rows of the vocabulary
+vocabulary   an embedding sharded by rows; its result is the residual stream
+head         the Head sharded by rows of the vocabulary
 positions    a table of positions, whole on every rank, looked up for this rank's part of the sequence
 norm         works on the residual stream token by token, parameters whole on every rank
 head-norm    works on one attention head at a time (dim 2 of its input), parameters whole on every rank
-gather       takes the residual stream as its first argument and needs all of it: the entrance to a pair of cuts
-column       a projection cut by its outputs; attention heads and feed-forward widths are cut this way
+gather       takes the residual stream as its first argument and needs all of it: the entry to a column-row pair
+column       a projection sharded by its outputs; attention heads and feed-forward widths are sharded this way
 kv-column    the same for key and value heads, which may be fewer
-row          a projection cut by its inputs, back to the residual stream: the exit of a pair of cuts
+row          a projection sharded by its inputs, back to the residual stream: the exit of a column-row pair
 """
 
 import re
@@ -19,7 +19,7 @@ from functools import lru_cache
 
 ROLES = ("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row")
 LOOKED_UP = ("vocabulary", "positions")
-"""Roles of what a pipeline's first stage looks up; all else beside the layers is the last one's."""
+"""Roles of what a pipeline's first stage looks up; everything else outside the layers belongs to the last one."""
 PROJECTIONS = ("column", "kv-column", "row")
 """Roles of a block's matrices."""
 
@@ -45,7 +45,7 @@ DECODER_SHARDING = {
 
 
 def role_of(sharding: Mapping[str, str], module: str) -> str | None:
-    """A module's role by its dotted name: that of the first line that fits."""
+    """A module's role by its dotted name: that of the first line that matches."""
     return next((role for pattern, role in sharding.items() if _compiled(pattern).fullmatch(module)), None)
 
 

@@ -1,7 +1,7 @@
 """silu(gate) × up where gate and up are the halves of one product.
 
-The compiler's own backward lays the two gradients side by side in one kernel that reads its inputs once for each half:
-on an H200 twice the time of reading them once, 4% of a step of a 1B model. Hence one kernel by hand, on GPUs alone.
+The compiler's own backward writes the two gradients next to each other in one kernel that reads its inputs twice:
+on an H200 twice the time of reading them once, 4% of a step of a 1B model. Hence one hand-written kernel, on GPUs only.
 """
 
 from typing import Any

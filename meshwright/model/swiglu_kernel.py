@@ -1,4 +1,4 @@
-"""The gradient of silu(gate) × up as one Triton kernel; imported only where a GPU and Triton are."""
+"""The gradient of silu(gate) × up as one Triton kernel; imported only with a GPU and Triton."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 

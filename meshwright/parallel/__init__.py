@@ -1,4 +1,4 @@
-"""What turns a single-device model into this rank's shard."""
+"""Turns a single-device model into this rank's shard."""
 
 from meshwright.parallel.apply import build
 from meshwright.parallel.compression.weights import CompressedWeights, Reduction

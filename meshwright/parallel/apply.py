@@ -1,4 +1,4 @@
-"""What turns a single-device model into the one a rank runs: the order of transformations, readable as a recipe."""
+"""Turns a single-device model into the one a rank runs: the transformations in order, readable as a recipe."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -35,12 +35,12 @@ from meshwright.parallel.world import World
 from meshwright.parallel.zero import ShardedWeights, apply_zero
 
 COMPILER_SAVES_MESHES = "2.12" <= torch.__version__ < "2.15"
-"""Whether a compiled block that recomputes tries to keep the mesh of its tensors as if that were one (seen in 2.13; in
-2.11 and 2.15 it does not)."""
+"""Whether a compiled block that recomputes tries to save the mesh of its tensors as if it were a tensor (seen in 2.13;
+in 2.11 and 2.15 it does not)."""
 
 
 def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Engine | PipeDream, Weights]:
-    """The job's model as this rank holds and runs it, with its first weights.
+    """The job's model as this rank holds and runs it, with its initial weights.
 
     `dtype` overrides the formats of masters, gradients and computation.
     """
@@ -101,7 +101,7 @@ def _build_pipedream(
 
 
 def _tied(job: Job, last: int) -> list[Copy]:
-    """The head's table on the last stage where it is the embedding's of the first."""
+    """The head's table on the last stage if it is tied to the embedding on the first."""
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     embed, head = architecture.only("vocabulary"), architecture.only("head")
@@ -134,7 +134,7 @@ def _build_model(
     apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
-    if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages go their own ways
+    if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages update independently
         offload = offload_policy(job, world.device)
         apply_zero(model, job.layout, world.mesh, compute, master, _gradients(job, master), offload)
     _materialise(model, job, world)
@@ -142,18 +142,18 @@ def _build_model(
 
 
 def _fuse_projections(model: nn.Module) -> None:
-    """Let projections of one input be one product; eager torch would copy its parts, the compiler does not."""
+    """Fuse projections of one input into one product; eager torch would copy its parts, the compiler does not."""
     for module in model.modules():
         if isinstance(module, Attention | FeedForward):
             module.fused = True
 
 
 def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool) -> None:
-    """Compile every block on its own: one compilation serves all of them.
+    """Compile every block separately: one compilation serves all of them.
 
-    What a block recomputes is part of what is compiled, unless fully recomputed ones are to recompute around it.
+    What a block recomputes is part of what is compiled, unless fully recomputed blocks recompute outside of it.
     """
-    # These take the compiler's time to import.
+    # These import the compiler, which takes time.
     from meshwright.parallel.compiler_fixes import correct_attention_shapes, recompute_inside_functions
 
     recompute_inside_functions()
@@ -166,10 +166,10 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
 
 
 def _materialise(model: nn.Module, job: Job, world: World) -> None:
-    """Give a model memory: on the device, or where the job keeps its weights."""
+    """Allocate a model's memory: on the device, or where the job keeps its weights."""
     if not offloads(job, "optimizer", "params"):
         model.to_empty(device=world.device)
-    elif world.mesh is not None:  # a model alone gets its memory with its weights
+    elif world.mesh is not None:  # an unsharded model gets its memory with its weights
         materialise_on_host(model, world.device)
         count_traffic(model)
 
@@ -187,12 +187,12 @@ def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]], mas
 
 
 def _gradients(job: Job, master: torch.dtype) -> torch.dtype:
-    """The format gradients are added up in; where another one than fp32 is asked of everything, that."""
+    """The format gradients are summed in; an override other than fp32 applies to everything."""
     return DTYPES[job.precision.gradients] if master == torch.float32 else master
 
 
 def _between_replicas(job: Job, world: World, weights: Weights) -> Weights:
-    """The weights, with gradients compressed on their way between replicas where the job asks for it."""
+    """The weights, with gradients compressed between replicas if the job asks for it."""
     if job.layout.compress == "none" or world.mesh is None:
         return weights
     return CompressedWeights(weights, job.layout, world.mesh["replicas"].get_group())

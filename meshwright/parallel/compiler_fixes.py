@@ -1,11 +1,11 @@
 """Fixes for the compiler of torch before 2.13; on later releases they do nothing. Heavy to import.
 
-Attention in float64 on the CPU: the compiler takes the kernel's log-sum-exp for float32, and the compiled backward
-would refuse its own forward's result. Only proofs compute in float64.
+Attention in float64 on the CPU: the compiler assumes the kernel's log-sum-exp is float32, and the compiled backward
+would refuse its own forward's result. Only verification computes in float64.
 
-Full recomputation of blocks that hold autograd functions of our own: tags on operations say what to recompute. Torch
+Full recomputation of blocks with our own autograd functions: tags on operations say what to recompute. Torch
 2.11 gives none to those inside an autograd function, and keeps their results: with SwiGLU's the inner width, with fp8's
-products everything. Here they get the tags of what surrounds them, before forward and backward are parted.
+products everything. Here they get the tags of what surrounds them, before forward and backward are split.
 """
 
 from typing import Any
@@ -43,18 +43,18 @@ def _results(
 
 
 def recompute_inside_functions() -> None:
-    """Let the compiler make again what autograd functions inside of recomputed blocks made."""
+    """Let the compiler recompute the results of autograd functions inside recomputed blocks."""
     if torch.__version__ < "2.13":  # a comparison of versions, not of text
         set_joint_pass(TagFunctions())
 
 
 class TagFunctions(CustomGraphPass):
-    """Gives what is untagged in a forward that is made again as a whole the tags of the rest."""
+    """Gives untagged operations of a fully recomputed forward the tags of the rest."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         tags = [node.meta["recompute"] for node in graph.nodes if "recompute" in node.meta]
         if not tags or CheckpointPolicy.MUST_SAVE in tags:
-            return  # what is kept by name is kept in functions too
+            return  # operations kept by name are kept in functions too
         example = next(node.meta for node in graph.nodes if "recompute" in node.meta)
         backward: set[Any] = set()
         for node in graph.nodes:
@@ -65,5 +65,5 @@ class TagFunctions(CustomGraphPass):
                 node.meta |= {name: example[name] for name in ("recompute", "ac_graph_id")}
 
     def uuid(self) -> bytes:
-        """The pass's version, by which compiled code is kept."""
+        """The pass's version, by which compiled code is cached."""
         return b"meshwright recompute_inside_functions 1"

@@ -1,4 +1,4 @@
-"""How a rank runs the micro-batches of a step; the one-stage way here, the pipeline's in `pipelining`."""
+"""How a rank runs the micro-batches of a step; without a pipeline here, with one in `pipelining`."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -33,12 +33,12 @@ class OneStage:
         self.modules = [model]
         self._job, self._device, self._weights = job, world.device, weights
         self._inputs = Inputs(job, world)
-        # What splits the sequence counts on its full length.
+        # Code that splits the sequence relies on its full length.
         whole = world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1)
         self._trims = job.data.packing == "none" and not whole
 
     def accumulate(self, data: Step, step: int) -> Tensor:
-        """Forward and backward of every micro-batch; gradients are with the masters afterwards."""
+        """Forward and backward of every micro-batch; afterwards the masters have the gradients."""
         [model] = self.modules
         step_tensor = torch.tensor(step)  # a number would make compiled blocks treat each step as a new constant
         loss = torch.zeros((), device=self._device)
@@ -63,5 +63,5 @@ class OneStage:
         return losses
 
     def _trimmed(self, micro: Batch) -> Batch:
-        """Of documents alone in their sequences, no more than the longest of a micro-batch needs."""
+        """Of documents alone in their sequences, only as much as the longest of a micro-batch needs."""
         return micro.trimmed() if self._trims else micro

@@ -1,9 +1,9 @@
-"""Matrix products of the blocks in fp8: one dynamic scale a tensor, e4m3 forward, e5m2 for gradients.
+"""Matrix products of the blocks in fp8: one dynamic scale per tensor, e4m3 forward, e5m2 for gradients.
 
-x × weightᵀ and both of its gradients are products of 8-bit numbers, added up in float32. Everything else (norms,
+x × weightᵀ and both of its gradients are products of 8-bit numbers, summed in float32. Everything else (norms,
 attention, embedding, head, the working copy of the weights) stays bf16, masters and optimizer fp32. What is kept for
-the backward is the bf16 weight, so that one that zero 3 lets go of stays gone, and the bf16 input, which q, k and v
-share; compiled on a GPU, where they are one product, the fp8 input as the weight's gradient wants it: the hardware
+the backward is the bf16 weight, so that zero 3 can free the gathered one, and the bf16 input, which q, k and v
+share; compiled on a GPU, where they are one product, the fp8 input as the weight's gradient needs it: the hardware
 multiplies fp8 matrices only along their last dims, and what one product reads by rows another reads by columns.
 M tokens, N outputs, K inputs.
 """
@@ -43,12 +43,12 @@ class Fp8Linear(nn.Linear):
 
     @staticmethod
     def multiply(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """The product, of this linear's weight or of several side by side."""
+        """The product, of this linear's weight or of several concatenated."""
         return fp8_linear(x, weight_NK, bias_N)
 
 
 def fp8_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x × weightᵀ + bias with fp8 products; tensor-parallel shards are scaled each on its own."""
+    """x × weightᵀ + bias with fp8 products; tensor-parallel shards are scaled separately."""
     out = _on_shards(cast(DTensor, x), weight_NK) if isinstance(weight_NK, DTensor) else _products(x, weight_NK)
     return out if bias_N is None else out + bias_N
 
@@ -60,7 +60,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # By rows first: the compiler can do that in the kernel that makes x, and need not read x once more.
+    # By rows first: the compiler can do that in the kernel that computes x, and need not read x again.
     largest = x.abs().amax(dim=-1).amax().float()
     return (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
@@ -74,7 +74,7 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_both_ways(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool) -> tuple[Tensor, Tensor]:
     """x / scale in fp8, and the same transposed; the first is empty unless `plain`.
 
-    By hand, since the compiler makes a transposed copy in a kernel that writes across memory: on an H200 seven times as
+    Hand-written, since the compiler transposes in a kernel that writes across memory: on an H200 seven times as
     long as reading and writing takes.
     """
     from meshwright.parallel.fp8_kernel import launch
@@ -94,7 +94,7 @@ def _products(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def _on_shards(x: DTensor, weight: DTensor) -> DTensor:
-    """The product on this rank's shard of a weight cut by outputs, by inputs, or not at all."""
+    """The product on this rank's shard of a weight sharded by outputs, by inputs, or not at all."""
     [placement], last = weight.placements, x.dim() - 1
     ways: dict[Placement, tuple[Placement, Placement]] = {
         Shard(0): (Shard(last), Partial()),  # each rank's outputs give a part of the input's gradient
@@ -115,7 +115,7 @@ class _Fp8Product(torch.autograd.Function):
         else:
             x, kept = _cast(x_MK, x_scale, FORWARD), x_MK
         ctx.save_for_backward(kept, weight_NK, x_scale, weight_scale)
-        # Fast accumulation adds up in fewer bits than float32 (about 14 on Hopper, arXiv:2412.19437 section 3.3.2),
+        # Fast accumulation sums in fewer bits than float32 (about 14 on Hopper, arXiv:2412.19437 section 3.3.2),
         # more than bf16 keeps of the result; gradients, which are summed over all tokens, do without it.
         return _scaled(x, weight, x_scale, weight_scale, x_MK.dtype, fast=True)
 
@@ -136,7 +136,7 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _by_hand(x: Tensor) -> bool:
-    """Whether `fp8_both_ways` can be used and pays."""
+    """Whether `fp8_both_ways` can be used and is faster."""
     return x.is_cuda and HAS_TRITON and torch.compiler.is_compiling()
 
 
@@ -149,7 +149,7 @@ def _both_ways(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def _turned(x: Tensor, scale: Tensor) -> Tensor:
-    """A forward operand as the backward wants it."""
+    """A forward operand as the backward needs it."""
     if _by_hand(x):
         _, turned = fp8_both_ways(x, scale, FORWARD, False)
         return cast(Tensor, turned)
@@ -159,5 +159,5 @@ def _turned(x: Tensor, scale: Tensor) -> Tensor:
 def _scaled(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, out: torch.dtype, fast: bool
 ) -> Tensor:
-    """left × rightᵀ; the hardware wants both with the summed dim last in memory."""
+    """left × rightᵀ; the hardware needs the summed dim of both last in memory."""
     return scaled_mm(left, right.t(), left_scale, right_scale, out_dtype=out, use_fast_accum=fast)

@@ -1,4 +1,4 @@
-"""A matrix in fp8 twice, as it is and transposed, in one Triton kernel; imported only where a GPU and Triton are."""
+"""A matrix in fp8 twice, as it is and transposed, in one Triton kernel; imported only with a GPU and Triton."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 

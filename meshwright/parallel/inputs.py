@@ -1,4 +1,4 @@
-"""What of a micro-batch this rank's model is given: its part of the sequence, and what keys its dropout."""
+"""The part of a micro-batch that this rank's model gets: its slice of the sequence, and its dropout key."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from meshwright.parallel.world import World
 
 
 class Inputs:
-    """Makes a model's arguments from micro-batches; ranks that split the sequence each get their own tokens of it."""
+    """Builds a model's arguments from micro-batches; ranks that split the sequence each get their own tokens of it."""
 
     def __init__(self, job: Job, world: World) -> None:
         self._job, self._device = job, world.device
@@ -25,7 +25,7 @@ class Inputs:
         self._positions = self._that_models_cannot_count(world)
 
     def _that_models_cannot_count(self, world: World) -> Tensor | None:
-        """Positions (1, S) where a model that counts what it is given would be wrong."""
+        """Positions (1, S) where a model that counts its own tokens would be wrong."""
         if self._places is not None:
             return self._places.unsqueeze(0)
         if world.axis_size("pp") == 1:
@@ -64,7 +64,7 @@ class Inputs:
             "labels": labels,
             "valid_count": valid_count,
             "positions": self._positions if positions is None else positions,
-            # Attention over a split sequence asks for the documents of all of it; see `make_context_attend`.
+            # Attention over a split sequence needs the documents of all of it; see `make_context_attend`.
             "documents": micro.documents(),
             "draws": draws,
         }

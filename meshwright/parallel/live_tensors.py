@@ -1,5 +1,5 @@
-"""What a rank holds of its weights between and within passes: parameters and gradients, those `fully_shard` keeps for
-itself included."""
+"""The weights a rank holds between and within passes: parameters and gradients, including those `fully_shard` keeps
+internally."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from meshwright.torch_private.sharding import local_tensor, parameter_groups
 
 
 def live_parameters(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
-    """Masters and what modules compute with, gathered copies while they stand; some share their memory."""
+    """Masters and what modules compute with, gathered copies while they exist; some share memory."""
     yield from weights.masters.values()
-    for module in modules:  # `fully_shard` has a gathered copy take the shard's place in its module
+    for module in modules:  # `fully_shard` replaces the shard in its module by a gathered copy
         yield from (local_tensor(parameter) for parameter in module.parameters())
 
 
 def live_gradients(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
-    """Gradients of masters and parameters, and sums that wait for their reduction; some share their memory."""
+    """Gradients of masters and parameters, and sums that are not reduced yet; some share memory."""
     parameters: list[Tensor] = list(weights.masters.values())
     for module in modules:
         parameters += module.parameters()
@@ -29,7 +29,7 @@ def live_gradients(modules: Sequence[nn.Module], weights: Weights) -> Iterator[T
 
 
 def _sharded(module: nn.Module) -> Iterator[Any]:
-    """What `fully_shard` knows of each parameter."""
+    """`fully_shard`'s record of each parameter."""
     for each in module.modules():
         if isinstance(each, FSDPModule):
             for group in parameter_groups(each):

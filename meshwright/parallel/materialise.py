@@ -1,4 +1,4 @@
-"""First values for this rank's shards, without the whole model ever being on a rank."""
+"""Initial values for this rank's shards, without the whole model ever being on a rank."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from meshwright.parallel.shard_index import ShardIndex
 
 
 def fill(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex], shape: Model, seed: int) -> None:
-    """Give every master its own rows and columns; the values are those any other layout gives the same places.
+    """Give every master its own rows and columns; any other layout gives the same values.
 
     They are drawn, or read from the folder the model starts from.
     """
@@ -41,7 +41,7 @@ def _first_rows(shape: Model, seed: int) -> Callable[[str, tuple[int, ...], slic
 
 
 def _runs(name: str, master: Tensor, shard: ShardIndex) -> Iterator[tuple[str, Tensor, slice]]:
-    """Runs of neighbouring rows, none longer than one draw, so that little is ever held beside the shard."""
+    """Runs of neighbouring rows, none longer than one draw, so that little is held besides the shard."""
     rows = shard.rows.numpy()
     rows = rows[rows < shard.shape[0]]
     master[len(rows) :].zero_()  # padding rows come last

@@ -1,4 +1,4 @@
-"""Recomputation of blocks: forwards that drop what they can make again.
+"""Recomputation of blocks: forwards that drop what they can recompute.
 
 A block's forward is replaced, not wrapped in a module: parameters keep their names, hooks of tensor parallelism inside
 a block run again with it, those of `fully_shard` around it do not.
@@ -21,7 +21,7 @@ from meshwright.model.feedforward import FeedForward
 def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: bool) -> None:
     """Let the blocks of a model recompute, each in its mode, in place.
 
-    `keep_last` says whether something behind a block's last projection (dropout) needs what it made.
+    `keep_last` says whether something after a block's last projection (dropout) needs its result.
     """
     for name, block in cast(nn.ModuleDict, model.layers).items():
         if (mode := modes[int(name)]) == "full":
@@ -42,7 +42,7 @@ def _recomputing(forward: Callable[..., Tensor], options: dict[str, Any]) -> Cal
     def run(*args: Any, **kwargs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Dropout is keyed by where and when it is used, so that there is no state of a generator to bring back.
+        # Dropout is keyed by where and when it is used, so there is no generator state to restore.
         result: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
         return result
 

@@ -1,7 +1,7 @@
-"""Where a rank's shard lies in the whole parameter: by index, whatever mix of shardings made it.
+"""Where a rank's shard is in the whole parameter: by index, whatever mix of shardings produced it.
 
 Torch can assemble sharded tensors itself, but only with collectives and not for every uneven mix of tensor-parallel and
-data-parallel sharding; plain indices serve initialisation, comparison and saving alike and hold for all of them.
+data-parallel sharding; plain indices work for initialisation, comparison and saving, and for every mix.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class ShardIndex:
     """Which of those ranks this one is."""
 
     def box(self) -> tuple[slice, ...]:
-        """The shard as slices of the whole, without padding: whatever cut it, its rows and columns are neighbours."""
+        """The shard as slices of the whole, without padding: however it was sharded, its rows and columns are
+        contiguous."""
         rows = _run(self.rows)
         inside = slice(min(rows.start, self.shape[0]), min(rows.stop, self.shape[0]))
         if len(self.shape) == 1:
@@ -59,7 +60,7 @@ def shard_index_of(parameter: Tensor, shape: tuple[int, ...]) -> ShardIndex:
     whole_columns, copies, holder = True, 1, 0
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
-        # The innermost axis (tensor parallelism) cut first; data parallelism then cut what that left.
+        # The innermost axis (tensor parallelism) sharded first; data parallelism then sharded the result.
         for axis in reversed(range(mesh.ndim)):
             size, place = mesh.size(axis), mesh.get_local_rank(axis)
             if isinstance(placements[axis], Replicate):
@@ -74,7 +75,7 @@ def shard_index_of(parameter: Tensor, shape: tuple[int, ...]) -> ShardIndex:
 
 
 def _chunk(index: Tensor, count: int, place: int) -> Tensor:
-    """The place-th of torch.chunk's shards, empty past the last one: uneven shards are cut this way everywhere."""
+    """The place-th of torch.chunk's shards, empty past the last one: uneven shards are split this way everywhere."""
     chunks = index.chunk(count)
     return chunks[place] if place < len(chunks) else index[:0]
 

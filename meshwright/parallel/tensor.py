@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: every module's role in the sharding table becomes a DTensor style.
 
-Matrices are cut by columns, then by rows, so that one collective on either side serves the pair. Between blocks the
-residual stream is whole on every rank, or with sequence parallelism cut along the sequence (dim 1).
+Matrices are sharded by columns, then by rows, so that one collective on either side serves the pair. Between blocks the
+residual stream is whole on every rank, or with sequence parallelism sharded along the sequence (dim 1).
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from meshwright.torch_private.sharding import AsyncCollectiveTensor
 
 
 def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh) -> None:
-    """Cut a model (on the meta device) over the ranks of a mesh axis, in place; parameter names stay."""
+    """Shard a model (on the meta device) over the ranks of a mesh axis, in place; parameter names stay."""
     between: Placement = Shard(1) if job.layout.sp else Replicate()
     model = architecture.model
     modules = list(_with_roles(architecture))
@@ -41,7 +41,7 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
 
 
 def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Every module's dotted name with its role; a module with parameters of its own and no role is a mistake."""
+    """Every module's dotted name with its role; a module with its own parameters and no role is an error."""
     for name, module in architecture.model.named_modules():
         if (role := architecture.role(name)) is not None:
             yield name, role
@@ -77,7 +77,7 @@ def _pad_vocabulary(embed: Any, head: Any, rows: int, tied: bool) -> None:
 
 
 class Gathered(ParallelStyle):
-    """The module's first input arrives as the residual stream is placed and is made whole, once for all its users."""
+    """The module's first input arrives as the residual stream is placed and is gathered, once for all its users."""
 
     def __init__(self, between: Placement) -> None:
         super().__init__()
@@ -93,9 +93,9 @@ class Gathered(ParallelStyle):
 
 
 class Looked(RowwiseParallel):
-    """A table cut by rows whose result has arrived when it is handed on.
+    """A table sharded by rows whose result has arrived when it is returned.
 
-    Torch hands on a tensor that is still on its way. A compiled block waits for it in a way that autograd does not see,
+    Torch returns a tensor that is still in transit. A compiled block waits for it in a way that autograd does not see,
     and the table is left without a gradient.
     """
 
@@ -120,9 +120,9 @@ class _Arrived(torch.autograd.Function):
 
 
 class Whole(ParallelStyle):
-    """Every rank holds all parameters and runs the module on its share of the activations, placed as told.
+    """Every rank holds all parameters and runs the module on its share of the activations, placed as given.
 
-    What the parameters' gradients lack is summed over the ranks where the share is a part.
+    Where each share is partial, the parameters' gradients are summed over the ranks.
     """
 
     def __init__(self, placement: Placement, arrives: Placement | None = None) -> None:

@@ -1,6 +1,6 @@
 """Head and loss over a vocabulary that tensor-parallel ranks share: no rank ever holds a whole row of logits.
 
-Torch's own loss parallelism wants the logits of all tokens at once; this keeps the chunks of the single-device head.
+Torch's own loss parallelism needs the logits of all tokens at once; this keeps the chunks of the single-device head.
 N tokens, D width, V vocabulary.
 """
 
@@ -16,7 +16,7 @@ from meshwright.model.numbers import wide_dtype
 
 
 class VocabularyParallelHead(nn.Module):
-    """The head whose weight is cut by rows over tensor-parallel ranks; same parameter name, same loss."""
+    """The head whose weight is sharded by rows over tensor-parallel ranks; same parameter name, same loss."""
 
     def __init__(self, head: Head, mesh: DeviceMesh, vocab_size: int, placement: Placement) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class VocabularyParallelHead(nn.Module):
     ) -> Tensor:
         """Σ cross-entropy over labels other than IGNORE / valid_count, equal on every tensor-parallel rank."""
         if labels_BS is None or valid_count is None:
-            raise ValueError("a head cut by vocabulary gives losses, not logits: give labels and valid_count")
+            raise ValueError("a head sharded by vocabulary returns losses, not logits: pass labels and valid_count")
         # Each rank's rows of the weight give only a part of the hidden states' gradient; the parts are summed here.
         whole = DTensor.from_local(hidden, self.mesh, [self.placement], run_check=False).redistribute(
             placements=[Replicate()]

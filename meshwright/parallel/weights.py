@@ -1,4 +1,4 @@
-"""The face of a model's weights, and its one-device form: fp32 masters and, below fp32, a working copy of them."""
+"""The interface to a model's weights, and its one-device form: fp32 masters and, below fp32, a working copy of them."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.compression.weights import Reduction
 
 WIDENED_AT_ONCE = 8
-"""Masters whose 16-bit gradients are widened together for an update: about a layer's. Counted, not weighed, so that
+"""Masters whose 16-bit gradients are widened together for an update: about a layer's. A count, not a size, so that
 ranks with shards of unequal size take the same ones together."""
 
 
@@ -30,10 +30,10 @@ def one_pass_here(job: Job, device: torch.device) -> bool:
 
 
 class Updates(Protocol):
-    """What is asked of an optimizer: to update every master that has a gradient, and no other."""
+    """What an optimizer must do: update every master that has a gradient, and no other."""
 
     def step(self) -> Any:
-        """Make one step."""
+        """Take one step."""
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ class Weights:
     working: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """What the model computes with, by master, where that is not the master itself and an optimizer may write it."""
     reduction: "Reduction | None" = None
-    """What sums gradients over replicas where they are compressed, and remembers what it did not send."""
+    """Sums gradients over replicas where they are compressed, and remembers what it did not send."""
     _shards: dict[str, ShardIndex]
 
     def start_step(self, step: int) -> None:
@@ -85,7 +85,7 @@ class Weights:
             master.grad = None
 
     def shards(self) -> dict[str, ShardIndex]:
-        """Where each master lies in its whole parameter."""
+        """Where each master is in its whole parameter."""
         return self._shards
 
     def square_sum(self) -> Tensor:
@@ -96,9 +96,9 @@ class Weights:
 class WholeWeights(Weights):
     """The weights of a model on one device; the model computes with them, or with a working copy in lower precision.
 
-    Gradients of the working copy are moved into the masters' gradients as soon as backward makes them, so that no
+    Gradients of the working copy are moved into the masters' gradients as soon as backward computes them, so that no
     second set of gradients stays alive and accumulation over micro-batches adds in the format of `gradients`: the
-    masters' own unless told otherwise.
+    masters' own by default.
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, gradients: torch.dtype | None = None) -> None:
@@ -119,7 +119,7 @@ class WholeWeights(Weights):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Derive the working copy anew."""
+        """Derive the working copy again."""
         if self.working:
             foreach_copy_(list(self.working.values()), list(self.working))
 
@@ -137,16 +137,16 @@ def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) 
 
 
 def norm(tensor: Tensor, wide: torch.dtype | None = None) -> Tensor:
-    """A tensor's norm in float64, by rows: a CPU adds up in the tensor's format, which over 60M entries loses 1 %."""
+    """A tensor's norm in float64, by rows: a CPU sums in the tensor's format, which over 60M entries loses 1 %."""
     rows: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=wide).double()
     whole: Tensor = rows.norm()
     return whole
 
 
 def make_step(optimizer: Any, masters: Iterable[nn.Parameter]) -> None:
-    """One step of an optimizer, which wants gradients in the masters' format.
+    """One step of an optimizer, which needs gradients in the masters' format.
 
-    Narrower ones are widened a few at a time, since an optimizer leaves alone what has no gradient; they are gone
+    Narrower ones are widened a few at a time, since an optimizer skips what has no gradient; they are freed
     afterwards.
     """
     narrow = [(master, master.grad) for master in masters if master.grad is not None]
@@ -167,7 +167,7 @@ def make_step(optimizer: Any, masters: Iterable[nn.Parameter]) -> None:
 
 
 def move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's gradient to a master's, in the master's grad_dtype, and forgets it."""
+    """A hook that adds a parameter's gradient to a master's, in the master's grad_dtype, and frees it."""
 
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -1,4 +1,4 @@
-"""Who this process is among its peers, and the one mesh they form."""
+"""This process's rank among its peers, and the one mesh they form."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from meshwright.layout import axes, require_layout
 from meshwright.ranks import ALONE, own_place
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Everyone's tensor in one: torch 2.13 has a new name for it and warns of the old one."""
+"""All ranks' tensors in one: torch 2.13 renames it and warns about the old name."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class World:
 
     @property
     def data_ranks(self) -> int:
-        """How many shares the global batch is cut into."""
+        """How many shares the global batch is split into."""
         return self.axis_size("dp_replicate") * self.axis_size("dp_shard")
 
     @property
@@ -70,7 +70,7 @@ class World:
 
 
 def join_world(job: Job, device: torch.device) -> World:
-    """Find this process's rank in torchrun's or Slurm's environment, meet the others, and form the job's mesh."""
+    """Find this process's rank in torchrun's or Slurm's environment, connect to the others, and form the job's mesh."""
     place = own_place() or ALONE
     rank, size = place.rank, place.size
     require_layout(job, size)

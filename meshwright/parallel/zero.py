@@ -1,10 +1,10 @@
-"""The ZeRO dial on `fully_shard`: what is sharded, when gradients are reduced, when parameters are gathered.
+"""ZeRO stages with `fully_shard`: what is sharded, when gradients are reduced, when parameters are gathered.
 
 0  replicated: gradients all-reduced once a step
 1  optimizer states sharded: gradients whole until the last micro-batch, reduced once a step
 2  gradients sharded too: reduced every micro-batch
-3  parameters sharded too: gathered for each use and let go of again
-Every framework's own averaging is off: the loss is already divided by the step's count of valid tokens.
+3  parameters sharded too: gathered for each use and freed again
+Averaging by the framework is off: the loss is already divided by the step's count of valid tokens.
 """
 
 import warnings
@@ -33,13 +33,14 @@ def apply_zero(
     offload: OffloadPolicy,
 ) -> None:
     """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `gradients`."""
-    # Torch warns of views that an in-place operation would spoil; nothing here works in place on a module's result.
+    # Torch warns about views that an in-place operation would corrupt; nothing here modifies a module's result in
+    # place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     low = compute if compute != master else None
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=gradients if low else None, cast_forward_inputs=False)
     reshard = layout.zero_stage == 3
-    # Where gradients are compressed between replicas, torch knows of the shards only; see `compression`.
+    # Where gradients are compressed between replicas, torch handles the shards only; see `compression`.
     data_mesh = mesh["replicas", "shards"] if layout.compress == "none" else mesh["shards"]
     blocks = list(cast(nn.ModuleDict, model.layers).values())
     for unit in [*blocks, *_ends(model, blocks)]:
@@ -50,13 +51,13 @@ def apply_zero(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if mesh.device_type == "cpu" and layout.prefetch:
-        # On a GPU gathers run in a stream of their own; without streams only an asynchronous call lets them run ahead.
+        # On a GPU gathers run in their own stream; without streams only an asynchronous call lets them run ahead.
         gather_in_background(cast(FSDPModule, model))
     _prefetch([cast(FSDPModule, block) for block in blocks], layout.prefetch)
 
 
 def _ends(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Large modules outside the blocks, sharded on their own; a table used at both ends stays with the root."""
+    """Large modules outside the blocks, sharded separately; a table used at both ends stays with the root."""
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = [child for child in model.children() if child is not model.layers]
     uses = Counter(id(p) for child in outside for p in child.parameters())
@@ -72,7 +73,7 @@ def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
     """Gather the next `depth` blocks while one computes, forward and backward."""
     for place, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
-        # Torch gathers one ahead in backward unless told what to gather: told of itself alone, a block gathers nothing.
+        # Torch gathers one ahead in backward unless told what to gather: given only itself, a block gathers nothing.
         ahead = list(reversed(blocks[max(0, place - depth) : place]))
         block.set_modules_to_backward_prefetch(ahead if depth else [block])
 
@@ -87,27 +88,27 @@ class ShardedWeights(Weights):
     def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]], gradients: torch.dtype) -> None:
         self._root = cast(FSDPModule, model)
         self._zero = zero
-        self._root.unshard()  # torch settles the shards' storage at the first use
+        self._root.unshard()  # torch allocates the shards' storage at the first use
         self._root.reshard()
         self._parameters = {name: cast(DTensor, p) for name, p in model.named_parameters()}
         self._shards = {name: shard_index_of(p, shapes[name]) for name, p in self._parameters.items()}
         shards = {name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()}
         self.masters = {name: nn.Parameter(shard) for name, shard in shards.items()}
         self._moved = any(gradients != master.dtype for master in self.masters.values())
-        if self._moved:  # torch hands out reduced gradients in the parameters' format, whatever it reduced them in
+        if self._moved:  # torch returns reduced gradients in the parameters' format, whatever it reduced them in
             for name, parameter in self._parameters.items():
                 self.masters[name].grad_dtype = gradients
                 parameter.register_post_accumulate_grad_hook(move_gradient_to(self.masters[name]))  # type: ignore[no-untyped-call]
 
     def start_micro_batch(self, last: bool) -> None:
-        """Say when gradients are to be reduced and parameters let go of, as the dial asks."""
+        """Set when gradients are reduced and parameters freed, by zero stage."""
         self._root.set_is_last_backward(last)
         self._root.set_requires_gradient_sync(last or self._zero >= 2)
         self._root.set_requires_all_reduce(last)
         self._root.set_reshard_after_backward(last or self._zero == 3)
 
     def collect_gradients(self) -> None:
-        """Hand the reduced gradients to the masters."""
+        """Give the reduced gradients to the masters."""
         if self._moved:
             return  # as they came
         for name, parameter in self._parameters.items():

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: who does what in which order, checked and simulated; imports no torch."""
+"""Pipeline schedules as data: which rank does what in which order, checked and simulated; imports no torch."""
 
 from meshwright.pipeline.check import require_consistent
 from meshwright.pipeline.picture import KIND_NAMES, Frame, draw_axis, draw_ranks, gantt_svg

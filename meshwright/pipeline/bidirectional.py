@@ -1,4 +1,4 @@
-"""DualPipe and DualPipeV: two streams of micro-batches meet on every rank, one's forward hiding the other's backward.
+"""DualPipe and DualPipeV: two streams of micro-batches meet on every rank, one's forward overlaps the other's backward.
 
 The order is the one DeepSeek published with DeepSeek-V3 (arXiv:2412.19437, and the DualPipe repository's figures).
 DualPipeV is DualPipe cut in the middle: the second stream is the first one coming back on the second half of the V.
@@ -37,7 +37,7 @@ def two_stream_order(distance: int, half: int, stages: tuple[int, int], streams:
         order.backward(FAR)
         order.overlap(FAR, NEAR)
 
-    # Forwards are over: halfway through what is left, gradients go first and weights fill the waits.
+    # No forwards left: halfway through the rest, gradients go first and weights fill the idle time.
     for number in range(2 * from_end):
         stream = NEAR if number % 2 else FAR
         if number < from_end:

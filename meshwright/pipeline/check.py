@@ -1,4 +1,4 @@
-"""Whether a table can run: every piece of work once, nothing before what it needs, no rank waiting for ever."""
+"""Whether a table can run: every action once, nothing before its dependencies, no deadlock."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ Result = tuple[str, int, int]
 
 
 def results(action: Action) -> tuple[Result, ...]:
-    """What running an action makes available to others."""
+    """What an action produces for others."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is Kind.BACKWARD:
         return (("I", stage, micro_batch), ("W", stage, micro_batch))
@@ -19,7 +19,7 @@ def results(action: Action) -> tuple[Result, ...]:
 
 
 def needs(table: Table, action: Action) -> tuple[Result, ...]:
-    """What must be there before an action can start."""
+    """What an action depends on."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is Kind.FORWARD:
         return () if stage in table.first_stages else (("F", stage - 1, micro_batch),)
@@ -43,7 +43,7 @@ def steps_of(table: Table, rank: int) -> list[tuple[Action, ...]]:
 
 
 def in_dependency_order(table: Table) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """Every rank's steps, each rank's in its own order and none before what it needs; ValueError on a deadlock."""
+    """Every rank's steps, each rank's in its own order and none before its dependencies; ValueError on a deadlock."""
     waiting = [steps_of(table, rank)[::-1] for rank in range(table.ranks)]
     wanted = [_needs_of_first(table, steps) for steps in waiting]
     available: set[Result] = set()
@@ -68,7 +68,7 @@ def _needs_of_first(table: Table, steps: list[tuple[Action, ...]]) -> list[Resul
 
 
 def require_consistent(table: Table) -> None:
-    """ValueError unless each stage runs each of its micro-batches once, on its own rank, and no rank waits for ever."""
+    """ValueError unless each stage runs each of its micro-batches once, on its own rank, and no rank deadlocks."""
     for rank, order in enumerate(table.orders):
         for action in order:
             if table.stage_ranks[action.stage] != rank:
@@ -85,7 +85,7 @@ def require_consistent(table: Table) -> None:
         letter, stage, micro_batch = wrong[0]
         raise ValueError(
             f"{table.schedule} table runs {letter}{micro_batch} of stage {stage} {made[wrong[0]]} times "
-            f"where {int(wrong[0] in wanted)} is right"
+            f"instead of {int(wrong[0] in wanted)}"
         )
     neighbours = {pair for order in table.orders for pair in pairwise(order)}
     for forward, backward in table.overlapped - neighbours:

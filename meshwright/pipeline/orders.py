@@ -1,4 +1,4 @@
-"""Schedules whose stages go round the ranks in turn: all are a warm-up of forwards, then one forward, one backward.
+"""Looped schedules, whose stages go to ranks in turn: all are a warm-up of forwards, then one forward, one backward.
 
 They differ in three numbers: how many stages a rank holds, how many forwards it runs ahead of its first backward, and,
 where the backward is split, how many backwards its weight half lags behind.
@@ -10,7 +10,7 @@ from meshwright.pipeline.table import Action, Kind
 
 
 def looped_stages(ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """The rank of each stage where stages go round the ranks in turn."""
+    """The rank of each stage when stages are assigned to ranks in turn."""
     return tuple(stage % ranks for stage in range(ranks * virtual_stages))
 
 

@@ -1,4 +1,4 @@
-"""Simulated tables drawn in SVG: the rows and the axis of any picture of them, and a whole file of several tables."""
+"""Simulated tables drawn as SVG: the rows and the time axis, and a whole file of several tables."""
 
 import math
 from collections import Counter
@@ -11,8 +11,8 @@ from meshwright.pipeline.table import Kind, Table
 from meshwright.pipeline.text import common_time
 
 _WIDTH, _MARGIN = 1160, 16
-_ROW, _GAP = 24, 3  # a rank's row, and what of it is left empty
-_HEAD, _FOOT = 34, 20  # room above a panel's rows for its title, below them before the next
+_ROW, _GAP = 24, 3  # a rank's row, and the gap within it
+_HEAD, _FOOT = 34, 20  # space above a panel's rows for its title, and below them
 _TOP, _AXIS = 92, 34  # title and legend; the time axis at the bottom
 
 # Dark for a rank's first stage (level 0), light for its last; text white on dark, dark on light.
@@ -154,7 +154,7 @@ def _panel(table: Table, simulation: Simulation, frame: Frame, top: int) -> str:
 
 
 def _bars(table: Table, spans: Sequence[Span], frame: Frame, y: int) -> list[str]:
-    """One shape for all bars of a colour, and numbers where there is room for them."""
+    """One shape for all bars of a colour, and numbers where they fit."""
     starts = Counter(span.start_s for span in spans)
     shapes: dict[str, str] = {}
     numbers, above = [], -1.0

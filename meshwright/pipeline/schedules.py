@@ -1,4 +1,4 @@
-"""The one function that makes a table, and the refusals that come before it."""
+"""The one function that builds a table, and its checks of the numbers."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,16 +14,16 @@ from meshwright.pipeline.zero_bubble_v import zero_bubble_v_order
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a schedule asks of its numbers."""
+    """What a schedule requires of its numbers."""
 
     stages_per_rank: int
-    """Its own number of stages a rank."""
+    """Its default number of stages per rank."""
     more_stages: bool = False
     """Whether a rank may hold more than that."""
     whole_rounds: bool = False
     """Whether micro-batches come in groups of one per rank."""
     full_v: bool = False
-    """Whether it needs two micro-batches a rank to fill both directions."""
+    """Whether it needs two micro-batches per rank to fill both directions."""
     two_copies: bool = False
     """Whether micro-batches enter at both ends, half of them each."""
 
@@ -44,7 +44,7 @@ SCHEDULES = tuple(_RULES)
 
 
 def build_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
-    """The checked table of a schedule; `virtual_stages` stages a rank, the schedule's own number if not given."""
+    """The checked table of a schedule; `virtual_stages` stages per rank, by default the schedule's own number."""
     table = unchecked_table(schedule, ranks, micro_batches, virtual_stages)
     require_consistent(table)
     return table
@@ -52,7 +52,7 @@ def build_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 
 @lru_cache(maxsize=512)
 def unchecked_table(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None = None) -> Table:
-    """The same for those who only play it out, which takes as long as the check and fails where it would, or who ask
+    """The same without the check: for callers that only simulate it, which takes as long and fails alike, or that ask
     what kind of table it is."""
     require_schedule(schedule, ranks, micro_batches, virtual_stages)
     virtual_stages = virtual_stages or _RULES[schedule].stages_per_rank
@@ -106,12 +106,12 @@ def _there_and_back(ranks: int) -> tuple[int, ...]:
 
 
 def require_schedule(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> None:
-    """Refuse numbers a schedule cannot run with, in one sentence that says which would."""
+    """Refuse numbers a schedule cannot run with, and say which would work."""
     if schedule not in _RULES:
         raise UserError(f'layout.schedule = "{schedule}" is not a schedule; set it to one of {", ".join(SCHEDULES)}')
     for field, value in (("layout.pp", ranks), ("micro-batches per step", micro_batches)):
         if value < 1:
-            raise UserError(f"{field} = {value} is no pipeline; set it to 1 or more")
+            raise UserError(f"{field} = {value} is not possible; set it to 1 or more")
     rule = _RULES[schedule]
     _require_virtual_stages(schedule, rule, virtual_stages)
     if rule.two_copies and ranks % 2:
@@ -140,7 +140,7 @@ def _require_virtual_stages(schedule: str, rule: _Rule, virtual_stages: int | No
     wanted = f"{own} or more" if rule.more_stages else f"{own}"
     other = ' or layout.schedule = "interleaved"' if own == 1 and virtual_stages > 1 else ""
     raise UserError(
-        f'layout.virtual_stages = {virtual_stages} does not go with layout.schedule = "{schedule}"; '
+        f'layout.virtual_stages = {virtual_stages} does not work with layout.schedule = "{schedule}"; '
         f"set layout.virtual_stages = {wanted}{other}"
     )
 

@@ -1,4 +1,4 @@
-"""A table played out in time: when each action runs, how long the step takes, and how much of it is bubble."""
+"""Simulates a table in time: when each action runs, how long the step takes, and how much of it is bubble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class StageTimes:
     send_s: float = 0.0
     """One activation or gradient from rank to rank; the sender does not wait, and nothing is sent within a rank."""
     overlap: float | None = None
-    """Time of an overlapped pair over the sum of its parts; not given, the two run one after the other."""
+    """Time of an overlapped pair over the sum of its parts; by default the two run one after the other."""
 
     def of(self, action: Action) -> float:
         """Seconds that one action takes."""
@@ -44,9 +44,9 @@ def share_times(
     send_s: float = 0.0,
     overlap: float | None = None,
 ) -> StageTimes:
-    """Times of a stage from those of a rank's share of the model, 1/ranks of it, so that schedules can be compared.
+    """Times of a stage from those of a rank's share (1/ranks) of the model, so that schedules can be compared.
 
-    The whole backward takes as long as its halves when it is not given.
+    By default the whole backward takes as long as its halves.
     """
     size = table.stage_size
     whole_s = input_s + weight_s if backward_s is None else backward_s
@@ -65,16 +65,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What became of a table under given times."""
+    """The result of a table under given times."""
 
     makespan_s: float
     busy_s: tuple[float, ...]
     """Work of each rank."""
     spans: tuple[Span, ...]
     in_flight: tuple[int, ...]
-    """Per rank, most stage-micro-batches whose forward has begun and whose last backward piece has not ended."""
+    """Per rank, most stage-micro-batches whose forward has started and whose last backward part has not ended."""
     in_flight_input: tuple[int, ...]
-    """The same, let go when the gradient of the stage's input is there."""
+    """The same, freed when the gradient of the stage's input is computed."""
 
     def spans_of(self, rank: int) -> list[Span]:
         """A rank's actions in time."""
@@ -82,17 +82,17 @@ class Simulation:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """What each rank waits, filling and draining included."""
+        """Idle time of each rank, filling and draining included."""
         return tuple(self.makespan_s - busy for busy in self.busy_s)
 
     @property
     def ideal_s(self) -> float:
-        """The step if its busiest rank never waited."""
+        """The step time if its busiest rank never waited."""
         return max(self.busy_s)
 
     @property
     def bubble_s(self) -> float:
-        """What the busiest rank waits."""
+        """Idle time of the busiest rank."""
         return self.makespan_s - self.ideal_s
 
     @property
@@ -107,7 +107,7 @@ class Simulation:
 
 
 def simulate(table: Table, times: StageTimes) -> Simulation:
-    """Run every rank in its own order, each action as soon as its rank is free and what it needs has arrived."""
+    """Run every rank in its own order, each action as soon as its rank is free and its inputs have arrived."""
     ready: dict[Result, tuple[float, int]] = {}
     free = [0.0] * table.ranks
     busy = [0.0] * table.ranks

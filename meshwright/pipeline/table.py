@@ -16,7 +16,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work: this kind, of this micro-batch, on this stage."""
+    """One action: its kind, micro-batch and stage."""
 
     kind: Kind
     micro_batch: int
@@ -28,7 +28,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Table:
-    """A whole schedule: who holds which stage, and the order of every rank's actions."""
+    """A whole schedule: which rank holds which stage, and the order of every rank's actions."""
 
     schedule: str
     ranks: int
@@ -39,7 +39,7 @@ class Table:
     stage_ranks: tuple[int, ...]
     """The rank that holds each stage."""
     chains: tuple[range, ...]
-    """Runs of stages that micro-batches flow through, each a whole copy of the model; one but for dualpipe's two."""
+    """Chains of stages that micro-batches pass through, each a whole copy of the model; one, or two for dualpipe."""
     overlapped: frozenset[tuple[Action, Action]] = frozenset()
     """Forward and backward of different micro-batches, neighbours in a rank's order, meant to run at the same time."""
 
@@ -90,12 +90,13 @@ class Table:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """Most stage-micro-batches a rank holds whose forward has begun and whose last backward piece has not ended."""
+        """Most stage-micro-batches a rank holds whose forward has started and whose last backward part has not
+        ended."""
         return tuple(_peak(order, (Kind.BACKWARD, Kind.WEIGHT)) for order in self.orders)
 
     @cached_property
     def in_flight_input(self) -> tuple[int, ...]:
-        """The same count, let go as soon as the gradient of the stage's input is computed."""
+        """The same count, freed as soon as the gradient of the stage's input is computed."""
         return tuple(_peak(order, (Kind.BACKWARD, Kind.INPUT)) for order in self.orders)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -103,7 +104,7 @@ class Table:
         return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
 
     def chain_of(self, stage: int) -> range:
-        """The run of stages this one belongs to."""
+        """The chain of stages this one belongs to."""
         return next(chain for chain in self.chains if stage in chain)
 
     def micro_batches_of(self, stage: int) -> range:

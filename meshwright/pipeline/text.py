@@ -7,13 +7,13 @@ from meshwright.pipeline.table import Table
 
 IDLE = "·"
 BOTH = "&"  # an overlapped forward and backward
-_LONGEST = 2.0  # times the shortest: a longer one would squeeze all others
+_LONGEST = 2.0  # times the shortest: a longer one would compress all others
 
 
 def gantt_lines(table: Table, simulation: Simulation, column_s: float) -> list[tuple[str, str]]:
     """For every rank, a line of letters and below it a line of micro-batch numbers (their last digit).
 
-    The letter is the action's; a rank's second and later stages have small letters.
+    The letter is the action's; a rank's second and later stages have lowercase letters.
     """
     return [_rank_lines(table, rank, simulation.spans_of(rank), column_s) for rank in range(table.ranks)]
 
@@ -25,7 +25,7 @@ def column_time(simulations: Sequence[Simulation], columns: int) -> float:
 
 
 def common_time(simulations: Sequence[Simulation]) -> float:
-    """The time that drawings of several tables share; one that lasts far longer than the others is cut there."""
+    """The time that drawings of several tables share; one that lasts much longer than the others is cut there."""
     shortest = min(simulation.makespan_s for simulation in simulations)
     return max(one.makespan_s for one in simulations if one.makespan_s <= _LONGEST * shortest)
 

@@ -1,4 +1,4 @@
-"""Writing down the order of a rank that holds two stages, each with its own stream of micro-batches."""
+"""Builds the order of a rank that holds two stages, each with its own stream of micro-batches."""
 
 from collections import deque
 
@@ -25,7 +25,7 @@ class RankOrder:
         self.actions.append(Action(Kind.BACKWARD, next(self._to_backward[stream]), self._stages[stream]))
 
     def input(self, stream: int) -> None:
-        """The first half of that backward; its weight half falls due."""
+        """The first half of that backward; its weight half becomes due."""
         action = Action(Kind.INPUT, next(self._to_backward[stream]), self._stages[stream])
         self.actions.append(action)
         self.weights_due.append(Action(Kind.WEIGHT, action.micro_batch, action.stage))
@@ -40,7 +40,7 @@ class RankOrder:
             self.weight()
 
     def overlap(self, forward_stream: int, backward_stream: int) -> None:
-        """One stream's forward and the other's backward, at the same time where the machine can."""
+        """One stream's forward and the other's backward, overlapped where the machine can."""
         self.forward(forward_stream)
         self.backward(backward_stream)
         self.overlapped.append((self.actions[-2], self.actions[-1]))

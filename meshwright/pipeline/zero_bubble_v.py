@@ -1,9 +1,9 @@
 """ZB-V (Qi et al., arXiv:2401.10241): two stages a rank, laid out as a V, with backwards in halves.
 
 Stage r is rank r's on the way out, stage 2p − 1 − r on the way back. Take F, I and W as one tick each and follow the
-first micro-batch: it reaches rank r at tick r and comes back at 2p − 1 − r; its gradient comes by at 2p + r and again
+first micro-batch: it reaches rank r at tick r and comes back at 2p − 1 − r; its gradient passes at 2p + r and again
 at 4p − 1 − r. What fits between these ticks is the warm-up. It leaves every rank with 2p micro-batches of half-size
-stages in flight, as much as 1F1B's first rank holds; from there on a forward takes the room a weight half has freed.
+stages in flight, as much as 1F1B's first rank holds; from there on a forward takes the memory a weight half has freed.
 """
 
 from meshwright.pipeline.table import Action
@@ -38,7 +38,7 @@ def zero_bubble_v_order(rank: int, ranks: int, micro_batches: int) -> tuple[Acti
         order.input(BACK)
         order.weight()
 
-    # Nothing more to take in: gradients other ranks wait for go first, weights fill the waits and the end.
+    # No forwards left: gradients other ranks wait for go first, weights fill the idle time and the end.
     for _ in range(rank):
         order.input(OUT)
         order.input(BACK)

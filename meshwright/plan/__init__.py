@@ -1,4 +1,4 @@
-"""From a job and a cluster to what a step takes: memory and time by named terms, and their error."""
+"""What a step of a job takes on a cluster: memory and time by named terms, and their error."""
 
 from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows

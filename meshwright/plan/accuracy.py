@@ -26,7 +26,7 @@ def accuracy_rows(summary: dict[str, Any]) -> list[list[str]]:
 
 
 def accuracy_page(summary: dict[str, Any], files: list[str]) -> str:
-    """The guide's page of the same figures; `files` are the names of what was predicted."""
+    """The documentation page with the same figures; `files` are the names of the predicted files."""
     header, *rows = accuracy_rows(summary)
     kinds = summary["memory_kinds"]
     reasons = Counter(row["reason"] for row in summary["unpredicted"])

@@ -1,6 +1,6 @@
 """Every valid layout of a model on a machine, with the least time and memory each can take, as arrays over all of them.
 
-A bound leaves out what can only add (exposed transfers once a step, uneven stages, updates, what is made again): a
+A bound leaves out what can only add (exposed transfers once a step, uneven stages, updates, recomputation): a
 layout whose bound is slower than another's prediction cannot be the faster one.
 """
 
@@ -22,13 +22,13 @@ from meshwright.plan.step import STRAGGLERS, groups_of, tensor_s
 
 MODES = ("none", "selective", "full")
 ALLOWED = ("fp8", "offload", "zero-bubble")
-"""What a search tries only where it is asked to: other arithmetic, the host's memory, schedules that cannot be
+"""What a search tries only on request: other arithmetic, the host's memory, schedules that cannot be
 compiled."""
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 _ZERO_BUBBLE = (("zb-h1", 1), ("zb-v", 2))
 _MOST_CONTEXT = 16
 _LEAST_TOKENS = 2048
-"""Tokens of a sequence that a context-parallel rank has at the least."""
+"""Fewest tokens of a sequence on a context-parallel rank."""
 _MOST_MICRO_BATCH = 64
 
 
@@ -53,7 +53,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Layouts:
-    """All layouts: arrays that belong together, one entry each."""
+    """All layouts: parallel arrays with one entry per layout."""
 
     families: list[Family]
     schedules: tuple[tuple[str, int], ...]
@@ -73,7 +73,7 @@ class Layouts:
 def families_of(
     model: Model, machine: Machine, sequence: int, batch: int, compute: str, allow: frozenset[str]
 ) -> Iterator[Family]:
-    """Every degree of tensor and context parallelism and every micro-batch the model can be cut by."""
+    """Every degree of tensor and context parallelism and every micro-batch that divides the model."""
     ways = [(compute, True)]
     ways += [("fp8", True)] if "fp8" in allow and compute != "fp8" and _takes_fp8(model) else []
     ways += [(way, False) for way, _ in ways] if "zero-bubble" in allow else []
@@ -186,7 +186,7 @@ def bounded(model: Model, machine: Machine, families: list[Family], batch: int, 
 
     shared = np.where(zero > 0, sharers, 1.0)
     whole = (zero == 1) & (accumulation > 1) | (zero > 0) & (zero < 3) & (pp > 1)
-    kept_per_entry = MASTER_BYTES + state_bytes(Job(), 1.0, 0.0)  # the optimizer of the jobs that come of it
+    kept_per_entry = MASTER_BYTES + state_bytes(Job(), 1.0, 0.0)  # the optimizer of the resulting jobs
     states = elements * kept_per_entry / shared + np.where(accumulation > 1, 4.0 * elements / shared, 0.0)
     states += np.where(whole, 4.0 * elements, 0.0)
     states = np.where(offload == 1, 0.0, states) + np.where(zero < 3, 2.0 * elements, 0.0)

@@ -1,4 +1,4 @@
-"""What ranks send each other: how long a collective takes over the links it crosses.
+"""Communication between ranks: how long a collective takes over the links it crosses.
 
 Rings and trees as NCCL builds them: inside a node every GPU sends at its links' rate; between nodes each GPU has its
 share of the node's network, and a collective over both is bounded by the slower of the two.
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 _TREE = 0.85
-"""Of a ring's bandwidth, what trees reach."""
+"""Fraction of a ring's bandwidth that trees reach."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Wires:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a collective: how many, and how many of them sit in each node."""
+    """Ranks that share a collective: how many, and how many of them are in each node."""
 
     size: int
     per_node: int
@@ -43,7 +43,8 @@ def group_of(size: int, stride: int, gpus_per_node: int) -> Group:
 
 
 def all_reduce_s(wires: Wires, group: Group, size_bytes: float) -> float:
-    """Everyone ends with the sum of what all had: a ring twice round, or a tree between the nodes if that is faster."""
+    """Every rank ends with the sum over all ranks: a ring twice around, or a tree between the nodes if that is
+    faster."""
     ring = _ring_s(wires, group, size_bytes, rounds=2)
     if group.nodes == 1 or not ring:
         return ring
@@ -53,7 +54,7 @@ def all_reduce_s(wires: Wires, group: Group, size_bytes: float) -> float:
 
 
 def all_gather_s(wires: Wires, group: Group, size_bytes: float) -> float:
-    """Everyone ends with all pieces, size_bytes together; a reduce-scatter takes as long. Only rings do this."""
+    """Every rank ends with all shards, size_bytes together; a reduce-scatter takes as long. Only rings do this."""
     return _ring_s(wires, group, size_bytes, rounds=1)
 
 
@@ -65,7 +66,7 @@ def send_s(wires: Wires, size_bytes: float, *, within_node: bool) -> float:
 
 
 def _ring_s(wires: Wires, group: Group, size_bytes: float, rounds: int) -> float:
-    """Every rank passes its piece on, as many times as there are others; each time all wait for the slowest hop."""
+    """Every rank passes its chunk on, once for each other rank; each time all wait for the slowest hop."""
     if group.size == 1 or size_bytes == 0:
         return 0.0
     hops = rounds * (group.size - 1)
@@ -74,7 +75,7 @@ def _ring_s(wires: Wires, group: Group, size_bytes: float, rounds: int) -> float
 
 
 def _bandwidth(wires: Wires, group: Group) -> float:
-    """A ring enters and leaves each node once, so the node's cards of its members carry it together."""
+    """A ring enters and leaves each node once, so the network cards of its members in the node share it."""
     if group.nodes == 1:
         return wires.node_bytes_per_s
     network = wires.network_bytes_per_s * group.per_node

@@ -1,4 +1,4 @@
-"""A run beside its prediction: the step, its parts and the peak of memory, term by term where both are known."""
+"""A run compared with its prediction: the step, its parts and the peak of memory, term by term where both are known."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ class Term:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one."""
+        """Predicted over measured, minus one."""
         return self.predicted / self.measured - 1.0
 
 
 def cluster_here(job: Job, device: str, devices: int) -> Cluster | None:
-    """The machine a run was on, by its device's name; None where neither the table nor a profile knows it."""
+    """The machine a run was on, by its device's name; None if neither the table nor a profile has it."""
     gpu = find_gpu(device)
     key = gpu.key if gpu else ("cpu" if device == "CPU" and profile_of("cpu") else None)
     if key is None:
@@ -46,7 +46,7 @@ def cluster_here(job: Job, device: str, devices: int) -> Cluster | None:
 
 
 def _meant(cluster: Cluster, key: str) -> Cluster:
-    """A job's section where it speaks of machines with this GPU; of others it says nothing here."""
+    """A job's section if it describes machines with this GPU; otherwise it does not apply here."""
     try:
         whole = completed(cluster)
         here = whole.gpu is None or whole.gpu == key or gpu_by_key(whole.gpu).key == key
@@ -63,7 +63,7 @@ def compare_with_plan(
     peak_bytes: float | None,
     parts_s: Mapping[str, float] | None = None,
 ) -> list[Term]:
-    """What was measured beside what is predicted for it; nothing where the machine or the job cannot be predicted.
+    """Measurements next to their predictions; empty if the machine or the job cannot be predicted.
 
     `parts_s` are seconds of a step by the names of `bench`: forward, loss, backward, reduce, optimizer.
     """
@@ -92,7 +92,7 @@ def compare_with_plan(
 
 
 def _parts(job: Job, cluster: Cluster, prediction: Prediction) -> dict[str, float]:
-    """A step's parts as a stop-watch sees them: the head makes its gradients in the forward, as part of the loss."""
+    """A step's parts as timers see them: the head computes its gradients in the forward, as part of the loss."""
     machine = machine_of(cluster)
     device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
     head = head_work(job, device, MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)

@@ -15,7 +15,7 @@ from meshwright.plan.software import Software
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one piece of the model over one micro-batch, by pass and kind."""
+    """Seconds of one part of the model over one micro-batch, by pass and kind."""
 
     forward_matmul: float = 0.0
     forward_attention: float = 0.0
@@ -61,7 +61,7 @@ def tokens_of(job: Job) -> int:
 
 
 def products_of(job: Job, software: Software) -> Iterator[Product]:
-    """A block's projections on one rank; programs with fused kernels make those of one input at once."""
+    """A block's projections on one rank; programs with fused kernels compute those of one input at once."""
     model, tp, tokens = job.model, job.layout.tp, tokens_of(job)
     queries, keys = model.heads // tp * model.head_dim, kv_heads_of(job) * model.head_dim
     inner = -(-model.ffn_width // tp)
@@ -108,15 +108,15 @@ _USUAL_LAUNCH_S = 4.5e-6
 def host_waits(
     job: Job, device: Device, software: Software, mode: str, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
-    """What a block's forward and backward, transfers included, wait for a host that launches kernels more slowly.
+    """How long a block's forward and backward, transfers included, wait for a host that launches kernels more slowly.
 
-    Ranks that share every product meet at each collective, where now one's host is late and now another's device: there
-    neither hides behind the other in full.
+    Ranks that share every product meet at each collective, where sometimes one's host is late and sometimes another's
+    device: there neither hides behind the other in full.
     """
     bare_s = _USUAL_LAUNCH_S
     if device.measured is not None and device.measured.profile.launch_s is not None:
         if device.measured.on_cpu:
-            return 0.0, 0.0  # there is no other device to wait: starting an operation is part of it
+            return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
         bare_s = device.measured.profile.launch_s
     if software.own:
         forward, backward = (count * bare_s for count in own_launches(job, software, mode))
@@ -131,7 +131,7 @@ def host_waits(
 
 
 def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]:
-    """What the host does for a block of ours, forward and backward, in times of a bare launch.
+    """The host's work for one of our blocks, forward and backward, in multiples of a bare launch.
 
     Fitted to blocks of GPT-2, Llama and Qwen3 with so few tokens that an H200 waits for its host (benchmarks/LOG.md):
     an eager operation is nearly three launches with its autograd; a compiled block's guards and wrappers cost more than
@@ -162,9 +162,9 @@ def kernels_of(job: Job, software: Software) -> int:
 def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Product]) -> tuple[float, float]:
     """Numbers read in 16 bits and written in 8, forward and backward.
 
-    Delayed scales need no look at the numbers: what made them casts them too, and weights are cast once a step.
-    Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch; the backward wants
-    everything laid across as well. Eager operations make each part in memory.
+    Delayed scales need no pass over the numbers: the kernel that computes them also casts them, and weights are cast
+    once a step. Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch; the
+    backward needs everything transposed as well. Eager operations write each part to memory.
     """
     fused, count = software.fusion == "fused", len(products)
     inputs = sum(rows * inner for rows, _, inner in products)
@@ -173,7 +173,7 @@ def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Pr
         cast = memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights / job.accumulation, 2 * count)
         return cast, 1.5 * cast
     outputs = sum(rows * columns for rows, columns, _ in products)
-    if fused:  # one kernel casts to both orders of memory, and an input stays as its weight's gradient wants it
+    if fused:  # one kernel casts to both memory orders, and an input is kept as its weight's gradient needs it
         forward = memory_s(device, 5.0 * (inputs + weights), 4 * count)
         return forward, memory_s(device, 6.0 * outputs + 3.0 * weights, 6 * count)
     forward = memory_s(device, 33.0 * (inputs + weights), 10 * count)
@@ -223,7 +223,7 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
 
 
 def forward_products(device: Device, batch: int, sequence: int, head_dim: int) -> float:
-    """Scores and their weighted sum, each head a product of its own."""
+    """Scores and their weighted sum, each head a separate product."""
     return _batched_s(device, batch, sequence, sequence, head_dim) + _batched_s(
         device, batch, sequence, head_dim, sequence
     )
@@ -260,8 +260,9 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         moved += 2 * inner
         moved_back += 3 * inner
     if software.own and not fused:
-        # Our eager blocks: what several projections read gets their gradients one after the other, and the gradients of
-        # 32-bit norms, rotations and gates are made, cast and added up apart. An H200 took half as long again.
+        # Our eager blocks: the input of several projections gets their gradients one after the other, and the gradients
+        # of 32-bit norms, rotations and gates are computed, cast and summed separately. An H200 took half as long
+        # again.
         moved_back *= 1.5
     if model.dropout > 0:
         moved += 2 * 0.5 * stream
@@ -270,8 +271,8 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
 
 
 _LOSS_BYTES = {"whole": (14.0, 16.0), "chunked": (46.0, 0.0)}
-"""Bytes moved for each logit, forward and backward: 16-bit logits made 32-bit, reduced, exponentiated, turned back;
-ours makes both gradients chunk by chunk in the forward, each operation in place."""
+"""Bytes moved for each logit, forward and backward: 16-bit logits widened to 32 bits, reduced, exponentiated, narrowed;
+ours computes both gradients chunk by chunk in the forward, each operation in place."""
 
 
 def head_work(job: Job, device: Device, software: Software) -> Work:
@@ -303,7 +304,7 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
 
 
 def loss_chunks(job: Job) -> tuple[int, int]:
-    """Into how many pieces our head cuts a micro-batch's tokens, and the tokens of one."""
+    """Into how many chunks our head splits a micro-batch's tokens, and the tokens of one."""
     tokens, vocabulary = tokens_of(job), -(-job.model.vocab_size // job.layout.tp)
     rows = min(tokens, chunk_rows(tokens, vocabulary, job.precision.number_bytes))
     return -(-tokens // rows), rows

@@ -1,4 +1,4 @@
-"""What a whole training takes: days, GPU-hours and money, and what failures and checkpoints leave of the time."""
+"""What a whole training run takes: days, GPU-hours and money, and how much time failures and checkpoints cost."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from meshwright.job.devices import Cluster
 from meshwright.plan.predict import Prediction
 
 _STAGING_BYTES_PER_S = 20e9
-"""Of one GPU to its host's memory while training waits for it: what page-locked copies keep over all GPUs of a node."""
+"""From one GPU to host memory while training waits: what page-locked copies sustain over all GPUs of a node."""
 _RESTART_S = 300.0
 """From a failure to the next step: noticing it, starting processes, reading the checkpoint, compiling."""
 _DAY_S = 86400.0
@@ -16,20 +16,20 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True)
 class Economy:
-    """A training of so many tokens."""
+    """A training run over a number of tokens."""
 
     tokens: float
     days: float
     """With what failures cost, where their rate is known."""
     gpu_hours: float
     cost: float | None
-    """Where an hour has a price."""
+    """If the price of an hour is known."""
     goodput: float | None
     """Share of the time that makes progress; None where the time between failures is not known."""
     save_s: float
-    """What a checkpoint holds training up for."""
+    """How long a checkpoint blocks training."""
     save_every_s: float | None
-    """The interval that loses least."""
+    """The interval that loses the least time."""
 
 
 def economy(job: Job, prediction: Prediction, cluster: Cluster, tokens: float, price: float | None = None) -> Economy:
@@ -49,7 +49,7 @@ def save_seconds(job: Job, prediction: Prediction) -> float:
     """How long training waits for a checkpoint: masters and moments of the fullest rank copied to its host."""
     terms = prediction.fullest.terms
     held = terms.get("weights", 0.0) + terms.get("optimizer states", 0.0)
-    # Ranks that hold the same share the copying; what is on the host already is written from there.
+    # Ranks that hold the same state share the copying; what is already on the host is written from there.
     copies = job.layout.dp_replicate * (job.layout.dp_shard if job.layout.zero_stage == 0 else 1)
     return held / copies / _STAGING_BYTES_PER_S
 

@@ -1,4 +1,4 @@
-"""A search in words: what limits a layout, and why the nearest misses do not fit."""
+"""Explains a search: what limits a layout, and why the nearest misses do not fit."""
 
 from math import log2
 from typing import Any
@@ -20,14 +20,14 @@ _PRACTICE = (
 
 
 def usual_batch_tokens(parameters: float) -> tuple[int, str]:
-    """Tokens a step that models of this size are trained with, and where that is from."""
+    """Tokens per step that models of this size are trained with, and the source."""
     return next((int(tokens), where) for most, tokens, where in _PRACTICE if parameters < most)
 
 
 def batch_sequences(parameters: float, sequence: int, gpus: int, batch_tokens: int | None) -> tuple[int, str]:
-    """Sequences a step that so many GPUs, or half of them and so on, share evenly, nearest to the tokens asked for.
+    """Sequences per step that the GPUs, or half of them and so on, share evenly, nearest to the requested tokens.
 
-    Without those it is the usual batch, with words on where that is from.
+    Without a request it is the usual batch, with its source.
     """
     practice = ""
     if batch_tokens is None:
@@ -36,7 +36,7 @@ def batch_sequences(parameters: float, sequence: int, gpus: int, batch_tokens: i
         batch_tokens = sequence * 2 ** round(log2(usual / sequence))
     wanted = max(1, round(batch_tokens / sequence))
     odd = gpus // (gpus & -gpus)
-    share = odd if practice and odd <= wanted else 1  # a batch that nobody asked for is one that three nodes share
+    share = odd if practice and odd <= wanted else 1  # by default a batch that three nodes can share
     while share * 2 <= min(wanted, gpus) and gpus % (share * 2) == 0:
         share *= 2
     each = max(1, round(wanted / share))

@@ -19,9 +19,9 @@ _CHOICES = tuple((height, width, share, split) for height, width, share in _TILE
 _FILL = 128
 """Steps of the inner dimension lost to filling and draining a tile's pipeline and writing it out."""
 UNKNOWN_BANDWIDTH = 2000e9
-"""Bytes a second where the maker publishes none: HBM2e on four stacks, the least of the parts concerned."""
+"""Bytes per second where the maker publishes none: HBM2e on four stacks, the lowest of the parts concerned."""
 _ELEMENTWISE = 0.87
-"""Of what a copy reaches, what kernels do that compute and reduce on the way (an H200: norms, rotation, SwiGLU)."""
+"""Fraction of a copy's bandwidth for kernels that also compute and reduce (an H200: norms, rotation, SwiGLU)."""
 Sizes = tuple[int, int, int]
 _KERNEL_S = 3e-6
 """From a kernel's start to its first useful work and from its last to the next kernel, on the device alone."""
@@ -29,7 +29,7 @@ _KERNEL_S = 3e-6
 
 @dataclass(frozen=True)
 class Device:
-    """What one GPU does a second, in the format a job computes in."""
+    """What one GPU does per second in a job's compute format."""
 
     compute: str
     multiprocessors: int
@@ -46,7 +46,7 @@ class Device:
     kernel_s: float = _KERNEL_S
     """From a kernel's start to its first useful work and from its last to the next kernel, on the device alone."""
     measured: Measured | None = None
-    """A calibration profile, which knows better than the rates."""
+    """A calibration profile, which overrides the rates."""
 
     @property
     def wide(self) -> str:
@@ -55,7 +55,7 @@ class Device:
 
 
 def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = None) -> Device:
-    """The GPU in a compute format; one it has no rate for runs as its nearest wider one."""
+    """The GPU in a compute format; one without a rate runs as the nearest wider one."""
     moved = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy
     wide = peak_flops(gpu, "bf16" if compute == "fp8" else compute) or peak_flops(gpu, "fp16") or gpu.peak["fp32"]
     narrow = peak_flops(gpu, "fp8") if compute == "fp8" else None
@@ -73,7 +73,7 @@ def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = 
 
 
 _TIMES: dict[tuple[Device, bool, str], dict[Sizes, float]] = {}
-"""Seconds of products already asked for, by device, width and kind."""
+"""Cached seconds of products, by device, width and kind."""
 
 
 def matmul_s(
@@ -87,7 +87,7 @@ def matmul_s(
 
 
 def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *, wide: bool = False) -> None:
-    """Work out many products together, so that asking for each of them takes no time."""
+    """Compute many products together, so that later lookups take no time."""
     known = _TIMES.setdefault((device, wide, kind), {})
     new = [size for size in dict.fromkeys(sizes) if size not in known]
     if not new:
@@ -103,7 +103,7 @@ def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *,
 
 
 def _tiled_s(device: Device, wide: bool, sizes: Any) -> Any:
-    """Seconds of products given as (rows, columns, inner), each with the best of the tiles and splits there are."""
+    """Seconds of products given as (rows, columns, inner), each with the best of the available tiles and splits."""
     ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
     per_unit = ceiling / device.multiprocessors
     rows, columns, inner = (sizes[:, place, None].astype(float) for place in range(3))
@@ -125,7 +125,7 @@ def _power(size: int) -> int:
 
 
 def _alignment(power: int) -> float:
-    """Share of the rate that rows of this alignment leave: loads are made for lines of 128 bytes, 64 elements."""
+    """Share of the rate that rows of this alignment reach: loads are made for lines of 128 bytes, 64 elements."""
     return {1: 0.25, 2: 0.35, 4: 0.5, 8: 0.78, 16: 0.88, 32: 0.96}.get(power, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The machines of a plan: GPU, nodes and links, from a cluster section or a short spelling; says what it guessed."""
+"""The machines of a plan: GPU, nodes and links, from a cluster section or a short form; lists what was guessed."""
 
 import re
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _USUAL_NETWORK = {
 }
 _FALLBACK_NETWORK = (3.0, "25 Gb/s for each GPU, as nothing is known")
 _NETWORK_SHARE = 0.80
-"""Of the line rate, what collectives and large messages reach."""
+"""Fraction of the line rate that collectives and large messages reach."""
 _NETWORK_LATENCY_S = 10e-6
 """A hop between nodes: of NCCL's tuning tables between the 4 and 14 µs of its two protocols for large messages."""
 
@@ -55,14 +55,14 @@ class Machine:
 
     @property
     def host_bytes(self) -> float | None:
-        """Host memory for each GPU: its share of the node's, or what a superchip has of its own; None if not known."""
+        """Host memory for each GPU: its share of the node's, or a superchip's own; None if not known."""
         if self.node_memory_bytes is not None:
             return self.node_memory_bytes / self.wires.gpus_per_node
         return None if self.gpu.host_memory_gib is None else self.gpu.host_memory_gib * 2**30
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one GPU: as its driver told the profile, else as it is sold."""
+        """Memory of one GPU: as the driver reported it to the profile, else the nominal size."""
         return (self.measured.profile.memory_gib if self.measured else self.gpu.memory_gib) * 2**30
 
 
@@ -85,7 +85,7 @@ def parse_cluster(spelling: str) -> Cluster:
 
 def _require_some(spelling: str, name: str, *numbers: int) -> None:
     if 0 in numbers:
-        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU a node, as 1x{name}")
+        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU per node, as 1x{name}")
 
 
 def spelled(cluster: Cluster) -> str:
@@ -95,14 +95,14 @@ def spelled(cluster: Cluster) -> str:
 
 
 def machines_of(job: Job, spelling: str | None = None) -> Cluster:
-    """Where a plan of a job runs: as `--cluster` says, else the job's own section, with what its layout fills of it."""
+    """Where a job's plan runs: `--cluster`, else the job's own section, with as many machines as its layout fills."""
     return parse_cluster(spelling) if spelling else completed(job.cluster, ranks_of(job.layout))
 
 
 def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     """The machine of a cluster section; cluster.links may say `node` (GB/s a GPU) and `network` (GB/s a node).
 
-    Without `profiled` it is the datasheet's, whatever was measured of it.
+    Without `profiled` it is the datasheet's, ignoring any measurements.
     """
     if cluster.gpu is None:
         raise UserError(
@@ -116,7 +116,8 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     guessed = [] if profile else [f"kernel efficiency of {gpu.key}: no profile; meshwright calibrate makes one"]
     if unknown := sorted(set(links) - {"node", "network"}):
         raise UserError(
-            f"cluster.links has {unknown[0]!r}, which is no link; give node (GB/s a GPU) or network (a node)"
+            f"cluster.links has {unknown[0]!r}, which is not a link; give node (GB/s per GPU) or network (GB/s per "
+            "node)"
         )
     wires, said = _wires(cluster, gpu, rates)
     if measured is not None:
@@ -127,7 +128,7 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
 
 
 def _gpu(key: str) -> Gpu:
-    """A GPU of the table, or one that only a profile knows."""
+    """A GPU of the table, or one known only from a profile."""
     try:
         return gpu_by_key(key)
     except UserError as error:
@@ -142,7 +143,7 @@ def _gpu(key: str) -> Gpu:
 
 
 def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, str]]:
-    """The links as given or as usual, and what was guessed of which."""
+    """The links as given or by default, and which were guessed."""
     links, guessed = cluster.links or {}, {}
     if "node" in links:
         node = links["node"] * 1e9

@@ -1,4 +1,4 @@
-"""A calibration profile as the planner asks it: how much longer than its formula a product takes near measured shapes,
+"""A calibration profile as the planner uses it: how much longer than its formula a product takes near measured shapes,
 attention by the fastest kernel, and rates of memory, host and links."""
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +13,9 @@ from meshwright.hardware.profile import Collective
 from meshwright.plan.communication import Wires
 
 _NEAR = 6
-"""Measured shapes that a figure is made of."""
+"""Measured shapes that a figure is interpolated from."""
 _FAR = 1.5
-"""Doublings of a size beyond what was measured from which on a figure is told to be a guess."""
+"""Doublings of a size beyond the measured range after which a figure is reported as a guess."""
 
 Floats = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ class Cloud:
         return Cloud(np.log2(np.array([sizes for sizes, _ in pairs])), np.log(np.array([value for _, value in pairs])))
 
     def at(self, *sizes: float) -> float:
-        """The value near these sizes; of what was measured, never beyond it."""
+        """The value near these sizes, never outside the measured range."""
         distance = ((self.points - np.log2(np.array(sizes))) ** 2).sum(axis=1)
         nearest = np.argpartition(distance, min(_NEAR, len(distance)) - 1)[:_NEAR]
         weights = 1.0 / (distance[nearest] + 1e-3) ** 1.5
@@ -48,7 +48,7 @@ class Cloud:
 
 
 class Measured:
-    """One device's profile; the same object for the same profile, so that results can be remembered by it."""
+    """One device's profile; the same object for the same profile, so that results can be cached by it."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -81,7 +81,7 @@ class Measured:
         return np.array([1.0 if cloud is None else cloud.at(*size) for size in sizes])
 
     def unmeasured(self, dtype: str, forwards: Iterable[tuple[int, int, int]]) -> list[str]:
-        """Of some projections' forwards, those whose format or size is far from what was measured, in words."""
+        """Of some projections' forwards, a description of those whose format or size is far from the measured ones."""
         cloud = Cloud.of(
             ((one.rows, one.columns, one.inner), one.seconds)
             for one in self.profile.products
@@ -91,7 +91,8 @@ class Measured:
             return [f"products in {dtype}: not in the profile"]
         far = [sizes for sizes in forwards if cloud.doublings_to(*sizes) > _FAR]
         return [
-            f"products of {' × '.join(map(str, sizes))}: the profile's nearest is far" for sizes in dict.fromkeys(far)
+            f"products of {' × '.join(map(str, sizes))}: far from what the profile measured"
+            for sizes in dict.fromkeys(far)
         ]
 
     def attention_s(
@@ -124,11 +125,11 @@ class Measured:
 
 
 _KNOWN: dict[int, Measured] = {}
-"""By the profile's identity, which lasts since its figures hold it; comparing profiles would take longer than this."""
+"""By the profile's identity, which its figures keep alive; comparing profiles would take longer."""
 
 
 def measured_of(profile: Profile) -> Measured:
-    """The profile's figures, made once."""
+    """The profile's figures, computed once."""
     if id(profile) not in _KNOWN:
         _KNOWN[id(profile)] = Measured(profile)
     return _KNOWN[id(profile)]
@@ -157,7 +158,7 @@ def _link(rows: list[Collective]) -> tuple[float, float] | None:
     hops = np.array([2.0 * (one.ranks - 1) for one in rows])
     carried = np.array([2.0 * (one.ranks - 1) / one.ranks * one.size_bytes for one in rows])
     seconds = np.array([one.seconds for one in rows])
-    # Relative errors count, so that small messages tell the latency and large ones the rate.
+    # Relative errors are minimised, so that small messages determine the latency and large ones the rate.
     matrix = np.stack([hops, carried], axis=1) / seconds[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(rows)), rcond=None)
     largest = max(range(len(rows)), key=lambda place: carried[place])

@@ -1,7 +1,7 @@
 """What a rank holds at its fullest moment, as named terms in bytes.
 
-Activations are the model's own count of what its modules save, cut as the layout cuts it and edited by what a program
-does otherwise; micro-batches in flight are those of the schedule's table.
+Activations are the model's own count of what its modules save, divided as the layout shards it and adjusted for what a
+program does differently; micro-batches in flight are those of the schedule's table.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ Terms = dict[str, float]
 CONTEXT_BYTES = 0.6e9
 """What the driver takes for itself as soon as a process uses the device."""
 COMMUNICATOR_BYTES = 0.35e9
-"""Buffers of each axis that has ranks to talk to."""
+"""Buffers of each axis with more than one rank."""
 FRAGMENTS = 0.03
-"""Of what is allocated, what the allocator holds besides: rounding, and holes that nothing fits."""
+"""The allocator's overhead over what is allocated: rounding, and gaps too small to use."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A pipeline rank's memory: the terms that the allocator counts, and what lies outside of it."""
+    """A pipeline rank's memory: the terms that the allocator counts, and what is outside of it."""
 
     rank: int
     terms: Terms
@@ -70,7 +70,7 @@ def rank_memory(
         if len(layers) - 1 in held:
             terms |= _loss(job, software)
     if job.accumulation == 1 and table is None and not software.own and not software.weights_apart:
-        # Gradients appear as the backward lets go of activations: only what they exceed those by adds to the peak.
+        # Gradients appear as the backward frees activations: only the excess over those adds to the peak.
         passing = terms["activations"] + terms.get("logits and loss", 0.0)
         terms["gradients"] = max(0.0, terms["gradients"] - passing)
     host = 0.0
@@ -85,7 +85,7 @@ def rank_memory(
 
 
 def _states(job: Job, software: Software, parameters: float, projections: float) -> Terms:
-    """Weights, gradients and optimizer states by the zero dial; under a pipeline gradients stay whole until the end."""
+    """Weights, gradients and optimizer states by zero stage; under a pipeline gradients stay whole until the end."""
     layout, zero = job.layout, job.layout.zero_stage
     sharers = layout.dp_shard * layout.cp
     narrow = job.precision.number_bytes < MASTER_BYTES
@@ -120,14 +120,14 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
 
 
 def gradient_bytes(job: Job, software: Software) -> int:
-    """Bytes of a gradient until the update: as asked for, or as the backward makes it where nothing is added up."""
+    """Bytes of a gradient until the update: as requested, or as the backward computes it where nothing is summed."""
     if software.own:
         return FORMAT_BYTES[gradient_format(job)]
     return job.precision.gradient_bytes
 
 
 def _gathered(job: Job) -> Terms:
-    """Under zero 3, the units in use and ahead of it, and the gradients of one on their way."""
+    """Under zero 3, the unit in use, the prefetched one, and the gradients of one in transit."""
     layout = job.layout
     if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
         return {}
@@ -175,7 +175,7 @@ def _cached_holdings(
 
 
 def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
-    """Bytes a block keeps of a micro-batch, and those its recomputation brings back at once."""
+    """Bytes a block keeps of a micro-batch, and those its recomputation restores at once."""
     whole = _edited(job, software, sizes_of(job, "none"))
     if mode == "none":
         return sum(whole.values()), 0.0
@@ -184,7 +184,7 @@ def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
         return sum(whole.values()), dropped
     kept = sizes_of(job, mode)
     if software.own:
-        # Inputs of its kernels are made anew; a compiler that sees what is kept makes the rest inside of them.
+        # Inputs of its kernels are recomputed; a compiler that sees what is kept computes the rest inside of them.
         again = sizes_of(job, "none") if mode == "full" else whole
         return sum(kept.values()), sum(again.values()) - sum(kept.values())
     if mode == "selective" and software.selective == "half":
@@ -199,10 +199,10 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     """The saved tensors of a program that fuses, gathers again or writes scores out."""
     edited = dict(sizes)
     if software.fusion == "fused" and job.model.activation == "swiglu":
-        edited.pop("ffn.activated", None)  # made again from gate and up inside the fused kernel's backward
+        edited.pop("ffn.activated", None)  # recomputed from gate and up inside the fused kernel's backward
     if software.own and software.fusion == "fused" and job.layout.tp == 1:
         # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
-        # they were made with it.
+        # they were computed with it.
         edited["attention.v"] = sum(sizes[f"attention.{name}"] for name in "qkv")
         for name in ("attention.q_norm.input", "attention.k_norm.input"):
             edited.pop(name, None)
@@ -210,7 +210,7 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
             del edited["attention.q"], edited["attention.k"]
         edited["weights side by side"] = side_by_side(job, software)
         if job.precision.compute == "fp8":
-            # Inputs of products are kept in 8 bits, that of the attention's projection beside its result.
+            # Inputs of products are kept in 8 bits, that of the attention's projection in addition to its result.
             for name in ("attention.input", "ffn.input", "ffn.product"):
                 edited[name] = edited.get(name, 0.0) / 2
             edited["attention.out"] *= 1.5
@@ -224,7 +224,7 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
 
 
 def side_by_side(job: Job, software: Software) -> float:
-    """Weights of one product that lie apart are copied for it and kept for its backward; fp8 keeps all it has cast."""
+    """Separate weights of one product are copied for it and kept for its backward; fp8 keeps all it has cast."""
     if not software.own or software.fusion != "fused" or job.layout.tp > 1:
         return 0.0
     weights = [columns * inner for _, columns, inner in products_of(job, software)]
@@ -257,7 +257,7 @@ def _sizes(
 
 
 def _loss(job: Job, software: Software) -> Terms:
-    """The head's share: whole logits, or our chunks of them with the gradients they leave."""
+    """The head's share: whole logits, or our chunks of them with their gradients."""
     tokens, width = tokens_of(job), job.model.width
     vocabulary = -(-job.model.vocab_size // job.layout.tp)
     if software.logit_bytes is not None:
@@ -265,18 +265,18 @@ def _loss(job: Job, software: Software) -> Terms:
     each = job.precision.number_bytes
     _, rows = loss_chunks(job)
     lines = in_whole_lines(vocabulary)
-    # The weight's gradient in 32 bits is there with a chunk's logits, whose memory their gradient takes; then with what
-    # goes on in the weight's own format.
+    # The weight's gradient in 32 bits exists along with a chunk's logits, whose memory their gradient reuses; then with
+    # what continues in the weight's own format.
     made = 4.0 * lines * width + max(each * rows * lines, each * vocabulary * width if each == 2 else 0.0)
     made += each * (tokens * width + (lines * width if lines > vocabulary else 0))
     return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}
 
 
 def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms) -> Terms:
-    """Of a step without a pipeline, what is held beside the states when most is: gradients included.
+    """Of a step without a pipeline, what is held besides the states at the peak, gradients included.
 
     That is in the loss, when all is kept for the backward; in the backward of the last block or of the first, with what
-    it makes again and what passes through it; or when the last gradient, the embedding's, has been made.
+    it recomputes and what passes through it; or when the last gradient, the embedding's, has been computed.
     """
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
     kept = sum(sizes[mode][0] for mode in modes)

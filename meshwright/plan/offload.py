@@ -4,7 +4,7 @@ from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.job import Job
 
 HOST_UPDATE_BYTES_PER_S = 40e9
-"""Memory traffic one machine's cores reach in an update; where no profile says it."""
+"""Memory traffic one machine's cores reach in an update, where there is no profile."""
 _HOST_TERMS = ("weights", "gradients", "optimizer states", "gradients before they are reduced")
 
 
@@ -52,7 +52,7 @@ def offload_phases(
             moved += parameters * 2 * 2 * job.accumulation
     if "activations" in job.memory.offload:
         moved += 2 * activation_bytes * job.accumulation
-    # Both directions run at once, beside the compute; what it is too short for is waited for.
+    # Both directions run at once, overlapped with compute; the step waits for the rest.
     transfers = moved / 2 / host_bytes_per_s
     phases = {"waiting for transfers to the host": max(0.0, transfers - compute_s)}
     if offloads_states(job):

@@ -26,7 +26,7 @@ class Prediction:
     """By pipeline rank."""
     tokens_per_s_per_gpu: float
     model_flops_per_s_per_gpu: float
-    """Model FLOPs, attention counted over every pair, a second and GPU."""
+    """Model FLOPs, attention counted over every pair, per second and GPU."""
     mfu: float | None
     """The same over the GPU's dense peak (of bf16 for fp8, as in a run's metrics); None where it is not known."""
     capacity_bytes: float
@@ -47,12 +47,12 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory does, and what it keeps on its host."""
+        """Whether every rank's device and host memory fit."""
         return self.fullest.device <= self.capacity_bytes and self.host_over_bytes <= 0.0
 
     @property
     def host_over_bytes(self) -> float:
-        """What a rank keeps on its host beyond the memory there is for one GPU."""
+        """How far a rank's host memory exceeds what is available for one GPU."""
         kept = max(rank.host for rank in self.memory)
         return 0.0 if self.host_capacity_bytes is None else max(0.0, kept - self.host_capacity_bytes)
 
@@ -60,8 +60,8 @@ class Prediction:
 def predict(job: Job, cluster: Cluster, software: Software | None = None, *, every_rank: bool = True) -> Prediction:
     """Time and memory of one step; `software` is Meshwright's own trainer when not given.
 
-    Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and its kind are looked at: the first
-    two, which hold most micro-batches, and the last, which has the loss.
+    Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and similar schedules are considered:
+    the first two, which hold most micro-batches, and the last, which has the loss.
     """
     machine = machine_of(cluster, profiled=software is None)  # a profile measures this torch, not other programs
     _require_ranks(job, machine)
@@ -99,7 +99,7 @@ def _stage_layers(job: Job, table: Table | None) -> list[int]:
 
 
 def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Simulation] | None:
-    """When every rank of the pipeline does what, for so many of the step's micro-batches; None without a pipeline."""
+    """When every rank of the pipeline does what, for this many of the step's micro-batches; None without a pipeline."""
     layout = job.layout
     if layout.pp == 1:
         return None
@@ -121,7 +121,7 @@ def _require_ranks(job: Job, machine: Machine) -> None:
     ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     if ranks != machine.gpus:
         raise UserError(
-            f"layout takes {ranks} ranks, but the cluster has {machine.gpus} GPUs; name one of {ranks} with --cluster "
+            f"layout needs {ranks} ranks, but the cluster has {machine.gpus} GPUs; name one of {ranks} with --cluster "
             "or change the layout"
         )
 

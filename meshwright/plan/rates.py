@@ -1,4 +1,4 @@
-"""How much of a GPU's datasheet a kernel reaches: facts of an architecture, where no calibration profile says better.
+"""How much of a GPU's datasheet a kernel reaches: facts of an architecture, where there is no calibration profile.
 
 Ceilings are what large, well-aligned work reaches in a training step that keeps the card at its power limit, not in a
 short benchmark; shapes lower them further (see `kernels`).
@@ -15,13 +15,13 @@ class Rates:
     """What one GPU really does."""
 
     multiprocessors: int
-    """Units that a matrix product's tiles are dealt to; a last round that is not full wastes the rest."""
+    """Units that a matrix product's tiles are distributed to; a last wave that is not full wastes the rest."""
     matmul: float
     """Share of the dense peak that large products reach."""
     matmul_fp8: float
     """The same in fp8, scaling and casts aside."""
     backward: float
-    """Share of that the backward's products keep, whose operands lie across their rows."""
+    """Share of that the backward's products keep, whose operands are transposed."""
     attention: tuple[float, float, float]
     """Share of the 16-bit peak that causal fused attention reaches with heads of 128 over long sequences, forward and
     backward together, by generation of the kernel: the first, the second, and the makers' own."""
@@ -61,7 +61,7 @@ _BY_PREFIX = {
 
 
 def measured_rates(profile: Profile) -> Rates:
-    """Of a device that only a profile knows: its fastest measured product stands for the peak, so nothing is lost."""
+    """For a device known only from a profile: its fastest measured product is the peak, so nothing is lost."""
     return replace(_CONSUMER, multiprocessors=profile.units, matmul=1.0, matmul_fp8=1.0, backward=1.0, copy=1.0)
 
 

@@ -46,7 +46,7 @@ class Case:
     memory_bytes: float | None
     memory_kind: str
     memory_counted: Literal["allocated", "reserved", "device"]
-    """Who counted: the allocator what it gave out, the allocator what it took, or the device."""
+    """What was counted: memory allocated, memory reserved by the allocator, or memory used on the device."""
     memory_of_last_rank: bool
     """The measurement is the last pipeline rank's, not the fullest one's."""
     ran: bool | None
@@ -121,7 +121,7 @@ def _run(row: Fields) -> Case:
         raise Unpredicted("does not say its layout")
     dp = int(row["dp"] or gpus // (tp * pp * cp))
     if dp * tp * pp * cp != gpus:
-        raise Unpredicted(f"its layout takes {dp * tp * pp * cp} GPUs, not the {gpus} it names")
+        raise Unpredicted(f"its layout needs {dp * tp * pp * cp} GPUs, not the {gpus} it names")
     sequence = int(row["seq_len"] or 0)
     if not sequence:
         raise Unpredicted("does not say its sequence length")
@@ -132,7 +132,7 @@ def _run(row: Fields) -> Case:
         micro = 1
         assumed.append("micro-batch 1")
     if "offload" in row["zero_stage_or_fsdp"]:
-        raise Unpredicted("offloads optimizer and activations to the host by a way of its own")
+        raise Unpredicted("offloads optimizer and activations to the host in its own way")
     batch = int(row["global_batch_seqs"] or 0)
     if not batch:
         batch = micro * dp * (max(1, 8 * pp) if pp > 1 else 4)

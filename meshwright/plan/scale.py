@@ -25,7 +25,7 @@ class Point:
     """None where no such layout is valid."""
     prediction: Prediction | None
     efficiency: float | None
-    """Tokens a second and GPU over those of the first size that could be predicted."""
+    """Tokens per second and GPU relative to the first size that could be predicted."""
     why: str = ""
     """Why there is no prediction."""
 
@@ -38,7 +38,7 @@ def scale(
     `strong` keeps the global batch, `weak` lets it grow with the data-parallel ranks.
     """
     if axis is not None and axis not in AXES:
-        raise UserError(f"--axis = {axis} is no axis of a layout; give one of {', '.join(AXES)}")
+        raise UserError(f"--axis = {axis} is not a layout axis; give one of {', '.join(AXES)}")
 
     points: list[Point] = []
     first: float | None = None
@@ -96,7 +96,7 @@ def _batch(job: Job, changed: dict[str, int], kind: str) -> int:
 
 
 def scale_lines(points: Sequence[Point], axis: str | None) -> list[str]:
-    """A drawing in text: a bar of efficiency for each size, with throughput and memory."""
+    """A text chart: a bar of efficiency for each size, with throughput and memory."""
     name = axis or "GPUs"
     lines = [f"{name:>8} {'tokens/s':>12} {'a GPU':>9} {'GiB':>7}  efficiency"]
     for point in points:

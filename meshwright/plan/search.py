@@ -17,7 +17,7 @@ from meshwright.plan.machine import machine_of
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 
 SAFE = 0.95
-"""Of a GPU's memory, what a layout may be predicted to use: predictions err, and drivers keep some of what is sold."""
+"""Fraction of a GPU's memory a layout may be predicted to use: predictions err, and drivers reserve some of it."""
 _PREDICTED = 200
 _MISSES = 3
 
@@ -45,9 +45,9 @@ class Search:
     bound_s: float
     """Seconds of one core that the bounds took."""
     exact: bool
-    """Whether no layout that was left at its bound could be among the best: else the limit on predictions was met."""
+    """Whether no layout with only a bound could be among the best; otherwise the limit on predictions was reached."""
     whole: bool = True
-    """Whether every prediction was made that a search makes: not where it was told to end before."""
+    """Whether the search made all its predictions, and was not told to stop early."""
 
 
 def search(
@@ -62,8 +62,8 @@ def search(
 ) -> Search:
     """The fastest layouts for `batch` sequences a step that fit, and the nearest that do not.
 
-    `allow` adds what is not tried unasked: fp8, offload, zero-bubble. `enough` is asked before every prediction once
-    one layout fits; where it says so, those so far are what was found.
+    `allow` adds what is not tried by default: fp8, offload, zero-bubble. `enough` is called before every prediction
+    once one layout fits; if it returns true, the search ends with what it has.
     """
     machine, allowed = machine_of(cluster), _allowed(allow)
     if sequence > model.max_sequence_length:
@@ -77,7 +77,7 @@ def search(
     bound_s = process_time() - begun
     if not len(layouts):
         raise UserError(
-            f"--batch-tokens makes {batch} sequences a step, which no layout spreads evenly over {machine.gpus} GPUs; "
+            f"--batch-tokens gives {batch} sequences a step, which no layout spreads evenly over {machine.gpus} GPUs; "
             f"give a multiple of {machine.gpus * sequence}"
         )
 
@@ -105,7 +105,7 @@ def search(
             break
         job = job_of(index)
         looked += 1
-        held, on_host = _held(job)  # memory first: a pipeline takes much longer to play out
+        held, on_host = _held(job)  # memory first: a pipeline takes much longer to simulate
         if held > room:
             over.append((held, index))
             continue
@@ -132,7 +132,7 @@ def _held(job: Job) -> tuple[float, float]:
 def _allowed(allow: Collection[str]) -> frozenset[str]:
     for word in allow:
         if word not in ALLOWED:
-            raise UserError(f"--allow has {word!r}, which is nothing to allow; give some of {', '.join(ALLOWED)}")
+            raise UserError(f"--allow has {word!r}, which is not an option; give some of {', '.join(ALLOWED)}")
     return frozenset(allow)
 
 
@@ -143,7 +143,7 @@ def _nearest(layouts: Layouts, room: float, fastest: float) -> list[int]:
 
 
 def _runs(job: Job, gpus: int) -> bool:
-    """Whether the trainer takes the layout."""
+    """Whether the trainer accepts the layout."""
     try:
         require_layout(job, gpus)
     except UserError:
@@ -152,7 +152,7 @@ def _runs(job: Job, gpus: int) -> bool:
 
 
 def what_would_fit(model: Model, cluster: Cluster, sequence: int, batch: int, compute: str = "bf16") -> str | None:
-    """The smallest change with which a model that does not fit would: the host's memory, or so many times the GPUs."""
+    """The smallest change that makes a model fit: the host's memory, or a multiple of the GPUs."""
     try:
         found = search(model, cluster, sequence, batch, compute, top=1, allow=("offload",))
     except UserError:

@@ -1,4 +1,4 @@
-"""A schedule's table played out many times: what it depends on is worked out once, as plain indices."""
+"""Simulates a schedule's table many times: its dependencies are computed once, as plain indices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from meshwright.pipeline.check import in_dependency_order, needs, results
 
 _KINDS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 2, Kind.WEIGHT: 3}
 _LONG = 3
-"""A table of more micro-batches than this many a rank is played with fewer: once the pipeline is full, time grows by
+"""A table of more micro-batches than this per rank is simulated with fewer: once the pipeline is full, time grows by
 equal parts, and so does the work of every rank."""
 
 Step = tuple[int, int, int, tuple[tuple[int, int], ...]]
-"""Rank, kind, stage, and what it waits for as (place of the step that makes it, its rank)."""
+"""Rank, kind, stage, and what it waits for as (index of the step that produces it, its rank)."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What became of a table under given times."""
+    """The result of a table under given times."""
 
     makespan_s: float
     busy_s: float
@@ -28,7 +28,7 @@ class Played:
 
 
 def shortened(ranks: int, micro_batches: int) -> int:
-    """As many micro-batches as are played for so many: the same number, or fewer that leave as many over a round."""
+    """How many micro-batches to simulate: the same number, or fewer with the same remainder over a round."""
     if micro_batches <= (_LONG + 1) * ranks:
         return micro_batches
     return _LONG * ranks + micro_batches % ranks
@@ -75,7 +75,7 @@ def _once(
 
 @lru_cache(maxsize=512)
 def _steps(schedule: str, ranks: int, micro_batches: int, virtual_stages: int | None) -> list[Step]:
-    """A table's actions in an order that meets their needs, overlapped pairs one after the other."""
+    """A table's actions in an order that respects their dependencies, overlapped pairs one after the other."""
     table = unchecked_table(schedule, ranks, micro_batches, virtual_stages)
     made: dict[tuple[str, int, int], tuple[int, int]] = {}
     steps: list[Step] = []

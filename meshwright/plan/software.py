@@ -15,7 +15,7 @@ class Software:
 
     name: str
     own: bool = False
-    """Meshwright's trainer, whose step is known moment by moment."""
+    """Meshwright's trainer, whose memory is known at each moment of a step."""
     attention: Literal["flash", "fused-softmax"] = "flash"
     """flash never holds the scores; fused-softmax writes them and does scale, mask and softmax in one kernel."""
     flash_generation: Literal[1, 2, 3] = 2
@@ -23,7 +23,7 @@ class Software:
     fusion: Literal["eager", "fused"] = "eager"
     """Whether neighbouring elementwise operations run as one kernel (by hand or compiled)."""
     selective: Literal["cheap", "half", "attention"] = "cheap"
-    """What selective recomputation makes again: everything but projections and attention; that and every second
+    """What selective recomputation recomputes: everything but projections and attention; that and every second
     projection; or the attention between its projections."""
     fp8_scales: Literal["delayed", "dynamic"] = "delayed"
     """delayed takes a tensor's scale from earlier steps, dynamic from the tensor itself."""
@@ -36,19 +36,20 @@ class Software:
     regather: bool = False
     """Sequence parallelism keeps its inputs sharded and gathers them again in the backward."""
     scatter_sends: bool = False
-    """What goes to the next pipeline stage is cut over the tensor-parallel ranks, and gathered there."""
+    """What goes to the next pipeline stage is sharded over the tensor-parallel ranks, and gathered there."""
     reduced_bytes: int | None = None
     """Bytes a gradient has on the wire; as precision.gradients when not given."""
     logit_bytes: float | None = None
-    """What the loss holds for each logit of a micro-batch, all at once; not given, it works chunk by chunk as ours."""
+    """What the loss holds for each logit of a micro-batch, all at once; by default it works in chunks as ours does."""
     weights_apart: bool = False
-    """16-bit weights beside the optimizer's 32-bit masters; else the parameter is the master, sharded whole."""
+    """16-bit weights in addition to the optimizer's 32-bit masters; else the parameter is the master, sharded whole."""
     narrow_gradients: bool = False
-    """Where weights are apart: 16-bit gradients stay beside 32-bit sums (bf16), or are widened for updates (fp16)."""
+    """With separate weights: 16-bit gradients are kept next to 32-bit sums (bf16), or are widened for updates
+    (fp16)."""
     workspace_bytes: float = 0.25e9
-    """What libraries keep in the allocator for good: matrix products, attention, casts."""
+    """What libraries keep allocated permanently: matrix products, attention, casts."""
     launch_s: float = 6e-6
-    """Host time to launch one kernel; a device that waits for its host takes this long a kernel. Ours is counted by
+    """Host time to launch one kernel; a device that waits for its host takes this long per kernel. Ours is counted by
     block instead (`own_launches`)."""
     step_s: float = 0.0
     """Host time of a step that nothing hides: data, logging, reading the loss back."""

@@ -1,4 +1,4 @@
-"""A step put together: every stage's times, the schedule played out, and what is sent before, between and after."""
+"""A whole step: every stage's times, the simulated schedule, and the communication before, during and after."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from meshwright.plan.update import update_s
 
 Phases = dict[str, float]
 _HOST_SHARE = 0.85
-"""Of the link to the host, what page-locked copies reach (an H200: 55 of 63 GB/s)."""
+"""Fraction of the link to the host that page-locked copies reach (an H200: 55 of 63 GB/s)."""
 _UNKNOWN_HOST_LINK = 12e9
-"""Bytes a second where the GPU's link to its host is not known: PCIe 3."""
+"""Bytes per second where the GPU's link to its host is not known: PCIe 3."""
 STRAGGLERS = 0.008
-"""What every doubling of the nodes adds: all wait for the slowest, and of more nodes one is slower."""
+"""What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
 _CONTENTION = 0.06
-"""What a product loses while a collective runs beside it: multiprocessors and memory bandwidth it takes."""
+"""What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StageSeconds:
 
 
 def groups_of(job: Job, gpus_per_node: int) -> Groups:
-    """Who sits where, ranks numbered as the mesh numbers them."""
+    """Which ranks are on which nodes, numbered as in the mesh."""
     layout = job.layout
     inner = layout.tp * layout.cp
     data_stride = inner * (layout.pp if layout.order == "dp-outside" else 1)
@@ -176,7 +176,7 @@ def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: s
     if layout.cp > 1:
         keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp
         ring = all_gather_s(wires, groups.cp, keys)
-        attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the piece before
+        attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the previous chunk
         forward += attention_share * ring
         backward += 2 * attention_share * ring
     return forward, backward
@@ -220,14 +220,14 @@ def _wire_bytes(job: Job, software: Software) -> int:
 
 
 def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
-    """What transfers add to compute they run beside: the first of them, what compute is too short for, and its loss."""
+    """What transfers add to the compute they overlap: the first of them, what compute cannot hide, and its slowdown."""
     if not overlaps:
         return transfers
     return max(transfers / layers, transfers - compute) + _CONTENTION * min(transfers, compute)
 
 
 def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
-    """What passes from one stage to the next."""
+    """Bytes sent from one stage to the next."""
     size = 2.0 * tokens_of(job) * job.model.width
     within = groups.stages_share_node
     if job.layout.tp > 1 and (software.scatter_sends or job.layout.sp):
@@ -248,7 +248,7 @@ def table_for(job: Job) -> Table | None:
 def stage_times(
     job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str], table: Table
 ) -> StageTimes:
-    """What every stage of a table takes over one micro-batch, as a step's schedule is played with."""
+    """What every stage of a table takes over one micro-batch, for simulating a step's schedule."""
     device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
     seconds = _seconds(table, _stages(job, device, software, machine.wires, groups, layers, modes))
@@ -293,7 +293,7 @@ def _once_a_step(
     backward: float,
     forward: float,
 ) -> Mapping[str, float]:
-    """Gradients reduced and parameters gathered once a step, the optimizer, and what the host does alone."""
+    """Gradients reduced and parameters gathered once a step, the optimizer, and the host's own work."""
     layout, wires = job.layout, machine.wires
     wide = _wire_bytes(job, software)
     reduce = gather = 0.0

@@ -6,9 +6,9 @@ from meshwright.layout import updates_in_one_pass
 from meshwright.plan.kernels import Device, memory_s
 
 _TENSOR_S = 26e-6
-"""Host time for a tensor's share of the norm and of the update, while the device waits for it (beside an H200)."""
+"""Host time for a tensor's share of the norm and of the update, while the device waits for it (with an H200)."""
 _ONE_PASS = 0.9
-"""Of what copies reach, what an update does that goes through five arrays at once."""
+"""Fraction of a copy's bandwidth for an update over five arrays at once."""
 _TIMES_ADAMW = {
     ("adamw", "bf16"): 7.5, ("adamw", "int8"): 10.7,
     ("muon", "fp32"): 9.6, ("muon", "bf16"): 13.9, ("muon", "int8"): 14.2,
@@ -28,7 +28,8 @@ def update_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *
 
 
 def _adamw_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *, one_pass: bool) -> float:
-    """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy made."""
+    """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy
+    produced."""
     clip = job.optimizer.clip > 0
     moved = parameters * (12 + gradient_bytes + 12 + 2)
     if one_pass:

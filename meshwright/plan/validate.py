@@ -24,12 +24,12 @@ class Outcome:
 
     @property
     def time_error(self) -> float | None:
-        """Predicted over measured, less one."""
+        """Predicted over measured, minus one."""
         return self.step_s / self.case.step_s - 1 if self.case.step_s else None
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured, less one."""
+        """Predicted over measured, minus one."""
         return self.memory_bytes / self.case.memory_bytes - 1 if self.case.memory_bytes else None
 
 
@@ -85,7 +85,7 @@ def validate(paths: Iterable[Path]) -> Validation:
 
 
 def _memory(case: Case, prediction: Prediction) -> float:
-    """The figure a case's measurement means: of which rank, and counted by whom."""
+    """The figure that a case's measurement refers to: which rank, and how it was counted."""
     rank = prediction.memory[-1] if case.memory_of_last_rank else prediction.fullest
     if case.memory_kind == "steady_allocated_end_of_step":
         passing = ("activations", "a block's forward made again", "logits and loss")

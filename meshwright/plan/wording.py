@@ -1,4 +1,4 @@
-"""What a row's words mean: shapes, machines, programs, sharding and schedules, and FLOPs as its source counts them."""
+"""Interprets the wording of rows: shapes, machines, programs, sharding, schedules, and FLOPs by the source's count."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ Fields = dict[str, str]
 
 
 class Unpredicted(Exception):
-    """A row that cannot be made a job, and why."""
+    """A row that cannot be turned into a job, and why."""
 
 
 _GPUS = (
@@ -29,7 +29,7 @@ _SCHEDULES = {
 
 
 def gpt_shape(layers: int, width: int, heads: int, sequence: int, vocabulary: int | None) -> dict[str, Any]:
-    """A GPT of its years: learned positions, LayerNorm, GELU, biases, dropout, one table at both ends."""
+    """A GPT of its time: learned positions, LayerNorm, GELU, biases, dropout, one table at both ends."""
     return {
         "layers": layers, "width": width, "heads": heads, "vocab_size": vocabulary or 51200, "norm": "layernorm",
         "activation": "gelu", "positions": "learned", "qkv_bias": True, "linear_bias": True, "tied": True,
@@ -76,7 +76,7 @@ def model_of(row: Fields, assumed: list[str]) -> dict[str, Any]:
 
 
 def cluster_of(row: Fields, gpus: int, assumed: list[str]) -> Cluster:
-    """The machine, with its network where the row tells it."""
+    """The machine, with its network where the row gives it."""
     key = next((key for name, key in _GPUS if row["gpu"].startswith(name)), None)
     if key is None:
         raise Unpredicted(f"its GPU {row['gpu']} is not in the hardware table")
@@ -91,7 +91,7 @@ def cluster_of(row: Fields, gpus: int, assumed: list[str]) -> Cluster:
 
 
 def _network(text: str) -> float | None:
-    """GB/s of a node, from words such as `8x200 Gb/s` or `1600 Gbps`; None where they say nothing of it."""
+    """GB/s of a node, from words such as `8x200 Gb/s` or `1600 Gbps`; None where it is not given."""
     if found := re.search(r"(\d+)x\s?(\d+)\s?Gb", text):
         return int(found[1]) * int(found[2]) / 8
     if found := re.search(r"(\d+) Gb/s per GPU", text):
@@ -104,7 +104,7 @@ def _network(text: str) -> float | None:
 
 
 def software_of(row: Fields, assumed: list[str]) -> Software:
-    """The program a row's own columns describe; the era decides where they say nothing of attention."""
+    """The program a row's own columns describe; the era decides where they do not mention attention."""
     sharded, attention, notes = row["zero_stage_or_fsdp"], row["flash_attn"], row["notes"]
     if _is_fsdp(sharded):
         if row["compile"] == "yes":
@@ -131,7 +131,7 @@ def _is_fsdp(text: str) -> bool:
 
 
 def data_layout(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[str, Any]:
-    """Data parallelism as the row's words on sharding put it."""
+    """Data parallelism as the row describes its sharding."""
     text = row["zero_stage_or_fsdp"]
     if dp * cp == 1:
         return {"zero": 0}
@@ -169,7 +169,7 @@ def schedule_of(row: Fields, pp: int, assumed: list[str]) -> tuple[str, int | No
 
 
 def equal_split(layers: int, pp: int, virtual: int) -> tuple[int, ...] | None:
-    """As many layers in every stage, where that is possible."""
+    """Equally many layers in every stage, where possible."""
     stages = pp * virtual
     return (layers // stages,) * stages if pp > 1 and layers % stages == 0 else None
 
@@ -199,7 +199,7 @@ def measured_step_s(row: Fields, job: Job, gpus: int) -> float | None:
 
 
 def _counted_flops(row: Fields, job: Job) -> float:
-    """FLOPs a token as the source counts them."""
+    """FLOPs per token as the source counts them."""
     about = f"{row['source']} {row['notes']}"
     if re.search(r"HW FLOPs|HW TFLOPs|96B", about):
         model, sequence = job.model, job.batch.sequence_length
@@ -210,5 +210,5 @@ def _counted_flops(row: Fields, job: Job) -> float:
 
 
 def counted_by(notes: str) -> Literal["allocated", "reserved", "device"]:
-    """Who counted a run's memory: the device where nvidia-smi did, else the allocator."""
+    """How a run's memory was counted: by the device if with nvidia-smi, else by the allocator."""
     return "device" if "nvidia-smi" in notes else "allocated"

@@ -1,7 +1,7 @@
-"""The one door for files that others may have written into a run folder: every reader of them goes through here.
+"""The only way to read files that others may have written into a run folder: every reader goes through here.
 
-Size, depth, numbers and types are bounded before anything is made of them, links and pipes are not read, and a line
-that is not fit costs that line alone.
+Size, depth, numbers and types are bounded before anything is built from them, links and pipes are not read, and a line
+that is invalid costs only that line.
 """
 
 from meshwright.reading.bounded import (

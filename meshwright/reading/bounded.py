@@ -1,4 +1,4 @@
-"""Bytes, texts and JSON from a file, none of them larger, deeper or stranger than what this program writes."""
+"""Bytes, text and JSON from a file, within the limits of size, depth and content that this program writes."""
 
 import errno
 import json
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FILE_BYTES = 1 << 20
-"""Most a small file of a run holds: a job, an environment, a submission."""
+"""Size limit of a small file of a run: a job, an environment, a submission."""
 DEEPEST = 64
-"""Most levels of lists and tables in each other."""
+"""Maximum nesting of lists and tables."""
 _DIGITS = 19
-"""A whole number with fewer fits 64 bits; what has more is no count, no step and no size."""
+"""A whole number with fewer digits fits 64 bits; one with more is not a count, step or size."""
 _TO_ZERO = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
 
 
 class Unfit(ValueError):
-    """What is not read, and why, in a few words."""
+    """A file or line that is rejected, and briefly why."""
 
 
 def open_plain(path: Path | str, holder: int | None = None) -> int:
-    """A descriptor of a plain file; links are not followed, and a pipe does not keep the reader waiting."""
+    """A descriptor of a regular file; links are not followed, and a pipe does not block."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, dir_fd=holder)
@@ -32,15 +32,15 @@ def open_plain(path: Path | str, holder: int | None = None) -> int:
         link = error.errno == errno.ELOOP
         raise Unfit("it is a link" if link else f"it cannot be opened: {error.strerror}") from error
     except ValueError:  # a name with a zero byte
-        raise Unfit("its name is no file's name") from None
+        raise Unfit("its name is not a valid file name") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Unfit("it is no plain file")
+        raise Unfit("it is not a regular file")
     return descriptor
 
 
 def read_plain(path: Path, most: int = FILE_BYTES, *, cut: bool = False) -> bytes:
-    """A plain file's bytes; one with more than `most` is unfit, or cut there where its beginning will do."""
+    """A plain file's bytes; one with more than `most` is rejected, or truncated where its beginning is enough."""
     descriptor = open_plain(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
@@ -55,22 +55,22 @@ def read_plain(path: Path, most: int = FILE_BYTES, *, cut: bool = False) -> byte
 
 
 def read_text(path: Path, most: int = FILE_BYTES) -> str:
-    """The first bytes of a plain file as text to show; what is no UTF-8 is replaced."""
+    """The first bytes of a plain file as text to show; invalid UTF-8 is replaced."""
     return read_plain(path, most, cut=True).decode("utf-8", "replace")
 
 
 def read_object(path: Path, most: int = FILE_BYTES) -> dict[str, Any]:
-    """The table of fields that a plain file of JSON holds."""
+    """The table of fields in a regular JSON file."""
     value = parse_json(read_plain(path, most))
     if not isinstance(value, dict):
-        raise Unfit("it holds no table of fields")
+        raise Unfit("it is not a table of fields")
     return value
 
 
 def parse_json(data: bytes, *, flat: bool = False) -> Any:
-    """JSON as we write it: UTF-8, a few levels deep, whole numbers of 64 bits, and no word for what is not finite.
+    """JSON as we write it: UTF-8, a few levels deep, whole numbers of 64 bits, and no NaN or infinity.
 
-    `flat` where the number of brackets shows already that nothing is deep.
+    `flat` if the number of brackets already shows that nothing is deep.
     """
     try:
         text = data.decode("utf-8")
@@ -81,24 +81,24 @@ def parse_json(data: bytes, *, flat: bool = False) -> Any:
     except Unfit:
         raise
     except (ValueError, RecursionError) as error:
-        raise Unfit("it is not JSON" if isinstance(error, ValueError) else "its lists are too deep") from None
+        raise Unfit("it is not JSON" if isinstance(error, ValueError) else "it is nested too deeply") from None
     if not flat and data.count(b"[") + data.count(b"{") > DEEPEST and not _is_shallow(value):
-        raise Unfit(f"its lists are more than {DEEPEST} deep")
+        raise Unfit(f"it is nested more than {DEEPEST} levels deep")
     if b"\\u" in data:
-        try:  # half a pair of surrogates is no character, and cannot be printed
+        try:  # half a surrogate pair is not a character, and cannot be printed
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise Unfit("it holds half a character") from None
+            raise Unfit("it contains half a character") from None
     return value
 
 
 def _has_long_number(data: bytes) -> bool:
-    """Whether so many digits stand in a row that a whole number may be too large, which takes a slower look."""
+    """Whether there are so many digits in a row that a number may be too large, which needs a slower check."""
     return b"0" * _DIGITS in data.translate(_TO_ZERO)
 
 
 def printable(text: str, most: int = 500) -> str:
-    """A text from a file as a terminal may show it: its control characters replaced, its end cut where it is long."""
+    """A text from a file as a terminal may show it: control characters replaced, a long text truncated."""
     shown = "".join(letter if letter.isprintable() else "�" for letter in text[:most])
     return shown + " …" if len(text) > most else shown
 
@@ -110,7 +110,7 @@ def _whole(digits: str) -> int:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise Unfit(f"{word} is no JSON")
+    raise Unfit(f"{word} is not JSON")
 
 
 _PLAIN = json.JSONDecoder(parse_constant=_refuse)

@@ -1,4 +1,4 @@
-"""What the rows of a run's files must be: the fields that readers count, compare or draw, and their types."""
+"""The schema of the rows of a run's files: the fields that readers count, compare or draw, and their types."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,9 +7,9 @@ from typing import Any
 from meshwright.reading.rows import Kind, Row
 
 ATTEMPTS = 10_000
-"""More attempts than any run makes; a number beyond is none."""
+"""More attempts than any run makes; a larger number is not valid."""
 _LARGEST_COUNT = 2**53
-"""Beyond, floats skip whole numbers."""
+"""Beyond this, floats skip whole numbers."""
 _LARGEST = 1e300
 """Sums and differences of such numbers are floats too."""
 _MOST_FIELDS = 64
@@ -82,12 +82,12 @@ def _fault(row: Row, checks: Mapping[str, Check], needed: tuple[str, ...]) -> st
     for name, value in row.items():
         check = checks.get(name)
         if check is not None and not check(value):
-            return f"its {name} is of another kind or too large"
+            return f"its {name} has the wrong type or is too large"
     return None
 
 
 def _metric_fault(row: Row) -> str | None:
-    """The same as `_fault`, quick for rows of plain numbers: a long run has millions."""
+    """The same as `_fault`, fast for rows of plain numbers: a long run has millions."""
     for value in row.values():
         kind = type(value)
         if (kind is float and (-_LARGEST < value < _LARGEST)) or kind is int or value is None:

@@ -1,4 +1,4 @@
-"""Files of rows, a JSON object a line: read in stretches, each line judged for itself, the bad ones counted."""
+"""Files of rows, one JSON object per line: read in blocks, each line checked by itself, bad ones counted."""
 
 import os
 from collections import deque
@@ -15,8 +15,8 @@ Row = dict[str, Any]
 LONGEST_LINE = 1 << 20
 CHUNK = 1 << 20
 KEPT_BYTES = 8 << 20
-"""Bytes of lines held of a file whose rows are wanted at once, a quarter of them its first, the others its last."""
-# JSON has no words for these, and a lost loss must not read as a missing one.
+"""Bytes of lines kept of a file whose rows are needed at once, a quarter of them its first, the others its last."""
+# JSON has no values for these, and a non-finite loss must not be read as a missing one.
 NOT_FINITE = {"nan": nan, "inf": inf, "-inf": -inf}
 
 
@@ -37,20 +37,20 @@ class Tally:
     lines: int = 0
     bad: int = 0
     left_out: int = 0
-    """Rows that are fit but were too many to keep."""
+    """Valid rows that were too many to keep."""
     why: str = ""
     """What is wrong with the first bad line."""
     whole: bool = field(default=True, repr=False)
     """Whether lines are counted from the file's first, so that their numbers mean something."""
 
     def count_bad(self, why: str, number: int) -> None:
-        """Count a line that costs itself."""
+        """Count a skipped line."""
         self.bad += 1
         if self.bad == 1:
             self.why = f"line {number:,}: {why}" if self.whole else why
 
     def sentence(self) -> str | None:
-        """What a page says of lines that are missing from it; None where all were read."""
+        """What a page says about missing lines; None where all were read."""
         if self.bad:
             lines = "one line" if self.bad == 1 else f"{self.bad:,} lines"
             return f"{lines} of {self.name} cannot be read and {'is' if self.bad == 1 else 'are'} left out ({self.why})"
@@ -58,7 +58,7 @@ class Tally:
 
 
 def stream_rows(path: Path, kind: Kind, tally: Tally, newest_bytes: int | None = None) -> Iterator[Row]:
-    """Every fit row of a file, or of its last bytes, holding a stretch of it at a time; a last line without an end is
+    """Every valid row of a file, or of its last bytes, holding one block at a time; an unfinished last line is
     left out."""
     descriptor = open_plain(path)
     try:
@@ -73,13 +73,13 @@ def stream_rows(path: Path, kind: Kind, tally: Tally, newest_bytes: int | None =
 
 
 def kept_rows(path: Path, kind: Kind, tally: Tally, wanted: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """The wanted rows of a file, the first and the last of them where they are too many to hold at once."""
+    """The requested rows of a file, the first and last of them if they are too many to hold at once."""
     head, tail = list[Row](), deque[tuple[Row, int]]()
     room, held = KEPT_BYTES // 4, 0
     descriptor = open_plain(path)
     try:
         for lines in _stretches(descriptor, tally):
-            # Line by line: what a row weighs is the length of its line.
+            # Line by line: a row's size is the length of its line.
             for number, line in enumerate(lines, tally.lines - len(lines) + 1):
                 row = _row(line, kind, tally, number)
                 if row is None or not wanted(row):
@@ -99,20 +99,20 @@ def kept_rows(path: Path, kind: Kind, tally: Tally, wanted: Callable[[Row], bool
 
 
 def batches_of(descriptor: int, kind: Kind, tally: Tally) -> Iterator[list[Row]]:
-    """Every fit row of an open file, as many at a time as one reading of it gives."""
+    """Every valid row of an open file, as many at a time as one read gives."""
     for lines in _stretches(descriptor, tally):
         yield _rows(lines, kind, tally)
 
 
 def rows_in(data: bytes, kind: Kind, tally: Tally) -> list[Row]:
-    """The fit rows of a stretch of whole lines; what follows the last line's end is left out."""
+    """The valid rows of a block of whole lines; what follows the last line's end is left out."""
     lines = data.split(b"\n")[:-1]
     tally.lines += len(lines)
     return _rows(lines, kind, tally)
 
 
 def _stretches(descriptor: int, tally: Tally) -> Iterator[list[bytes]]:
-    """Whole lines, stretch by stretch; of one that never ends no more than a stretch is held."""
+    """Whole lines, block by block; of an endless line at most one block is held."""
     rest, skipping = b"", False
     while data := _read(descriptor):
         *lines, rest = (rest + data).split(b"\n")
@@ -129,7 +129,7 @@ def _stretches(descriptor: int, tally: Tally) -> Iterator[list[bytes]]:
 
 
 def _skip_line(descriptor: int, most: int) -> None:
-    """Go on behind the next line's end."""
+    """Continue after the end of the next line."""
     place = os.lseek(descriptor, 0, os.SEEK_CUR)
     newline = os.pread(descriptor, most, place).find(b"\n")
     os.lseek(descriptor, place + (most if newline < 0 else newline + 1), os.SEEK_SET)
@@ -153,7 +153,7 @@ def _rows(lines: list[bytes], kind: Kind, tally: Tally) -> list[Row]:
 
 
 def _at_once(lines: list[bytes], kind: Kind) -> list[Row] | None:
-    """Rows of lines parsed as one list, which is faster; None where any line needs a look of its own."""
+    """Rows of lines parsed as one list, which is faster; None where any line needs its own check."""
     if not lines or max(map(len, lines)) > LONGEST_LINE:
         return None
     data = b"[" + b",".join(lines) + b"]"
@@ -175,7 +175,7 @@ def _row(line: bytes, kind: Kind, tally: Tally, number: int) -> Row | None:
             raise Unfit(_TOO_LONG)
         row = parse_json(line)
         if not isinstance(row, dict):
-            raise Unfit("it is no table of fields")
+            raise Unfit("it is not a table of fields")
         _restore(row)
         if (fault := kind.fault(row)) is not None:
             raise Unfit(fault)
@@ -186,7 +186,7 @@ def _row(line: bytes, kind: Kind, tally: Tally, number: int) -> Row | None:
 
 
 def _restore(row: Row) -> None:
-    """Turn the words for floats that are not finite back."""
+    """Convert the strings for non-finite floats back."""
     for name, value in row.items():
         if type(value) is str and value in NOT_FINITE:
             row[name] = NOT_FINITE[value]

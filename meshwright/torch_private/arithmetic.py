@@ -9,7 +9,7 @@ scaled_mm = torch._scaled_mm
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has arithmetic of a 16-bit format; elsewhere it is emulated, many times slower."""
+    """Whether this CPU supports a 16-bit format natively; elsewhere it is emulated, many times slower."""
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,4 +1,4 @@
-"""Where a backward is, and operations seen one by one. torch 2.11 to 2.15."""
+"""The state of a backward, and operations observed one by one. torch 2.11 to 2.15."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def in_backward() -> bool:
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:
-    """Act when the backward that runs now is over."""
+    """Call a function when the current backward has finished."""
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
@@ -29,16 +29,16 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that no other storage has while this one lives."""
+    """A number that no other storage has while this one exists."""
     return int(storage._cdata)
 
 
 def storage_of_reference(reference: Any) -> torch.UntypedStorage | None:
-    """The storage of a weak reference, if it lives."""
+    """The storage of a weak reference, if it still exists."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return found
 
 
 def call_attribute(module: nn.Module, plain: str) -> str:
-    """The attribute that a call of a module ends in: the compiled call, or `plain`."""
+    """The attribute that calling a module invokes: the compiled call, or `plain`."""
     return plain if module._compiled_call_impl is None else "_compiled_call_impl"

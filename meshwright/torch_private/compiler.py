@@ -1,17 +1,17 @@
-"""The compiler: what it imports, what it needs, shapes it knows wrongly. torch 2.11 to 2.15."""
+"""The compiler: what it imports, what it needs, shapes it gets wrong. torch 2.11 to 2.15."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def preload() -> None:
-    """Import what torch imports on first use, which every forked process would do anew."""
+    """Import what torch imports on first use, which every forked process would repeat."""
     import torch._dynamo
     import torch._inductor.utils  # noqa: F401
 
 
 def find_cpp_compiler() -> str | None:
-    """The C++ compiler that compiled CPU code needs; None where there is none."""
+    """The C++ compiler that compiled CPU code needs; None if there is none."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -11,6 +11,7 @@ __all__ = ["Action", "ComputationType", "PipelineRuntime", "add_reduce_grad", "a
 
 
 def with_send_waits(orders: dict[int, list[Action]]) -> dict[int, list[Action]]:
-    """Every rank's actions with a wait for each send, which torch 2.15 asks for; before, it waits at the step's end."""
+    """Every rank's actions with a wait for each send, which torch 2.15 requires; earlier releases wait at the end of
+    the step."""
     add = getattr(schedules, "_add_wait_send", None)
     return add(orders) if add else orders

@@ -18,7 +18,7 @@ def raise_if_a_worker_failed() -> None:
 
 
 def finished_work(result: Any) -> Any:
-    """A collective's handle that has ended with a result."""
+    """A completed collective's handle with a result."""
     from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
     future: Future[Any] = Future()
@@ -27,7 +27,7 @@ def finished_work(result: Any) -> Any:
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The process group that torch itself makes for CPU tensors."""
+    """The process group that torch itself creates for CPU tensors."""
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -36,12 +36,12 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Pro
 
 
 def replace_group_maker(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have every process group from now on made by something around torch's own maker."""
+    """Wrap the function with which torch creates every process group from now on."""
     c10d._new_process_group_helper = around(c10d._new_process_group_helper)
 
 
 def remember_group(group: dist.ProcessGroup, backend: str, store: Any) -> None:
-    """Let torch take a group for one of a backend."""
+    """Make torch treat a group as one of a backend."""
     c10d._world.pg_map[group] = (dist.Backend(backend), store)
 
 

@@ -19,7 +19,7 @@ def parameter_groups(module: FSDPModule) -> Iterator[Any]:
 
 
 def is_gathering(group: Any) -> bool:
-    """Whether a group's parameters are on their way."""
+    """Whether a group's parameters are being gathered."""
     return group._all_gather_result is not None
 
 
@@ -34,10 +34,10 @@ def gather_in_background(module: FSDPModule) -> None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's own part; not to_local(), which makes a node of the graph where gradients are recorded."""
+    """A DTensor's own part; not to_local(), which adds a node to the autograd graph."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def spec_of(tensor: Tensor) -> Any:
-    """How a DTensor lies on its mesh; None for other tensors."""
+    """A DTensor's placement on its mesh; None for other tensors."""
     return tensor._spec if isinstance(tensor, DTensor) else None

@@ -1,4 +1,4 @@
-"""Layout parity: a small job in its layout on CPU processes, beside the same training in one process."""
+"""Layout parity: a small job in its layout on CPU processes, compared with the same training in one process."""
 
 from meshwright.verify.check import FORMATS, Check, Verdict, check, check_job
 from meshwright.verify.collectives import Contract

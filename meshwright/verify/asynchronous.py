@@ -1,6 +1,6 @@
 """The reference of an asynchronous pipeline: one process that computes with weights as old as each stage's would be.
 
-Of p stages, stage r begins a window's step i (counted from 0) after i − (p − 1 − r) of the window's updates, or before
+Of p stages, stage r starts a window's step i (counted from 0) after i − (p − 1 − r) of the window's updates, or before
 any of them; forward and backward of that step both use those weights. The update goes to the newest ones.
 """
 
@@ -27,7 +27,8 @@ STALE_REFERENCE = "reference: one process with the same staleness"
 
 
 def observe_stale(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
-    """Train an asynchronous job in this process alone, as stale as its pipeline would be, and return what was seen."""
+    """Train an asynchronous job in this process alone, as stale as its pipeline would be, and return what was
+    observed."""
     alone = job.model_copy(update={"layout": Layout()})
     return observe(alone, master, device, partial(_StaleTraining, stages=_stages(job)))
 
@@ -80,7 +81,7 @@ class _StaleModel(OneStage):
         self._history: list[dict[str, Tensor]] = []
 
     def accumulate(self, data: Step, step: int) -> Tensor:
-        """Forward and backward of the whole batch with stale weights; gradients are with the masters afterwards."""
+        """Forward and backward of the whole batch with stale weights; afterwards the masters have the gradients."""
         [model] = self.modules
         if step in self._starts:
             self._history = []

@@ -1,4 +1,4 @@
-"""One layout against one process: run both, compare, and say whether they are equal."""
+"""One layout against one process: run both, compare, and report whether they are equal."""
 
 import time
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from meshwright.verify.recorded import CheckRecords
 FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
 COMPILED_TIMEOUT_S = 900.0
-"""All ranks compile the same code at once, which takes minutes where cores are few."""
+"""All ranks compile the same code at once, which takes minutes on few cores."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of comparing a layout with one process."""
+    """The result of comparing a layout with one process."""
 
     job: Job
     dtype: str
@@ -39,7 +39,7 @@ class Verdict:
     collectives: Contract | None = None
     """None where they were not recorded."""
     notes: list[str] = field(default_factory=list)
-    """What is not as the job says, one sentence each."""
+    """What differs from the job, one sentence each."""
 
     @property
     def ok(self) -> bool:
@@ -48,24 +48,24 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether the numbers are."""
+        """Whether the numbers are equal."""
         return all(row.ok is not False for row in self.rows)
 
     @property
     def first_wrong(self) -> Comparison | None:
-        """Where to begin looking when they are not equal."""
+        """Where to start looking when they are not equal."""
         return first_wrong(self.rows)
 
 
 @dataclass
 class Check:
-    """A layout being run; `finished` asks for it, `verdict` compares it."""
+    """A layout being run; `finished` polls it, `verdict` compares it."""
 
     job: Job
     dtype: str
     device: str = "cpu"
     collectives: bool = False
-    """Whether to record them and to prove the collective contract."""
+    """Whether to record them and check the collective contract."""
     notes: list[str] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
     _group: RankGroup | None = None
@@ -76,12 +76,12 @@ class Check:
             self.job, self.notes = formats.in_format(self.job, self.dtype)
 
     def refer(self) -> None:
-        """Make the runs in one process that this one is compared with."""
+        """Run the single-process references for this layout."""
         for dtype in {self.dtype, "float64"}:
             reference(self.job, dtype, self.device)
 
     def start(self) -> "Check":
-        """Fork the ranks; what the layout cannot do is refused first."""
+        """Fork the ranks, after refusing what the layout cannot do."""
         require_layout(self.job, ranks_of(self.job.layout))
         require_compiler(self.job, self.device)
         self._started = time.monotonic()
@@ -89,7 +89,7 @@ class Check:
         ranks = ranks_of(job.layout)
         backend = _backend(self.device, ranks)
         timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
-        if self.collectives and "nccl" not in backend:  # NCCL is the judge itself
+        if self.collectives and "nccl" not in backend:  # NCCL itself checks it
             self._records = CheckRecords(ranks)
         record = None if self._records is None else self._records.folder
         self._group = RankGroup(
@@ -106,13 +106,13 @@ class Check:
             raise error if self._records is None else self._records.explain(error) from None
 
     def verdict(self) -> Verdict:
-        """Compare what the ranks saw with the single process's run."""
+        """Compare what the ranks observed with the single-process run."""
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
         contract = None if self._records is None else prove(self._records.read())
         self.close()
         exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
-        # Of whole gradients: what compression or a stale stage leaves out of a first step may yet come.
+        # Only for full gradients: what compression or a stale stage leaves out of the first step may come later.
         zeros = zero_gradients(reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device))
         if self.dtype in formats.UNITS:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
@@ -141,16 +141,16 @@ def check(job: Job, dtype: str = "float64", device: str = "cpu", collectives: bo
 
 
 def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu", collectives: bool = False) -> Verdict:
-    """The verdict on a job made small; beside float64 the format is judged in which the job itself computes."""
+    """The verdict on a shrunk job; besides float64, the job's own compute format is checked too."""
     if dtype in formats.UNITS:
         return check(formats.with_precision(small, job, dtype), dtype, device, collectives)
     verdict, own = check(small, dtype, device, collectives), formats.own_format(job)
     if own is None:
         return verdict
     if dtype != "float64":
-        return replace(verdict, notes=[f'precision.compute = "{own}" is not judged with --dtype {dtype}'])
+        return replace(verdict, notes=[f'precision.compute = "{own}" is not checked with --dtype {dtype}'])
     second = check(formats.with_precision(small, job, own), own, device)
-    report = f'precision.compute = "{own}": a second run, in that format, is judged by bounds of its own'
+    report = f'precision.compute = "{own}": a second run in that format is compared within its own bounds'
     seconds = verdict.seconds + second.seconds
     return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[report, *second.notes])
 
@@ -158,8 +158,8 @@ def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu",
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     """The same training in one process, the whole batch at once, eager; computed once for all layouts of a job.
 
-    An asynchronous pipeline is no training with fresh weights, and compressed gradients are not the batch's own: both
-    have references of their own, as stale and as lossy.
+    An asynchronous pipeline does not train with fresh weights, and compressed gradients are not the batch's own: both
+    have their own references, equally stale or lossy.
     """
     job, _ = _in_format(job, dtype)
     if is_asynchronous(job) or is_lossy(job.layout):
@@ -178,7 +178,7 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
 
 @lru_cache(maxsize=64)
 def _reference(job_json: str, dtype: str, device: str) -> Observation:
-    # In a forked process like the ranks: this one stays free of thread pools and can fork safely again.
+    # In a forked process like the ranks, so that this one has no thread pools and can safely fork again.
     job, master = _in_format(Job.model_validate_json(job_json), dtype)
     run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe
     seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
@@ -186,18 +186,18 @@ def _reference(job_json: str, dtype: str, device: str) -> Observation:
 
 
 def require_compiler(job: Job, device: str) -> None:
-    """Refuse compiled blocks where nothing here can compile them."""
+    """Refuse compiled blocks if there is no compiler here."""
     if not job.run.compile or device != "cpu":
         return
     if find_cpp_compiler() is None:
         raise UserError(
-            "run.compile = true: blocks are compiled for the CPU to be verified, and there is no C++ compiler here; "
+            "run.compile = true: blocks are compiled for the CPU to be verified, but there is no C++ compiler here; "
             "install g++ (or name one in CXX), or verify the rest with --set run.compile=false"
         )
 
 
 def _backend(device: str, ranks: int) -> str:
-    """NCCL where every rank has a GPU of its own, host memory between ranks that share one, gloo on the CPU."""
+    """NCCL where every rank has its own GPU, host memory between ranks that share one, gloo on the CPU."""
     if device == "cpu":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else staged.NAME

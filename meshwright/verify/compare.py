@@ -1,4 +1,4 @@
-"""Whether what the ranks saw equals what one process saw: coverage, the measure, and a verdict."""
+"""Whether the ranks' results equal those of one process: coverage, the error measure, and a verdict."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -14,24 +14,24 @@ Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "sum", "weigh
 
 BOUNDS: dict[str, dict[Kind, float]] = {
     "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update"), 1e-9),
-    # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not mistakes.
+    # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not bugs.
     "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
 }
 """Largest error that counts as equal, by number format; kinds without a bound are shown without a verdict.
 
-Fewer bits are judged by `formats`.
+Formats with fewer bits are checked by `formats`.
 """
 
 FLOOR = 1e-6
-"""Share of the largest gradient entry below which a tensor counts as zero: some gradients are zero by mathematics."""
+"""Share of the largest gradient entry below which a tensor counts as zero: some gradients are mathematically zero."""
 
 ZERO = 1e-12
-"""The same share in float64's single-process run: nothing but rounding is as small."""
+"""The same share in the single-process float64 run: only rounding is this small."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number or tensor of the layout beside the single process's."""
+    """One number or tensor of the layout compared with the single process's."""
 
     kind: Kind
     name: str
@@ -40,7 +40,7 @@ class Comparison:
     note: str = ""
     """What is wrong beyond the error, such as entries that no rank holds."""
     format: str = ""
-    """The job's own number format, where it is that which is judged."""
+    """The job's own number format, where that is being checked."""
 
     @property
     def ok(self) -> bool | None:
@@ -53,9 +53,9 @@ class Comparison:
 def compare(
     ranks: Sequence[Observation], reference: Observation, dtype: str, zeros: Collection[str] = ()
 ) -> list[Comparison]:
-    """Every loss, norm, first-step gradient and update of all ranks beside the reference's, in that order.
+    """Every loss, norm, first-step gradient and update of all ranks compared with the reference's, in that order.
 
-    `zeros` are parameters whose gradient is zero by mathematics: in float32 they hold rounding far above FLOOR, so they
+    `zeros` are parameters whose gradient is mathematically zero: in float32 they hold rounding far above FLOOR, so they
     are measured against the largest gradient entry instead.
     """
     bounds = BOUNDS[dtype]
@@ -81,13 +81,13 @@ def compare(
 
 
 def zero_gradients(seen: Observation) -> set[str]:
-    """Parameters whose gradient is zero by mathematics, told from a single process's run in float64."""
+    """Parameters whose gradient is mathematically zero, found from a single-process run in float64."""
     floor = ZERO * _largest([shard.values for shard in seen.gradients.values()])
     return {name for name, shard in seen.gradients.items() if _largest([shard.values]) <= floor}
 
 
 def first_wrong(rows: Sequence[Comparison]) -> Comparison | None:
-    """Where a search for the mistake should begin: a gradient if one is wrong, else what follows from them first."""
+    """Where to start looking for the bug: a gradient if one is wrong, else the first value that depends on them."""
     wrong = [row for row in rows if row.ok is False]
     return min(wrong, key=_turn, default=None)
 
@@ -105,7 +105,8 @@ def _place(row: Comparison) -> int:
 
 
 def worst(rows: Sequence[Comparison]) -> Comparison:
-    """The row with the largest error for its bound; wrong ones come first, NaN before all, what is not judged last."""
+    """The row with the largest error for its bound; wrong ones come first, NaN before all, rows without a bound
+    last."""
     return max(rows, key=_severity)
 
 
@@ -159,9 +160,9 @@ def _tensor(kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: fl
 
 
 def differences(shards: list[Shard], whole: Tensor) -> tuple[Tensor, str]:
-    """How far every entry of a tensor is off, on the rank where it is most, and what is wrong beyond that.
+    """The error of every entry of a tensor on the worst rank, and what else is wrong.
 
-    Every rank's shard is compared, so replicas that drifted apart are seen; padding is expected to be zero.
+    Every rank's shard is compared, so replicas that have diverged are detected; padding is expected to be zero.
     """
     found, covered = torch.zeros(whole.shape, dtype=torch.float64), torch.zeros(whole.shape, dtype=torch.bool)
     for shard in shards:

@@ -1,6 +1,6 @@
-"""The reference of compressed gradients: one process that plays all replicas, one after the other.
+"""The reference of compressed gradients: one process that simulates all replicas, one after the other.
 
-Every replica's gradient is computed from its share of the batch, and the replicas' sum is made as the documented
+Every replica's gradient is computed from its share of the batch, and the replicas' sum is computed as the documented
 arithmetic says, with a memory for each of them; nothing is sent.
 """
 
@@ -28,17 +28,17 @@ Gradients = Mapping[str, Tensor]
 
 
 def is_lossy(layout: Layout) -> bool:
-    """Whether gradients between replicas lose anything."""
+    """Whether compression between replicas is lossy."""
     return layout.compress != "none" and not all(getattr(layout, field) == value for field, value in LOSSLESS.items())
 
 
 def only_replicates(layout: Layout) -> bool:
-    """Whether a rank holds all of the model and whole sequences: this reference knows of nothing else."""
+    """Whether a rank holds all of the model and whole sequences: this reference supports nothing else."""
     return ranks_of(layout) == layout.dp_replicate
 
 
 def observe_compressed(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
-    """Train in this process alone with gradients compressed as between the job's replicas; return what was seen."""
+    """Train in this process alone with gradients compressed as between the job's replicas; return what was observed."""
     alone = job.model_copy(update={"layout": Layout()})
     return observe(alone, master, device, partial(_CompressedTraining, layout=job.layout))
 
@@ -61,7 +61,7 @@ class _AllReplicas(OneStage):
         self._compressed_sum = sum_of_replicas(weights.masters, layout)
 
     def accumulate(self, data: Step, step: int) -> Tensor:
-        """Forward and backward of every share; the sum of the compressed gradients is with the masters afterwards."""
+        """Forward and backward of every share; afterwards the masters have the sum of the compressed gradients."""
         [model] = self.modules
         losses, gradients = [], []
         for share in data.batch.split(len(data.batch) // self._layout.dp_replicate):

@@ -11,7 +11,7 @@ LEAST_SOURCE = 512
 """Tokens of each source where there are many."""
 LONGEST = 40
 SEED = 11
-"""With which no two ranks of the matrix's layouts count as many valid tokens in a step."""
+"""With this, no two ranks of the matrix's layouts count the same number of valid tokens in a step."""
 HELD_OUT = 3
 """Held-out sequences: an odd number, so that the last batch of an evaluation is short."""
 
@@ -19,8 +19,8 @@ HELD_OUT = 3
 class UnequalDocuments:
     """A short token store in memory; document lengths run from 3 to LONGEST, short and long ones in clusters.
 
-    A document's last token has no label and its first sees nothing but itself, so lengths from 3 on are what exercises
-    attention. Where only some tokens are to be learned (`learn_some`), no two documents have the same share of them.
+    A document's last token has no label and its first sees nothing but itself, so only lengths from 3 on exercise
+    attention. Where the loss counts only some tokens (`learn_some`), no two documents have the same share of them.
     """
 
     def __init__(self, vocab_size: int, count: int, seed: int, learn_some: bool = False) -> None:
@@ -50,11 +50,11 @@ class UnequalDocuments:
         return self._starts[first:last]
 
     def targets(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Which tokens are to be learned; None for all of them."""
+        """Which tokens count in the loss; None for all of them."""
         return None if self._learned is None else self._learned[start:stop]
 
     def parts(self, count: int) -> tuple[int, ...]:
-        """Where so many sources of about equal size begin, each with a document, and where the last ends."""
+        """Where sources of about equal size start, each with a document, and where the last ends."""
         inner = self._starts[np.arange(1, count) * len(self._starts) // count]
         return (0, *inner.tolist(), len(self))
 

@@ -1,4 +1,4 @@
-"""Whether a check exercises a parameter at all: two tensors of rounding are equal to anything."""
+"""Whether a check exercises a parameter at all: tensors of pure rounding errors prove nothing."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -10,13 +10,13 @@ from meshwright.model import build_architecture
 from meshwright.verify.compare import Comparison
 
 SIGN_LIKE = ("lion", "muon")
-"""Optimizers whose update is as large for a gradient of rounding as for any other."""
+"""Optimizers whose update is as large for pure rounding errors as for any other gradient."""
 
 
 def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
-    """Of the parameters whose gradient is zero, those that must be: biases of keys, where positions do not turn them.
+    """Of the parameters whose gradient is zero, those that must be: key biases without rotary positions.
 
-    Attention does not see what is added to all keys alike. A user's model may have such biases too.
+    Attention is invariant to what is added to all keys. A user's model may have such biases too.
     """
     if job.model.file is None:
         turned = job.model.positions == "rope"
@@ -28,12 +28,12 @@ def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
 
 
 def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) -> list[Comparison]:
-    """The rows, with those failed that compare nothing but rounding, and those left unjudged that amplify it."""
+    """The rows: those that compare only rounding errors fail, and those that amplify them get no verdict."""
     expected = zero_by_mathematics(job, zeros)
     compared = []
     for row in rows:
         if row.kind == "gradient" and row.name in zeros and row.name not in expected:
-            row = replace(row, note="nothing but rounding arrives here: the check says nothing of this parameter")
+            row = replace(row, note="only rounding errors arrive here: the check says nothing about this parameter")
         elif row.kind == "update" and row.name in expected and job.optimizer.name in SIGN_LIKE:
             row = replace(row, bound=None)
         compared.append(row)

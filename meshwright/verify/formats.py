@@ -2,33 +2,33 @@
 
 **One rounding.** A number format with unit roundoff u (bf16 2⁻⁸, fp16 2⁻¹¹, fp8's e4m3 2⁻⁴ and e5m2 2⁻³) changes an
 entry by at most u of itself. Entries err independently, so a tensor as a whole, ‖a−b‖₂/‖b‖₂, errs by less: 0.39 u where
-entries spread evenly over binades. Products are added up in fp32, whose u of 2⁻²⁴ is nothing beside these.
+entries spread evenly over binades. Products are added up in fp32, whose u of 2⁻²⁴ is negligible.
 
-**Many roundings.** Independent errors add up by their squares: after R roundings √R · 0.39 u are expected, and √R · u
-is allowed, as if each of them were as bad as one can be. R is counted on the longest path through the model. A block
+**Many roundings.** The squares of independent errors add up: after R roundings √R · 0.39 u are expected, and √R · u
+is allowed, as if each were the worst case. R is counted on the longest path through the model. A block
 rounds 12 results on its way forward (norm, projection, rotation, attention, projection, sum; norm, gate, activation,
 product, projection, sum) and reads 6 rounded weights; backward rounds as many gradients and reads the same weights: 18
 roundings each way. The ends (embedding, last norm, head, logits; their gradients) are 4 each way. Sums over
-tensor-parallel ranks are made in the compute format: 2 in a block each way, of tp terms. fp8 rounds both operands of a
-block's 4 products too, forward in e4m3, backward the gradient in e5m2 and the other in e4m3.
+tensor-parallel ranks are computed in the compute format: 2 in a block each way, of tp terms. fp8 rounds both operands
+of a block's 4 products too, forward in e4m3, backward the gradient in e5m2 and the other in e4m3.
 
 **What is allowed.**
 
 gradient    2 √R · u for each parameter: they differ by about 2 in how much of the path they see and how many they are
 norm        0.39 √R · u: of the error that is expected of all gradients, a norm sees only the part along them
-loss        √R · u / √T with the roundings of the forward pass, for the mean of T tokens that err each on its own
+loss        √R · u / √T with the roundings of the forward pass, for the mean of T tokens with independent errors
 update      as gradients, plus what the optimizer's states round. AdamW has eps 1 here, where an update follows its
-            gradient smoothly: with a small eps it is nearly the gradient's sign, which for small entries is any. Lion,
-            Muon and Adafactor cannot be had so; of their updates only the second judgement is asked.
+            gradient smoothly: with a small eps it is nearly the gradient's sign, which is arbitrary for small entries.
+            Lion, Muon and Adafactor have no such setting; their updates get only the second check.
 
-At 1 nothing would be compared any more, so no bound is above 0.9.
+A bound of 1 would allow anything, so no bound is above 0.9.
 
-**A second judgement** is tighter than what must hold for all models. One process in the same format makes errors of the
+**A second check** is tighter than what must hold for all models. One process in the same format makes errors of the
 same kind; a layout's may be at most 3 times as large for one tensor (few entries spread widely) and twice for all
-parameters together. Both judgements are made: a mistake that one process makes too is seen by the first.
+parameters together. Both are made: the first detects a bug that one process has too.
 
 **Sums in fp32** show in their bits: a sum of two or more 16-bit gradients has entries that 16 bits cannot hold. If
-nearly all fit, the sum was made in 16 bits; its error would be lost in that of the backward pass.
+nearly all fit, the sum was computed in 16 bits; its error would be lost in that of the backward pass.
 """
 
 import math
@@ -70,42 +70,43 @@ SMOOTH = {"lr": 1e-2, "eps": 1.0}
 
 
 def own_format(job: Job) -> str | None:
-    """The format in which a job must be judged beside float64; None where it computes in 32 bits."""
+    """The format in which a job must be checked besides float64; None where it computes in 32 bits."""
     return job.precision.compute if job.precision.compute in UNITS else None
 
 
 def with_precision(small: Job, job: Job, name: str) -> Job:
-    """A job made small, computing in a format and adding up gradients as the job does."""
+    """A shrunk job that computes in a format and sums gradients as the job does."""
     precision = {"compute": name, "gradients": job.precision.gradients}
     return small.model_copy(update={"precision": small.precision.model_copy(update=precision)})
 
 
 def in_format(job: Job, name: str) -> tuple[Job, list[str]]:
-    """A small job as it is judged in a format, and a note for each thing that is not as it was."""
+    """A small job as it is checked in a format, and a note for each change."""
     notes = []
     changed: dict[str, Any] = {"precision": job.precision.model_copy(update={"compute": name})}
     if _follows_gradients(job):
         changed["optimizer"] = job.optimizer.model_copy(update=SMOOTH)
-        notes.append(f"{name}: optimizer with lr 1e-2 and eps 1, so that an update errs as its gradient does")
+        notes.append(f"{name}: optimizer with lr 1e-2 and eps 1, so that an update's error follows its gradient's")
     if is_lossy(job.layout):
         changed["layout"] = job.layout.model_copy(update={"compress": "none"})
         notes.append(
-            f'{name}: layout.compress "{job.layout.compress}" → "none", as what it leaves out would hide the rest'
+            f'{name}: layout.compress "{job.layout.compress}" → "none", because what it leaves out would hide other '
+            "errors"
         )
     if name == "fp16":
-        notes.append("fp16: the loss scale begins at 2^10, since gradients are large in small models")
+        notes.append("fp16: the loss scale starts at 2^10, since gradients are large in small models")
     job = job.model_copy(update=changed)
     if (wide := _widened(job)) != job:
         job = wide
         notes.append(
-            f"{name}: sides made multiples of what its kernels take: width {job.model.width}, head_dim "
+            f"{name}: sizes rounded to multiples that its kernels accept: width {job.model.width}, head_dim "
             f"{job.model.head_dim}, feed-forward {job.model.ffn_width}, sequence {job.batch.sequence_length}"
         )
     return job, notes
 
 
 def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Observation, job: Job) -> list[Comparison]:
-    """The ranks' run in the job's format beside float64's, by the bounds above and by one process in the format."""
+    """The ranks' run in the job's format against float64, by the bounds above and by one process in the format."""
     forward, backward = _variance(job)
     path, tokens = math.sqrt(forward + backward), job.batch.global_batch * job.batch.sequence_length
     states = STATE_UNITS[job.precision.optimizer_states]
@@ -130,7 +131,7 @@ def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Obs
 
 
 def _variance(job: Job) -> tuple[float, float]:
-    """Σ u² over the roundings on the longest path forward, and over those that come backward."""
+    """Σ u² over the roundings on the longest path forward, and over those of the backward."""
     layers, layout, unit = job.model.layers, job.layout, UNITS[job.precision.compute]
     roundings = layers * BLOCK_ROUNDINGS + END_ROUNDINGS
     if layout.tp > 1:
@@ -157,7 +158,7 @@ def _tensors(
     off = {name: differences([held[name] for held in ranks if name in held], whole) for name, whole in wholes.items()}
     off_alone = {name: differences([alone[name]], whole)[0] for name, whole in wholes.items()}
     size, everything = sum(whole.numel() for whole in wholes.values()), _norm(wholes.values())
-    # What is zero by mathematics is measured against a parameter of that size with entries like all others.
+    # What is mathematically zero is measured against a parameter of that size with entries like all others.
     usual = {name: everything * math.sqrt(whole.numel() / size) for name, whole in wholes.items()}
     scales = {name: usual[name] if name in zeros else float(whole.norm()) for name, whole in wholes.items()}
     errors_alone = {name: float(found.norm()) / scales[name] for name, found in off_alone.items()}
@@ -172,7 +173,8 @@ def _tensors(
 
 
 def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:
-    """The share of entries that 16 bits hold, of the gradients of matrices that are sums and should be made in fp32."""
+    """The share of entries that 16 bits hold, of the gradients of matrices that are sums and should be computed in
+    fp32."""
     if job.precision.gradients != "fp32" or job.layout.compress != "none" or _summands(job) == 1:
         return []
     rows = []
@@ -191,7 +193,7 @@ def _share_of_narrow(values: Tensor, dtype: torch.dtype) -> float:
 
 
 def _summands(job: Job) -> int:
-    """How many gradients are added up for a step's."""
+    """How many gradients are summed in a step."""
     layout = job.layout
     return job.accumulation * layout.dp_replicate * layout.dp_shard * layout.cp
 
@@ -202,7 +204,7 @@ def _follows_gradients(job: Job) -> bool:
 
 
 def _widened(job: Job) -> Job:
-    """A job whose heads attention kernels of 16 bits take, and for fp8 whose matrices the hardware multiplies."""
+    """A job whose heads 16-bit attention kernels accept, and for fp8 whose matrices the hardware can multiply."""
     model, layout, batch = job.model, job.layout, job.batch
     fp8 = job.precision.compute == "fp8"
     head_dim, side = _up(model.head_dim, FP8_MULTIPLE if fp8 else HEAD_MULTIPLE), FP8_MULTIPLE * layout.tp if fp8 else 1

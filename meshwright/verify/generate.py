@@ -1,6 +1,6 @@
-"""Job n of a seed: a small model in some product of what a job may say, fitting where only arithmetic decides.
+"""Job n of a seed: a small model with a combination of job settings, made to fit where only arithmetic decides.
 
-Settings are drawn without asking which go together: that is for the rules to say, and a job they refuse is an answer
+Settings are drawn without asking which work together: the rules decide that, and a refused job is a valid result
 too. Numbers (heads, tokens, layers, micro-batches) are made to fit the degrees, or nearly every job would be refused.
 """
 
@@ -45,7 +45,7 @@ COMPRESSIONS = ("topk", "fp16", "bf16", "int8", "powersgd")
 
 @dataclass(frozen=True)
 class Draw:
-    """One drawn job, as the table of a job file; it may be none, or one that is refused."""
+    """One drawn job, as the table of a job file; it may be invalid or refused."""
 
     seed: int
     number: int
@@ -69,7 +69,7 @@ class Draw:
 
 
 def refusal_of(table: Table, name: str) -> str | None:
-    """The sentence with which a table is refused, as no job or as one whose layout cannot be; None where it runs."""
+    """The sentence with which a table is refused, as an invalid job or an impossible layout; None if it runs."""
     try:
         job = job_of_table(table, name)
         require_layout(job, ranks_of(job.layout))
@@ -111,7 +111,7 @@ def _pipeline(rng: Random, layout: Table) -> int:
     """Choose the schedule and its numbers; returns the micro-batches of a step."""
     pp, schedule = layout["pp"], rng.choice(SCHEDULES)
     layout["schedule"] = schedule
-    if schedule == "pipedream" and rng.random() < 0.8:  # else it is refused beside any other axis
+    if schedule == "pipedream" and rng.random() < 0.8:  # otherwise it is refused with any other axis
         layout.update(dp_replicate=1, dp_shard=1, cp=1, tp=1)
         return 1
     held = rng.choice([v for v in (None, None, 1, 2, 3) if _runs(schedule, pp, 4 * pp, v)] or [None])
@@ -130,7 +130,7 @@ def _runs(schedule: str, pp: int, micro_batches: int, held: int | None) -> bool:
 
 
 def _settings(rng: Random, layout: Table) -> None:
-    """All of the layout but its degrees and its pipeline."""
+    """The layout except its degrees and its pipeline."""
     layout["zero"] = rng.choice((None, 1, 2, 3) if layout["dp_shard"] > 1 else (None, 0, 1, 2, 3))
     layout["order"] = rng.choice(("pp-outside", "pp-outside", "dp-outside"))
     layout["bucket_mb"] = rng.choice((25.0, 25.0, 0.001, 0.01))
@@ -144,7 +144,7 @@ def _settings(rng: Random, layout: Table) -> None:
 
 
 def _compression(rng: Random, layout: Table) -> Table:
-    """What is lossy has a reference only where replicas are all there is; elsewhere it sends everything."""
+    """Lossy compression has a reference only with replicas alone; elsewhere it sends everything."""
     alone = prod(layout[axis] for axis in ("dp_shard", "cp", "tp", "pp")) == 1
     return {
         "compress": rng.choice(COMPRESSIONS) if alone else "topk",
@@ -259,7 +259,7 @@ def _training(rng: Random, layout: Table, sequence: int) -> Table:
 
 
 def _sources(rng: Random) -> Table:
-    """One text or a blend of two, and whether all of it is to be learned."""
+    """One text or a blend of two, and whether all of it counts in the loss."""
     format_ = rng.choice(("text", "text", "text", "conversations"))
     if rng.random() < 0.8:
         return {"sources": ["builtin:synthetic"], "format": format_}

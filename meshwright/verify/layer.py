@@ -2,11 +2,11 @@
 
 The contract of a layer, column- or row-parallel or any other:
 
-- `Layer(in_features, out_features, bias, group)` makes it on every rank of a process group; it holds its own share.
+- `Layer(in_features, out_features, bias, group)` creates it on every rank of a process group; it holds its own share.
 - `layer.load_full(weight, bias)` takes the whole weight (out_features, in_features) and the whole bias (or None) and
   keeps this rank's share of each in its parameters.
 - `layer(x)` takes the whole input (…, in_features) on every rank and returns the whole output (…, out_features) on
-  every rank; what it splits and gathers in between is its own affair.
+  every rank; what it splits and gathers in between is up to the layer.
 
 After `backward` every parameter must hold its share of the gradient nn.Linear would have, and x the whole of its own.
 """
@@ -35,7 +35,7 @@ IN_FEATURES, OUT_FEATURES = 12, 18
 
 @dataclass(frozen=True)
 class LayerGrade:
-    """What a layer did on some ranks."""
+    """The result of a layer on some ranks."""
 
     ranks: int
     bias: bool
@@ -62,7 +62,7 @@ class LayerGrade:
 
 def grade_layer(where: str) -> list[LayerGrade]:
     """Grade `file.py:Class` on 2 and 3 ranks, with and without bias, in float64."""
-    _load(where)  # a file or class that is not there is refused here, once
+    _load(where)  # a missing file or class is refused here, once
     return [_grade(where, size, bias) for size in SIZES for bias in (True, False)]
 
 
@@ -93,7 +93,7 @@ class _Seen:
 
 
 def _try_layer(where: str, bias: bool) -> _Seen:
-    """On one rank: the layer beside nn.Linear with the same weights, input and output gradient."""
+    """On one rank: the layer and nn.Linear with the same weights, input and output gradient."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     linear = nn.Linear(IN_FEATURES, OUT_FEATURES, bias)
@@ -108,7 +108,9 @@ def _try_layer(where: str, bias: bool) -> _Seen:
     with _Collectives() as forward:
         given = layer(given_x)
     if tuple(given.shape) != tuple(expected.shape):
-        raise ValueError(f"the output has shape {tuple(given.shape)}; the contract is {tuple(expected.shape)}, whole")
+        raise ValueError(
+            f"the output has shape {tuple(given.shape)}; the contract is {tuple(expected.shape)}, not sharded"
+        )
     with _Collectives() as backward:
         given.backward(out_gradient)
 
@@ -167,7 +169,7 @@ def _load(where: str) -> Any:
     if not colon or not file.endswith(".py"):
         raise UserError(f"--layer {where} is not file.py:Class; write for example --layer my.py:ColumnParallelLinear")
     if not Path(file).is_file():
-        raise UserError(f"--layer {where}: there is no file {file}; check its path")
+        raise UserError(f"--layer {where}: {file} does not exist; check its path")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -175,13 +177,13 @@ def _load(where: str) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise UserError(
-            f"--layer {where}: {file} cannot be imported ({type(error).__name__}: {error}); mend it"
+            f"--layer {where}: {file} cannot be imported ({type(error).__name__}: {error}); fix it"
         ) from error
     cls = getattr(module, name, None)
     if not (inspect.isclass(cls) and issubclass(cls, nn.Module)):
         raise UserError(f"--layer {where}: {file} has no nn.Module class {name}; check its name")
     if not hasattr(cls, "load_full"):
         raise UserError(
-            f"--layer {where}: {name} has no method load_full(weight, bias), which hands it its weights; add it"
+            f"--layer {where}: {name} has no method load_full(weight, bias), which gives it its weights; add it"
         )
     return cls

@@ -1,4 +1,4 @@
-"""The repository's matrix of layouts: read it, and run it as far at once as there are cores."""
+"""The repository's matrix of layouts: read it, and run as many lines at once as there are cores for."""
 
 import os
 import tomllib
@@ -33,18 +33,18 @@ class Line:
     job: Job
     quick: bool
     own_model: bool
-    """Whether `verify --model` puts a user's model into this layout."""
+    """Whether `verify --model` runs a user's model in this layout."""
     dtype: str | None = None
-    """The format it is judged in, whatever the others are."""
+    """The format it is checked in, whatever the others use."""
     through_train: bool = False
-    """Whether `train` itself is run, with text on the disk, evaluations and checkpoints."""
+    """Whether `train` itself is run, with text on disk, evaluations and checkpoints."""
     prepared: bool = False
     """Whether that text is prepared first."""
 
 
 @dataclass(frozen=True)
 class LineResult:
-    """A line's verdict, or the error that kept it from one."""
+    """A line's verdict, or the error that prevented one."""
 
     line: Line
     verdict: Verdict | None
@@ -54,7 +54,7 @@ class LineResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the line was run and found equal."""
+        """Whether the line ran and was equal."""
         return self.verdict is not None and self.verdict.ok
 
 

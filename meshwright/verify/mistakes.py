@@ -1,4 +1,4 @@
-"""Mistakes people make in a job file: one field changed so that most jobs are refused, each by a rule of its own."""
+"""Mistakes people make in a job file: one field changed so that most jobs are refused, each by a different rule."""
 
 from collections.abc import Callable
 from random import Random
@@ -8,7 +8,7 @@ Table = dict[str, Any]
 
 
 def slip(rng: Random, table: Table) -> None:
-    """Make one mistake; in some jobs it is none."""
+    """Make one mistake; in some jobs it is valid."""
     rng.choice(_SLIPS)(table)
 
 

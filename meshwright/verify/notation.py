@@ -7,7 +7,7 @@ from meshwright.job import Job
 Table = dict[str, Any]
 
 _DEFAULTS = Job().model_dump()
-_DEFAULTS["data"]["workers"] = 0  # a check reads in its own processes unless it says otherwise
+_DEFAULTS["data"]["workers"] = 0  # a check reads data in its own processes unless set otherwise
 _UNSAID = {
     "layout": ("dp_replicate", "dp_shard", "cp", "tp", "pp", "split", "compress_rank", "compress_after"),
     "model": ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "max_sequence_length"),
@@ -17,7 +17,7 @@ _UNSAID = {
     "run": ("steps", "seed", "device", "on_bad_step"),
     "batch": ("sequence_length", "global_batch", "micro_batch"),
 }
-"""Said otherwise, or left to the job file that a wrong answer prints."""
+"""Shown differently, or only in the job file printed for a wrong result."""
 
 
 def in_a_line(table: Table) -> str:

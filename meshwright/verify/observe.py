@@ -1,4 +1,4 @@
-"""What a rank sees of a run: the real training loop with a listener on it."""
+"""What a rank observes of a run: the real training loop with a listener."""
 
 import warnings
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from meshwright.verify.documents import unequal_corpus
 MATRIX_SCALE = 8.0
 VECTOR_SHIFT = 0.01
 LOSS_SCALE = 2.0**10
-"""Of fp16 at the beginning: gradients of small models are large, and the usual one would make first steps overflow."""
+"""fp16's initial loss scale: gradients of small models are large, and with the usual one the first steps overflow."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's values of one parameter and where they lie in the whole."""
+    """A rank's values of one parameter and where they are in the whole."""
 
     index: ShardIndex
     values: Tensor
@@ -38,13 +38,14 @@ class Observation:
     gradients: dict[str, Shard] = field(default_factory=dict)
     """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
-    """The parameters at the end less those at the start."""
+    """The parameters at the end minus those at the start."""
 
 
 def observe(
     job: Job, master: torch.dtype | None, device: str = "cpu", make: Callable[..., Any] = make_trainer
 ) -> Observation:
-    """Train the job on this rank, in its place in the world and in the loop that `make` makes; return what was seen."""
+    """Train the job on this rank, in its place in the world and in the loop that `make` creates; return what was
+    observed."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower
     world = join_world(job, _own_device(device))
     engine, weights = build(job, world, master)
@@ -66,10 +67,10 @@ def observe(
 
 @torch.no_grad()
 def _enliven(weights: Weights) -> None:
-    """Move the first weights to where mistakes show.
+    """Change the initial weights so that bugs show.
 
-    They are drawn for wide models: at this width attention would be all but uniform, its gradients next to nothing, and
-    with biases at zero and norms at one, what adds a bias twice or forgets a norm's weight would compute the same.
+    They are drawn for wide models: at this width attention would be nearly uniform, its gradients close to zero, and
+    with biases at zero and norms at one, code that adds a bias twice or forgets a norm's weight would compute the same.
     """
     shards = weights.shards()
     for name, master in weights.masters.items():
@@ -82,7 +83,7 @@ def _enliven(weights: Weights) -> None:
 
 
 def _own_device(kind: str) -> torch.device:
-    """The CPU, or this rank's GPU; ranks share GPUs where there are more of them."""
+    """The CPU, or this rank's GPU; ranks share GPUs if there are more ranks."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, (own_place() or ALONE).local_rank % torch.cuda.device_count())
@@ -95,7 +96,7 @@ def _values(weights: Weights) -> dict[str, Tensor]:
 
 
 def _record_first_gradients(weights: Weights, seen: Observation) -> None:
-    """Copy the gradients when the loop first has them whole; a master without one counts as zero."""
+    """Copy the gradients when the loop first has them complete; a master without one counts as zero."""
     collect: Callable[[], None] = weights.collect_gradients
 
     def collect_and_record() -> None:

@@ -26,7 +26,7 @@ from meshwright.torch_private.compiler import preload
 from meshwright.verify import staged
 from meshwright.verify.collectives import record_groups
 
-preload()  # else every forked rank imports it anew, which takes longer than the check itself
+preload()  # otherwise every forked rank imports it again, which takes longer than the check itself
 
 
 class RankError(Exception):
@@ -34,11 +34,11 @@ class RankError(Exception):
 
 
 class RankTimeout(RankError):
-    """Ranks were still at work when their time was up; the message names them."""
+    """Ranks were still running at the timeout; the message names them."""
 
 
 class RankGroup:
-    """Some ranks running one function each, in processes of their own and in one gloo process group."""
+    """Some ranks running one function each, in their own processes and in one gloo process group."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class RankGroup:
         record: Path | None = None,
     ) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in a process of its own")
+            raise RuntimeError("ranks cannot be forked once CUDA is initialised; run the check in its own process")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -66,7 +66,7 @@ class RankGroup:
             ours, theirs = context.Pipe()
             self._pipes.append(ours)
             place = _Place(rank, size, rendezvous, timeout_s, backend, record)
-            # A rank must not hold the parent's ends of the pipes, or it would not notice the parent's death.
+            # A rank must not hold the parent's ends of the pipes, or it would not notice that the parent died.
             process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
             process.start()
             theirs.close()
@@ -74,7 +74,8 @@ class RankGroup:
         gc.unfreeze()
 
     def poll(self, timeout_s: float) -> bool:
-        """Take what arrives within the time; True once every rank has answered. A failure ends all and is raised."""
+        """Receive what arrives within the time; True once every rank has answered. A failure stops all and is
+        raised."""
         self._take_reports(timeout_s)
         failed = [report for report in self._reports.values() if report.failure is not None]
         if failed:
@@ -86,7 +87,7 @@ class RankGroup:
         if time.monotonic() > self._deadline:
             silent = [str(rank) for rank in range(len(self._pipes)) if rank not in self._reports]
             self.close()
-            raise RankTimeout(f"rank {', '.join(silent)} gave no answer within {self._timeout_s:.0f} s")
+            raise RankTimeout(f"rank {', '.join(silent)} did not answer within {self._timeout_s:.0f} s")
         return False
 
     def results(self) -> list[Any]:
@@ -117,9 +118,9 @@ class RankGroup:
         process.join(timeout=5.0)
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        # A rank that failed with an error keeps its connections until it is killed, so a death without a word is
-        # never the echo of another rank's error: it is put before all of them.
-        return _Report(rank, 0.0, failure=f"rank {rank} died without a word ({how})")
+        # A rank that failed with an error keeps its connections until it is killed, so a death without an error is
+        # never caused by another rank's error: it is reported before all of them.
+        return _Report(rank, 0.0, failure=f"rank {rank} died without reporting an error ({how})")
 
 
 def run_ranks(
@@ -132,7 +133,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on `size` forked ranks and return their results by rank.
 
-    Each sees RANK, WORLD_SIZE and LOCAL_RANK and an initialised default process group, which with `record` writes down
+    Each sees RANK, WORLD_SIZE and LOCAL_RANK and an initialised default process group, which with `record` records
     its collectives in that folder. The first error of any rank is
     raised here, before what it caused in its peers; a user's mistake keeps its type.
     """
@@ -209,7 +210,7 @@ def _exit_when_released(pipe: Connection) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as arrays: torch's own way shares memory, which ends with the rank."""
+    """Tensors as arrays: torch's own way shares memory, which is gone when the rank exits."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""The folder in which the ranks of one check record their collectives, and what it says when the check fails."""
+"""The folder in which the ranks of one check record their collectives, and what it shows when the check fails."""
 
 import tempfile
 from pathlib import Path
@@ -19,11 +19,11 @@ class CheckRecords:
         self.folder = Path(self._folder.name)
 
     def read(self) -> list[Record]:
-        """Of all ranks, as far as they came."""
+        """Of all ranks, as far as they got."""
         return read(self.folder, self._ranks)
 
     def explain(self, error: RankError) -> RankError:
-        """The error with what the records tell of it: what is wrong so far, and who waits where in a hang."""
+        """The error with details from the records: what is wrong so far, and in a hang which rank waits where."""
         records = self.read()
         lines = [f"collectives: {sentence}" for sentence in prove_so_far(records)[:SHOWN]]
         if isinstance(error, RankTimeout):

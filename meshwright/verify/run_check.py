@@ -1,4 +1,4 @@
-"""The run itself beside one process: `train` with its data, evaluations and checkpoints, resumed in other layouts."""
+"""The run itself against one process: `train` with its data, evaluations and checkpoints, resumed in other layouts."""
 
 import shutil
 import tempfile
@@ -29,7 +29,7 @@ TIMEOUT_S = 300.0
 def check_run(job: Job, train: Train, dtype: str = "float32", prepared: bool = False) -> Verdict:
     """Run a job that `as_run` made, once in one process and through its legs, and compare what they wrote and saved.
 
-    Its text is made for it, and `prepared` where the job says so.
+    Its text is generated, and `prepared` where the job says so.
     """
     require_layout(job, ranks_of(job.layout))
     require_compiler(job, "cpu")
@@ -54,7 +54,7 @@ class _Proof:
         self._folder, self._train, self._dtype = folder, train, dtype
 
     def run(self, job: Job, name: str, attempt: int, start: int) -> Record:
-        """Train a job on forked ranks, anew or from the checkpoint of a step."""
+        """Train a job on forked ranks, from the start or from the checkpoint of a step."""
         run = self._folder / name
         settings = job.run.model_copy(update={"folder": str(run)})
         job = job.model_copy(update={"run": settings})
@@ -67,7 +67,7 @@ class _Proof:
 
 
 def _zero_gradients(job: Job) -> set[str]:
-    """Parameters whose gradient is zero by mathematics, from one step on tokens in memory."""
+    """Parameters whose gradient is mathematically zero, from one step on tokens in memory."""
     data = {
         "sources": ("builtin:synthetic",),
         "weights": None,
@@ -88,7 +88,7 @@ def _zero_gradients(job: Job) -> set[str]:
 
 
 def _forget(run: Path, start: int) -> None:
-    """Take away what was saved after a step: what is left of a run that died before it could save again."""
+    """Remove what was saved after a step, as if the run had died before it could save again."""
     for checkpoint in list(checkpoints(run)):
         if int(checkpoint.path.name.rpartition("-")[2]) > start:
             shutil.rmtree(checkpoint.path)

@@ -1,4 +1,4 @@
-"""Whether a run in some layout wrote down and saved what one process did: every row, and every tensor at the end."""
+"""Whether a run in some layout logged and saved what one process did: every row, and every tensor at the end."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from meshwright.verify.run_plan import Leg
 
 TINY = torch.finfo(torch.float32).tiny
 FACTS = ("lr", "tokens")
-"""What a row must hold to the last digit."""
+"""Fields of a row that must match exactly."""
 
 ROUNDING = {"float64": 1e-9, "float32": 1e-5}
 """Largest error that counts as equal where states are kept in the format of the masters."""
 
 UNIT = {"fp32": 0.0, "bf16": 2**-7, "int8": 1 / 127}
-"""The distance of neighbouring values in a state's format, as a share of the largest."""
+"""The distance between neighbouring values in a state's format, relative to the largest."""
 
 
 def run_bounds(job: Job, dtype: str) -> dict[Kind, float]:
     """Largest error that counts as equal, by what is compared.
 
     With eps 1e-3 an AdamW update is no larger than the gradient's rounding makes it, so float32's bound holds for all
-    steps and for weights and states too. A state of few bits that lies between two values may be rounded to either: it
+    steps and for weights and states too. A state of few bits between two values may be rounded to either: it
     is then off by a unit, next to the one its neighbours in time already are; an update by that share of it.
     """
     rounding, unit = ROUNDING[dtype], 0.0 if dtype == "float64" else UNIT[job.precision.optimizer_states]
@@ -43,7 +43,7 @@ class Record:
     """What one attempt of a run left."""
 
     rows: list[dict[str, Any]]
-    """Of its metrics: steps and evaluations in the order in which they came."""
+    """Rows of its metrics: steps and evaluations in order."""
     tensors: dict[str, Tensor]
     """The last checkpoint's weights and optimizer states."""
     position: int
@@ -64,9 +64,10 @@ def read_record(run: Path, attempt: int, steps: int) -> Record:
 def compare_records(
     leg: Leg, seen: Record, reference: Record, bounds: dict[Kind, float], zeros: Collection[str]
 ) -> list[Comparison]:
-    """Every number of a leg beside the single process's, in the order in which they came.
+    """Every number of a leg compared with the single process's, in order.
 
-    `zeros` are parameters whose gradient is zero by mathematics, so that all they and their states hold is rounding.
+    `zeros` are parameters whose gradient is mathematically zero, so that they and their states hold only rounding
+    errors.
     """
     where = f"{leg.name}" + (f" from step {leg.start}" if leg.start else "")
     rows = _rows(where, leg.start, seen.rows, reference.rows, bounds)
@@ -118,7 +119,7 @@ def _columns(row: dict[str, Any]) -> list[tuple[str, Kind]]:
 
 
 def _relative(value: Any, expected: Any) -> float:
-    """Numbers that are not finite were written as words."""
+    """Non-finite numbers were written as strings."""
     return abs(float(value) - float(expected)) / max(abs(float(expected)), 1e-12)
 
 

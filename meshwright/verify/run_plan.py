@@ -1,4 +1,4 @@
-"""What a proof of the run itself runs: a small job as `train` takes it, and the layouts it is resumed in."""
+"""What a check of the run itself runs: a small job for `train`, and the layouts it is resumed in."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ STEPS = 8
 FEWEST_STEPS = 4
 MOST_SETS = 2
 UNWATCHED = {"max_restarts": 0, "may_shrink": False, "watchdog_s": 0.0, "on_bad_step": "keep"}
-"""What keeps a run alive would only hide that it failed."""
+"""Settings that keep a run alive would only hide that it failed."""
 FEWEST_SEQUENCES = 8
-"""Of a step: enough for other layouts to share, and for text whose end falls amid a step."""
+"""Of a step: enough for other layouts to share, and for text that ends within a step."""
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One stretch of the run: a layout, from the step whose checkpoint it goes on from."""
+    """One leg of the run: a layout, and the step of the checkpoint it resumes from."""
 
     job: Job
     start: int
@@ -40,23 +40,23 @@ class Leg:
 
 
 def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
-    """The job at CPU size as `train` would run it, with its own kind of data, and each thing that is not as it says."""
+    """The job at CPU size as `train` would run it, with its own kind of data, and each change."""
     small, changes = shrink(job, steps)
     own = {"data": job.data, "evaluation": job.evaluation}
     made, more = as_run(small.model_copy(update=own), steps, is_prepared_data(job.data))
-    # What `shrink` puts in memory in place of the job's text, a run reads from the disk.
+    # A run reads from disk what `shrink` puts in memory in place of the job's text.
     kept = [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))]
     formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
     narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if FORMAT_BYTES[own] < FORMAT_BYTES["fp32"]]
-    report = "the format of the check; without --run it is judged in its own"
+    report = "the format of the check; without --run it is checked in its own"
     return made, kept + [Change(f"{own} → {report}", hides=True) for own in narrow] + more
 
 
 def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, list[Change]]:
-    """A small job with what a run needs beside its layout (text, evaluations, checkpoints), and what that changes."""
+    """A small job with what a run needs besides its layout (text, evaluations, checkpoints), and what that changes."""
     if steps < FEWEST_STEPS:
         raise UserError(
-            f"--steps {steps} leaves no room to resume in another layout, in one process and in the first one again; "
+            f"--steps {steps} is too few to resume in another layout, in one process and in the first layout again; "
             f"give at least {FEWEST_STEPS}"
         )
     if is_asynchronous(job):
@@ -85,7 +85,7 @@ def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, l
     for section, fields in changes.items():
         sections[section] = sections.get(section, {}) | fields
     made = Job.model_validate(sections)
-    kind = f"text: {form_of(data, prepared)} made for this, which end amid the run; tokens are bytes"
+    kind = f"text: {form_of(data, prepared)} generated for this check, which end during the run; tokens are bytes"
     sizes = f"{made.batch.global_batch} sequences a step, micro-batches of {made.batch.micro_batch}"
     notes.append(Change(f"{kind}, vocabulary {made.model.vocab_size}, {sizes}"))
     return made, notes
@@ -120,7 +120,7 @@ def alone(job: Job) -> Job:
 
 
 def other_layout(job: Job) -> Layout:
-    """A layout that cuts the model otherwise than the job's does, of at most four ranks."""
+    """A layout that shards the model differently from the job's, of at most four ranks."""
     for layout in _candidates(job):
         if _fits(job, layout):
             return layout

@@ -1,4 +1,4 @@
-"""Text for a proof of the run itself: small, on the disk, in the form the job reads, and over before the run is."""
+"""Text for a check of the run itself: small, on disk, in the form the job reads, and shorter than the run."""
 
 import json
 import random
@@ -15,13 +15,13 @@ from meshwright.job.data import Data, Stage
 from meshwright.verify.shrink import Change
 
 EPOCHS = 1.9
-"""How often a run goes through its text, about: an epoch ends within it."""
+"""About how often a run reads its text: an epoch ends within it."""
 HELD_OUT = 0.25
 MOST_SOURCES = 3
 STREAMED_FILES = 4
 """Each becomes a unit, and so a virtual shard."""
 UNIT_BYTES = 50_000
-"""More than half of the least that a stream takes for a unit, so that no two files share one."""
+"""More than half of a stream's smallest unit, so that no two files share one."""
 WORDS = (
     "a",
     "stone",
@@ -118,7 +118,7 @@ def _write_set(path: Path, job: Job) -> str:
 
 
 def _shares(data: Data) -> Sequence[float]:
-    """The share of the run that each source gives, about."""
+    """About the share of the run that each source provides."""
     if data.join is not None:  # each holds a part of every document
         return [1.0] * len(data.sources)
     if data.weights is None:
@@ -137,7 +137,7 @@ def _stages(stages: Sequence[Stage], tokens: int) -> tuple[Stage, ...]:
 
 
 def _documents(windows: float, length: int, *, alone: bool, seed: int) -> Iterator[str]:
-    """Documents that fill so many windows of a length, each in its own or all as one text; in bytes as in tokens.
+    """Documents that fill a number of windows of a length, each in its own or all as one text; a token is a byte.
 
     Neighbours are alike in length, so that one sequence has a boundary every few tokens and the next has none.
     """

@@ -1,4 +1,4 @@
-"""Drawn jobs put to the proof: each is equal to one process, or refused in one sentence that says what to do."""
+"""Random jobs under test: each equals one process, or is refused in one sentence that says what to do."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ _FIELDS = frozenset(name for name, _ in job_fields())
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one drawn job."""
+    """The result of one drawn job."""
 
     draw: Draw
     outcome: Outcome
@@ -43,7 +43,7 @@ def run_draws(
     collectives: bool = True,
     began: Callable[[Line], None] = lambda line: None,
 ) -> Iterator[Answer]:
-    """Answer every draw, those that are refused first; the others as they come."""
+    """Check every draw: refused ones first, the others as they finish."""
     lines = {}
     for draw in draws:
         if draw.refusal is None:
@@ -65,7 +65,7 @@ def subject_of(refusal: str) -> str:
 
 
 def fault_of(refusal: str, table: dict[str, Any]) -> str | None:
-    """What a refusal lacks: it is one sentence with a field, its value and a remedy, and the remedy remedies."""
+    """What a refusal lacks: it is one sentence with a field, its value and a remedy, and the remedy works."""
     problem, semicolon, remedy = refusal.partition(";")
     if "\n" in refusal:
         return "more than one sentence"
@@ -76,7 +76,7 @@ def fault_of(refusal: str, table: dict[str, Any]) -> str | None:
     settings = [(section, field, _value(text)) for section, field, text in _SETTING.findall(remedy)]
     tried = [[setting] for setting in settings] + [settings]
     if settings and all(refusal_of(_with(table, changes), refusal.partition(":")[0]) == refusal for changes in tried):
-        return "it is refused alike with the remedy"
+        return "the remedy is refused with the same error"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A job made small enough for CPU processes, with everything kept that decides how a layout cuts it."""
+"""Shrinks a job to CPU size, keeping everything that decides how a layout shards it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ from meshwright.verify.documents import HELD_OUT
 MOST_RANKS = 16
 MOST_WORKERS = 2
 MOST_DEGREE = 4
-"""A ring, an interleaved schedule or a tree of more ranks than this does nothing that it does not do with so many."""
+"""A ring, an interleaved schedule or a tree of more ranks than this does nothing that it does not do with this many."""
 AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
-"""In the order in which degrees are given up when there are too many ranks."""
+"""The order in which degrees are reduced when there are too many ranks."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that a check does otherwise than the job says."""
+    """One thing that a check does differently from the job."""
 
     text: str
     hides: bool = False
-    """Whether an error of the job could stay unseen for it; `verify --strict` fails then."""
+    """Whether it could hide an error of the job; `verify --strict` fails then."""
 
     def __str__(self) -> str:
         return self.text
 
 
 def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Change]]:
-    """The job at CPU size, and each thing that is not as the job says.
+    """The job at CPU size, and each change.
 
     Kept: whether tp divides the key-value heads, the vocabulary and the sequence, whether pp divides the layers and
     2·cp the sequence, ties, odd counts, grouped heads, whether gradients are accumulated, how documents are packed,
@@ -66,7 +66,7 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
         evaluate_every = layout.pp + 1
         steps = max(steps, evaluate_every + layout.pp)
         changes.append(Change(f"{STALE_REFERENCE}, over {steps} steps"))
-    # All held-out sequences; packed otherwise they may be as many as tokens.
+    # All held-out sequences; packed differently there may be as many as tokens.
     held_out = HELD_OUT if job.data.packing == "concatenate" else HELD_OUT * sequence
     evaluates = job.evaluation.every_steps > 0 and job.data.validation_fraction > 0
     small["evaluation"] |= {"every_steps": evaluate_every if evaluates else 0, "batches": held_out, "sample_tokens": 0}
@@ -77,7 +77,7 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
     small["schedule"] |= {"warmup_steps": warmup, "decay_steps": min(job.decay_steps, 1, steps - warmup)}
     small["optimizer"] |= {"lr": 1e-3, "eps": 1e-3}
     changes.append(
-        Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not blown up")
+        Change("optimizer: lr 1e-3 and eps 1e-3, so that rounding in gradients that are zero is not amplified")
     )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
     small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
@@ -107,7 +107,7 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
 
 
 def _of_device(job: Job, device: str) -> list[Change]:
-    """What the device of the check does otherwise than a GPU would."""
+    """What the check's device does differently from a GPU."""
     changes = []
     if job.precision.compute == "tf32":
         changes.append(Change('precision.compute "tf32" → the format of the check', hides=True))
@@ -122,7 +122,7 @@ def _of_device(job: Job, device: str) -> list[Change]:
 def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
     """Text in memory in place of the job's, read, packed, masked and blended as the job does it."""
     data = job.data
-    some = ", some of their tokens not to be learned" if data.format == "conversations" else ""
+    some = ", with some tokens masked out of the loss" if data.format == "conversations" else ""
     changes = [Change(f"text: synthetic documents of unequal length{some}")]
     workers = min(data.workers, MOST_WORKERS)
     if workers != data.workers:
@@ -144,7 +144,7 @@ def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
 
 
 def _budget(job: Job, budget: Budget, small: Job) -> Budget:
-    """The budget that leaves a small job as much room as the job has."""
+    """The budget that leaves a small job the same share of memory."""
     spans = [budget_span(each, table_of(each) if each.layout.pp > 1 else None) for each in (job, small)]
     (least, most), (small_least, small_most) = spans
     share = min(1.0, (budget.budget_gib * 2**30 - least) / max(1, most - least))
@@ -200,7 +200,7 @@ def _compression(layout: Layout) -> tuple[dict[str, Any], Change]:
 
 
 def _accumulation(job: Job, layout: Layout) -> int:
-    """A few micro-batches, as many more as the pipeline's schedule asks for."""
+    """A few micro-batches, plus as many as the pipeline's schedule needs."""
     few = _few(job.accumulation)
     return few if layout.pp == 1 else next(m for m in count(few) if _runs(layout, m))
 

@@ -1,6 +1,6 @@
-"""A process group whose collectives travel through host memory, so that several ranks can share one GPU.
+"""A process group whose collectives go through host memory, so that several ranks can share one GPU.
 
-NCCL refuses two ranks on one device, and gloo crashes on CUDA tensors under `fully_shard`. For proving layouts on one
+NCCL refuses two ranks on one device, and gloo crashes on CUDA tensors under `fully_shard`. For verifying layouts on one
 card neither speed nor overlap matters: every collective here copies to the host, lets gloo do it, and copies back.
 """
 
@@ -20,7 +20,7 @@ NAME = "staged"
 
 
 def register() -> None:
-    """Make the group known to torch under NAME, once."""
+    """Register the group with torch under NAME, once."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
 
@@ -30,7 +30,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Proces
 
 
 class PythonGroup(dist.ProcessGroup):
-    """A process group written in Python: torch has such a one look up its own name."""
+    """A process group written in Python: torch makes such a group look up its own name."""
 
     @property
     def group_name(self) -> str:
@@ -50,7 +50,7 @@ class PythonGroup(dist.ProcessGroup):
 class StagedGroup(PythonGroup):
     """Gloo on host copies; collectives are finished when they return, messages between two ranks when waited for.
 
-    A pipeline asks for what it will need long before its peer sends it: a receive that waited would wait for ever.
+    A pipeline requests what it will need long before its peer sends it: a receive that blocked would wait forever.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -58,7 +58,7 @@ class StagedGroup(PythonGroup):
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """As torch expects it."""
         return NAME
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -139,7 +139,7 @@ class StagedGroup(PythonGroup):
 
 
 class _Arriving(dist.Work):
-    """A message on its way to the host, copied to its place when it is waited for."""
+    """A message in transit through the host, copied to its destination when it is waited for."""
 
     def __init__(self, work: Any, tensors: list[Tensor], host: list[Tensor]) -> None:
         super().__init__()

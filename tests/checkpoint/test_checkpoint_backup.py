@@ -68,8 +68,8 @@ def test_the_newest_sound_copy_comes_back_whole(tmp_path: Path, store: str) -> N
     found.verify()
     assert {path.name: path.read_bytes() for path in found.path.iterdir()} == before
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000002"]
-    assert "step-00000004 has no manifest.json: it was not copied to its end" in passed_over[0]
-    assert "step-00000003/model.safetensors was altered since it was written (its hash differs)" in passed_over[1]
+    assert "step-00000004 has no manifest.json: the copy is incomplete" in passed_over[0]
+    assert "step-00000003/model.safetensors was modified after it was written (its hash differs)" in passed_over[1]
     assert ".restoring" not in "".join(passed_over)
 
 
@@ -151,7 +151,7 @@ def test_a_name_in_a_foreign_manifest_reaches_no_other_file(tmp_path: Path, stor
     shutil.rmtree(run)
     edit(store, "run/step-00000001/manifest.json", json.dumps(manifest).encode())
     found, [told] = restore(run, store)
-    assert found is None and "is not what this program wrote" in told
+    assert found is None and "is not in the format this program writes" in told
     assert not list(tmp_path.rglob("evil*"))
 
 
@@ -180,7 +180,7 @@ def test_what_a_killed_restore_left_is_cleared_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["foo://x", "zip://nothing", "ftp://localhost:1/x"])
 def test_a_store_that_fails_when_it_is_opened_is_refused_in_one_sentence(tmp_path: Path, target: str) -> None:
-    with pytest.raises(UserError, match=rf"checkpoint\.backup_to = {target} cannot be opened \(.*\); mend it"):
+    with pytest.raises(UserError, match=rf"checkpoint\.backup_to = {target} cannot be opened \(.*\); fix it"):
         require_backup(target, tmp_path / "run", resume=False)
 
 

@@ -72,10 +72,10 @@ def test_a_missing_or_doubled_share_is_no_checkpoint(tmp_path: Path) -> None:
     folder.mkdir()
     half = Part("model/w", (7, 12, 2), (0, 0, 0), WHOLE[:3])
     write_share(folder, [half], 0, 2)
-    with pytest.raises(Incomplete, match="all ranks must see one"):
+    with pytest.raises(Incomplete, match="all ranks must see the same"):
         seal(folder, Facts(step=1, tokens=1, position=1), 0, 2, {})
     write_share(folder, [half], 1, 2)
-    with pytest.raises(Incomplete, match="model/w has 168 entries and 144 were written"):
+    with pytest.raises(Incomplete, match="model/w has 168 entries, but 144 were written"):
         seal(folder, Facts(step=1, tokens=1, position=1), 0, 2, {})
     assert not (folder / "manifest.json").exists()
 
@@ -92,7 +92,7 @@ def test_boxes_written_twice_do_not_make_up_for_one_that_is_missing(tmp_path: Pa
     for rank, first in enumerate((0, 0, 6)):
         part = Part("model/w", (7, 12, 2), (0, first, 0), WHOLE[:, first : first + 4])
         write_share(tmp_path, [part], rank, 3)
-    with pytest.raises(Incomplete, match="model/w has 168 entries and 168 were written, some of them twice"):
+    with pytest.raises(Incomplete, match="model/w has 168 entries, but 168 were written, some of them twice"):
         seal(tmp_path, Facts(step=1, tokens=1, position=1), 0, 3, {})
 
 

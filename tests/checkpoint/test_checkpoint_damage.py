@@ -73,13 +73,13 @@ def old_step_under_a_new_name(path: Path) -> None:
 
 
 DAMAGES: dict[Callable[[Path], None], str] = {
-    flip_weights: r"model\.safetensors was altered since it was written \(its hash differs\)",
-    truncate: r"model\.safetensors has \d+ bytes and was written with \d+: it is cut short",
+    flip_weights: r"model\.safetensors was modified after it was written \(its hash differs\)",
+    truncate: r"model\.safetensors has \d+ bytes but was written with \d+: it is truncated",
     delete_shard: r"model\.safetensors is missing",
     delete_manifest: r"step-00000002 has no manifest\.json",
-    alter_manifest: r"manifest\.json was altered since it was written \(its seal differs\)",
-    tear_manifest: r"manifest\.json is not what this program wrote",
-    alter_index: r"index\.json was altered",
+    alter_manifest: r"manifest\.json was modified after it was written \(its seal differs\)",
+    tear_manifest: r"manifest\.json is not in the format this program writes",
+    alter_index: r"index\.json was modified",
     old_step_under_a_new_name: r"step-00000002 holds the state of step 1: it is a copy under another step's name",
 }
 
@@ -160,7 +160,7 @@ def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     text = (path / "index.json").read_text().replace('"file":"model.safetensors"', '"file":"../model.safetensors"', 1)
     (path / "index.json").write_text(text)
     forge(path, "index.json")
-    with pytest.raises(Damaged, match="no file of a checkpoint"):
+    with pytest.raises(Damaged, match="not a file of a checkpoint"):
         Checkpoint.open(path)
 
 
@@ -191,7 +191,7 @@ def test_an_index_whose_boxes_are_not_its_tensors_is_refused_when_opened(
     (path / "index.json").write_text(json.dumps(index))
     forge(path, "index.json")
     with pytest.raises(
-        Damaged, match=r"index\.json is not what this program wrote \(tensors\.model/final_norm\.weight"
+        Damaged, match=r"index\.json is not in the format this program writes \(tensors\.model/final_norm\.weight"
     ):
         Checkpoint.open(path)
 
@@ -220,7 +220,7 @@ def test_boxes_that_overlap_or_have_no_room_are_refused_when_opened(
     index["tensors"]["model/embed.weight"] = {"shape": shape, "dtype": "F32", "pieces": pieces}
     (path / "index.json").write_text(json.dumps(index))
     forge(path, "index.json")
-    with pytest.raises(Damaged, match=r"index\.json is not what this program wrote"):
+    with pytest.raises(Damaged, match=r"index\.json is not in the format this program writes"):
         Checkpoint.open(path)
 
 
@@ -242,7 +242,7 @@ def test_a_job_that_is_none_is_damage(tmp_path: Path, job: str) -> None:
     path = save_model(tmp_path, 1, tiny(1))
     (path / "job.json").write_text(job)
     forge(path, "job.json")
-    with pytest.raises(Damaged, match=r"job\.json is not what this program wrote"):
+    with pytest.raises(Damaged, match=r"job\.json is not in the format this program writes"):
         Checkpoint.open(path).job()
 
 
@@ -255,7 +255,7 @@ def test_a_manifest_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatc
         return real(name, *args, **more)
 
     monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(UserError, match=r"manifest\.json may not be read \(Permission denied\); give") as caught:
+    with pytest.raises(UserError, match=r"manifest\.json cannot be read \(Permission denied\); give") as caught:
         Checkpoint.open(path)
     assert not isinstance(caught.value, Damaged)
 
@@ -268,9 +268,9 @@ def test_altered_weights_are_passed_over_by_whoever_uses_weights(
     assert StoredWeights(tmp_path).step == 2 and capsys.readouterr().err == ""
     flip_weights(path)
     assert StoredWeights(tmp_path).step == newest_weights(tmp_path).facts.step == 1
-    assert capsys.readouterr().err.splitlines()[0].startswith(f"passed over: {path / WEIGHTS} was altered")
+    assert capsys.readouterr().err.splitlines()[0].startswith(f"skipped: {path / WEIGHTS} was modified")
     flip_weights(path.with_name("step-00000001"))
-    with pytest.raises(UserError, match=r"no complete checkpoint under checkpoints/ \(.*step-00000002.* was altered"):
+    with pytest.raises(UserError, match=r"no complete checkpoint under checkpoints/ \(.*step-00000002.* was modified"):
         newest_weights(tmp_path)
 
 
@@ -299,7 +299,7 @@ def test_what_the_disk_cannot_give_back_is_damage_and_what_may_not_be_read_stops
         checkpoint.verify(group="model")
     assert [type(found) for found in checkpoints(tmp_path)] == [Damaged]
     failing(errno.EACCES)
-    with pytest.raises(UserError, match=r"index\.json may not be read \(Permission denied\); give") as caught:
+    with pytest.raises(UserError, match=r"index\.json cannot be read \(Permission denied\); give") as caught:
         list(checkpoints(tmp_path))  # else a resume would begin from the start
     assert not isinstance(caught.value, Damaged)
 

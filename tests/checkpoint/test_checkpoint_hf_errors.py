@@ -68,7 +68,7 @@ def test_a_pickle_is_refused_and_never_run(folder: Path, tmp_path: Path, name: s
         listed = json.loads((folder / INDEX).read_text())
         listed["weight_map"] = dict.fromkeys(listed["weight_map"], "pytorch_model.bin")
         (folder / INDEX).write_text(json.dumps(listed))
-        refused(folder, r"names 'pytorch_model\.bin', and only safetensors")
+        refused(folder, r"lists 'pytorch_model\.bin', but only safetensors")
     else:
         for path in (*shards(folder), folder / INDEX):
             path.unlink()
@@ -115,29 +115,29 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (lambda f: shutil.rmtree(f), "is not a folder; download"),
     "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read as JSON"),
-    "no weights": (lambda f: [p.unlink() for p in (*shards(f), f / INDEX)], r"holds neither model\.safetensors nor"),
-    "lost shard": (lambda f: shards(f)[1].unlink(), r"names model-00002.*, which is not there"),
+    "no weights": (lambda f: [p.unlink() for p in (*shards(f), f / INDEX)], r"has neither model\.safetensors nor"),
+    "lost shard": (lambda f: shards(f)[1].unlink(), r"lists model-00002.*, which is missing"),
     "torn shard": (lambda f: shards(f)[1].write_bytes(shards(f)[1].read_bytes()[:-4]), r"model-00002.* cannot be read"),
     "outside": (
         edit(lambda i: i["weight_map"].update({LAST: "../x.safetensors"}), INDEX),
-        r"names '\.\./x\.safetensors'",
+        r"lists '\.\./x\.safetensors'",
     ),
-    "index of nothing": (edit(lambda i: i.pop("weight_map"), INDEX), r"is no index of tensors"),
+    "index of nothing": (edit(lambda i: i.pop("weight_map"), INDEX), r"is not an index of tensors"),
     "false index": (
         edit(lambda i: i["weight_map"].update({"model.ghost": i["weight_map"][LAST]}), INDEX),
-        r"names model\.ghost, which is in none of its files",
+        r"lists model\.ghost, which none of its files contains",
     ),
     "missing": (
         lambda f: (edit(lambda i: i["weight_map"].pop(LAST), INDEX)(f), edit_tensors(lambda t: t.pop(LAST))(f)),
         r"lack model\.norm\.weight",
     ),
-    "surplus": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(1)})), r"hold model\.extra"),
+    "surplus": (edit_tensors(lambda t: t.update({"model.extra": torch.ones(1)})), r"contain model\.extra"),
     "misshapen": (
         edit_tensors(lambda t: t.update({LAST: torch.ones(3)})),
-        r"shape \(3,\) where the model needs \(48,\)",
+        r"shape \(3,\) but the model needs \(48,\)",
     ),
     "format": (edit_tensors(lambda t: t.update({LAST: t[LAST].double()})), r"model\.norm\.weight is stored as F64"),
-    "head": (edit_tensors(lambda t: t.update({"lm_head.weight": torch.ones(301, 48)})), r"not the embedding table"),
+    "head": (edit_tensors(lambda t: t.update({"lm_head.weight": torch.ones(301, 48)})), r"differs from the embedding"),
     "shape": (edit(lambda c: c.update(num_key_value_heads=4), "config.json"), r"is not a valid model \(.*kv_heads"),
     "field": (edit(lambda c: c.update(quantization_config={"bits": 4}), "config.json"), "quantization_config"),
 }
@@ -167,7 +167,7 @@ def test_export_refuses_what_it_cannot_do_and_leaves_nothing(cli, original: Path
     odd = json.loads(resolved.read_text())
     odd["model"]["layers"] = 2
     resolved.write_text(json.dumps(odd))
-    assert "do not fit the run's model at layers.2" in cli("checkpoint", "export", "run", "out").err
+    assert "do not match the run's model at layers.2" in cli("checkpoint", "export", "run", "out").err
     assert {path.name for path in tmp_path.iterdir()} == {"run", "full", "file"}
 
 
@@ -201,7 +201,7 @@ def test_a_field_of_another_kind_is_refused(folder: Path, field: str, value: obj
 @pytest.mark.parametrize("name", ["config.json", INDEX])
 def test_json_without_end_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("[" * 100_000)
-    refused(folder, f"{name} (cannot be read as JSON .nested too deeply|is no index).*; download it again")
+    refused(folder, f"{name} (cannot be read as JSON .nested too deeply|is not an index).*; download it again")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{}"])

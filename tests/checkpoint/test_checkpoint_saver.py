@@ -93,7 +93,7 @@ def test_disk_full_training_goes_on_and_the_last_one_stays(tmp_path: Path, monke
     assert [event["kind"] for event in told.events] == ["checkpoint", "checkpoint_failed"]
     assert told.events[1]["step"] == 2 and "large" in told.events[1]["error"].lower()
     assert told.messages == [
-        f"warning: the checkpoint of step 2 failed ({told.events[1]['error']}); training goes on, the last complete "
+        f"warning: the checkpoint of step 2 failed ({told.events[1]['error']}); training continues, the last complete "
         "one is step 1"
     ]
     newest(tmp_path).verify()

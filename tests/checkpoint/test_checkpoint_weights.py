@@ -30,7 +30,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no complete checkpoint"):
         newest(tmp_path)
     save_model(tmp_path, 1, tiny(1))
-    with pytest.raises(UserError, match="on one side only"):
+    with pytest.raises(UserError, match="only one of them has"):
         load_weights(newest(tmp_path), tiny(1, layers=1))
     with pytest.raises(UserError, match="has shape"):
         load_weights(newest(tmp_path), tiny(1, ffn_width=96))

@@ -44,9 +44,9 @@ def test_what_leads_nowhere_is_named(site: ModuleType, tmp_path: Path) -> None:
     site.build(root, out)
     assert (out / "data.toml").is_file() and "javascript" not in (out / "docs/deep/index.html").read_text()
     assert site.broken(out) == [
-        "docs/deep/index.html: ../../../secret is not there",
-        "docs/deep/index.html: https:x is no address",
+        "docs/deep/index.html: ../../../secret does not exist",
+        "docs/deep/index.html: https:x is not an address",
         "docs/two.html: #c has no such heading",
-        "index.html: docs/three.md is not there",
-        "index.html: docs/p.svg is not there",
+        "index.html: docs/three.md does not exist",
+        "index.html: docs/p.svg does not exist",
     ]

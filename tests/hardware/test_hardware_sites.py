@@ -32,7 +32,7 @@ def test_a_profile_of_ones_own_says_what_differs(tmp_path: Path) -> None:
     ("text", "sentence"),
     [
         ("gpus_per_node = [", "is not valid TOML"),
-        ('extends = "leonard"', "extends = 'leonard' is no known site"),
+        ('extends = "leonard"', "extends = 'leonard' is not a known site"),
         ('extends = "vega"\ncolour = "red"', "colour is not allowed or missing"),
         ('title = "x"', "gpus_per_node is not allowed or missing"),
         ('gpu = "a101"\ngpus_per_node = 1', "the GPU 'a101' is not in the hardware table"),

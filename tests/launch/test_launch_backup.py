@@ -110,7 +110,7 @@ def test_list_and_restore(cli) -> None:
     assert [(row["step"], row["complete"]) for row in listed["copies"]] == [(6, True), (4, True)]
     shutil.rmtree("run/checkpoints")
     with pytest.raises(
-        UserError, match=r"holds no complete checkpoint .*; meshwright checkpoint restore run brings one"
+        UserError, match=r"holds no complete checkpoint .*; meshwright checkpoint restore run restores one"
     ):
         StoredWeights(Path("run"))
     assert "backup: step 6 at " in cli("checkpoint", "list", "run").out

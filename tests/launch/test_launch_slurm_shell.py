@@ -65,11 +65,11 @@ def test_a_line_end_is_refused_wherever_it_would_end_a_line(tmp_path: Path, plac
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('environment = { "A=1; touch x; B" = "1" }', "is no variable's name"),
+        ('environment = { "A=1; touch x; B" = "1" }', "is not a variable name"),
         ('title = "a\\nb"', "control character U\\+000A"),
         ('modules = ["a\\u0000"]', "control character U\\+0000"),
         ('python = "a\\nb"', "control character U\\+000A"),
-        ("extends = [1]", "is no known site"),
+        ("extends = [1]", "is not a known site"),
         ("x = " + "[" * 9000, "nested too deeply"),
     ],
 )

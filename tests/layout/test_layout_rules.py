@@ -79,5 +79,5 @@ def test_ulysses_asks_that_ranks_divide_the_queries_and_copies_keys() -> None:
 
 
 def test_a_split_without_a_pipeline_is_shown_as_written() -> None:
-    with pytest.raises(UserError, match=r"layout.split = \[2, 2\] cuts a pipeline, but layout.pp = 1"):
+    with pytest.raises(UserError, match=r"layout.split = \[2, 2\] is for pipelines, but layout.pp = 1"):
         require_layout(job(split=[2, 2]), 1)

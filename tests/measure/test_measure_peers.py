@@ -79,7 +79,7 @@ def test_ratios_are_of_medians_and_only_of_the_same_model(run: Any, capsys: pyte
         ("noise\nskipped: torchtitan trains on GPUs only\n", "skipped", "torchtitan trains on GPUs only"),
         ("torch.OutOfMemoryError: CUDA out of memory.\n[W] late warning\n", "out of memory", "CUDA out of memory."),
         ("Traceback\nRuntimeError: no kernel\n[W] late warning\n", "failed", "RuntimeError: no kernel"),
-        ("", "failed", "it said nothing"),
+        ("", "failed", "it printed nothing"),
     ],
 )
 def test_a_process_without_a_result_says_why(run: Any, errors: str, state: str, why: str) -> None:

@@ -163,7 +163,7 @@ def test_incomplete_surplus_and_misshapen_weights_are_refused() -> None:
     state = to_hf_state(decoder)
     with pytest.raises(UserError, match=r"lack model\.norm\.weight"):
         load_hf_state(decoder, {name: tensor for name, tensor in state.items() if name != "model.norm.weight"})
-    with pytest.raises(UserError, match="no use for"):
+    with pytest.raises(UserError, match="does not use"):
         load_hf_state(decoder, state | {"model.extra.weight": torch.zeros(1)})
     with pytest.raises(UserError, match="shape"):
         load_hf_state(decoder, state | {"model.norm.weight": torch.zeros(3)})

@@ -198,11 +198,11 @@ def test_a_tensor_parallel_model_stays_with_the_one_process_model() -> None:
     [
         (
             {"model": {"width": 40}},
-            r'"fp8" multiplies.*multiples of 16, but model.width = 40 is none; change it or set',
+            r'"fp8" needs.*multiples of 16, but model.width = 40 is not; change it or set',
         ),
-        ({"model": {"ffn_width": 48}, "tp": 2}, r"model.ffn_width = 48, 24 on a rank, is none"),
-        ({"model": {"kv_heads": 1, "head_dim": 8}}, r"model.kv_heads × model.head_dim = 8 is none"),
-        ({"cp": 2}, r"batch.micro_batch × batch.sequence_length = 16, 8 on a rank, is none"),
+        ({"model": {"ffn_width": 48}, "tp": 2}, r"model.ffn_width = 48, 24 on a rank, is not"),
+        ({"model": {"kv_heads": 1, "head_dim": 8}}, r"model.kv_heads × model.head_dim = 8 is not"),
+        ({"cp": 2}, r"batch.micro_batch × batch.sequence_length = 16, 8 on a rank, is not"),
     ],
 )
 def test_sides_that_fp8_cannot_multiply_are_refused(fields: dict[str, Any], sentence: str) -> None:

@@ -133,7 +133,7 @@ def test_an_update_by_parts_is_the_update() -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"compute": "fp32"}, r'but precision.compute = "fp32" makes them in 32; set precision.compute = "bf16"'),
+        ({"compute": "fp32"}, r'but precision.compute = "fp32" computes them in 32; set precision.compute = "bf16"'),
         ({"dp_replicate": 2, "compress": "topk"}, r'layout.compress = "topk" keeps exact until it is sent'),
         ({"pp": 2, "schedule": "pipedream", "accumulation": 1}, r'saves nothing with layout.schedule = "pipedream"'),
     ],
@@ -154,7 +154,7 @@ def test_fp16_and_offloaded_shards_are_refused_where_they_cannot_work() -> None:
     untied = job.model.model_copy(update={"tied": False})
     batch = job.batch.model_copy(update={"micro_batch": 2})
     with pytest.raises(
-        UserError, match=r'"fp16" skips steps that overflow on all ranks or none.*set precision.compute'
+        UserError, match=r'"fp16" skips a step that overflows on all ranks or none.*set precision.compute'
     ):
         require_layout(job.model_copy(update={"model": untied, "batch": batch}), 2)
     job = make_job(dp_shard=2)

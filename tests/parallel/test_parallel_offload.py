@@ -255,7 +255,7 @@ def test_counters_that_fail_are_reported_once_and_fail_no_run(name: str) -> None
     for counted, found, messages in run_ranks(uncounted, 2, make_job(["params"], dp_shard=2, zero=3), name):
         assert found == counted
         [message] = messages
-        assert message.endswith("not counted any more (AttributeError: torch has no such name any more)")
+        assert message.endswith("no longer counted (AttributeError: torch has no such name any more)")
 
 
 def test_an_update_in_many_lots_is_that_in_one(monkeypatch: pytest.MonkeyPatch) -> None:

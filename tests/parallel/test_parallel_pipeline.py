@@ -113,7 +113,7 @@ def test_zero_3_with_a_split_backward_would_be_wrong(monkeypatch: pytest.MonkeyP
         ),
         ({"schedule": "interleaved", "micro_batches": 6}, r"a multiple of 4, but .* = 6; set batch.global_batch"),
         ({"schedule": "dualpipe-v", "micro_batches": 4}, r"at least 8 \(2 × layout.pp\), but .* = 4"),
-        ({"schedule": "zb-v", "virtual_stages": 3}, r"layout.virtual_stages = 3 does not go with"),
+        ({"schedule": "zb-v", "virtual_stages": 3}, r"layout.virtual_stages = 3 does not work with"),
         ({"schedule": "1f1b", "split": [1, 2, 3]}, r"layout.split = \[1, 2, 3\] must give each of 4 stages"),
         ({"schedule": "1f1b", "split": [1, 2, 3, 4]}, r"layout.split .* 9 in all; set it to \["),
     ],

@@ -126,7 +126,7 @@ def test_every_plan_of_a_job_takes_its_own_machines(cli, tmp_path: Path) -> None
     ("words", "sentence"),
     [
         (["--check", "job.toml", "--set", "cluster.name=leonard"], "cluster.name = leonard is neither"),
-        (["--check", "job.toml", "--set", "cluster.nodes=3"], "layout takes 8 ranks, but the cluster has 12"),
+        (["--check", "job.toml", "--set", "cluster.nodes=3"], "layout needs 8 ranks, but the cluster has 12"),
         (["--check", "demo"], "cluster.gpu is not given, and a plan needs one"),
         (["--model", "demo"], "--cluster is missing, and a search needs it"),
         (["--model", "job.toml", "--set", "cluster.name=none.toml"], "cluster.name = none.toml is neither"),

@@ -141,7 +141,7 @@ def test_clusters_are_spelled_and_guesses_told() -> None:
 
 def test_mistakes_are_named() -> None:
     job = llama(batch=BATCH, layout={"dp_shard": 8})
-    with pytest.raises(UserError, match="layout takes 8 ranks, but the cluster has 16"):
+    with pytest.raises(UserError, match="layout needs 8 ranks, but the cluster has 16"):
         predict(job, nodes(2))
     with pytest.raises(UserError, match=r"cluster\.gpu is not given"):
         predict(job, Cluster(gpus_per_node=8))

@@ -95,8 +95,8 @@ def test_json_is_bounded_or_refused(data: bytes) -> None:
         (b"9" * 400, "64 bits"),
         (b"-" + b"9" * 19, "64 bits"),
         (b"9" * 100_000, "64 bits"),
-        (b"NaN", "no JSON"),
-        (b"-Infinity", "no JSON"),
+        (b"NaN", "not JSON"),
+        (b"-Infinity", "not JSON"),
         (b"{'a': 1}", "not JSON"),
         (b"\xff", "UTF-8"),
         ('{"a": 1}'.encode("utf-16"), "UTF-8"),
@@ -150,7 +150,7 @@ def test_only_plain_files_of_a_size_are_read(tmp_path: Path) -> None:
     with pytest.raises(Unfit, match="more than 7 bytes"):
         read_object(tmp_path / "file", 7)
     (tmp_path / "file").write_text("[]")
-    with pytest.raises(Unfit, match="no table"):
+    with pytest.raises(Unfit, match="not a table"):
         read_object(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         read_plain(tmp_path / "nothing")

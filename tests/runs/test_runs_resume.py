@@ -201,7 +201,7 @@ def test_damaged_ones_are_named_and_the_previous_is_used(cli) -> None:
     result = cli("train", "run", "--resume")
     assert result.code == 0, result.err
     assert "skipped: run/checkpoints/step-00000010/manifest.json" in result.out
-    assert "skipped: run/checkpoints/step-00000008/model.safetensors was altered" in result.out
+    assert "skipped: run/checkpoints/step-00000008/model.safetensors was modified" in result.out
     assert "resuming from step 4 (attempt 1)" in result.out
     assert [event["error"].split()[0] for event in events("run", "checkpoint_refused")] == [
         "run/checkpoints/step-00000010/manifest.json", "run/checkpoints/step-00000008/model.safetensors"
@@ -217,8 +217,8 @@ REFUSED = {
     "optimizer.name=lion": r"optimizer\.name = lion cannot continue",
     "precision.optimizer_states=bf16": r"precision\.optimizer_states = bf16 cannot continue",
     "data.validation_fraction=0.4": r"data\.sources = \['corpus'\] does not produce the tokens",
-    "model.ffn_width=96": r"layers\.0\.ffn\.gate\.weight has shape \(32, 32\), the model's is \(96, 32\)",
-    "model.tied=true": r"does not fit the model: head\.weight is on one side only",
+    "model.ffn_width=96": r"layers\.0\.ffn\.gate\.weight has shape \(32, 32\), but the model needs \(96, 32\)",
+    "model.tied=true": r"does not match the model: only one of them has head\.weight",
 }
 
 

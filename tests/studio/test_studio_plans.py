@@ -69,11 +69,11 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
         ({"shape": {"file": "/etc/passwd"}}, "shape has fields that no plan depends on"),
         ({"shape": {"norm": "<b>"}}, "norm"),
         ({"network_link": -1}, "network_link = -1 is not a rate"),
-        ({"allow": ["x"]}, "nothing to allow"),
+        ({"allow": ["x"]}, "which is not an option"),
         ({"part": "layout", "pick": "x"}, "pick is not a layout from this page"),
         ({"part": "layout", "pick": '{"micro_batch": 1, "data": {}}'}, "pick is not a layout from this page"),
         ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": "x"}}'}, "pick is not a valid layout"),
-        ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": 2}}'}, "layout takes 2 ranks"),
+        ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": 2}}'}, "layout needs 2 ranks"),
         ({"part": "config", "config": {"model_type": "bert"}}, "bert"),
         ({"part": "config", "config": [1]}, "config is not a JSON object"),
         ({"part": "config", "config": {**LLAMA, "hidden_size": -8}}, "hidden_size = -8"),
@@ -98,7 +98,7 @@ def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:
     assert len(page.encode()) < 2_000_000 and page.count("<svg") >= 5 and "alert(1)" not in page
     assert not re.search(r"""(?:src|href|action|srcset)\s*=|url\(|@import|https?:|["'(]//""", page)
     wrong = cli("report", str(job), "--cluster", "8xh100")
-    assert wrong.code == 2 and "layout takes 16 ranks" in wrong.err
+    assert wrong.code == 2 and "layout needs 16 ranks" in wrong.err
     assert cli("report", str(tmp_path), "--cluster", "8xh100").code == 2
     assert not list(tmp_path.glob(".*.new"))
 

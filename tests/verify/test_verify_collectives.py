@@ -259,7 +259,7 @@ def first_batch_without_all() -> None:
 
 def test_a_group_whose_first_batch_leaves_a_rank_out(tmp_path: Path) -> None:
     sentence = only_violation(contract_of(first_batch_without_all, tmp_path, 3))
-    assert "for which NCCL connects ranks (0, 1, 2), and rank 2 does not come" in sentence
+    assert "for which NCCL connects ranks (0, 1, 2), but rank 2 never joins" in sentence
 
 
 def groups_crossed() -> None:
@@ -283,8 +283,8 @@ def other_groups() -> None:
 
 def test_groups_made_in_another_order(tmp_path: Path) -> None:
     sentence = only_violation(contract_of(other_groups, tmp_path))
-    assert sentence.startswith("rank 1 makes group (1) at ") and "where rank 0 makes group (0) at " in sentence
-    assert sentence.endswith("every rank must make all groups in the same order") and HERE in sentence
+    assert sentence.startswith("rank 1 creates group (1) at ") and "where rank 0 creates group (0) at " in sentence
+    assert sentence.endswith("every rank must create all groups in the same order") and HERE in sentence
 
 
 # ---- What NCCL refuses ----
@@ -348,7 +348,7 @@ def send_and_wait() -> None:
 
 
 def test_a_hang_names_what_every_rank_waits_for(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="gave no answer"):
+    with pytest.raises(RankError, match="did not answer"):
         run_ranks(send_and_wait, 3, record=tmp_path, timeout_s=3)
     standing = where_ranks_stand(read(tmp_path, 3))
     for rank, sentence in enumerate(standing):
@@ -365,11 +365,11 @@ def stay_away() -> None:
 
 
 def test_a_rank_that_hangs_outside_collectives_waits_for_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="gave no answer"):
+    with pytest.raises(RankError, match="did not answer"):
         run_ranks(stay_away, 2, record=tmp_path, timeout_s=3)
     waiting, absent = where_ranks_stand(read(tmp_path, 2))
     assert waiting.startswith("rank 0 waits at all_reduce SUM float64 [4]") and waiting.endswith(", for rank 1")
-    assert absent.startswith("rank 1 waits for nothing") and "to which all have come" in absent
+    assert absent.startswith("rank 1 is not waiting") and "which all ranks have reached" in absent
 
 
 # ---- Violations planted in the real thing ----
@@ -405,7 +405,7 @@ def test_a_ring_that_one_rank_leaves_early_says_who_waits_where(monkeypatch: pyt
     with pytest.raises(RankError) as caught:
         check(job, collectives=True)
     message = str(caught.value)
-    place = r"on group \(0, 1\) at meshwright/parallel/context\.py:\d+"
+    place = r"on group \(0, 1\) at meshwright/parallel/context/attention\.py:\d+"
     assert re.search(rf"\nrank 0 waits at (send|recv) float64 .* rank 1 {place}, for rank 1", message), message
     assert re.search(r"\nrank 1 waits ", message), message
 

@@ -43,7 +43,7 @@ def test_a_check_that_leaves_attention_out_is_refused(monkeypatch: pytest.Monkey
     verdict = check(job)
     assert verdict.ok is False and verdict.first_wrong is not None
     assert verdict.first_wrong.name.endswith(("attention.q.weight", "attention.k.weight"))
-    assert "nothing but rounding" in verdict.first_wrong.note
+    assert "only rounding errors" in verdict.first_wrong.note
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 40))

@@ -180,9 +180,9 @@ def test_a_job_s_own_format_is_judged_beside_float64() -> None:
     verdict = check_job(job, small)
     assert verdict.ok, verdict.first_wrong
     assert {row.format for row in verdict.rows} == {"", "bf16"} and "sum" not in largest_shares(verdict)
-    assert any("a second run, in that format" in note for note in verdict.notes)
+    assert any("a second run in that format" in note for note in verdict.notes)
     wide = check_job(job, small, "float32")
-    assert {row.format for row in wide.rows} == {""} and "is not judged with --dtype float32" in wide.notes[0]
+    assert {row.format for row in wide.rows} == {""} and "is not checked with --dtype float32" in wide.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_what_is_no_parallel_layer_is_refused(layers: str, name: str, problem: s
     [
         ("{}:Missing", "has no nn.Module class Missing"),
         ("{}:NoWeights", "no method load_full"),
-        ("nowhere.py:Column", "there is no file nowhere.py"),
+        ("nowhere.py:Column", "nowhere.py does not exist"),
         ("{}", "is not file.py:Class"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_bug_can_be_planted_and_is_a_program(bug: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize("content", ["b", "a a"])
 def test_a_text_that_is_not_there_once_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(content)
-    with pytest.raises(ValueError, match=rf"is {content.count('a')} times in x\.py, not once"):
+    with pytest.raises(ValueError, match=rf"occurs {content.count('a')} times in x\.py, not once"):
         planted.Bug("a bug", "x.py", "a", "b", "verify demo", "gradient").plant(tmp_path)
 
 
@@ -94,7 +94,7 @@ ENDS = {
     "its collectives do not fit": (1, "equal  x\n           collectives: no gradient of embed.weight\n", True),
     "it passes": (0, "1 of 1 layouts equal (2 s)\n", False),
     "it diverges elsewhere": (1, NOT_EQUAL.replace("embed", "head"), False),
-    "the planted text is no program": (1, CRASH.format("NameError"), False),
+    "the planted text does not run": (1, CRASH.format("NameError"), False),
     "the package cannot be imported": (1, "Traceback (most recent call last):\nImportError: x\n", False),
     "the check is no command": (2, 'meshwright: --only "x" matches no layout\'s name\n', False),
 }

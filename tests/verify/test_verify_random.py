@@ -77,7 +77,7 @@ def test_a_remedy_that_does_not_help_is_found(monkeypatch: pytest.MonkeyPatch) -
     refused = next(drawn for drawn in MANY if "set layout.zero = 2" in (drawn.refusal or ""))
     assert refused.refusal is not None and fault_of(refused.refusal, refused.table) is None
     monkeypatch.setattr(sample, "refusal_of", lambda table, name: refused.refusal)
-    assert fault_of(refused.refusal, refused.table) == "it is refused alike with the remedy"
+    assert fault_of(refused.refusal, refused.table) == "the remedy is refused with the same error"
 
 
 def two_ranks(**data: Any) -> Draw:
@@ -123,7 +123,7 @@ def refuse() -> None:
     [
         (fail, "crashed", "a mistake of ours"),
         (refuse, "refused in ranks", "layout.tp = 2 is not known here"),
-        (lambda: time.sleep(60), "hung", "gave no answer within 3 s"),
+        (lambda: time.sleep(60), "hung", "did not answer within 3 s"),
     ],
 )
 def test_what_goes_wrong_in_ranks_has_its_name(

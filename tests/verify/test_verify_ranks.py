@@ -59,7 +59,7 @@ def die_on_one() -> None:
 
 
 def test_a_rank_that_dies_without_a_word_is_named_with_its_signal() -> None:
-    with pytest.raises(RankError, match=r"rank 1 died without a word \(signal SIGKILL\)"):
+    with pytest.raises(RankError, match=r"rank 1 died without reporting an error \(signal SIGKILL\)"):
         run_ranks(die_on_one, 3)
 
 
@@ -71,7 +71,7 @@ def hang_on_zero() -> None:
 def test_a_hanging_rank_is_named_and_everything_is_ended() -> None:
     group = RankGroup(hang_on_zero, 2, timeout_s=0.5)
     pids = [process.pid for process in group._processes]
-    with pytest.raises(RankError, match=r"rank 0 gave no answer within"):
+    with pytest.raises(RankError, match=r"rank 0 did not answer within"):
         while not group.poll(0.1):
             pass
     for pid in pids:

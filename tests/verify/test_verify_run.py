@@ -62,11 +62,11 @@ def test_a_job_keeps_its_kind_of_data() -> None:
         job = load_job("demo", [override, "data.mask_documents=true", "data.workers=5", "layout.tp=2"]).job
         made, changes = small_run(job)
         assert made.data.mask_documents and made.data.workers == 2 and made.data.stream == job.data.stream
-        assert [change for change in changes if f"text: {told} made for this" in change.text]
+        assert [change for change in changes if f"text: {told} generated for this check" in change.text]
         assert not [change for change in changes if change.hides]
     narrow = small_run(load_job("demo", ["precision.compute=bf16"]).job)[1]
     assert [change.text for change in narrow if change.hides] == [
-        'precision.compute "bf16" → the format of the check; without --run it is judged in its own'
+        'precision.compute "bf16" → the format of the check; without --run it is checked in its own'
     ]
     weighted = load_job("demo", ["data.sources=['a', 'b', 'c', 'd']", "data.weights=[0, 0, 0, 1]"]).job
     assert small_run(weighted)[0].data.weights == (1.0, 1.0, 1.0)
@@ -86,7 +86,7 @@ def test_legs_change_the_layout_and_come_back(line: Any) -> None:
 
 
 def test_what_cannot_be_run_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--steps 3 leaves no room .*; give at least 4"):
+    with pytest.raises(UserError, match=r"--steps 3 is too few .*; give at least 4"):
         small_run(load_job("demo").job, steps=3)
     stale = ["layout.pp=2", "layout.schedule=pipedream", "batch.micro_batch=16"]
     with pytest.raises(UserError, match='"pipedream" computes with stale weights'):
@@ -170,7 +170,7 @@ def test_the_command(cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     [
         (("--matrix", "quick", "--run"), "--run verifies a job, not --matrix; give a JOB with it"),
         (("demo", "--run", "--dtype", "bf16"), "--dtype bf16 has no error bounds for runs; use float64 or float32"),
-        (("demo", "--run", "--steps", "2"), "--steps 2 leaves no room"),
+        (("demo", "--run", "--steps", "2"), "--steps 2 is too few"),
         (("demo", "--run", "--set", "layout.tp=5"), "layout.tp = 5 does not divide"),
     ],
 )

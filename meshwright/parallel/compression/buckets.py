@@ -18,7 +18,7 @@ class Bucket(Protocol):
     """Gradients that are summed together."""
 
     def reduce(self, gradients: Mapping[str, Tensor], replicas: Replicas) -> Iterator[None]:
-        """Put the sum over the replicas in the gradients' place; yields where there is a transfer to wait for."""
+        """Replace the gradients by their sum over the replicas; yields where there is a transfer to wait for."""
 
 
 class Plain:
@@ -37,14 +37,14 @@ class Plain:
 
 
 class Encoded(ABC):
-    """Entries in blocks that a codec writes down, with a memory of what it lost."""
+    """Entries in blocks that a codec encodes, with a memory of what it lost."""
 
     def __init__(self, slices: Sequence[Slice], codec: Codec, memories: Mapping[str, Tensor]) -> None:
         self._slices, self._codec, self._memories = slices, codec, memories
 
     @abstractmethod
     def reduce(self, gradients: Mapping[str, Tensor], replicas: Replicas) -> Iterator[None]:
-        """Put the sum over the replicas in the gradients' place; yields where there is a transfer to wait for."""
+        """Replace the gradients by their sum over the replicas; yields where there is a transfer to wait for."""
 
     def _values(self, gradients: Mapping[str, Tensor], chunks: int) -> Tensor:
         """Gradients and memories as blocks, as many for each chunk."""
@@ -54,18 +54,18 @@ class Encoded(ABC):
         return torch.nn.functional.pad(flat, (0, padding)).view(-1, self._codec.block)
 
     def _remember(self, unsent: Tensor) -> None:
-        # A gradient that is not finite spoils its step, which is seen in the norm; it must not spoil all that follow.
+        # A non-finite gradient spoils its step, which the norm shows; it must not spoil all later steps.
         _put(unsent.nan_to_num_(0.0, 0.0, 0.0).flatten(), self._memories, self._slices)
 
 
 class Gathered(Encoded):
-    """Every replica sends what it encoded to all, and all add up.
+    """Every replica sends what it encoded to all, and all sum it.
 
-    For sparse entries: the owner of a sum would have to choose among them once more, and what waits longer is staler.
+    For sparse entries: the owner of a sum would have to select among them again, and what waits longer is staler.
     """
 
     def reduce(self, gradients: Mapping[str, Tensor], replicas: Replicas) -> Iterator[None]:
-        """One exchange; the sum is made in the same order everywhere."""
+        """One exchange; the sum is computed in the same order everywhere."""
         values = self._values(gradients, chunks=1)
         sent = self._codec.encode(values)
         arriving, work = replicas.gather(sent)
@@ -79,10 +79,10 @@ class Gathered(Encoded):
 
 
 class Owned(Encoded):
-    """n replicas cut a bucket into n chunks and own one each, whose sum they encode for all."""
+    """n replicas split a bucket into n chunks and own one each, whose sum they encode for all."""
 
     def reduce(self, gradients: Mapping[str, Tensor], replicas: Replicas) -> Iterator[None]:
-        """Every chunk goes to its owner, who adds up and sends the sum to all."""
+        """Every chunk goes to its owner, who computes the sum and sends it to all."""
         codec = self._codec
         values = self._values(gradients, replicas.size)
         dtype, blocks = values.dtype, len(values) // replicas.size
@@ -111,14 +111,14 @@ class LowRank:
     """Matrices of one shape as products of two thin ones (PowerSGD, Vogels et al. 2019), with a memory of the rest.
 
     M ≈ P·Qᵀ: the columns of P span the most of ΣM that as many columns can, found by one power iteration a step that
-    begins where the last one ended.
+    starts where the last one ended.
     """
 
     def __init__(self, names: Sequence[str], memories: Mapping[str, Tensor], starts: Mapping[str, Tensor]) -> None:
         self._names, self._memories, self._starts = names, memories, starts
 
     def reduce(self, gradients: Mapping[str, Tensor], replicas: Replicas) -> Iterator[None]:
-        """Agree on P, then add up the Q of all replicas."""
+        """Agree on P, then sum the Q of all replicas."""
         memories = torch.stack([self._memories[name].flatten(1) for name in self._names])
         matrices = memories + torch.stack([gradients[name].flatten(1) for name in self._names])
         starts = torch.stack([self._starts[name] for name in self._names])
@@ -127,7 +127,7 @@ class LowRank:
         work = replicas.sum(left)
         yield
         work.wait()
-        # Householder's way gives orthonormal columns even where the matrix has a lower rank than asked for.
+        # Householder's method gives orthonormal columns even where the matrix has a lower rank than asked for.
         left = torch.linalg.qr(left).Q
         right = matrices.mT @ left
         unsent = (matrices - left @ right.mT).nan_to_num_(0.0, 0.0, 0.0)
@@ -136,7 +136,7 @@ class LowRank:
         work.wait()
         summed = left @ right.mT
         finite = right.isfinite().all(dim=(1, 2), keepdim=True)
-        starts = torch.where(finite, right, starts)  # not finite once must not be so ever after
+        starts = torch.where(finite, right, starts)  # one non-finite value must not persist forever
         for place, name in enumerate(self._names):
             self._memories[name].copy_(unsent[place].view_as(self._memories[name]))
             self._starts[name].copy_(starts[place])
@@ -152,7 +152,7 @@ def pays(tensor: Tensor, rank: int) -> bool:
 
 
 def first_start(name: str, tensor: Tensor, rank: int) -> Tensor:
-    """Random directions that all replicas draw alike."""
+    """Random directions, the same on all replicas."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     start = torch.randn(prod(tensor.shape[1:]), rank, generator=generator, dtype=torch.float64)
     return start.to(tensor.device, wide_dtype(tensor.dtype))

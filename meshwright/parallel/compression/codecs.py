@@ -1,4 +1,4 @@
-"""How a block of gradient entries becomes bytes and back: every block takes the same number of them.
+"""How a block of gradient entries becomes bytes and back: every block takes the same number of bytes.
 
 Letters: N blocks, B entries of a block, K entries kept of it.
 """
@@ -12,11 +12,12 @@ CAST_BLOCK = 256
 INT8_BLOCK = 256
 """A scale of 4 bytes for 256 entries is 1.6% more to send."""
 TOPK_BLOCK = 1024
-"""Entries compete with their neighbours, which are of the same parameter and of like size; 16 bits tell them apart."""
+"""Entries compete with their neighbours, which are of the same parameter and of similar size; 16 bits suffice to index
+them."""
 
 
 class Codec(Protocol):
-    """A way to write blocks down; what it loses is left to whoever encodes."""
+    """An encoding of blocks; the caller keeps track of what it loses."""
 
     block: int
     """Entries of a block."""
@@ -25,7 +26,7 @@ class Codec(Protocol):
         """The blocks as bytes, one row each."""
 
     def decode(self, payload: Tensor, dtype: torch.dtype) -> Tensor:
-        """The blocks that bytes stand for."""
+        """The blocks decoded from bytes."""
 
 
 class Cast:
@@ -37,7 +38,8 @@ class Cast:
         self._format, self._largest = format, torch.finfo(format).max
 
     def encode(self, values_NB: Tensor) -> Tensor:
-        """Round every entry; what is too large for the format becomes its largest, and infinite only what was so."""
+        """Round every entry; what is too large for the format becomes its largest value, and only infinities stay
+        infinite."""
         clamped = values_NB.clamp(-self._largest, self._largest)
         return torch.where(values_NB.isinf(), values_NB, clamped).to(self._format).view(torch.uint8)
 
@@ -52,7 +54,7 @@ class Int8:
     block = INT8_BLOCK
 
     def encode(self, values_NB: Tensor) -> Tensor:
-        """Round every entry to its block's steps; a block with an entry that is not finite is not finite afterwards."""
+        """Round every entry to its block's steps; a non-finite entry makes its whole block non-finite."""
         step_N1 = (values_NB.abs().amax(dim=1, keepdim=True) / 127).float()
         steps_NB = values_NB / torch.where(step_N1 > 0, step_N1, 1)
         whole_NB = steps_NB.round().clamp(-127, 127).to(torch.int8)
@@ -65,7 +67,7 @@ class Int8:
 
 
 class TopK:
-    """The largest entries of a block as they are, each with its place."""
+    """The largest entries of a block as they are, each with its index."""
 
     block = TOPK_BLOCK
 
@@ -87,5 +89,5 @@ class TopK:
 
 
 def _aligned(payload: Tensor) -> Tensor:
-    """A copy at the start of a storage: wider numbers can only be read from places that they divide."""
+    """A copy at the start of a storage: wider numbers can only be read at aligned addresses."""
     return payload.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""The ranks that hold the same shards, what they send each other, and which gradients travel together."""
+"""The ranks that hold the same shards, what they send each other, and which gradients are sent together."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ class Replicas:
         self.sent_bytes = 0
 
     def exchange(self, payload: Tensor) -> tuple[Tensor, dist.Work]:
-        """The r-th of equal parts to replica r; theirs for this rank come back, in the order of replicas."""
+        """The r-th of equal parts to replica r; returns theirs for this rank, in the order of replicas."""
         arriving = torch.empty_like(payload)
         self.sent_bytes += _bytes(payload) * (self.size - 1) // self.size
         return arriving, _started(dist.all_to_all_single(arriving, payload, group=self._group, async_op=True))
 
     def gather(self, payload: Tensor) -> tuple[Tensor, dist.Work]:
-        """Everyone's payload, in the order of replicas."""
+        """All replicas' payloads, in the order of replicas."""
         arriving = payload.new_empty(self.size * len(payload), *payload.shape[1:])
         self.sent_bytes += _bytes(payload) * (self.size - 1)
         return arriving, _started(all_gather(arriving, payload, group=self._group, async_op=True))
 
     def sum(self, values: Tensor) -> dist.Work:
-        """Add up in place."""
+        """Sum in place."""
         self.sent_bytes += self.ring_bytes(_bytes(values))
         return _started(dist.all_reduce(values, group=self._group, async_op=True))
 
@@ -42,7 +42,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Slice:
-    """Some of a parameter's entries, in the order in which they lie."""
+    """Some of a parameter's entries, in storage order."""
 
     name: str
     start: int

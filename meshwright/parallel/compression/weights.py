@@ -1,12 +1,12 @@
 """Gradients between replicas, compressed, with what was not sent kept for the next step.
 
 The ranks of a replica reduce over their shards first (torch's `fully_shard`); the rest happens here, on a rank's local
-shards, once a step and after the backward. All replicas make their sum from the same bytes, so they cannot drift apart.
+shards, once a step and after the backward. All replicas compute their sum from the same bytes, so they cannot diverge.
 What an encoding loses stays in the memory of the rank that encoded, and joins its gradient at the next step: the
 replicas' memories and the sum always add up to what the gradients and memories were.
 
 Bytes a rank sends of a bucket of E encoded bytes, n replicas: 2·(n−1)/n·E, as a ring all-reduce would of the plain one;
-topk, whose entries lie elsewhere on every rank, (n−1)·E.
+topk, whose entries differ on every rank, (n−1)·E.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Sent:
-    """What this rank sent to its fellow replicas in a step."""
+    """What this rank sent to other replicas in a step."""
 
     bytes: int
     """Indices and scales included."""
@@ -48,9 +48,9 @@ class Reduction:
 
     memories: dict[str, Tensor]
     """What this rank has not sent yet, by parameter: to be saved with the weights. Over all replicas it is the sum that
-    counts, so a changed number of them may share it out anew."""
+    counts, so a different number of them may redistribute it."""
     starts: dict[str, Tensor]
-    """powersgd: where the search for the next step's directions begins, by parameter; equal on all replicas."""
+    """powersgd: where the search for the next step's directions starts, by parameter; equal on all replicas."""
     sent: Sent | None = None
     """Of the last step."""
 
@@ -79,8 +79,8 @@ class Reduction:
 
     @torch.no_grad()
     def reduce(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Put the sum over all replicas in place of every master's gradient."""
-        # Every replica makes the same collectives, whatever it has a gradient for: zeros stand in where there is none.
+        """Replace every master's gradient by the sum over all replicas."""
+        # Every replica issues the same collectives, whatever it has gradients for: missing ones are zeros.
         gradients = {
             name: torch.zeros_like(master) if master.grad is None else master.grad for name, master in masters.items()
         }
@@ -88,7 +88,7 @@ class Reduction:
         buckets = self._buckets if self.step > self._after else self._uncompressed
         waiting = deque(bucket.reduce(gradients, replicas) for bucket in buckets)
         running: deque[Iterator[None]] = deque()
-        # Buckets take turns in an order that no timing changes: a collective must meet its like on the other ranks.
+        # Buckets take turns in an order independent of timing: a collective must match those of the other ranks.
         while waiting or running:
             while waiting and len(running) < IN_FLIGHT:
                 running.append(waiting.popleft())
@@ -130,7 +130,7 @@ class CompressedWeights(Weights):
         self._inner.start_micro_batch(last)
 
     def collect_gradients(self) -> None:
-        """Hand the masters their gradients and sum those over the replicas."""
+        """Give the masters their gradients and sum those over the replicas."""
         self._inner.collect_gradients()
         self.reduction.reduce(self.masters)
 

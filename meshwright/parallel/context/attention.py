@@ -64,7 +64,7 @@ class _BlockwiseAttend:
 
 
 def merge(out_BLHE: Tensor, lse_BHL: Tensor, block_out_BLHE: Tensor, block_lse_BHL: Tensor) -> None:
-    """Weigh a block's attention into what earlier blocks gave, in place; every query has seen a key before."""
+    """Merge a block's attention into that of earlier blocks, in place; every query has seen a key before."""
     both = torch.logaddexp(lse_BHL, block_lse_BHL)
     before, now = ((lse - both).exp().transpose(1, 2).unsqueeze(-1) for lse in (lse_BHL, block_lse_BHL))
     out_BLHE.mul_(before).add_(block_out_BLHE * now)
@@ -72,7 +72,7 @@ def merge(out_BLHE: Tensor, lse_BHL: Tensor, block_out_BLHE: Tensor, block_lse_B
 
 
 class _Forward:
-    """The attention of a rank's queries over the keys met so far, in float32 at least."""
+    """The attention of a rank's queries over the keys seen so far, in float32 at least."""
 
     def __init__(self, q_BLHE: Tensor, order: Order) -> None:
         self.q_BLHE, self.order = q_BLHE, order
@@ -82,7 +82,7 @@ class _Forward:
         self.lse_BHL = torch.empty((batch, heads, length), dtype=wide, device=q_BLHE.device)
 
     def meet(self, source: int, kv: Tensor) -> None:
-        """Take in the keys of one rank; the first must be one's own, in which every query sees at least itself."""
+        """Add the keys of one rank; the first must be the rank's own, in which every query sees at least itself."""
         block = self.order.block(source)
         out, lse = block_forward(self.q_BLHE[:, block.queries], kv[0][:, block.keys], kv[1][:, block.keys], block)
         if block.diagonal:
@@ -96,14 +96,14 @@ class _Forward:
 
 
 class _Backward:
-    """The gradient of a rank's queries from the keys met so far, in float32 at least."""
+    """The gradient of a rank's queries from the keys seen so far, in float32 at least."""
 
     def __init__(self, grad: Tensor, q: Tensor, out: Tensor, lse_BHL: Tensor, order: Order) -> None:
         self.grad_BLHE, self.q_BLHE, self.out_BLHE, self.lse_BHL, self.order = grad.contiguous(), q, out, lse_BHL, order
         self.grad_q_BLHE = torch.zeros(q.shape, dtype=wide_dtype(q.dtype), device=q.device)
 
     def meet(self, source: int, kv: Tensor, grad_kv: Tensor) -> None:
-        """Take in the keys of one rank, and add to their gradient what this rank's queries give."""
+        """Add the keys of one rank, and add this rank's share to their gradient."""
         block = self.order.block(source)
         grad, q, out = (t[:, block.queries] for t in (self.grad_BLHE, self.q_BLHE, self.out_BLHE))
         k, v = kv[0][:, block.keys], kv[1][:, block.keys]
@@ -117,7 +117,7 @@ class _Backward:
         return self.grad_q_BLHE.to(dtype), grad_kv[0].to(dtype), grad_kv[1].to(dtype)
 
 
-# ---- One operation: what selective recomputation keeps is results of operations, not of functions. ----
+# ---- One operation: selective recomputation keeps results of operations, not of functions. ----
 
 _Work = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 _under_way: list[_Work] = []
@@ -140,13 +140,14 @@ def _as_one(work: _Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return out, lse
 
 
-# ---- Ring: keys and values go round, one rank further at every step, while the block at hand is computed. ----
+# ---- Ring: keys and values move one rank further at every step, while the current block is computed. ----
 
 
 def ring_forward(q: Tensor, kv: Tensor, order: Order) -> Generator[Tensor, Arrival, tuple[Tensor, Tensor]]:
-    """Attention and log-sum-exp of one rank; yields what to send to the next rank and is told how to await the other's.
+    """Attention and log-sum-exp of one rank; yields what to send to the next rank and receives a function that waits
+    for the other's.
 
-    What a yield returns is called only after the block at hand, so that sending takes no time of its own.
+    That function is called only after the current block, so that communication is hidden.
     """
     state = _Forward(q, order)
     sources = order.sources()
@@ -161,10 +162,10 @@ def ring_forward(q: Tensor, kv: Tensor, order: Order) -> Generator[Tensor, Arriv
 def ring_backward(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, order: Order
 ) -> Generator[Tensor, Arrival, tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of q, k and v of one rank, by the same means.
+    """Gradients of q, k and v of one rank, in the same way.
 
-    Keys travel as before. The gradient of a rank's keys begins at the next rank, gathers every other rank's share one
-    step behind the keys, and comes home with the last step; the rank's own share waits there.
+    Keys travel as before. The gradient of a rank's keys starts at the next rank, accumulates every other rank's share
+    one step behind the keys, and returns with the last step; the rank's own share waits there.
     """
     state = _Backward(grad, q, out, lse, order)
     sources = order.sources()
@@ -197,14 +198,14 @@ def _around(steps: Generator[Tensor, Arrival, tuple[Tensor, ...]], group: dist.P
 
 
 def _pass_on(outgoing: Tensor, group: dist.ProcessGroup) -> Arrival:
-    """Send to the next rank of the ring and receive from the previous one; both are under way when this returns."""
+    """Send to the next rank of the ring and receive from the previous one; both are in progress when this returns."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     incoming = torch.empty_like(outgoing)
     operations = [
         dist.P2POp(dist.isend, outgoing, dist.get_global_rank(group, (rank + 1) % ranks), group),
         dist.P2POp(dist.irecv, incoming, dist.get_global_rank(group, (rank - 1) % ranks), group),
     ]
-    # A group that finishes each operation before it begins the next must not have every rank send first.
+    # A group that finishes each operation before it starts the next deadlocks if every rank sends first.
     under_way = dist.batch_isend_irecv(operations if rank % 2 == 0 else operations[::-1])
 
     def arrival() -> Tensor:
@@ -216,7 +217,7 @@ def _pass_on(outgoing: Tensor, group: dist.ProcessGroup) -> Arrival:
 
 
 def run_in_step(parts: Sequence[Generator[Tensor, Arrival, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-    """Run the parts of all ranks, at least two, in this process, a step each in turn: one device can check a ring."""
+    """Run the parts of all ranks, at least two, in this process, one step each in turn: one device can check a ring."""
     results: list[tuple[Tensor, ...]] = []
     outgoing = [next(part) for part in parts]
     while not results:
@@ -293,7 +294,7 @@ def _gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _keep(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, order: Order, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Only this rank's own tensors wait for the backward pass."""
+    """Only this rank's own tensors are kept for the backward."""
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.order, ctx.group = order, group
     ctx.mark_non_differentiable(lse)

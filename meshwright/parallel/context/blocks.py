@@ -1,7 +1,7 @@
 """Attention of one block: some queries over some keys. B batch, Q queries, T keys, H heads, K kv heads, E head_dim.
 
 A query's keys come in several blocks. Forward gives each block's result with its log-sum-exp, by which the results are
-weighed against each other. Backward takes the result and the log-sum-exp over *all* the query's keys, and then gives
+weighted against each other. Backward takes the result and the log-sum-exp over *all* the query's keys, and then gives
 exactly this block's share of the gradients: the softmax's weights are exp(score - log-sum-exp) in whichever block.
 """
 
@@ -16,7 +16,8 @@ from meshwright.parallel.context.order import Block
 from meshwright.torch_private.attention import cpu_flash, cpu_flash_backward, varlen_flash, varlen_flash_backward
 
 SLICE_ELEMENTS = 2**22
-"""Masks and scores that kernels do not avoid are made for so few queries at a time that they have no more elements."""
+"""Where kernels need masks and scores, they are built for few enough queries at a time to have at most this many
+elements."""
 
 
 def block_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ def cpu_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) ->
     for rows, visible, mask in _cpu_masks(q_BQHE, block):
         out, lse = cpu_flash(q[:, :, rows], k, v, 0.0, block.diagonal and mask is None, attn_mask=mask)
         if visible is not None:
-            lse = torch.where(visible.any(-1).unsqueeze(1), lse, float("-inf"))  # the kernel says 0, and 0 for out
+            lse = torch.where(visible.any(-1).unsqueeze(1), lse, float("-inf"))  # the kernel returns 0, and 0 for out
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2).transpose(1, 2), torch.cat(lses, 2)
@@ -172,7 +173,7 @@ def flash_backward(
     return grad_q, grad_k, grad_v
 
 
-# ---- Anything else on CUDA: the formulas, a piece of the queries at a time. G = H / K heads share one of k and v. ----
+# ---- Anything else on CUDA: the formulas, a chunk of the queries at a time. G = H / K heads share one of k and v. ----
 
 
 def _grouped(x_BRHE: Tensor, k_BTKE: Tensor) -> Tensor:
@@ -199,7 +200,7 @@ def math_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) -
     for rows in _query_slices(queries, batch * heads * k.shape[1]):
         scores = _scores(q[:, rows], k, block, rows)
         lse = scores.logsumexp(-1)
-        # -inf - -inf is no number; with 0 in its place the weights of a query that sees nothing are exp(-inf) = 0.
+        # -inf - -inf is NaN; with 0 in its place the weights of a query that sees nothing are exp(-inf) = 0.
         weights = scores.sub_(torch.where(lse.isinf(), 0.0, lse).unsqueeze(-1)).exp_()
         out_BQHE[:, rows] = torch.einsum("bkgrt,btke->brkge", weights, v).flatten(2, 3)
         lse_BHQ[:, :, rows] = lse.flatten(1, 2)

@@ -1,6 +1,6 @@
 """Which tokens each context-parallel rank holds, and which of them see which. B batch, S sequence, L = S / ranks.
 
-The sequence is cut into 2 · ranks chunks and rank r holds chunks r and 2 · ranks - 1 - r: one early and one late, so
+The sequence is split into 2 · ranks chunks and rank r holds chunks r and 2 · ranks - 1 - r: one early and one late, so
 that every rank has the same number of query-key pairs under the causal triangle.
 """
 
@@ -29,7 +29,7 @@ def zigzag_places(sequence: int, rank: int, ranks: int, device: torch.device | s
 class Block:
     """Some of a rank's queries over some of another rank's keys, and what each query sees of them.
 
-    A query sees the keys from its entry of `first_BQ` (from the beginning, where None) up to its own place.
+    A query sees the keys from its entry of `first_BQ` (from the beginning, where None) up to its own position.
     """
 
     queries: slice
@@ -44,7 +44,7 @@ class Block:
     windowed: bool
     """`first_BQ` follows a sliding window, not documents alone."""
     at_most: int | None
-    """No more documents than this, as in Documents."""
+    """At most this many documents, as in Documents."""
 
     def visible(self, rows: slice) -> Tensor:
         """Which keys these rows of the block's queries see, (1 or B, rows, T) booleans."""
@@ -65,7 +65,7 @@ class Order:
     device: torch.device
 
     def sources(self) -> list[int]:
-        """Whose keys are met, step by step, as they travel from each rank to the next; one's own come first."""
+        """Whose keys arrive, step by step, as they move from each rank to the next; the rank's own come first."""
         return [(self.rank - step) % self.ranks for step in range(self.ranks)]
 
     def block(self, source: int) -> Block:

@@ -1,7 +1,7 @@
 """Activations in host memory: what a block saves for backward is copied out as soon as it is saved, and copied back one
 block ahead of its use.
 
-With full recomputation a block saves its input alone, and that is all that travels.
+With full recomputation a block saves only its input, and only that is copied.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,16 @@ def offload_activations(model: nn.Module, device: torch.device) -> None:
 
 
 class _Activations:
-    """What the blocks of one model have in host memory, and the stream it travels on, out and back in turn."""
+    """What the blocks of one model have in host memory, and the stream that copies it out and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.copies = CopyStream(device)
-        # Small ones would cost more than they free; on a CPU, which gains nothing, all take the way that is tested.
+        # Small ones would cost more than they free; on a CPU, which gains nothing, all take the tested path.
         self._least_bytes = SMALL_BYTES if device.type == "cuda" else 0
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._latest: _Visit | None = None
         self._in_use: list[_Visit] = []
-        """The block whose backward runs, and the one before it, which is being brought back."""
+        """The block whose backward runs, and the one before it, which is being copied back."""
 
     def around(self, function: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
         """A block's forward with its saved tensors kept here."""
@@ -70,7 +70,7 @@ class _Activations:
         return _Packed(visit.seen[key][0], tensor.shape, tensor.stride(), spec_of(saved))
 
     def _travels(self, saved: Tensor, tensor: Tensor) -> bool:
-        """Whether a saved tensor is an activation worth moving; weights stay, and what lies in memory with gaps."""
+        """Whether a saved tensor is an activation worth moving; weights stay, and so do tensors with gaps in memory."""
         base = base_of(saved)
         return (
             tensor.is_floating_point()
@@ -106,7 +106,7 @@ class _Activations:
         return DTensor(tensor, packed.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _begin(self, visit: "_Visit") -> None:
-        """A block's backward begins: let go of what the last one had, and bring this one's and the next one's back."""
+        """A block's backward starts: free the last block's tensors, and copy back this one's and the next one's."""
         self.copies.settle()
         before = None if visit.before is None else visit.before()
         using = [visit] if before is None else [visit, before]
@@ -123,7 +123,7 @@ class _Activations:
                     self._fetch(kept)
 
     def _arrived(self, kept: "_Kept") -> Tensor:
-        """A tensor's memory on the device, which the computation may use from here on."""
+        """A tensor's memory on the device, which the computation may now use."""
         if kept.back is None:
             self._fetch(kept)
         if kept.arrived is not None:
@@ -133,7 +133,8 @@ class _Activations:
         return kept.back
 
     def _fetch(self, kept: "_Kept") -> None:
-        # Its memory is the computation's, which waits for the copy before the first use and frees it after the last.
+        # Its memory belongs to the compute stream, which waits for the copy before the first use and frees it after the
+        # last.
         kept.back = torch.empty_like(kept.host, device=self.copies.device)
         with self.copies.enqueued():
             kept.back.copy_(kept.host, non_blocking=True)
@@ -153,7 +154,7 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Visit:
-    """One pass of one micro-batch through one block; it lives as long as something it saved."""
+    """One pass of one micro-batch through one block; it lives as long as anything it saved."""
 
     before: "ref[_Visit] | None"
     """The pass through the block before, whose backward comes next."""
@@ -170,11 +171,11 @@ class _Packed:
     shape: torch.Size
     stride: tuple[int, ...]
     spec: Any
-    """How a distributed tensor lies over ranks; None for a plain one."""
+    """A distributed tensor's placement; None for a plain one."""
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill a stretch of memory without gaps or repeats, in whatever order."""
+    """Whether a tensor's elements fill contiguous memory without gaps or repeats, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -1,6 +1,6 @@
 """Parameters in host memory on one device: a block's working copy is on the device only around its use.
 
-The next block's parameters are copied to the device while one computes, forward and backward; what lies outside the
+The next block's parameters are copied to the device while one computes, forward and backward; what is outside the
 blocks stays on the device. Where the model is sharded, torch does the same; see `offload_sharded`.
 """
 
@@ -16,7 +16,7 @@ from meshwright.parallel.offload.host import TRAFFIC, CopyStream, host_buffer
 from meshwright.torch_private.autograd import call_attribute
 
 ALIGNED_ELEMENTS = 64
-"""Parameters in one stretch of memory begin at multiples of this, as the kernels that read them like."""
+"""Parameters in one buffer start at multiples of this, for the alignment of the kernels that read them."""
 
 
 class StreamedBlocks:
@@ -38,17 +38,17 @@ class StreamedBlocks:
             setattr(block, attribute, self._around(getattr(block, attribute), unit))
 
     def views(self) -> dict[int, Tensor]:
-        """Where the blocks' parameters lie on the device while they are there, by the id of the parameter on meta."""
+        """Where the blocks' parameters are on the device while present, by the id of the parameter on meta."""
         return {place: view for unit in self._units for place, view in unit.views.items()}
 
     def start_micro_batch(self) -> None:
-        """Nothing of an earlier micro-batch stays: a parameter that had no gradient leaves its block on the device."""
+        """Free leftovers of an earlier micro-batch: a parameter without a gradient keeps its block on the device."""
         for unit in self._units:
             unit.in_backward = False
             unit.release()
 
     def gradient_made(self, name: str) -> None:
-        """A parameter is not used again in this backward; after the last one of a block, all of them leave."""
+        """A parameter is not used again in this backward; after the last one of a block, all of them are freed."""
         if (unit := self._unit_of.get(name)) is not None:
             unit.without_gradient.discard(name)
             if not unit.without_gradient:
@@ -75,7 +75,7 @@ class StreamedBlocks:
         self._bring(place, place - 1)
 
     def _bring(self, now: int, soon: int) -> None:
-        """Have one block's parameters on the device now, and another's on the way."""
+        """Make one block's parameters available on the device, and start copying another's."""
         self._units[now].fetch()
         self._units[now].arrive()
         if 0 <= soon < len(self._units):
@@ -83,7 +83,7 @@ class StreamedBlocks:
 
 
 class _Unit:
-    """One block's parameters: a stretch of host memory, and one on the device that has memory only while it is used."""
+    """One block's parameters: a host buffer, and a device buffer that has memory only while it is used."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], compute: torch.dtype, copies: CopyStream) -> None:
         sizes = [-(-p.numel() // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS for p in parameters.values()]
@@ -101,30 +101,30 @@ class _Unit:
         self.without_gradient: set[str] = set()
 
     def fetch(self) -> None:
-        """Start copying to the device, unless it is there or on its way."""
+        """Start copying to the device, unless it is there or being copied."""
         storage = self._there.untyped_storage()
         if storage.size():
             return
         storage.resize_(self._host.nbytes)
         with self._copies.enqueued():
-            self._there.data.copy_(self._host, non_blocking=True)  # .data: autograd need not know of it
+            self._there.data.copy_(self._host, non_blocking=True)  # .data: hidden from autograd
         self._mark = self._copies.mark()
         TRAFFIC.to_device_bytes += self._host.nbytes
 
     def arrive(self) -> None:
-        """Let the computation wait for the copy."""
+        """Make the computation wait for the copy."""
         if self._mark is not None:
             self._copies.join_at(self._mark)
             self._mark = None
 
     def release(self) -> None:
-        """Give the memory on the device back, to the computation that used it last."""
+        """Free the device memory, for the stream that used it last."""
         self.arrive()
         self._there.untyped_storage().resize_(0)
 
 
 class _Tell(torch.autograd.Function):
-    """A tensor as it is, and a word when its gradient has been made and the block's backward is about to begin."""
+    """A tensor unchanged, with a callback when its gradient is computed and the block's backward is about to start."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, tell: Callable[[], None]) -> Tensor:

@@ -1,7 +1,7 @@
 """Offload where the model is sharded: torch keeps each rank's shards of the masters in host memory, and with them their
-gradients and the optimizer's states; a unit's working copy is made anew from them whenever it is gathered.
+gradients and the optimizer's states; a unit's working copy is derived from them whenever it is gathered.
 
-Torch does the copies; here they are only asked for and counted.
+Torch does the copies; here they are only requested and counted.
 """
 
 import warnings
@@ -20,14 +20,15 @@ from meshwright.torch_private.sharding import is_gathering, parameter_groups, sh
 
 
 def offload_policy(job: Job, device: torch.device) -> OffloadPolicy:
-    """Where `fully_shard` is to keep the shards; page-locked memory is of use to a GPU only."""
+    """Where `fully_shard` keeps the shards; page-locked memory helps only a GPU."""
     if offloads(job, "optimizer", "params"):
         return CPUOffloadPolicy(pin_memory=device.type == "cuda")
     return OffloadPolicy()
 
 
 def materialise_on_host(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded model on the meta device memory: shards on the host, anything else where it is computed with."""
+    """Allocate memory for a sharded model on the meta device: shards on the host, anything else where it is computed
+    with."""
     model.to_empty(device=torch.device("cpu"))
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -35,7 +36,7 @@ def materialise_on_host(model: nn.Module, device: torch.device) -> None:
 
 
 def count_traffic(model: nn.Module) -> None:
-    """Have every gather from host memory and every gradient that goes there counted."""
+    """Count every gather from host memory and every gradient copied there."""
     counter = _Counter()
     with counter.safely():
         for module in model.modules():
@@ -45,21 +46,21 @@ def count_traffic(model: nn.Module) -> None:
 
 
 class _Counter:
-    """Counts as long as torch's groups are as they were known: a fault in it is reported once, and never a run's."""
+    """Counts while torch's groups are as expected: an error in counting is reported once and never fails a run."""
 
     def __init__(self) -> None:
         self._counting = True
 
     @contextmanager
     def safely(self) -> Iterator[None]:
-        """Around what may fail."""
+        """Wraps code that may fail."""
         try:
             yield
         except Exception as error:
             if self._counting:
                 self._counting = False
                 fault = f"{type(error).__name__}: {error}"
-                warnings.warn(f"bytes to and from the host are not counted any more ({fault})", stacklevel=2)
+                warnings.warn(f"bytes to and from the host are no longer counted ({fault})", stacklevel=2)
 
     def follow(self, group: Any) -> None:
         """Count what a group gathers and what it reduces."""

@@ -1,7 +1,7 @@
 """Offload on one device: masters, gradients and optimizer states in host memory, the working copy on the device.
 
-Backward copies each gradient to the host as soon as it is made and lets go of it; the optimizer updates the masters
-there, some of them at a time, and their new working values travel back while the next ones are updated.
+Backward copies each gradient to the host as soon as it is computed and frees it; the optimizer updates the masters
+there, some of them at a time, and their new working values are copied back while the next ones are updated.
 """
 
 import os
@@ -19,7 +19,7 @@ from meshwright.parallel.weights import Updates, Weights, norm
 from meshwright.ranks import ALONE, own_place
 
 CHUNK_ELEMENTS = 2**26
-"""Parameters updated in one go: few enough that their copies start early, many enough to keep all cores busy."""
+"""Parameters updated at once: few enough that their copies start early, many enough to keep all cores busy."""
 STAGED_ELEMENTS = 2**25
 """Parameters in one copy to the device."""
 
@@ -30,7 +30,8 @@ def offloads(job: Job, *what: str) -> bool:
 
 
 def share_cores() -> None:
-    """Give a rank its share of the machine's cores for the update: launchers leave each of several a single one."""
+    """Give a rank its share of the machine's cores for the update: launchers give each of several ranks a single
+    one."""
     place = own_place() or ALONE
     if (ranks := place.local_size or 1) > 1:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
@@ -39,7 +40,7 @@ def share_cores() -> None:
 class OffloadedWeights(Weights):
     """The weights of a model on one device, with masters in host memory.
 
-    Gradients of several micro-batches are added on the device, where the sum so far is brought for it: the host only
+    Gradients of several micro-batches are added on the device, where the sum so far is copied for it: the host only
     ever copies, and the sum is rounded as the job's gradient format says.
     """
 
@@ -73,7 +74,7 @@ class OffloadedWeights(Weights):
         self._staging = _Staging(self.copies, min(STAGED_ELEMENTS, longest), compute)
 
     def _take(self, name: str) -> Callable[[Tensor], None]:
-        """A hook that brings a gradient to the host and off the device."""
+        """A hook that moves a gradient from the device to the host."""
         sum_so_far, copies = self._sums[name], self.copies
 
         def hook(parameter: Tensor) -> None:
@@ -107,7 +108,7 @@ class OffloadedWeights(Weights):
             self.masters[name].grad = self._sums[name]
 
     def refresh(self) -> None:
-        """Derive the working copy anew."""
+        """Derive the working copy again."""
         self._send(self.masters)
         self.copies.join()
 
@@ -121,12 +122,12 @@ class OffloadedWeights(Weights):
                 self._staging.send(self.masters[name].flatten(), self._working[name].detach().flatten())
 
     def _update(self, optimizer: Updates) -> None:
-        """Let the optimizer update the masters, and send each lot of them to the device while the next is updated."""
+        """Let the optimizer update the masters, and send each group of them to the device while the next is updated."""
         gradients = {name: master.grad for name, master in self.masters.items()}
         for master in self.masters.values():
             master.grad = None
         for chunk in self._chunks:
-            self._give(chunk, gradients)  # an optimizer leaves alone what has no gradient
+            self._give(chunk, gradients)  # an optimizer skips what has no gradient
             optimizer.step()
             for name in chunk:
                 self.masters[name].grad = None
@@ -134,7 +135,7 @@ class OffloadedWeights(Weights):
         self.copies.join()
 
     def _give(self, names: Iterable[str], gradients: dict[str, Tensor | None]) -> None:
-        """Let some masters have their gradients, in the masters' format and in memory that is used again and again."""
+        """Give some masters their gradients, in the masters' format and in reused memory."""
         end = 0
         for name in names:
             master, gradient = self.masters[name], gradients[name]
@@ -155,12 +156,12 @@ class OffloadedWeights(Weights):
 
     def square_sum(self) -> Tensor:
         """The squared gradient norm, on the device."""
-        norms = [self._norms[name] for name in self.masters if name in self._norms]  # in an order that never changes
+        norms = [self._norms[name] for name in self.masters if name in self._norms]  # in a fixed order
         return torch.stack(norms).square().sum()
 
 
 class _Staging:
-    """The way of new values to the device: cast into one of two page-locked buffers while the other is copied."""
+    """Transfers new values to the device: cast into one of two page-locked buffers while the other is copied."""
 
     def __init__(self, copies: CopyStream, elements: int, compute: torch.dtype) -> None:
         self._copies = copies
@@ -183,7 +184,7 @@ class _Staging:
 
 
 def _chunks(masters: dict[str, nn.Parameter]) -> list[list[str]]:
-    """The masters in lots of about CHUNK_ELEMENTS."""
+    """The masters in groups of about CHUNK_ELEMENTS."""
     chunks, held = list[list[str]](), 0
     for name, master in masters.items():
         if not chunks or held + master.numel() > CHUNK_ELEMENTS:
@@ -195,7 +196,7 @@ def _chunks(masters: dict[str, nn.Parameter]) -> list[list[str]]:
 
 
 def _materialise(model: nn.Module, compute: torch.dtype, device: torch.device, streamed: StreamedBlocks | None) -> None:
-    """Give a model on the meta device memory in its working format, so that masters never take room on the device."""
+    """Allocate a meta-device model in its working format, so that masters never take device memory."""
     views = {} if streamed is None else streamed.views()
 
     def place(tensor: Tensor) -> Tensor:

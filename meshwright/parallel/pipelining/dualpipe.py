@@ -1,4 +1,4 @@
-"""Two chains of stages on torch's pipeline runtime, which knows one: how they are numbered, ordered and kept equal.
+"""Two chains of stages on torch's pipeline runtime, which supports one: how they are numbered, ordered and kept equal.
 
 DualPipe's micro-batches enter at both ends, so every rank holds a stage of one copy of the model and a stage of the
 other (arXiv:2412.19437). To torch they are one row of stages with a gap in it.
@@ -27,8 +27,8 @@ _TORCH_TRANSFERS = {
 def torch_number(table: Table, stage: int) -> int:
     """A stage's number in torch's one row; one is left out between chains.
 
-    Torch takes numbers that follow each other for neighbours, and the end of one chain is on the rank where the next
-    begins.
+    Torch treats consecutive numbers as neighbours, and the end of one chain is on the rank where the next
+    starts.
     """
     return stage + table.chains.index(table.chain_of(stage))
 
@@ -39,8 +39,8 @@ def torch_numbers(table: Table) -> int:
 
 
 def torch_ranks(table: Table) -> dict[int, int]:
-    """The rank of every number in torch's row. Nothing runs at a gap, but torch 2.15 asks where it would: on the rank
-    that it lies within, so that no transfer is prepared across it."""
+    """The rank of every number in torch's row. Nothing runs at a gap, but torch 2.15 needs a rank for it: the one
+    that it falls within, so that no transfer is prepared across it."""
     ranks = {torch_number(table, stage): rank for stage, rank in enumerate(table.stage_ranks)}
     return {number: ranks.get(number, ranks.get(number - 1, 0)) for number in range(torch_numbers(table))}
 
@@ -52,9 +52,9 @@ def in_torchs_words(table: Table, action: Action) -> TorchAction:
 
 
 def lower(table: Table) -> dict[int, list[TorchAction]]:
-    """Every rank's actions in torch's words, with what moves activations, gradients and shards between ranks.
+    """Every rank's actions in torch's notation, with those that move activations, gradients and shards between ranks.
 
-    A receive stands where its rank is when the simulated step sends it: two ranks then meet their transfers in the
+    A receive is placed where its rank is when the simulated step sends it: two ranks then issue their transfers in the
     same order, and about when they happen.
     """
     orders: dict[int, list[TorchAction | None]] = {rank: [] for rank in range(table.ranks)}
@@ -100,6 +100,6 @@ def _sent_to(table: Table, action: Action) -> int | None:
 
 
 def _with_sends(order: list[TorchAction | None], sends: Mapping[TorchAction, TorchAction]) -> list[TorchAction]:
-    """Each send right behind what makes its tensor, ahead of a reduction of gradients that may follow."""
+    """Each send right after the action that computes its tensor, before a reduction of gradients that may follow."""
     steps = [step for action in order if action is not None for step in (action, sends.get(action))]
     return [step for step in steps if step is not None]

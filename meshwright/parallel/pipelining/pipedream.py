@@ -1,8 +1,8 @@
 """PipeDream: one stage of an asynchronous pipeline, in which every mini-batch keeps the weights its forward saw.
 
-A stage updates itself after each of its backwards and never waits for the pipeline to empty. Mini-batches that were on
-their way meanwhile finish with the weights they began with: each such state of the weights is a version. The stages
-behind the first are less stale; the last is not stale at all.
+A stage updates itself after each of its backwards and never waits for the pipeline to empty. Mini-batches in flight
+meanwhile finish with the weights they started with: each such state of the weights is a version. The stages after the
+first are less stale; the last is not stale at all.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ class Version:
 
 
 class VersionedWeights(WholeWeights):
-    """The masters of a stage and the versions of them that something still needs."""
+    """The masters of a stage and the versions of them that are still needed."""
 
     def __init__(self, model: nn.Module, master: torch.dtype, compute: torch.dtype) -> None:
         super().__init__(model, master)
@@ -46,13 +46,13 @@ class VersionedWeights(WholeWeights):
 
     @property
     def newest(self) -> Version:
-        """What the next forward is to use."""
+        """What the next forward uses."""
         assert self._newest is not None
         return self._newest
 
     def refresh(self) -> None:
-        """Make a version of the masters as they are now."""
-        self._newest = None  # let go first: where no mini-batch needs it, its memory is free for the next
+        """Create a version of the masters as they are now."""
+        self._newest = None  # freed first: if no mini-batch needs it, its memory is free for the next
         self.most_versions = max(self.most_versions, len(self._alive) + 1)
         copies = {name: p.detach().to(self._compute, copy=True).requires_grad_() for name, p in self.masters.items()}
         self._newest = Version(copies)
@@ -61,7 +61,8 @@ class VersionedWeights(WholeWeights):
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a backward tells: the step's loss, and squared gradient norms of this stage and of it with all after it."""
+    """What a backward reports: the step's loss, and squared gradient norms of this stage and of it with all after
+    it."""
 
     loss: float
     own_squares: float
@@ -78,7 +79,7 @@ class _Flight:
 
 
 class PipeDream:
-    """One stage between its neighbours; the loop asks for `actions` and does them."""
+    """One stage between its neighbours; the loop takes `actions` and runs them."""
 
     def __init__(
         self, job: Job, world: World, model: nn.Module, weights: VersionedWeights, compute: torch.dtype
@@ -93,15 +94,15 @@ class PipeDream:
         self._in_flight: dict[int, _Flight] = {}
         # A group for each direction: in one, NCCL would hold each of two neighbours' sends until the other receives.
         forth, back = self._chain.group, dist.new_group()
-        # A rank is never more than its place from the end ahead, so whatever lies this many messages back has arrived.
+        # A rank is ahead by at most its distance from the end, so a message this far back has arrived.
         most = 4 * self._ranks
         self._to_next, self._to_previous = _Outbox(forth, self._rank + 1, most), _Outbox(back, self._rank - 1, most)
         self._from_previous, self._from_next = _Inbox(forth, self._rank - 1), _Inbox(back, self._rank + 1)
 
     def actions(self, steps: range) -> Iterator[tuple[Kind, int]]:
-        """What this rank is to do for some steps, in order; the pipeline is empty before and after.
+        """What this rank does for some steps, in order; the pipeline is empty before and after.
 
-        What an action needs from a neighbour is asked for while the one before it runs.
+        What an action needs from a neighbour is requested while the previous one runs.
         """
         order = build_table("pipedream", self._ranks, len(steps)).orders[self._rank]
         self._expect(order[0])
@@ -131,7 +132,7 @@ class PipeDream:
         self._in_flight[step] = _Flight(version, given, result)
 
     def backward(self, step: int) -> StageResult:
-        """The step's gradients with the weights its forward saw; they are with the masters afterwards."""
+        """The step's gradients with the weights its forward saw; afterwards the masters have them."""
         flight = self._in_flight.pop(step)
         parameters = list(flight.version.tensors.values())
         sources = parameters if self._first else [*parameters, flight.given]
@@ -145,7 +146,7 @@ class PipeDream:
         return self._report(flight.result)
 
     def _report(self, result: Tensor) -> StageResult:
-        """This stage's numbers with those of the stages after it, handed on to the one before."""
+        """This stage's numbers with those of the stages after it, passed to the one before."""
         own = self.weights.square_sum()
         totals = torch.stack([result.detach().double() if self._last else torch.zeros_like(own), own])
         if not self._last:
@@ -154,7 +155,7 @@ class PipeDream:
             self._to_previous.send(totals)
         loss, squares = totals.tolist()
         if not totals.isfinite().all():
-            self._to_previous.flush()  # this rank may be about to stop, and those before it must learn why
+            self._to_previous.flush()  # this rank may be about to stop, and earlier ones must know why
         return StageResult(loss, float(own), squares)
 
     def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
@@ -175,7 +176,7 @@ class _Newest(nn.Module):
 
 
 class _Outbox:
-    """Sends to a neighbour that wait for nothing, up to a number of them under way."""
+    """Non-blocking sends to a neighbour, up to a number of them in flight."""
 
     def __init__(self, group: dist.ProcessGroup, target: int, most: int) -> None:
         self._group, self._target, self._most = group, target, most
@@ -183,7 +184,7 @@ class _Outbox:
 
     def send(self, message: Tensor) -> None:
         """Start sending."""
-        sent = message.detach().contiguous()  # kept beside its handle: it must outlive the transfer
+        sent = message.detach().contiguous()  # kept with its handle: it must outlive the transfer
         self._under_way.append((dist.isend(sent, group=self._group, group_dst=self._target), sent))
         while len(self._under_way) > self._most:
             self._under_way.popleft()[0].wait()
@@ -195,18 +196,18 @@ class _Outbox:
 
 
 class _Inbox:
-    """Messages from a neighbour, asked for before they are needed and taken in the same order."""
+    """Messages from a neighbour, requested before they are needed and taken in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, source: int) -> None:
         self._group, self._source = group, source
         self._coming: deque[tuple[Any, Tensor]] = deque()
 
     def expect(self, buffer: Tensor) -> None:
-        """Have the next message written here when it comes."""
+        """Receive the next message into this tensor."""
         self._coming.append((dist.irecv(buffer, group=self._group, group_src=self._source), buffer))
 
     def take(self) -> Tensor:
-        """The oldest message asked for, once it is there."""
+        """The oldest requested message, once it has arrived."""
         handle, message = self._coming.popleft()
         handle.wait()
         return message

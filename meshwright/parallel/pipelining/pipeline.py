@@ -26,7 +26,7 @@ from meshwright.pipeline import Action, Kind, Table
 from meshwright.torch_private.pipelining import PipelineRuntime
 
 Listener = Callable[[Action, float, float, int], None]
-"""Told of every action with its start and end and how many micro-batches' activations the rank holds after it."""
+"""Called for every action with its start and end and how many micro-batches' activations the rank holds after it."""
 
 TORCH_FORGETS_NODES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 """Before 2.13 torch drops a stage's graph between the halves of a backward and keeps only the nodes where the second
@@ -52,7 +52,7 @@ class Pipeline:
         self._schedule.follow(table)
 
     def _stage(self, stage: int, module: nn.Module, world: World) -> "_Stage":
-        """A stage with its shapes told: torch would otherwise find them by running every stage once."""
+        """A stage with known shapes: torch would otherwise find them by running every stage once."""
         tokens = (self._job.batch.micro_batch, self._job.batch.sequence_length // world.axis_size("cp"))
         chain, stages = self._chain, self._table.chain_of(stage)
         hidden = torch.empty(chain.hidden_shape, dtype=chain.compute, device="meta", requires_grad=True)
@@ -68,7 +68,7 @@ class Pipeline:
         )
 
     def watch(self, listener: Listener) -> None:
-        """Have every action of the coming steps told."""
+        """Report every action of the coming steps."""
         stages = self._stages
         for stage in stages:
             stage.listener = listener
@@ -82,7 +82,7 @@ class Pipeline:
         for stage in self._stages:
             stage.given = [given[number] for number in stage.micro_batches]
         losses: list[Tensor] = []
-        # The loss is made inside the last stage; torch asks for a target all the same and hands it to an identity.
+        # The loss is computed inside the last stage; torch requires a target anyway and passes it to an identity.
         self._schedule.step(target=torch.zeros(self._micro_batches), losses=losses, return_outputs=False)
         self._weights.collect_gradients()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self._device)
@@ -95,7 +95,7 @@ class Pipeline:
 class _Stage(PipelineStage):
     """Torch's stage, first and last within its chain, with each micro-batch's tokens and arguments from our side.
 
-    Torch hands keyword arguments to its backward too, where version 2.11 stumbles over what is no tensor.
+    Torch passes keyword arguments to its backward too, where version 2.11 fails on what is not a tensor.
     """
 
     given: list[tuple[Tensor, dict[str, Any]]]
@@ -117,7 +117,7 @@ class _Stage(PipelineStage):
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is made here."""
+        """Whether the loss is computed here."""
         return self.stage == self._chain[-1]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class _Stage(PipelineStage):
         return self.submod(*args, **self._current)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Torch's forward of one micro-batch; its own tokens take the place of what torch was given."""
+        """Torch's forward of one micro-batch; its own tokens replace what torch was given."""
         tokens, self._current = self.given[fwd_chunk_id]
         return self._report(Kind.FORWARD, fwd_chunk_id, super().forward_one_chunk, (tokens,), *rest, **kwargs)
 
@@ -140,7 +140,7 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Torch's half of the backward for the weights."""
         run = self._whole_backward if self.is_first else super().backward_weight_one_chunk
-        # Torch runs a backward for every group of weights: together they recompute a block once, not once each.
+        # Torch runs a backward for every group of weights; run together they recompute a block once, not once each.
         with GraphExecGroup():
             result = self._report(Kind.WEIGHT, bwd_chunk_id, run, *args, **kwargs)
         self._graphs.pop(bwd_chunk_id, None)

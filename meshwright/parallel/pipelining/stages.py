@@ -1,4 +1,4 @@
-"""Pipeline stages: cut out of the single-device model, and a forward pass through those of several ranks."""
+"""Pipeline stages: taken from the single-device model, and a forward pass through those of several ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ from meshwright.parallel.world import World
 
 
 def keep_stage(architecture: Architecture, layers: range, first: bool, last: bool) -> None:
-    """Take everything out of a model that is not part of a stage; what stays keeps its name.
+    """Remove everything from a model that is not part of a stage; what remains keeps its name.
 
-    What looks tokens and positions up belongs to the first stage, everything else beside the layers to the last.
+    Lookups of tokens and positions belong to the first stage, everything else outside the layers to the last.
     """
     model = architecture.model
     blocks = model.layers
@@ -33,7 +33,7 @@ def keep_stage(architecture: Architecture, layers: range, first: bool, last: boo
 
 
 class StageChain:
-    """This rank's stages between their neighbours: what flows from one to the next, and who holds whom."""
+    """This rank's stages between their neighbours: what flows from one to the next, and which rank holds which."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class StageChain:
     def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The loss sums of some batches, on the ranks of the last stage; zeros on the others.
 
-        By hand because torch's pipeline runtime is bound to one table and one shape; stage by stage, each over all
+        Hand-written because torch's pipeline runtime is bound to one table and one shape; stage by stage, each over all
         batches, so that the ranks work at the same time.
         """
         given = [self._inputs.held_out(batch) for batch in batches]
@@ -67,7 +67,7 @@ class StageChain:
         for stage, module in self._stages.items():
             arriving: list[Any] = []
             if stage > 0 and self._stage_ranks[stage - 1] != self._rank:
-                # All are asked for before the first is sent on: between two ranks NCCL keeps the order of both
+                # All are requested before the first is sent on: between two ranks NCCL keeps the order of both
                 # directions, and where they alternate each would hold its next send until the other receives.
                 arriving, results = self._expected(batches, self._stage_ranks[stage - 1])
             for number, (_, arguments) in enumerate(given):
@@ -85,7 +85,7 @@ class StageChain:
         return [torch.zeros((), device=self._device) for _ in batches]
 
     def _expected(self, batches: Sequence[Batch], source: int) -> tuple[list[Any], list[Tensor]]:
-        """Handles of what comes from a rank, one for each batch, and the tensors that it comes to."""
+        """Handles of receives from a rank, one for each batch, and the tensors they fill."""
         shape, handles, tensors = self.hidden_shape[1:], list[Any](), list[Tensor]()
         for batch in batches:
             hidden = torch.empty((len(batch), *shape), dtype=self.compute, device=self._device)

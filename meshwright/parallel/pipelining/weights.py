@@ -1,7 +1,7 @@
-"""The weights of a rank that holds several pipeline stages, and parameters that two stages hold a copy of.
+"""The weights of a rank that holds several pipeline stages, and parameters of which two stages hold a copy.
 
-A copy is no master: its gradient goes to the owner's rank, where the one update happens, and the new values come back.
-Copies therefore cannot drift apart, are counted and saved once, and need no optimizer states of their own.
+A copy is not a master: its gradient goes to the owner's rank, where the one update happens, and the new values come
+back. Copies therefore cannot diverge, are counted and saved once, and need no optimizer states.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from meshwright.parallel.zero import ShardedWeights
 
 @dataclass(frozen=True)
 class Copy:
-    """A parameter of one stage that another stage holds too, cut over its ranks in the same way."""
+    """A parameter of one stage that another stage holds too, sharded over its ranks in the same way."""
 
     owner_stage: int
     owner_name: str
@@ -47,7 +47,7 @@ class StagedWeights(Weights):
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Hand every stage's reduced gradients to the masters, those of copies to their owners."""
+        """Give every stage's reduced gradients to the masters, those of copies to their owners."""
         for weights in self._stages.values():
             weights.collect_gradients()
         for copy in self._copies:
@@ -59,7 +59,7 @@ class StagedWeights(Weights):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the owners' new values to the copies."""
+        """Send the owners' new values to the copies."""
         for copy in self._copies:
             here, there = self._master(copy.stage, copy.name), self._master(copy.owner_stage, copy.owner_name)
             arrived = self._moved(there, here, copy.owner_stage, copy.stage)

@@ -1,4 +1,4 @@
-"""The collective contract: what every rank issues, and whether all of it fits together as NCCL would need it."""
+"""The collective contract: what every rank issues, and whether it all matches as NCCL requires."""
 
 from meshwright.verify.collectives.contract import Contract, prove, prove_so_far
 from meshwright.verify.collectives.group import record_groups

@@ -1,4 +1,4 @@
-"""The collective contract of a layout: what the ranks' records prove, and what breaks it."""
+"""The collective contract of a layout: what the ranks' records show, and what violates it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from meshwright.verify.collectives.simulate import Replay
 
 @dataclass(frozen=True)
 class Contract:
-    """What came of proving the records of all ranks."""
+    """The result of checking the records of all ranks."""
 
     ranks: int
     operations: int
@@ -22,14 +22,14 @@ class Contract:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing breaks it."""
+        """Whether nothing violates it."""
         return not self.violations
 
 
 def prove(records: Sequence[Record]) -> Contract:
-    """Judge the records of ranks that all came to their end.
+    """Check the records of ranks that all finished.
 
-    Whether the ranks agree comes first: where they do not, a replay would only show what follows from it.
+    Whether the ranks agree is checked first: if not, a replay would only show the consequences.
     """
     violations = creations_differ(records)
     if not violations:
@@ -47,7 +47,8 @@ def prove(records: Sequence[Record]) -> Contract:
 
 
 def prove_so_far(records: Sequence[Record]) -> list[str]:
-    """What is wrong in the records of ranks that were ended; what has not come may only not have come yet."""
+    """What is wrong in the records of ranks that were stopped; a missing operation may just not have been issued
+    yet."""
     violations = creations_differ(records, complete=False)
     if not violations:
         violations = collectives_differ(records, complete=False)
@@ -56,5 +57,5 @@ def prove_so_far(records: Sequence[Record]) -> list[str]:
 
 
 def _from_anyone(records: Sequence[Record]) -> bool:
-    """Whether a rank receives from whoever sends first: NCCL refuses it, and who meets whom is not known."""
+    """Whether a rank receives from any sender: NCCL refuses that, and messages cannot be matched."""
     return any(operation.kind == "recv_anysource" for record in records for operation in record.operations)

@@ -1,7 +1,7 @@
-"""A process group that writes down what passes through it and leaves the work to the group that would have been there.
+"""A process group that records what passes through it and leaves the work to the group it stands in for.
 
-Everything passes here, however it is issued: `dist.*`, functional collectives and DTensor, `fully_shard`, pipelines'
-messages, objects. A TorchDispatchMode would miss what runs on other threads and what C++ issues.
+Everything passes through here, however it is issued: `dist.*`, functional collectives and DTensor, `fully_shard`,
+pipelines' messages, objects. A TorchDispatchMode would miss calls from other threads and from C++.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -30,7 +30,7 @@ NAME = "recorded"
 
 @dataclass(frozen=True)
 class _Form:
-    """How a method of a group is called: which of its arguments are what."""
+    """How a method of a group is called: the meaning of its arguments."""
 
     kind: str
     inputs: int | None = None
@@ -76,13 +76,13 @@ FORMS = {
     "recv": _Form("recv", outputs=0, peer=1),
     "recv_anysource": _Form("recv_anysource", outputs=0),
 }
-"""Every method that moves something, under all names that versions of torch give it."""
+"""Every method that communicates, under all the names that torch versions give it."""
 
 
 def record_groups(folder: Path, rank: int) -> None:
-    """Have all process groups that this process makes from now on record in the folder.
+    """Make all process groups that this process creates from now on record in the folder.
 
-    Torch goes on calling them by the name of the backend they were asked for. NCCL's are left as they are.
+    Torch still calls them by the name of the requested backend. NCCL's are left as they are.
     """
     writer, wanted = Writer(folder, rank), list[str]()
     inner: dict[str, Callable[..., Any]] = {"gloo": gloo_group, staged.NAME: staged.StagedGroup}
@@ -113,14 +113,14 @@ def record_groups(folder: Path, rank: int) -> None:
 
 
 class RecordingGroup(staged.PythonGroup):
-    """Records every call and hands it on; its methods are made from FORMS below."""
+    """Records every call and forwards it; its methods are generated from FORMS below."""
 
     def __init__(self, inner: dist.ProcessGroup, name: str, ranks: tuple[int, ...], writer: Writer) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._name, self._ranks, self._writer = inner, name, ranks, writer
 
     def getBackendName(self) -> str:
-        """As torch asks for it."""
+        """As torch expects it."""
         return NAME
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -212,10 +212,10 @@ class _Batches:
     def __init__(self) -> None:
         self._numbers = count()
         self._open: dict[int, tuple[int, int, int]] = {}
-        """By thread: the frame, the batch's number and how many of its operations are still to come."""
+        """By thread: the frame, the batch's number and how many of its operations remain."""
 
     def number(self, frame: FrameType) -> int:
-        """Of the batch whose next operation is being issued."""
+        """The batch whose next operation is being issued."""
         begun, number, left = self._open.get(get_ident(), (0, 0, 0))
         if begun != id(frame) or not left:
             number, left = next(self._numbers), len(frame.f_locals["p2p_op_list"])

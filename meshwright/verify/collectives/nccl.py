@@ -1,6 +1,6 @@
-"""What NCCL, or torch's group over it, refuses although gloo takes it; judged as if every tensor were on a GPU.
+"""What NCCL, or torch's group over it, refuses although gloo accepts it; checked as if every tensor were on a GPU.
 
-Objects are left out: a job's groups are made for "cpu:gloo,cuda:nccl", and torch keeps pickled objects on the CPU.
+Objects are left out: a job's groups are created for "cpu:gloo,cuda:nccl", and torch keeps pickled objects on the CPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ DTYPES = {
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
 }  # fmt: skip
-"""Number formats that torch hands to NCCL; complex tensors reach a group as real ones."""
+"""Number formats that torch passes to NCCL; complex tensors reach a group as real ones."""
 
 MISSING = {"recv_anysource", "all_gather_coalesced", "monitored_barrier"}
-"""Operations that NCCL's group does not have."""
+"""Operations that NCCL's group does not support."""
 
 BITWISE = {"BAND", "BOR", "BXOR"}
 FLOATS = {"float64", "float32", "float16", "bfloat16"}
@@ -55,9 +55,9 @@ def _reduction(operation: Operation) -> Iterator[str]:
     if reduce in BITWISE:
         yield f"NCCL has no {reduce}"
     if any(dtype.startswith("float8") for dtype in dtypes):
-        yield "NCCL's group reduces no 8-bit floats"
+        yield "NCCL's group does not reduce 8-bit floats"
     if reduce == "AVG" and "bool" in dtypes:
-        yield "NCCL's group takes no average of booleans"
+        yield "NCCL's group does not average booleans"
     elif reduce == "AVG" and not dtypes <= FLOATS:
         yield "NCCL rounds an average of integers down"
     if reduce == "PREMUL_SUM" and not dtypes <= FLOATS:

@@ -11,7 +11,7 @@ Channel = tuple[str, int, int]
 
 
 def creations_differ(records: Sequence[Record], complete: bool = True) -> list[str]:
-    """Where ranks make process groups in different orders: the first place each rank differs from rank 0."""
+    """Where ranks create process groups in different orders: the first place each rank differs from rank 0."""
     differing = []
     first, *others = records
     for other in others:
@@ -22,15 +22,16 @@ def creations_differ(records: Sequence[Record], complete: bool = True) -> list[s
                 break
             if ours.ranks != theirs.ranks:
                 differing.append(
-                    f"rank {theirs.rank} makes group {named(theirs.ranks)} at {theirs.site} where rank {ours.rank} "
-                    f"makes group {named(ours.ranks)} at {ours.site}: every rank must make all groups in the same order"
+                    f"rank {theirs.rank} creates group {named(theirs.ranks)} at {theirs.site} where rank {ours.rank} "
+                    f"creates group {named(ours.ranks)} at {ours.site}: every rank must create all groups in the same "
+                    "order"
                 )
                 break
     return differing
 
 
 def _numbered(record: Record) -> list[Creation]:
-    """The groups that torch numbers; those that only their members make have other names."""
+    """The groups that torch numbers; those that only their members create have other names."""
     return [creation for creation in record.creations if creation.name.isdigit()]
 
 
@@ -39,15 +40,15 @@ def _missing_creation(place: int, ours: Creation | None, theirs: Creation | None
     assert made is not None
     missing = other if theirs is None else first
     return (
-        f"rank {missing} makes no group number {place + 1} where rank {made.rank} makes group {named(made.ranks)} at "
-        f"{made.site}: every rank must make all groups in the same order, members or not"
+        f"rank {missing} creates no group number {place + 1} where rank {made.rank} creates group {named(made.ranks)} "
+        f"at {made.site}: every rank must create all groups in the same order, member or not"
     )
 
 
 def collectives_differ(records: Sequence[Record], complete: bool = True) -> list[str]:
     """Where two ranks' collectives on a group differ: the first place each member differs from the group's first.
 
-    With records that end early (`complete` is False) a rank that is behind may yet come.
+    With records that end early (`complete` is False) a rank that is behind may still catch up.
     """
     differing = []
     for members in _by_group(records).values():
@@ -65,7 +66,7 @@ def collectives_differ(records: Sequence[Record], complete: bool = True) -> list
 
 
 def _by_group(records: Sequence[Record]) -> dict[str, dict[int, list[Operation]]]:
-    """Each group's collectives by member, also of members that issue none."""
+    """Each group's collectives by member, including members that issue none."""
     groups: dict[str, dict[int, list[Operation]]] = {}
     for record in records:
         for creation in record.creations:
@@ -100,7 +101,7 @@ def _difference(one: Operation, two: Operation) -> str | None:
 
 
 def _agreed(operation: Operation) -> tuple[object, ...]:
-    """What all members must say alike."""
+    """What all members must agree on."""
     kind = operation.kind
     if kind in ("all_to_all_single", "all_to_all"):
         specs: object = tuple(sorted({spec.dtype for spec in operation.tensors}))
@@ -121,12 +122,12 @@ def _sizes(specs: Sequence[Spec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def _lengths(specs: Sequence[Spec]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Formats and shapes; a number alone is as good as a list of one."""
+    """Formats and shapes; a scalar counts as a list of one."""
     return tuple((spec.dtype, spec.shape or (1,)) for spec in specs)
 
 
 def _share(specs: Sequence[Spec], own: Operation, other: Operation, side: int) -> int:
-    """Entries of an all-to-all that go from one rank to another, as one of them has it."""
+    """Entries of an all-to-all that go from one rank to another, as one of them sees it."""
     place = own.ranks.index(other.rank)
     if own.kind == "all_to_all":
         return specs[place].numel
@@ -138,9 +139,9 @@ def _share(specs: Sequence[Spec], own: Operation, other: Operation, side: int) -
 
 
 def messages_differ(records: Sequence[Record], complete: bool = True) -> list[str]:
-    """Where a send and the receive that it meets differ, and what is left without a partner.
+    """Where a send and its matching receive differ, and which messages have no partner.
 
-    Partners are found as NCCL finds them: the n-th send from one rank to another on a group meets the n-th receive
+    Partners are matched as in NCCL: the n-th send from one rank to another on a group matches the n-th receive
     there, whatever their tags.
     """
     differing = []

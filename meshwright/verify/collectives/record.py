@@ -1,7 +1,7 @@
-"""What a rank's record holds: groups made, operations issued and waits, in order, one line of JSON each.
+"""A rank's record: groups created, operations issued and waits, in order, one line of JSON each.
 
-Lines are written as things happen, so that a rank that hangs or dies has left what it did before. A rank issues the
-same few calls over and over: each is written out once, and by its number from then on.
+Lines are written as things happen, so that a rank that hangs or dies leaves a record of what it did. A rank issues the
+same few calls over and over: each is written in full once, and by its number afterwards.
 """
 
 import json
@@ -76,7 +76,7 @@ class Operation:
 
     @property
     def what(self) -> str:
-        """The operation in words: kind, tensors, on which group, where."""
+        """A description of the operation: kind, tensors, on which group, where."""
         words = [self.kind, *([self.reduce] if self.reduce else []), _written(self.inputs or self.outputs)]
         if self.is_message:
             other = "any rank" if self.peer is None else f"rank {self.peer}"
@@ -88,7 +88,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Creation:
-    """A process group as a rank made it, or was present when others did."""
+    """A process group that a rank created, or that was created while it took part."""
 
     rank: int
     name: str
@@ -121,7 +121,7 @@ class Record:
 
     @property
     def creations(self) -> list[Creation]:
-        """The groups it made."""
+        """The groups it created."""
         return [event for event in self.events if isinstance(event, Creation)]
 
 
@@ -141,7 +141,7 @@ class Writer:
         self._calls: dict[tuple[tuple[str, Any], ...], int] = {}
 
     def created(self, name: str, ranks: Sequence[int], site: str) -> None:
-        """A group is about to be made."""
+        """A group is about to be created."""
         with self._lock:
             self._write(json.dumps(["group", name, list(ranks), site]))
 
@@ -157,7 +157,7 @@ class Writer:
         return number
 
     def waited(self, number: int) -> None:
-        """The rank begins to wait for an operation."""
+        """The rank starts to wait for an operation."""
         with self._lock:
             self._write(f'["wait",{number}]')
 
@@ -166,15 +166,15 @@ class Writer:
 
 
 def read(folder: Path, size: int) -> list[Record]:
-    """The records of all ranks as far as they are written."""
+    """The records of all ranks as written so far."""
     return [Record(rank, list(_events(folder, rank))) for rank in range(size)]
 
 
 def _events(folder: Path, rank: int) -> list[Event]:
     path = _path(folder, rank)
-    if not path.exists():  # it died before it could begin
+    if not path.exists():  # it died before it started
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line's end was cut off by the rank's end
+    lines = path.read_bytes().split(b"\n")[:-1]  # an incomplete last line was cut off when the rank died
     events, calls, members = list[Event](), list[Operation](), dict[str, tuple[int, ...]]()
     for kind, *rest in map(json.loads, lines):
         if kind == "wait":
@@ -192,7 +192,7 @@ def _events(folder: Path, rank: int) -> list[Event]:
 
 
 def _call(rank: int, fields: dict[str, Any], members: dict[str, tuple[int, ...]]) -> Operation:
-    """An operation whose number is still to come."""
+    """An operation whose number is not yet known."""
     fields |= {side: _specs(fields[side]) for side in ("inputs", "outputs") if side in fields}
     if "splits" in fields:
         fields["splits"] = tuple(map(tuple, fields["splits"]))

@@ -1,17 +1,17 @@
-"""Replay of all ranks' records as NCCL would run them: does every rank come to its end?
+"""Replay of all ranks' records as NCCL would run them: does every rank finish?
 
 The model, stricter than a GPU wherever the two differ:
 
-- A rank's program issues its operations in the order of its record, over all groups, and stands still where it waits.
-  On a GPU the waiting is done by the stream; side streams, as fully_shard uses them, wait for less than this.
-- It stands still in every collective, asynchronous or not, until all members have come: NCCL does not promise that
-  kernels of two communicators run at the same time. Messages that it has not waited for go on beside it.
+- A rank's program issues its operations in the order of its record, over all groups, and blocks where it waits.
+  On a GPU the stream does the waiting; side streams, as fully_shard uses them, wait for less than this.
+- It blocks in every collective, asynchronous or not, until all members have joined: NCCL does not promise that
+  kernels of two communicators run at the same time. Messages that it has not waited for continue meanwhile.
 - A communicator runs a rank's operations in the order they were issued there, one after the other. Collectives and
   batches of messages run on the group's own communicator, a message outside a batch on one of its two ranks, as
-  in groups that were made without a device.
-- A collective ends when all members have come to it. A send ends when its receive has begun, however small it is: NCCL
-  may buffer a small message and must not be counted on. All messages of a batch begin together and end together.
-- A communicator is made in its first operation, and the program stands still until all its ranks have come to theirs.
+  in groups that were created without a device.
+- A collective ends when all members have joined it. A send ends when its receive has started, however small it is: NCCL
+  may buffer a small message, but does not have to. All messages of a batch start together and end together.
+- A communicator is created in its first operation, and the program blocks until all its ranks have reached theirs.
 """
 
 from collections import defaultdict, deque
@@ -40,7 +40,7 @@ class _Launch:
     closed: bool
     """Whether the whole of it has been issued."""
     left: set[int] = field(default_factory=set)
-    """Numbers of its operations that have not ended."""
+    """Numbers of its operations that have not finished."""
 
     def takes(self, event: Event) -> bool:
         """Whether this is another operation of the same batch."""
@@ -49,7 +49,7 @@ class _Launch:
 
 @dataclass
 class _Program:
-    """A rank on its way through its record."""
+    """A rank's progress through its record."""
 
     record: Record
     next: int = 0
@@ -59,7 +59,7 @@ class _Program:
 
 
 class Replay:
-    """The records of all ranks run as far as they go."""
+    """The records of all ranks, replayed as far as possible."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._programs = {record.rank: _Program(record) for record in records}
@@ -69,12 +69,12 @@ class Replay:
             pass
 
     def stuck(self) -> dict[int, str]:
-        """Where each rank stands that has not come to its end, or left operations that never end."""
+        """Where each rank is that did not finish or left operations that never end."""
         sentences = {rank: self._standstill(program) for rank, program in self._programs.items()}
         return {rank: sentence for rank, sentence in sentences.items() if sentence is not None}
 
     def _advance(self, program: _Program) -> bool:
-        """Run one rank's program until it stands still; False if it did not move."""
+        """Run one rank's program until it blocks; False if it made no progress."""
         events, start = program.record.events, program.next
         while program.next < len(events):
             event = events[program.next]
@@ -95,7 +95,7 @@ class Replay:
         return program.next > start
 
     def _issue(self, program: _Program, operation: Operation) -> bool:
-        """Put an operation into its communicator's queue; False while that is still being made."""
+        """Put an operation into its communicator's queue; False while that is still being created."""
         communicator = communicator_of(operation)
         present = self._present[communicator]
         present.add(operation.rank)
@@ -122,7 +122,7 @@ class Replay:
         self._run(communicator_of(batch.operations[0]))
 
     def _run(self, communicator: Communicator) -> None:
-        """End what can end on a communicator."""
+        """Finish what can finish on a communicator."""
         queues = self._queues[communicator]
         moved = True
         while moved:
@@ -136,14 +136,14 @@ class Replay:
         events, rank = program.record.events, program.record.rank
         if program.next == len(events):
             left = [op for op in program.record.operations if op.number in program.launches[op.number].left]
-            return f"rank {rank} has ended and its {left[0].what} has not" if left else None
+            return f"rank {rank} has finished but its {left[0].what} has not" if left else None
         event = events[program.next]
         if isinstance(event, Operation) and event.number not in program.launches:
             ranks = communicator_of(event)[1]
             missing = sorted(set(ranks) - self._present[communicator_of(event)])
             return (
-                f"rank {rank} begins with {event.what}, for which NCCL connects ranks {named(ranks)}, and rank "
-                f"{', '.join(map(str, missing))} does not come"
+                f"rank {rank} begins with {event.what}, for which NCCL connects ranks {named(ranks)}, but rank "
+                f"{', '.join(map(str, missing))} never joins"
             )
         assert isinstance(event, Operation | Wait)
         launch = program.launches[event.number]
@@ -155,7 +155,7 @@ class Replay:
 
 
 def _meet(heads: dict[int, _Launch]) -> bool:
-    """End every send whose receive has begun, and that receive."""
+    """Finish every send whose receive has started, and that receive."""
     waiting: dict[tuple[int, int], list[tuple[_Launch, Operation]]] = defaultdict(list)
     for launch in heads.values():
         for operation in launch.operations:
@@ -176,7 +176,7 @@ def _meet(heads: dict[int, _Launch]) -> bool:
 
 
 def _gather(heads: dict[int, _Launch], members: int) -> bool:
-    """End a collective that all members have come to."""
+    """Finish a collective that all members have joined."""
     here = [launch for launch in heads.values() if launch.left and not launch.operations[0].is_message]
     if len(here) < members:
         return False

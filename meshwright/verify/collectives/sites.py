@@ -1,4 +1,4 @@
-"""Where in the code an operation was issued, and in which call of torch's."""
+"""Where in the code an operation was issued, and through which torch call."""
 
 import sys
 import sysconfig
@@ -14,7 +14,7 @@ _HERE = str(Path(__file__).parent)
 _PACKAGES = str(Path(__file__).parents[3])
 _STANDARD = sysconfig.get_path("stdlib")
 _C10D = dist.distributed_c10d.__file__
-# Layers that every operation passes on its way down: a frame there says nothing about who asked for it.
+# Layers that every operation passes through: a frame there says nothing about the caller.
 _PLUMBING = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_ops.py", "_contextlib.py")
 
 
@@ -22,7 +22,7 @@ class Site(NamedTuple):
     """The call that led to an operation."""
 
     place: str
-    """file:line of the nearest frame outside torch, and torch's own nearest in brackets where that lies between."""
+    """file:line of the nearest frame outside torch, and torch's own nearest in brackets where that is in between."""
     call: str
     """The function of torch.distributed that was called; empty where none was in Python."""
     objects: bool
@@ -31,7 +31,7 @@ class Site(NamedTuple):
 
 
 def call_site() -> Site:
-    """Of the operation being issued; to be called by a process group's methods."""
+    """The call site of the operation being issued; for a process group's methods."""
     frame: FrameType | None = sys._getframe(1)
     call, objects, batch, torchs = "", False, None, ""
     while frame is not None:
@@ -47,7 +47,7 @@ def call_site() -> Site:
         elif where == "torch" and not torchs:
             torchs = f"{_shown(code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
-    return Site(torchs or "torch", call, objects, batch)  # a thread of autograd's own
+    return Site(torchs or "torch", call, objects, batch)  # one of autograd's threads
 
 
 _kinds: dict[CodeType, str] = {}

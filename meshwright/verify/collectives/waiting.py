@@ -1,4 +1,4 @@
-"""Where every rank of a hanging check stands, from records that end in the middle."""
+"""Where every rank of a hanging check is, from incomplete records."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Line = tuple[str, int | str, int | str]
 
 
 def where_ranks_stand(records: Sequence[Record]) -> list[str]:
-    """A sentence for each rank: what it waits for and who has not come, or that it waits for nothing."""
+    """A sentence for each rank: what it waits for and which ranks are missing, or that it is not waiting."""
     issued = Counter(_line(operation) for record in records for operation in record.operations)
     return [_stands(record, issued) for record in records]
 
@@ -18,17 +18,17 @@ def where_ranks_stand(records: Sequence[Record]) -> list[str]:
 def _stands(record: Record, issued: Counter[Line]) -> str:
     who = f"rank {record.rank}"
     if not record.events:
-        return f"{who} has made no process group"
+        return f"{who} has created no process group"
     last = record.events[-1]
     if isinstance(last, Creation):
-        return f"{who} is making group {named(last.ranks)} at {last.site}"
+        return f"{who} is creating group {named(last.ranks)} at {last.site}"
     if isinstance(last, Operation):
-        return f"{who} waits for nothing; the last it issued is {last.what}"
+        return f"{who} is not waiting; the last operation it issued is {last.what}"
     assert isinstance(last, Wait)
     operation = next(op for op in record.operations if op.number == last.number)
     if missing := _missing(operation, record, issued):
         return f"{who} waits at {operation.what}, for rank {', '.join(map(str, missing))}"
-    return f"{who} waits for nothing; the last it waited for is {operation.what}, to which all have come"
+    return f"{who} is not waiting; it last waited for {operation.what}, which all ranks have reached"
 
 
 def _missing(operation: Operation, record: Record, issued: Counter[Line]) -> list[int]:
