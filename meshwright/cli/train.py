@@ -2,8 +2,6 @@
 
 import os
 import shlex
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -61,10 +59,11 @@ def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "
         _with_ranks(job, overrides, resume, trust, 1, console, as_json)
         return
 
+    from meshwright.api.training import write_report
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import run_job
 
-    finished = run_job(loaded, console, on_end=_write_report, resume=resume)
+    finished = run_job(loaded, console, on_end=write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(exit_code(finished.signal))
@@ -77,6 +76,7 @@ def _with_ranks(
 
     loaded = load_job(job, overrides, trust=trust)
 
+    from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
     from meshwright.launch.signals import exit_code
@@ -84,7 +84,7 @@ def _with_ranks(
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
     words += ["--resume"] * resume + ["--trust"] * trust + ["--json"] * as_json
     with rank_failures_told():
-        folder = launch(loaded, nproc, words, console, on_end=_write_report, resume=resume)
+        folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     if folder.state() == "stopped":
         raise typer.Exit(exit_code(folder.stop_signal()))
 
@@ -101,6 +101,7 @@ def _as_node(
         raise UserError("--master starts one machine's ranks of a run that is there; add --nproc and --resume")
     loaded = load_job(job, overrides, trust=trust)
 
+    from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.multi_node import launch_node
     from meshwright.launch.signals import exit_code
@@ -108,7 +109,7 @@ def _as_node(
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
     words += ["--trust"] * trust
     with rank_failures_told():
-        folder = launch_node(loaded, nproc, node, words, on_end=_write_report)
+        folder = launch_node(loaded, nproc, node, words, on_end=write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
         raise typer.Exit(exit_code(folder.stop_signal()))
 
@@ -116,6 +117,7 @@ def _as_node(
 def _as_rank(
     job: str, overrides: list[str], resume: bool, trust: bool, place: "Place", console: "Console", as_json: bool
 ) -> None:
+    from meshwright.api.training import write_report
     from meshwright.errors import UserError
     from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down, leave
@@ -131,7 +133,7 @@ def _as_rank(
                 loaded = load_job(job, overrides, trust=trust)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
-            finished = run_job(loaded, console, place, on_end=_write_report, resume=resume)
+            finished = run_job(loaded, console, place, on_end=write_report, resume=resume)
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1
         if launched:
@@ -143,17 +145,6 @@ def _as_rank(
         _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted" and not launched:  # to a launcher any other code is a failure
         raise typer.Exit(exit_code(finished.signal))
-
-
-def _write_report(run: Path) -> None:
-    """A report that cannot be written is no reason for a run to end otherwise: it can be made again."""
-    from meshwright.errors import UserError
-    from meshwright.studio import write_report
-
-    try:
-        write_report(run)
-    except UserError as error:
-        print(f"warning: no report ({error}); meshwright report {run} writes it later", file=sys.stderr)
 
 
 def _show(finished: "Finished", console: "Console", as_json: bool) -> None:

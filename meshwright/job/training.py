@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from meshwright.job.names import OptimizerName, ScheduleName, Settings
 from meshwright.job.section import Section
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -48,8 +49,8 @@ class Precision(Section):
 class Optimizer(Section):
     """The update rule; weight decay touches matrices only, never norms, biases or vectors."""
 
-    name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
-    """Which optimizer; muon updates projections, and leaves embedding, head and vectors to adamw."""
+    name: OptimizerName = "adamw"
+    """adamw, sgd, adafactor, lion, muon (projections; embedding, head and vectors are adamw's), or one of your own."""
     lr: PositiveFloat = Field(default=3e-4, le=1e6)
     """Peak learning rate; adafactor's is relative to a parameter's own size (1e-2 is usual)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -62,19 +63,24 @@ class Optimizer(Section):
     """Decoupled decay of the matrices."""
     clip: NonNegativeFloat = Field(default=1.0, le=1e12)
     """The global gradient norm is cut to this; 0 leaves it alone."""
+    settings: Settings = Field(default_factory=dict)
+    """Given to an optimizer of your own beside the rate, as `{rho = 0.05}`."""
 
 
 class Schedule(Section):
     """The learning rate over the run, as a factor of optimizer.lr."""
 
-    name: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); or warm-up and constant."""
+    name: ScheduleName = "cosine"
+    """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); warm-up and constant; or one of
+    your own."""
     warmup_steps: NonNegativeInt | None = Field(default=None, le=10**12)
     """Steps of linear rise from zero; a tenth of run.steps, at most 1000, when not given."""
     decay_steps: NonNegativeInt | None = Field(default=None, le=10**12)
     """wsd only: length of the final decay; a tenth of run.steps when not given."""
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """The floor, as a share of the peak rate."""
+    settings: Settings = Field(default_factory=dict)
+    """What a schedule of your own looks up, as `{power = 0.5}`."""
 
 
 class Evaluation(Section):
