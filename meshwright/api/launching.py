@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,27 +30,24 @@ def launch_ranks(
     given: LoadedJob, nproc: int, console: Console, callbacks: Callbacks, on_end: OnEnd, *, resume: bool
 ) -> Path:
     """Train a job on so many local ranks, and return its folder; failures are raised as `launch` does."""
-    import torch
-
     from meshwright.launch.elastic import launch
-    from meshwright.launch.forked import can_fork
+    from meshwright.launch.forked import can_fork, no_forks
     from meshwright.runs.lifecycle import run_path
 
-    if not can_fork(given.job):
-        require_installed(given.job)
-    settings = given.job.run.model_copy(update={"folder": str(run_path(given, resume))})
-    job = given.job.model_copy(update={"run": settings})
-    threads = torch.get_num_threads()
-    with TemporaryDirectory(prefix="meshwright-job-") as made, _one_thread(can_fork(job)):
-        file = Path(made) / f"{given.name}.toml"
-        file.write_text(job_text(job, "for the ranks"), encoding="utf-8")
-        words = ["train", str(file), *["--resume"] * resume]
-        try:
-            with _following(Path(str(settings.folder)), callbacks):
-                folder = launch(replace(given, job=job), nproc, words, console, on_end=on_end, resume=resume)
-        finally:
-            torch.set_num_threads(threads)  # one, while ranks are forked
-    return folder.path
+    # Only a process without threads to compute with can be forked at any time.
+    with nullcontext() if os.environ.get("OMP_NUM_THREADS") == "1" else no_forks():
+        if not can_fork(given.job):
+            require_installed(given.job)
+        settings = given.job.run.model_copy(update={"folder": str(run_path(given, resume))})
+        job = given.job.model_copy(update={"run": settings})
+        with (
+            TemporaryDirectory(prefix="meshwright-job-") as made,
+            _following(Path(str(settings.folder)), callbacks),
+        ):
+            file = Path(made) / f"{given.name}.toml"
+            file.write_text(job_text(job, "for the ranks"), encoding="utf-8")
+            words = ["train", str(file), *["--resume"] * resume, *["--quiet"] * console.quiet]
+            return launch(replace(given, job=job), nproc, words, console, on_end=on_end, resume=resume).path
 
 
 def require_installed(job: Job) -> None:
@@ -61,24 +58,10 @@ def require_installed(job: Job) -> None:
     for registry, name in named:
         if registry.is_own(name) and not registry.is_installed(name):
             raise UserError(
-                f'the {registry.kind} "{name}" is registered in this process alone, and ranks on GPUs are new ones; '
-                f"make it an entry point of a package ({registry.group}), or start this program with torchrun"
+                f'the {registry.kind} "{name}" is registered in this process alone, and ranks are new ones; make it an '
+                f"entry point of a package ({registry.group}), start this program with torchrun, or, for ranks on the "
+                "CPU, with OMP_NUM_THREADS=1"
             )
-
-
-@contextmanager
-def _one_thread(forked: bool) -> Iterator[None]:
-    """A fork has none of the threads that this process may have computed with, and would wait for them for ever."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    if forked:
-        os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
-        elif forked:
-            del os.environ["OMP_NUM_THREADS"]
 
 
 @contextmanager

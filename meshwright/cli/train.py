@@ -26,6 +26,7 @@ def train(
     node_rank: int = typer.Option(0, "--node-rank", min=0, help="Which of the machines this is."),
     master: str | None = typer.Option(None, "--master", metavar="HOST:PORT", help="Where the machines meet."),
     trust: bool = TRUST,
+    quiet: bool = typer.Option(False, "--quiet", help="Print nothing but errors, and what --json prints."),
     as_json: bool = JSON,
 ) -> None:
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun, as one of its ranks."""
@@ -34,12 +35,13 @@ def train(
     from meshwright.ranks import own_place
 
     if master is not None:
-        _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master))
+        _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master), quiet)
         return
     if nodes > 1:
         raise UserError(f"--nodes {nodes} needs --master HOST:PORT, where the machines meet; give it on every machine")
     place = own_place()
     console = stderr_console() if as_json else stdout_console()
+    console.quiet = quiet
     if place is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
@@ -82,7 +84,7 @@ def _with_ranks(
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
-    words += ["--resume"] * resume + ["--trust"] * trust + ["--json"] * as_json
+    words += ["--resume"] * resume + ["--trust"] * trust + ["--quiet"] * console.quiet + ["--json"] * as_json
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     if folder.state() == "stopped":
@@ -90,7 +92,13 @@ def _with_ranks(
 
 
 def _as_node(
-    job: str, overrides: list[str], resume: bool, trust: bool, nproc: int | None, place: tuple[int, int, str]
+    job: str,
+    overrides: list[str],
+    resume: bool,
+    trust: bool,
+    nproc: int | None,
+    place: tuple[int, int, str],
+    quiet: bool,
 ) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
@@ -107,7 +115,7 @@ def _as_node(
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
-    words += ["--trust"] * trust
+    words += ["--trust"] * trust + ["--quiet"] * quiet
     with rank_failures_told():
         folder = launch_node(loaded, nproc, node, words, on_end=write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one code for all: a scheduler takes the largest
@@ -125,7 +133,7 @@ def _as_rank(
     from meshwright.launch.worker import RUN_FOLDER, run_job
     from meshwright.runs.rank_zero import SharedRefusal
 
-    console.quiet = place.rank > 0
+    console.quiet = console.quiet or place.rank > 0
     launched = RUN_FOLDER in os.environ
     try:
         with failures_written_down():

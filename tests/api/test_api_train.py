@@ -78,7 +78,7 @@ def test_what_a_callback_raises_ends_the_run_and_reaches_the_caller(here: None, 
 
 
 def test_ranks_of_its_own_report_to_callbacks_here(here: None, own: None, tiny_job: Path) -> None:
-    """Those on the CPU are forks of this process, and know what is registered in it."""
+    """Without threads to compute with, this process can be forked, and its forks know what is registered in it."""
     notes = Notes()
     names = {"optimizer.name": "nesterov", "schedule.name": "inverse-root", "log.sinks": ["lines"]}
     job = meshwright.load_job(tiny_job, set={**names, "layout.dp_shard": 2, "checkpoint.every_steps": 5})
@@ -106,10 +106,14 @@ def test_mistakes_are_named(here: None, tiny_job: Path, monkeypatch: pytest.Monk
     assert not Path("run").exists()
 
 
-def test_new_processes_must_be_able_to_find_it(own: None, tiny_job: Path) -> None:
+def test_new_processes_must_be_able_to_find_it(own: None, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.api.launching import require_installed
 
     require_installed(meshwright.load_job(tiny_job))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # this process may have computed with threads that a fork lacks
+    with pytest.raises(UserError, match="is registered in this process alone, and ranks are new ones"):
+        job = meshwright.load_job(tiny_job, set={"optimizer.name": "nesterov", "layout.dp_shard": 2})
+        meshwright.train(job, nproc=2)
     for field, value in (("optimizer.name", "nesterov"), ("data.sources", ["counted:3"]), ("log.sinks", ["lines"])):
         with pytest.raises(UserError, match="is registered in this process alone"):
             require_installed(meshwright.load_job(tiny_job, set={field: value}))
