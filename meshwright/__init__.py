@@ -1,5 +1,41 @@
-"""Meshwright plans, verifies and runs LLM training."""
+"""Meshwright plans, verifies and runs LLM training.
+
+What this package offers to programs is imported on first use: `import meshwright` itself costs nothing.
+"""
+
+from importlib import import_module
+from typing import Any
 
 from meshwright.version import VERSION as __version__
 
-__all__ = ["__version__"]
+_PLACES = {
+    "meshwright.api": ("Checkpoint", "Run", "bench", "load_job", "open_run"),
+    "meshwright.errors": ("UserError",),
+    "meshwright.job": ("Job",),
+    "meshwright.registries": (
+        "register_loss",
+        "register_optimizer",
+        "register_schedule",
+        "register_sink",
+        "register_source",
+    ),
+    "meshwright.runs.callbacks": ("Callback",),
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+_ROOMS = ("data", "plan", "train", "verify")
+"""Packages that programs use by attribute; but for data they can be called, see `calls`."""
+
+__all__ = ["__version__", *_PLACE_OF, *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"meshwright.{name}")
+    if name not in _PLACE_OF:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_PLACE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

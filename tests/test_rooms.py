@@ -14,6 +14,8 @@ ORDER = [
     "errors",
     "atomic",
     "ranks",
+    "calls",
+    "registries",
     "reading",
     "torch_private",
     "job",
@@ -22,8 +24,9 @@ ORDER = [
     "cost",
     "layout",
     "model",
+    "data",
 ]
-ORDER += ["data", "checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "cli"]
+ORDER += ["checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "api", "cli"]
 
 
 def imported_rooms(path: Path) -> set[str]:
@@ -120,7 +123,7 @@ def test_files_stay_small_enough_to_read() -> None:
 
 
 def test_light_rooms_import_no_torch() -> None:
-    rooms = ("cli", "job", "hardware", "pipeline", "cost", "layout", "plan", "studio.worker")
+    rooms = ("cli", "api", "registries", "job", "hardware", "pipeline", "cost", "layout", "plan", "studio.worker")
     light = ", ".join(f"meshwright.{room}" for room in rooms)
     code = f"import sys, {light}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

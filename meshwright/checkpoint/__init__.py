@@ -7,6 +7,7 @@ from meshwright.checkpoint.catalogue import (
     checkpoints,
     newest,
     newest_weights,
+    open_checkpoint,
     remove,
     surplus,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "load_weights",
     "newest",
     "newest_weights",
+    "open_checkpoint",
     "remove",
     "require_backup",
     "require_shapes",

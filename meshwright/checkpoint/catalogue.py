@@ -40,6 +40,17 @@ def newest(run: Path) -> Checkpoint:
     raise _none(run, damages)
 
 
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint by its folder, or the newest complete one of a run folder."""
+    if not path.name:  # the folder one stands in
+        path = path.absolute()
+    if path.name.startswith("step-") and path.is_dir():
+        return Checkpoint.open(path)
+    if not ((path / "checkpoints").is_dir() or (path / "job.resolved.json").is_file()):
+        raise UserError(f"{path} is neither a run folder nor a checkpoint; give one of them")
+    return newest(path)
+
+
 def newest_weights(run: Path) -> Checkpoint:
     """The newest complete checkpoint whose weights match their hashes; skipped ones are reported."""
     damages = []

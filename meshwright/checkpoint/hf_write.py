@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.atomic import new_folder
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
 from meshwright.checkpoint.hf_read import INDEX, SINGLE, parameter_sizes
+from meshwright.checkpoint.reading import Checkpoint
 from meshwright.checkpoint.tensorfile import Planned, Report, write_safetensors
 from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
@@ -33,12 +34,13 @@ class Exported:
 
 
 class Export:
-    """A run's newest weights on their way into a Hugging Face folder; what cannot be exported is refused here."""
+    """A run's weights on their way into a Hugging Face folder, the newest unless one of its checkpoints is given; what
+    cannot be exported is refused here."""
 
-    def __init__(self, run: Path, shape: Model, dtype: str) -> None:
+    def __init__(self, run: Path, shape: Model, dtype: str, checkpoint: Checkpoint | None = None) -> None:
         if dtype not in EXPORT_FORMATS:
             raise UserError(f"--dtype = {dtype} is not an export format; choose fp32 (the master) or bf16")
-        self._run, self._weights, self._shape = run, StoredWeights(run), shape
+        self._run, self._weights, self._shape = run, StoredWeights(run, checkpoint), shape
         sizes = parameter_sizes(shape)
         if self._weights.sizes != sizes:
             odd = min(name for name, _ in self._weights.sizes.items() ^ sizes.items())

@@ -21,10 +21,12 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> int:
 
 
 class StoredWeights:
-    """The weights of a run's newest complete checkpoint, any window of any parameter at a time."""
+    """The weights of a checkpoint, else of a run's newest complete one, any window of any parameter at a time."""
 
-    def __init__(self, run: Path) -> None:
-        self._checkpoint = newest_weights(run)
+    def __init__(self, run: Path, checkpoint: Checkpoint | None = None) -> None:
+        if checkpoint is not None:
+            checkpoint.verify(group="model")
+        self._checkpoint = checkpoint or newest_weights(run)
         self.step = self._checkpoint.facts.step
         names = self._checkpoint.names("model/")
         self.sizes = {name.removeprefix("model/"): self._checkpoint.shape(name) for name in names}

@@ -73,32 +73,13 @@ def _here(
     """Measure in this process, which runs alone or as one of the ranks."""
     from dataclasses import asdict
 
-    import torch.distributed as dist
-
+    from meshwright.api.measuring import measured
     from meshwright.cli.output import print_json
-    from meshwright.launch.devices import with_own_device
-    from meshwright.launch.failures import failures_written_down
-    from meshwright.layout import require_layout
-    from meshwright.measure import bench as measure
-    from meshwright.parallel import join_world
-    from meshwright.runs.lifecycle import prepare_data
-    from meshwright.train import choose_device, memory_errors_explained, prepare_device
 
     console.quiet = place is not None and place.rank > 0
-    with failures_written_down():
-        require_layout(job, 1 if place is None else place.size)
-        if place is not None:
-            job = with_own_device(job, place)
-        device = choose_device(job)
-        prepare_device(job, device)
-        world = join_world(job, device)
-        corpus = prepare_data(job, console)
-        with memory_errors_explained(job, world), console.status(f"{warmup} + {steps} steps"):
-            result = measure(job, corpus, world, steps=steps, warmup=warmup, profile=profile)
-    if place is not None:
-        dist.destroy_process_group()
-        if place.rank > 0:
-            return
+    result = measured(job, place, steps, warmup, profile, console)
+    if result is None:
+        return
     if as_json:
         print_json(asdict(result))
     else:

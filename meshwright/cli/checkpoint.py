@@ -1,15 +1,12 @@
 """`meshwright checkpoint`: inspect and manage what a run has saved."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from meshwright.cli import checkpoint_hf
 from meshwright.cli.job import JSON
-
-if TYPE_CHECKING:
-    from meshwright.checkpoint import Checkpoint
 
 app = typer.Typer(
     help="List, show, verify, compare and prune a run's checkpoints; import and export Hugging Face folders.",
@@ -106,7 +103,9 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
 @app.command()
 def show(checkpoint: Path = ONE, as_json: bool = JSON) -> None:
     """Show a run's state at a checkpoint, and what was saved."""
-    one = _opened(checkpoint)
+    from meshwright.checkpoint import open_checkpoint
+
+    one = open_checkpoint(checkpoint)
     groups: dict[str, list[int]] = {}
     for name, tensor in one.index.tensors.items():
         count = groups.setdefault(name.partition("/")[0], [0, 0, 0])
@@ -168,9 +167,9 @@ def verify(run: Path = RUN, as_json: bool = JSON) -> None:
 @app.command()
 def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts saved them; exit code 1 if any bit differs."""
-    from meshwright.checkpoint import differences
+    from meshwright.checkpoint import differences, open_checkpoint
 
-    one, other = _opened(first), _opened(second)
+    one, other = open_checkpoint(first), open_checkpoint(second)
     with one, other:
         tensors = [{"name": name, "difference": report} for name, report in differences(one, other)]
     facts, others = one.facts.model_dump(), other.facts.model_dump()
@@ -218,19 +217,6 @@ def prune(
         print(f"{'would remove' if dry_run else 'removed'} {path}")
     if not paths:
         print("nothing to remove")
-
-
-def _opened(path: Path) -> "Checkpoint":
-    from meshwright.checkpoint import Checkpoint, newest
-    from meshwright.errors import UserError
-
-    if not path.name:  # the current directory
-        path = path.absolute()
-    if path.name.startswith("step-") and path.is_dir():
-        return Checkpoint.open(path)
-    if not ((path / "checkpoints").is_dir() or (path / "job.resolved.json").is_file()):
-        raise UserError(f"{path} is neither a run folder nor a checkpoint; give one of them")
-    return newest(path)
 
 
 def _size(size_bytes: int) -> str:

@@ -34,23 +34,24 @@ def show_search(
     as_json: bool,
 ) -> None:
     """Search, print and, if asked, write the best layout."""
+    from meshwright.api.planning import find_layouts
     from meshwright.cli.output import print_json, stdout_console, write_file
-    from meshwright.cost import parameter_count
-    from meshwright.errors import UserError
-    from meshwright.plan import batch_sequences, job_text, search, spelled, what_would_fit, why_not
+    from meshwright.plan import job_text, spelled, why_not
 
     model, job = _model(source, overrides)
-    machines = _machines(cluster, job)
-    sequence = seq or (job.batch.sequence_length if job else None) or min(4096, model.max_sequence_length)
-    if training.mtbf_hours is not None:
-        machines = machines.model_copy(update={"mtbf_hours": training.mtbf_hours})
-    gpus = machines.nodes * machines.gpus_per_node
-    batch, practice = batch_sequences(parameter_count(model), sequence, gpus, batch_tokens)
-    found = search(model, machines, sequence, batch, top=top, allow=allow)
-    if not found.best:
-        reason = f" ({why_not(found.misses[0], found)})" if found.misses else ""
-        remedy = what_would_fit(model, machines, sequence, batch) or "more or larger GPUs"
-        raise UserError(f"no layout of {source} fits on --cluster = {spelled(machines)}{reason}; give {remedy}")
+    looked = find_layouts(
+        model,
+        job,
+        cluster,
+        seq or (job.batch.sequence_length if job else None),
+        batch_tokens,
+        top,
+        allow,
+        mtbf_hours=training.mtbf_hours,
+        called=source,
+    )
+    found, machines, sequence, batch = looked.search, looked.machines, looked.sequence, looked.batch
+    practice = looked.practice
     if write is not None:
         heading = f"planned for {spelled(machines)}: {_line(found.best[0])}"
         best = found.best[0].job.model_copy(update={"cluster": machines})
@@ -74,22 +75,6 @@ def show_search(
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for miss in found.misses:
         console.print(f"faster but too large: {why_not(miss, found)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _machines(spelling: str | None, job: "Job | None") -> "Cluster":
-    """The machines of --cluster, or else of the job's own section."""
-    from meshwright.errors import UserError
-    from meshwright.hardware import completed
-    from meshwright.plan import parse_cluster
-
-    if spelling is not None:
-        return parse_cluster(spelling)
-    if job is None or (job.cluster.name or job.cluster.gpu) is None:
-        raise UserError(
-            "--cluster is missing, and a search needs it; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
-            "job with a [cluster]"
-        )
-    return completed(job.cluster)
 
 
 def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":

@@ -2,8 +2,6 @@
 
 import os
 import shlex
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -32,6 +30,7 @@ def train(
         None, "--master", metavar="HOST:PORT", help="Rendezvous address of the machines."
     ),
     trust: bool = TRUST,
+    quiet: bool = typer.Option(False, "--quiet", help="Print nothing but errors, and what --json prints."),
     as_json: bool = JSON,
 ) -> None:
     """Train a job on this machine's CPU or GPUs; inside torchrun or srun it runs as one of the ranks."""
@@ -40,12 +39,13 @@ def train(
     from meshwright.ranks import own_place
 
     if master is not None:
-        _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master))
+        _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master), quiet)
         return
     if nodes > 1:
         raise UserError(f"--nodes {nodes} needs --master HOST:PORT, the rendezvous address; give it on every machine")
     place = own_place()
     console = stderr_console() if as_json else stdout_console()
+    console.quiet = quiet
     if place is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
@@ -65,10 +65,11 @@ def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "
         _with_ranks(job, overrides, resume, trust, 1, console, as_json)
         return
 
+    from meshwright.api.training import write_report
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import run_job
 
-    finished = run_job(loaded, console, on_end=_write_report, resume=resume)
+    finished = run_job(loaded, console, on_end=write_report, resume=resume)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(exit_code(finished.signal))
@@ -81,20 +82,27 @@ def _with_ranks(
 
     loaded = load_job(job, overrides, trust=trust)
 
+    from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
-    words += ["--resume"] * resume + ["--trust"] * trust + ["--json"] * as_json
+    words += ["--resume"] * resume + ["--trust"] * trust + ["--quiet"] * console.quiet + ["--json"] * as_json
     with rank_failures_told():
-        folder = launch(loaded, nproc, words, console, on_end=_write_report, resume=resume)
+        folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
     if folder.state() == "stopped":
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 
 def _as_node(
-    job: str, overrides: list[str], resume: bool, trust: bool, nproc: int | None, place: tuple[int, int, str]
+    job: str,
+    overrides: list[str],
+    resume: bool,
+    trust: bool,
+    nproc: int | None,
+    place: tuple[int, int, str],
+    quiet: bool,
 ) -> None:
     from meshwright.errors import UserError
     from meshwright.job import load_job
@@ -105,14 +113,15 @@ def _as_node(
         raise UserError("--master starts one machine's ranks of an existing run; add --nproc and --resume")
     loaded = load_job(job, overrides, trust=trust)
 
+    from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.multi_node import launch_node
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
-    words += ["--trust"] * trust
+    words += ["--trust"] * trust + ["--quiet"] * quiet
     with rank_failures_told():
-        folder = launch_node(loaded, nproc, node, words, on_end=_write_report)
+        folder = launch_node(loaded, nproc, node, words, on_end=write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one exit code for all nodes: a scheduler takes the largest
         raise typer.Exit(exit_code(folder.stop_signal()))
 
@@ -120,6 +129,7 @@ def _as_node(
 def _as_rank(
     job: str, overrides: list[str], resume: bool, trust: bool, place: "Place", console: "Console", as_json: bool
 ) -> None:
+    from meshwright.api.training import write_report
     from meshwright.errors import UserError
     from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down, leave
@@ -127,7 +137,7 @@ def _as_rank(
     from meshwright.launch.worker import RUN_FOLDER, run_job
     from meshwright.runs.rank_zero import SharedRefusal
 
-    console.quiet = place.rank > 0
+    console.quiet = console.quiet or place.rank > 0
     launched = RUN_FOLDER in os.environ
     try:
         with failures_written_down():
@@ -135,7 +145,7 @@ def _as_rank(
                 loaded = load_job(job, overrides, trust=trust)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
-            finished = run_job(loaded, console, place, on_end=_write_report, resume=resume)
+            finished = run_job(loaded, console, place, on_end=write_report, resume=resume)
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1
         if launched:
@@ -147,17 +157,6 @@ def _as_rank(
         _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted" and not launched:  # launchers treat any other exit code as a failure
         raise typer.Exit(exit_code(finished.signal))
-
-
-def _write_report(run: Path) -> None:
-    """A failure to write the report must not change how a run ends: it can be written later."""
-    from meshwright.errors import UserError
-    from meshwright.studio import write_report
-
-    try:
-        write_report(run)
-    except UserError as error:
-        print(f"warning: report not written ({error}); write it later with meshwright report {run}", file=sys.stderr)
 
 
 def _show(finished: "Finished", console: "Console", as_json: bool) -> None:

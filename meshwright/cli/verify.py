@@ -75,13 +75,12 @@ def verify(
     if strict and job is None:
         raise UserError(f"--strict is about what the check of a job replaces, not {given[0]}; give a JOB with it")
 
+    from meshwright.api.verifying import require_format
     from meshwright.job import load_job
-    from meshwright.verify import FORMATS, load_matrix, own_model_lines
+    from meshwright.verify import load_matrix, own_model_lines
 
     dtype = dtype or ("float32" if run else "float64")
-    if dtype not in FORMATS:
-        raise UserError(f"--dtype {dtype} is not supported; use {', '.join(FORMATS)}")
-    _require_device(device)
+    require_format(dtype, device)
     if layer is not None and collectives is not None:
         raise UserError(
             "--collectives is for a job or a matrix; --layer always lists a layer's collectives, leave it out"
@@ -117,42 +116,30 @@ def _chosen(lines: list[Line], only: str | None) -> list[Line]:
     return chosen
 
 
-def _require_device(device: str) -> None:
-    import torch
-
-    if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is not supported; use cpu or cuda")
-    if device == "cuda" and torch.cuda.device_count() == 0:
-        raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
-
-
 def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, strict: bool, as_json: bool) -> bool:
+    from meshwright.api import verify as verified
     from meshwright.cli.output import print_json, stderr_console, stdout_console
-    from meshwright.layout import ranks_of, require_layout
-    from meshwright.verify import RankError, check_job, shrink
+    from meshwright.verify import RankError
 
-    require_layout(loaded.job, ranks_of(loaded.job.layout))
-    small, changes = shrink(loaded.job, steps, device)
-    hiding = [change.text for change in changes if change.hides]
-    ranks = ranks_of(small.layout)
-    with stderr_console().status(f"one process and {ranks} ranks, {steps} steps in {dtype}"):
+    with stderr_console().status(f"one process and the layout's ranks, {steps} steps in {dtype}"):
         try:
-            verdict = check_job(loaded.job, small, dtype, device, record)
+            report = verified(loaded, steps=steps, dtype=dtype, device=device, collectives=record)
         except RankError as error:
             print(f"meshwright: {error}", file=sys.stderr)
             return False
+    verdict, hiding = report.verdict, report.not_checked
     if as_json:
         first = verdict.first_wrong
         print_json(
             {
                 "equal": verdict.equal,
                 "job": loaded.name,
-                "layout": small.layout.model_dump(mode="json", exclude_defaults=True),
-                "ranks": ranks,
+                "layout": report.layout.model_dump(mode="json", exclude_defaults=True),
+                "ranks": report.ranks,
                 "dtype": dtype,
                 "steps": steps,
                 "seconds": verdict.seconds,
-                "notes": [change.text for change in changes] + verdict.notes,
+                "notes": report.notes,
                 "could_hide_errors": hiding,
                 "first_wrong": None if first is None else as_row(first),
                 "collectives": contract_keys(verdict.collectives),
@@ -161,11 +148,11 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
         )
     else:
         console = stdout_console()
-        for change in changes:
+        for change in report.changes:
             say(console, f"{'not checked' if change.hides else 'note'}  {change}")
         for note in verdict.notes:
             say(console, f"note  {note}")
-        print_verdict(console, verdict, f"{ranks} ranks compute the same as one process")
+        print_verdict(console, verdict, f"{report.ranks} ranks compute the same as one process")
         for line in contract_lines(verdict.collectives) if record else []:
             say(console, line)
         if strict and hiding:

@@ -5,6 +5,7 @@ from math import sqrt
 from meshwright.cost.parameters import block_parameters
 from meshwright.job import FORMAT_BYTES, Job
 from meshwright.job.training import Optimizer, Precision
+from meshwright.registries import own_state_bytes
 
 MASTER_BYTES = FORMAT_BYTES["fp32"]
 SCALED_COLUMNS = 128
@@ -33,6 +34,8 @@ def moment_bytes(precision: Precision) -> float:
 
 def state_bytes(job: Job, projections: float, others: float) -> float:
     """Bytes of the moments of so many entries of projections, and of embedding and head."""
+    if (own := own_state_bytes(job.optimizer.name)) is not None:
+        return own * (projections + others)
     kept = moments_of(job.optimizer) * projections + moments_of(job.optimizer, projection=False) * others
     return moment_bytes(job.precision) * kept
 

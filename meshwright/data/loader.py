@@ -8,6 +8,7 @@ from typing import Self
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
+from meshwright.calls import callable_as
 from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
 from meshwright.data.readers import Readers, WorkerDied, failure_of
 from meshwright.data.samples import IGNORE, Sample, Windows
@@ -128,3 +129,6 @@ def validation_batches(windows: Windows, micro_batch: int, sequences: int) -> It
         missing = micro_batch - len(ids)
         filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64))
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
+
+
+callable_as(__name__, "meshwright.api.data", "loader")

@@ -12,6 +12,7 @@ from pathlib import Path
 from meshwright.data.cache import building, cache_root, sweep
 from meshwright.data.chat import load_chat_template
 from meshwright.data.corpus import Corpus
+from meshwright.data.own_sources import with_files
 from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
 from meshwright.data.prepared.folder import PARTIAL, Manifest, Prepared, ShardedTokens, is_prepared, open_prepared
 from meshwright.data.raw import SYNTHETIC, BadDocuments, Taking, list_inputs
@@ -35,6 +36,7 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
     """
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
+    data = with_files(data)
     if any(is_prepared(name) for name in data.sources):
         return _prepared(data, vocab_size)
     given = tokenizer or _given_tokenizer(data.tokenizer, vocab_size)

@@ -12,7 +12,7 @@ from meshwright.job.hf_config import (
 )
 from meshwright.job.init_from import start_folder
 from meshwright.job.job import Job
-from meshwright.job.load import LoadedJob, job_fields, job_of_table, job_schema, load_job
+from meshwright.job.load import LoadedJob, Overrides, changed_job, job_fields, job_of_table, job_schema, load_job
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.presets import model_preset, model_presets, recipes
 from meshwright.job.text import job_text
@@ -25,7 +25,9 @@ __all__ = [
     "Job",
     "LoadedJob",
     "Model",
+    "Overrides",
     "RopeScaling",
+    "changed_job",
     "code_of",
     "job_fields",
     "job_from_deepspeed",

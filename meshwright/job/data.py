@@ -23,7 +23,7 @@ class Data(Section):
 
     sources: tuple[str, ...] = Field(default=("builtin:stdlib",), min_length=1)
     """Files, folders or addresses of text, JSONL, CSV, Parquet, Arrow or tar, plain or compressed; folders that `data
-    prepare` made; `builtin:stdlib`; or `builtin:synthetic` alone."""
+    prepare` made; `builtin:stdlib`; `builtin:synthetic` alone; or `NAME:ARGUMENT` with a source of your own."""
     weights: tuple[Weight, ...] | None = None
     """How often each source is sampled, in the order of sources; by size when not given."""
     stages: tuple[Stage, ...] = ()

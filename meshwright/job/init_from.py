@@ -11,7 +11,7 @@ from meshwright.job.hf_config import model_of_folder
 from meshwright.job.model import Model, RopeScaling
 
 TOKENIZER = "tokenizer.json"
-_NOT_SHAPE = ("preset", "init_from", "file", "dropout")
+_NOT_SHAPE = ("preset", "init_from", "file", "dropout", "loss")
 
 
 def start_folder(shape: Model) -> Path | None:

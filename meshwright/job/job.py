@@ -10,6 +10,7 @@ from meshwright.job.model import Model
 from meshwright.job.running import Checkpoint, Log, Run
 from meshwright.job.section import Section
 from meshwright.job.training import Batch, Evaluation, Optimizer, Precision, Schedule
+from meshwright.registries import SCHEDULES
 
 _LISTED = 4096
 """The largest micro-batch that an error message suggests."""
@@ -68,11 +69,11 @@ class Job(Section):
 
     @property
     def decay_steps(self) -> int:
-        """Length of the decay phase of the warm-up-stable-decay schedule; 0 for the other schedules."""
-        if self.schedule.name != "wsd":
-            return 0
+        """Length of the decay phase of the warm-up-stable-decay schedule; 0 for other built-in schedules."""
         given = self.schedule.decay_steps
-        return given if given is not None else self.run.steps // 10
+        if self.schedule.name == "wsd":
+            return given if given is not None else self.run.steps // 10
+        return 0 if self.schedule.name in SCHEDULES.built_in or given is None else given
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,11 @@ class LoadedJob:
         return self.origins.get(field, "default")
 
 
-def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False) -> LoadedJob:
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`section.field=value` as on the command line, or a value by `section.field`."""
+
+
+def load_job(source: str, overrides: Overrides = (), *, trust: bool = False) -> LoadedJob:
     """The job in a file (or the recipe of that name) with `section.field=value` overrides; errors raise UserError.
 
     A run folder that names code is rejected unless its code is trusted, or the caller runs none.
@@ -55,6 +59,29 @@ def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False)
     from_file = _run_table(path, text) if path.name == RESOLVED else _parsed(path, text)
     from_overrides = _parse_overrides(overrides)
 
+    job, origins = _resolved(from_file, from_overrides, path)
+    # A run's own record has every field, and a recipe's author knew.
+    shipped = path.name == RESOLVED or path == recipe_path(source)
+    chosen = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
+    for sentence in unused_fields(job, chosen):
+        warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
+    from_run = path.parent.joinpath(RESOLVED).is_file()
+    if from_run and not trust:
+        require_trust(job, str(path.parent), frozenset(_leaves(from_overrides)))
+    comments = "".join(f"# --set {_in_one_line(override)}\n" for override in _as_words(overrides))
+    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins, from_run)
+
+
+def changed_job(job: Job, overrides: Overrides) -> Job:
+    """A job with other values in some fields, checked anew; a new preset brings its whole shape."""
+    table, given = job.model_dump(mode="json", exclude_unset=True), _parse_overrides(overrides)
+    if _model_name("preset", given):
+        table.pop("model", None)
+    return _resolved(table, given, Path("job"))[0]
+
+
+def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job, dict[str, str]]:
+    """The job of a file's fields and of those over them, and where each came from."""
     preset = _model_name("preset", from_file, from_overrides)
     from_preset: Table = {"model": model_preset(preset)} if preset else {}
     folder = _model_name("init_from", from_file, from_overrides)
@@ -71,17 +98,7 @@ def load_job(source: str, overrides: Sequence[str] = (), *, trust: bool = False)
     if folder:
         require_tokenizer(folder, merged)
 
-    job = _validate(merged, origins, path)
-    # A run's own record sets every field, and a recipe's author chose them on purpose.
-    shipped = path.name == RESOLVED or path == recipe_path(source)
-    chosen = [field for field, origin in origins.items() if origin == "override" or (origin == "file" and not shipped)]
-    for sentence in unused_fields(job, chosen):
-        warnings.warn(sentence, UnusedFieldWarning, stacklevel=2)
-    from_run = path.parent.joinpath(RESOLVED).is_file()
-    if from_run and not trust:
-        require_trust(job, str(path.parent), frozenset(_leaves(from_overrides)))
-    comments = "".join(f"# --set {_in_one_line(override)}\n" for override in overrides)
-    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins, from_run)
+    return _validate(merged, origins, path), origins
 
 
 def job_of_table(table: Table, name: str) -> Job:
@@ -147,10 +164,12 @@ def _run_table(path: Path, text: str) -> Table:
     return table
 
 
-def _parse_overrides(overrides: Sequence[str]) -> Table:
+def _parse_overrides(overrides: Overrides) -> Table:
     table: Table = {}
     for override in overrides:
         name, equals, text = override.partition("=")
+        if isinstance(overrides, Mapping):
+            name, equals = override, "="
         keys = [key.strip() for key in name.split(".")]
         if not equals or len(keys) < 2 or not all(keys):
             raise UserError(
@@ -163,8 +182,15 @@ def _parse_overrides(overrides: Sequence[str]) -> Table:
                 raise UserError(
                     f"--set {override} sets part of a value that another --set sets whole; keep one of them"
                 )
-        inner[keys[-1]] = _value(text)
+        inner[keys[-1]] = overrides[override] if isinstance(overrides, Mapping) else _value(text)
     return table
+
+
+def _as_words(overrides: Overrides) -> Sequence[str]:
+    """As they would be given on the command line."""
+    if not isinstance(overrides, Mapping):
+        return overrides
+    return [f"{name}={json.dumps(value, default=str)}" for name, value in overrides.items()]
 
 
 def _value(text: str) -> Any:

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from meshwright.job.names import LossName
 from meshwright.job.section import Section
 
 _WIDEST = 10**6
@@ -71,6 +72,8 @@ class Model(Section):
     """The output head shares the embedding's weights."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout after the embedding and on both residual branches, keyed by seed, step, layer and position."""
+    loss: LossName = "cross-entropy"
+    """What the head computes of its logits and the labels: cross-entropy, or one of your own."""
 
     @model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from meshwright.job.names import SinkName
 from meshwright.job.section import Section
 
 
@@ -65,5 +66,5 @@ class Log(Section):
 
     every_steps: PositiveInt = Field(default=10, le=10**12)
     """Steps between printed lines; every step is recorded in metrics.jsonl."""
-    sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = ()
-    """Where else to send the same stream of metrics."""
+    sinks: tuple[SinkName, ...] = ()
+    """Where else to send the same stream of metrics: wandb, tensorboard, mlflow, or one of your own."""

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from meshwright.job.names import OptimizerName, ScheduleName, Settings
 from meshwright.job.section import Section
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -48,8 +49,8 @@ class Precision(Section):
 class Optimizer(Section):
     """The update rule; weight decay applies to matrices only, not to norms, biases or vectors."""
 
-    name: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = "adamw"
-    """Which optimizer; muon updates projections, with adamw for embedding, head and vectors."""
+    name: OptimizerName = "adamw"
+    """adamw, sgd, adafactor, lion, muon (projections; embedding, head and vectors use adamw), or one of your own."""
     lr: PositiveFloat = Field(default=3e-4, le=1e6)
     """Peak learning rate; for adafactor relative to the parameter's scale (1e-2 is usual)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -62,19 +63,24 @@ class Optimizer(Section):
     """Decoupled weight decay of the matrices."""
     clip: NonNegativeFloat = Field(default=1.0, le=1e12)
     """Clip the global gradient norm to this; 0 disables clipping."""
+    settings: Settings = Field(default_factory=dict)
+    """Arguments of an optimizer of your own besides the rate, as `{rho = 0.05}`."""
 
 
 class Schedule(Section):
     """The learning rate over the run, as a factor of optimizer.lr."""
 
-    name: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); or warm-up and constant."""
+    name: ScheduleName = "cosine"
+    """Warm-up, then a cosine to the floor; warm-up, stable, then linear decay (wsd); warm-up and constant; or one of
+    your own."""
     warmup_steps: NonNegativeInt | None = Field(default=None, le=10**12)
     """Steps of linear warm-up from zero; by default a tenth of run.steps, at most 1000."""
     decay_steps: NonNegativeInt | None = Field(default=None, le=10**12)
     """wsd only: length of the final decay; by default a tenth of run.steps."""
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """The minimum rate, as a fraction of the peak rate."""
+    settings: Settings = Field(default_factory=dict)
+    """Settings of a schedule of your own, as `{power = 0.5}`."""
 
 
 class Evaluation(Section):

@@ -3,10 +3,16 @@
 from collections.abc import Callable, Iterable
 
 from meshwright.job.job import Job
+from meshwright.registries import OPTIMIZERS, SCHEDULES
 
 
 class UnusedFieldWarning(UserWarning):
     """A field of a job that has no effect given the others."""
+
+
+def _optimizer_in(*names: str) -> Callable[[Job], bool]:
+    """Whether a job's optimizer is one of these, or one of the user's own, which may read anything."""
+    return lambda job: job.optimizer.name in names or job.optimizer.name not in OPTIMIZERS.built_in
 
 
 _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
@@ -40,19 +46,25 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     (
         "optimizer.momentum",
         'optimizer.name = "sgd" or "muon"',
-        lambda job: job.optimizer.name in ("sgd", "muon"),
+        _optimizer_in("sgd", "muon"),
     ),
     (
         "optimizer.betas",
         'optimizer.name = "adamw", "lion" or "muon"',
-        lambda job: job.optimizer.name in ("adamw", "lion", "muon"),
+        _optimizer_in("adamw", "lion", "muon"),
     ),
     (
         "optimizer.eps",
         'optimizer.name = "adamw", "adafactor" or "muon"',
-        lambda job: job.optimizer.name in ("adamw", "adafactor", "muon"),
+        _optimizer_in("adamw", "adafactor", "muon"),
     ),
-    ("schedule.decay_steps", 'schedule.name = "wsd"', lambda job: job.schedule.name == "wsd"),
+    ("optimizer.settings", "an optimizer of your own", _optimizer_in()),
+    ("schedule.settings", "a schedule of your own", lambda job: job.schedule.name not in SCHEDULES.built_in),
+    (
+        "schedule.decay_steps",
+        'schedule.name = "wsd"',
+        lambda job: job.schedule.name == "wsd" or job.schedule.name not in SCHEDULES.built_in,
+    ),
     ("schedule.min_lr_ratio", 'schedule.name = "cosine" or "wsd"', lambda job: job.schedule.name != "constant"),
     ("run.may_shrink", "run.max_restarts above 0", lambda job: job.run.max_restarts > 0),
 ]

@@ -23,10 +23,23 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from meshwright.job import Job
 from meshwright.torch_private.compiler import preload
 
+_forks = True
+
 
 def can_fork(job: Job) -> bool:
     """Whether a job's ranks use no GPU, on a system where a fork is safe."""
-    return sys.platform == "linux" and (job.run.device == "cpu" or torch.cuda.device_count() == 0)
+    return _forks and sys.platform == "linux" and (job.run.device == "cpu" or torch.cuda.device_count() == 0)
+
+
+@contextmanager
+def no_forks() -> Iterator[None]:
+    """Inside, ranks are new programs: a fork of a process that has computed would wait for threads it does not have."""
+    global _forks
+    before, _forks = _forks, False
+    try:
+        yield
+    finally:
+        _forks = before
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World, join_world
 from meshwright.ranks import ALONE, Place, own_place
 from meshwright.runs import RunFolder
+from meshwright.runs.callbacks import Callbacks, StopAsked
 from meshwright.runs.lifecycle import (
     Finished,
     OnEnd,
@@ -70,14 +71,17 @@ def run_job(
     on_end: OnEnd = lambda path: None,
     resume: bool = False,
     dtype: torch.dtype | None = None,
+    callbacks: Callbacks | None = None,
 ) -> Finished:
     """Train a job in this process, alone or as one of its ranks; errors are raised before anything is written where
     possible.
 
     Only rank 0 prepares, prints and records; each rank saves its shard. With `resume`, or if an agent has restarted the
     ranks, an existing run folder is continued. However the run ends, `on_end` is called with its folder (to write the
-    report, which is in a higher room). `dtype` overrides the formats of masters and computation.
+    report, which is in a higher room). `dtype` overrides the formats of masters and computation. `callbacks` are called
+    on rank 0.
     """
+    callbacks = callbacks or Callbacks()
     _require_ranks(loaded.job, place)
     launched_in = os.environ.get(RUN_FOLDER) if place else None
     activity = Activity()
@@ -94,10 +98,12 @@ def run_job(
         life.found(start.lease.run)
         rewinds = Rewinds(folder, job, world, console)
         try:
-            with _stop(launched_in) as stop:
+            with _stop(launched_in) as asked:
+                stop = StopAsked(asked, callbacks)
                 while True:
                     try:
-                        with reports(folder, job, corpus, start, console) as to, memory_errors_explained(job, world):
+                        to_all = reports(folder, job, corpus, start, console, callbacks)
+                        with to_all as to, memory_errors_explained(job, world):
                             loader = training_loader(job, corpus, world, start.position, start.cursors())
                             with closing(loader):
                                 loader.start()  # its workers read ahead while the model is built

@@ -10,6 +10,7 @@ from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages
 from meshwright.pipeline import Table, build_table, require_schedule, unchecked_table
+from meshwright.registries import OPTIMIZERS
 
 
 def axes(layout: Layout) -> dict[str, int]:
@@ -218,10 +219,28 @@ def _require_compression(job: Job) -> None:
 
 def _require_optimizer(job: Job) -> None:
     states = job.precision.optimizer_states
+    if job.optimizer.name not in OPTIMIZERS.built_in:
+        _require_own_optimizer(job)
     if job.optimizer.name == "adafactor" and states != "fp32":
         raise UserError(
             f'precision.optimizer_states = "{states}" has nothing to shrink, since optimizer.name = "adafactor" keeps '
             'only a row and a column of each matrix; set it to "fp32"'
+        )
+
+
+def _require_own_optimizer(job: Job) -> None:
+    name, states, layout = job.optimizer.name, job.precision.optimizer_states, job.layout
+    if states != "fp32":
+        raise UserError(
+            f'precision.optimizer_states = "{states}" is a format of built-in optimizers, and optimizer.name = '
+            f'"{name}" keeps states of its own; set it to "fp32"'
+        )
+    sharded = layout.zero_stage > 0 and layout.dp_shard * layout.cp > 1
+    if (layout.tp > 1 or sharded) and not OPTIMIZERS.find(name).elementwise:
+        cut = f"layout.tp = {layout.tp}" if layout.tp > 1 else f"layout.zero = {layout.zero_stage}"
+        raise UserError(
+            f'optimizer.name = "{name}" needs whole matrices, and {cut} leaves a rank parts of them; use '
+            "layout.dp_replicate and layout.pp alone"
         )
 
 

@@ -6,7 +6,6 @@ from meshwright.model.custom import Architecture, build_architecture, count_para
 from meshwright.model.decoder import Decoder
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import Draws
-from meshwright.model.head import IGNORE
 from meshwright.model.huggingface import (
     HfTensor,
     full_hf_names,
@@ -17,6 +16,7 @@ from meshwright.model.huggingface import (
     to_hf_state,
 )
 from meshwright.model.initialise import initial_rows, initialise
+from meshwright.model.numbers import IGNORE
 
 __all__ = [
     "IGNORE",

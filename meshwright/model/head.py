@@ -13,24 +13,23 @@ from torch import Tensor, nn
 from meshwright.cost import chunk_rows, in_whole_lines
 from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.job import Model
-from meshwright.model.numbers import wide_dtype
-
-IGNORE = -100
-"""The label of a token that is ignored."""
+from meshwright.model.numbers import IGNORE, wide_dtype
+from meshwright.model.own_loss import own_loss_of_logits
+from meshwright.registries import LOSSES
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
 
 
 class Head(nn.Module):
-    """The matrix from hidden states to the vocabulary, and the cross-entropy after it."""
+    """The matrix from hidden states to the vocabulary, and the loss after it: cross-entropy, or model.loss."""
 
     loss_of_logits: LossOfLogits
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.width))
-        self.loss_of_logits = loss_of_logits
+        self.loss_of_logits = loss_of_logits if shape.loss in LOSSES.built_in else own_loss_of_logits(shape.loss)
 
     def forward(
         self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None

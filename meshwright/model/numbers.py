@@ -1,4 +1,4 @@
-"""Number formats as torch dtypes: of what is kept in memory, and of sums."""
+"""Number formats as torch dtypes: of what is kept in memory, and of sums; and the label that losses ignore."""
 
 import torch
 
@@ -10,6 +10,8 @@ DTYPES = {
     "fp8": torch.bfloat16,
 }
 """Formats of what is kept in memory: tf32 and fp8 are formats of matrix products only."""
+IGNORE = -100
+"""The label of a token that is ignored."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

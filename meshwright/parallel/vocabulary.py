@@ -6,12 +6,13 @@ N tokens, D width, V vocabulary.
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.model import IGNORE
-from meshwright.model.head import Head, chunked_loss
+from meshwright.model.head import Head, chunked_loss, loss_of_logits
 from meshwright.model.numbers import wide_dtype
 
 
@@ -22,6 +23,7 @@ class VocabularyParallelHead(nn.Module):
         super().__init__()
         self.weight = head.weight
         self.mesh, self.vocab_size, self.placement = mesh, vocab_size, placement
+        self._own_loss = None if head.loss_of_logits is loss_of_logits else head.loss_of_logits
 
     def forward(
         self, hidden: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None
@@ -35,7 +37,24 @@ class VocabularyParallelHead(nn.Module):
         )
         hidden_BSD = whole.to_local(grad_placements=[Partial()])
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return chunked_loss(hidden_BSD, weight, labels_BS, valid_count, self._loss_of_logits)
+        loss = self._loss_of_logits if self._own_loss is None else self._loss_of_whole_rows
+        return chunked_loss(hidden_BSD, weight, labels_BS, valid_count, loss)
+
+    def _loss_of_whole_rows(
+        self, logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """A loss of the user's own, which takes whole rows of logits: those of a chunk are gathered on every rank."""
+        assert self._own_loss is not None
+        rows, ranks = logits_NV.shape[1], self.mesh.size()
+        parts = [torch.empty_like(logits_NV) for _ in range(ranks)]
+        dist.all_gather(parts, logits_NV.contiguous(), group=self.mesh.get_group())
+        whole_NV = torch.cat(parts, 1)[:, : self.vocab_size]
+        loss, grad_NV = self._own_loss(whole_NV, labels_N1, shares_N1, with_gradient)
+        if grad_NV is None:
+            return loss, None
+        padded_NV = F.pad(grad_NV, (0, rows * ranks - self.vocab_size))
+        first = self.mesh.get_local_rank() * rows
+        return loss, padded_NV[:, first : first + rows].contiguous()
 
     def _loss_of_logits(
         self, logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool

@@ -1,5 +1,6 @@
 """What a step of a job takes on a cluster: memory and time by named terms, and their error."""
 
+from meshwright.calls import callable_as
 from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows
 from meshwright.plan.bound import ALLOWED
@@ -50,3 +51,5 @@ __all__ = [
     "what_would_fit",
     "why_not",
 ]
+
+callable_as(__name__, "meshwright.api.planning", "plan")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.atomic import new_folder
-from meshwright.checkpoint import Export, Exported, HfWeights, import_weights, keep_companions
+from meshwright.checkpoint import Checkpoint, Export, Exported, HfWeights, import_weights, keep_companions
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, model_of_folder, start_folder
@@ -56,14 +56,20 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
     return Imported(count, 4 * count)
 
 
-def export_run(run: Path, out: Path, dtype: str, report: Report = lambda done, total: None) -> Exported:
-    """Write a run's newest weights as a Hugging Face folder, completely or not at all."""
+def export_run(
+    run: Path,
+    out: Path,
+    dtype: str,
+    report: Report = lambda done, total: None,
+    checkpoint: Checkpoint | None = None,
+) -> Exported:
+    """Write a run's newest weights, or one of its checkpoints', as a Hugging Face folder, completely or not at all."""
     job = RunFolder.open(run).resolved_job(trust=True)  # none of its code is run
     if job.model.file is not None:
         raise UserError(
             f"{run} trained model.file = {job.model.file}, which is not a Hugging Face architecture; use a preset"
         )
-    export = Export(run, job.model, dtype)
+    export = Export(run, job.model, dtype, checkpoint)
     return export.write(out, _added_up(report, export.bytes))
 
 

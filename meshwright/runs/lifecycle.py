@@ -19,6 +19,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.model import count_parameters
 from meshwright.parallel import World
+from meshwright.runs.callbacks import Callbacks, CallingRecorder
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.huggingface import keep_start, require_start
 from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
@@ -111,7 +112,7 @@ def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
 
 @contextmanager
 def reports(
-    folder: RunFolder | None, job: Job, corpus: Corpus, start: Start, console: Console
+    folder: RunFolder | None, job: Job, corpus: Corpus, start: Start, console: Console, callbacks: Callbacks
 ) -> Iterator[tuple[Recorder, Progress, Callable[[dict[str, Any]], None] | None, dict[str, Any] | None]]:
     """Where an attempt reports to: recorder, progress, memory curve, and the attention kernel that an earlier attempt
     chose. Only rank 0 has a folder; the others are silent."""
@@ -125,7 +126,7 @@ def reports(
     everywhere = recorded_everywhere(folder, job, start.lease.attempt)
     with ConsoleProgress(job, console) as progress, everywhere as recorder:
         folder.tell = progress.message
-        yield recorder, progress, folder.memory, _attention_of(folder)
+        yield CallingRecorder(recorder, callbacks), progress, folder.memory, _attention_of(folder)
 
 
 def _attention_of(folder: RunFolder) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Other places to send a run's metrics to: W&B, TensorBoard, MLflow; each off unless log.sinks names it.
+"""Other places to send a run's metrics to: W&B, TensorBoard, MLflow, users' own; each off unless log.sinks names it.
 
 Each gets what the run folder gets: every row, every event, and the attempt's job, code and environment.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.registries import SINKS
 from meshwright.runs.folder import RunFolder
 
 _LONGEST_PARAMETER = 500
@@ -37,7 +38,9 @@ class Sink(Protocol):
 def require_sinks(job: Job) -> None:
     """Reject a sink whose package is not installed."""
     for name in job.log.sinks:
-        if find_spec(name) is None:
+        if name not in SINKS.built_in:
+            SINKS.find(name)
+        elif find_spec(name) is None:
             raise UserError(f'log.sinks has "{name}", which is not installed; pip install {name} or leave it out')
 
 
@@ -65,7 +68,8 @@ class Everywhere:
     def open(self, name: str, job: Job, attempt: int) -> None:
         """Start one sink with the attempt's description."""
         try:
-            self._sinks[name] = _OPEN[name](self._folder.path, job, self._folder.attempt(attempt))
+            opened = _OPEN[name] if name in _OPEN else SINKS.find(name)
+            self._sinks[name] = opened(self._folder.path, job, self._folder.attempt(attempt))
         except Exception as error:
             self._leave_out(name, error)
 

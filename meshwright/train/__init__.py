@@ -1,5 +1,6 @@
 """Training: the loops, the optimizer, evaluation and generation."""
 
+from meshwright.calls import callable_as
 from meshwright.train.activity import Activity
 from meshwright.train.asynchronous import AsynchronousTrainer, windows
 from meshwright.train.bad_steps import Rewind
@@ -72,3 +73,5 @@ __all__ = [
     "training_loader",
     "windows",
 ]
+
+callable_as(__name__, "meshwright.api.training", "train")

@@ -2,12 +2,26 @@
 
 import math
 
+from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.registries import SCHEDULES
 
 
 def learning_rate(job: Job, step: int) -> float:
-    """The rate of optimizer step `step` (the first is 1): warm-up, then cosine, stable-decay or constant."""
-    return job.optimizer.lr * _factor(job, step)
+    """The rate of optimizer step `step` (the first is 1): warm-up, then cosine, stable-decay or constant; or as a
+    schedule of the user's own says."""
+    factor = _factor if job.schedule.name in SCHEDULES.built_in else _own_factor
+    return job.optimizer.lr * factor(job, step)
+
+
+def _own_factor(job: Job, step: int) -> float:
+    factor = float(SCHEDULES.find(job.schedule.name)(job, step))
+    if not (math.isfinite(factor) and factor >= 0):
+        raise UserError(
+            f'schedule.name = "{job.schedule.name}" gives {factor} for step {step}, and the learning rate is '
+            "optimizer.lr times that; return a finite number from 0 on"
+        )
+    return factor
 
 
 def _factor(job: Job, step: int) -> float:

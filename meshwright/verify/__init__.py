@@ -1,5 +1,6 @@
 """Layout parity: a small job in its layout on CPU processes, compared with the same training in one process."""
 
+from meshwright.calls import callable_as
 from meshwright.verify.check import FORMATS, Check, Verdict, check, check_job
 from meshwright.verify.collectives import Contract
 from meshwright.verify.compare import Comparison, compare, worst
@@ -43,3 +44,5 @@ __all__ = [
     "subject_of",
     "worst",
 ]
+
+callable_as(__name__, "meshwright.api.verifying", "verify")

@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
+from meshwright.registries import LOSSES, OPTIMIZERS, SCHEDULES
 from meshwright.torch_private.compiler import find_cpp_compiler
 from meshwright.verify import formats, staged
 from meshwright.verify.asynchronous import observe_stale
@@ -162,8 +163,9 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
     have their own references, equally stale or lossy.
     """
     job, _ = _in_format(job, dtype)
+    registered = OPTIMIZERS.changes + SCHEDULES.changes + LOSSES.changes
     if is_asynchronous(job) or is_lossy(job.layout):
-        return _reference(job.model_dump_json(), dtype, device)
+        return _reference(job.model_dump_json(), dtype, device, registered)
     alone = job.model_copy(
         update={
             "layout": Layout(),
@@ -173,11 +175,11 @@ def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
             "run": job.run.model_copy(update={"compile": False}),
         }
     )
-    return _reference(alone.model_dump_json(), dtype, device)
+    return _reference(alone.model_dump_json(), dtype, device, registered)
 
 
 @lru_cache(maxsize=64)
-def _reference(job_json: str, dtype: str, device: str) -> Observation:
+def _reference(job_json: str, dtype: str, device: str, registered: int) -> Observation:
     # In a forked process like the ranks, so that this one has no thread pools and can safely fork again.
     job, master = _in_format(Job.model_validate_json(job_json), dtype)
     run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.data.own_sources import is_own_source
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY
 from meshwright.errors import UserError
 from meshwright.job import FORMAT_BYTES, Job
@@ -85,7 +86,10 @@ def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, l
     for section, fields in changes.items():
         sections[section] = sections.get(section, {}) | fields
     made = Job.model_validate(sections)
-    kind = f"text: {form_of(data, prepared)} generated for this check, which end during the run; tokens are bytes"
+    text = f"{form_of(data, prepared)} generated for this check, which end during the run"
+    if own := [name for name in data.sources if is_own_source(name)]:
+        text = f"{', '.join(own)} as it is" + (f", else {text}" if len(own) < len(data.sources) else "")
+    kind = f"text: {text}; tokens are bytes"
     sizes = f"{made.batch.global_batch} sequences a step, micro-batches of {made.batch.micro_batch}"
     notes.append(Change(f"{kind}, vocabulary {made.model.vocab_size}, {sizes}"))
     return made, notes

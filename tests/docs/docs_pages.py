@@ -1,6 +1,7 @@
-"""The guide's pages as tests see them: shell blocks with the output shown after them, pictures, measured figures.
+"""The guide's pages as tests see them: shell and Python blocks with the output shown after them, pictures, figures.
 
-A ```text block right after a ```bash block is what that block prints. An ellipsis stands for what differs from machine
+A ```text block right after a ```bash or ```python block is what that block prints. A page's Python blocks run in order
+in one process, its shell blocks in order in one folder. An ellipsis stands for what differs from machine
 to machine: "…" on a line of its own for any lines, inside a line for any text of it. A picture NAME.svg of the playbook
 is written by a command of its page. A table row that ends in `FILE.json`: `PATH` quotes a measurement before it.
 """
@@ -22,10 +23,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 REFRESH = bool(os.environ.get("REFRESH"))
 """Write what commands print into the pages instead of failing: `make refresh-docs`."""
 
-_BLOCK = re.compile(
-    r"^```(?:bash|sh|shell|console)\n(?P<command>.*?)^```$(?:\n+```text\n(?P<shown>.*?)^```$)?",
-    re.MULTILINE | re.DOTALL,
-)
+_REST = r"\n(?P<command>.*?)^```$(?:\n+```text\n(?P<shown>.*?)^```$)?"
+_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)" + _REST, re.MULTILINE | re.DOTALL)
+_PYTHON = re.compile(r"^```(?:python|py|pycon)" + _REST, re.MULTILINE | re.DOTALL)
 _PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.svg)\)")
 _MEASURED = re.compile(
     r"^\|.*\| *(?P<value>[^|]+?) *\| *`(?P<file>[\w.-]+\.json)`: `(?P<path>[^`]+)` *\|$", re.MULTILINE
@@ -36,16 +36,21 @@ _UNITS = {"GiB": 2.0**-30, "MB": 1e-6, "%": 100.0}
 
 @dataclass(frozen=True)
 class Block:
-    """A shell block, and what the page shows of its output, if it does, with where that stands in the page."""
+    """A block, and what the page shows of its output, if it does, with where that stands in the page."""
 
     command: str
     shown: str | None
     span: tuple[int, int]
 
 
-def blocks(text: str) -> list[Block]:
+def blocks(text: str, kind: re.Pattern[str] = _BLOCK) -> list[Block]:
     """A page's shell blocks, in order."""
-    return [Block(found["command"].strip(), found["shown"], found.span("shown")) for found in _BLOCK.finditer(text)]
+    return [Block(found["command"].strip(), found["shown"], found.span("shown")) for found in kind.finditer(text)]
+
+
+def python_blocks(text: str) -> list[Block]:
+    """A page's Python blocks, in order."""
+    return blocks(text, _PYTHON)
 
 
 def pictures(text: str) -> list[str]:
@@ -58,7 +63,34 @@ def run_page(page: Path, folder: Path, cache: Path, commands: list[Path]) -> Non
 
     Make targets are only resolved (`make -n`): they are the demo and this very test suite.
     """
-    environment = {
+    environment = _environment(folder, cache, commands)
+    text = page.read_text(encoding="utf-8")
+    _hold(page, text, [(block, _printed(page, block.command, folder, environment)) for block in blocks(text)])
+    if page in PLAYBOOK:
+        _check_pictures(page, folder)
+
+
+def run_python(page: Path, folder: Path, cache: Path) -> None:
+    """Run a page's Python blocks in one process, in `folder`, and hold shown text to what they print."""
+    text = page.read_text(encoding="utf-8")
+    found = python_blocks(text)
+    (folder / "blocks.json").write_text(json.dumps([block.command for block in found]), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("run_blocks.py"), page.name, "blocks.json", "printed.json"],
+        cwd=folder,
+        env=_environment(folder, cache, []),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, f"{page.name}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    printed = json.loads((folder / "printed.json").read_text(encoding="utf-8"))
+    _hold(page, text, list(zip(found, map(_trimmed, printed), strict=True)))
+
+
+def _environment(folder: Path, cache: Path, commands: list[Path]) -> dict[str, str]:
+    (folder / "docs").symlink_to(ROOT / "docs")  # the guide speaks from the checkout
+    return {
         **os.environ,
         "PATH": os.pathsep.join([*map(str, commands), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "XDG_CACHE_HOME": str(cache),
@@ -67,9 +99,10 @@ def run_page(page: Path, folder: Path, cache: Path, commands: list[Path]) -> Non
         "COLUMNS": "80",  # what commands print must not depend on who runs them
         "LC_ALL": "C.UTF-8",
     }
-    (folder / "docs").symlink_to(ROOT / "docs")  # the guide speaks from the checkout
-    text = page.read_text(encoding="utf-8")
-    printed = [(block, _printed(page, block.command, folder, environment)) for block in blocks(text)]
+
+
+def _hold(page: Path, text: str, printed: list[tuple[Block, str]]) -> None:
+    """Compare what blocks print with what the page shows; with REFRESH write it there."""
     fresh = text
     for block, output in reversed(printed):
         if block.shown is not None and not matches(block.shown, output):
@@ -79,8 +112,6 @@ def run_page(page: Path, folder: Path, cache: Path, commands: list[Path]) -> Non
             fresh = fresh[: block.span[0]] + output + fresh[block.span[1] :]
     if fresh != text:
         page.write_text(fresh, encoding="utf-8")
-    if page in PLAYBOOK:
-        _check_pictures(page, folder)
 
 
 def _printed(page: Path, command: str, folder: Path, environment: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from docs_pages import ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
-ROOMS = ("train", "runs", "launch", "parallel", "data")
+ROOMS = ("api", "train", "runs", "launch", "parallel", "data")
 
 
 def sentences(room: str) -> str:

@@ -14,7 +14,7 @@ from meshwright.job import Job
 from meshwright.layout import require_layout
 from meshwright.model.block import Block
 from meshwright.model.feedforward import FeedForward
-from meshwright.parallel import apply, fp8, zero
+from meshwright.parallel import Weights, apply, fp8, zero
 from meshwright.train import trainer
 from meshwright.verify import Verdict, check, check_job, shrink
 from meshwright.verify.check import _reference, reference
@@ -91,15 +91,15 @@ def broken(job: Job, name: str, breaking: Callable[[], None], everywhere: bool) 
 
 
 def test_masters_kept_in_16_bits(monkeypatch: Patch) -> None:
-    update = trainer.update
+    update = Weights.update
 
-    def rounding(optimizer: Any, weights: Any) -> None:
-        update(optimizer, weights)
+    def rounding(weights: Any, optimizer: Any) -> None:
+        update(weights, optimizer)
         for master in weights.masters.values():
             if master.dtype == torch.float32:
                 master.data.copy_(master.data.bfloat16())
 
-    verdict = broken(job_of(dp_shard=2), "bf16", lambda: monkeypatch.setattr(trainer, "update", rounding), True)
+    verdict = broken(job_of(dp_shard=2), "bf16", lambda: monkeypatch.setattr(Weights, "update", rounding), True)
     assert wrong(verdict) == {"update"}
 
 

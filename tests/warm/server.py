@@ -14,13 +14,13 @@ import select
 import signal
 import socket
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 # torch imports these on first use, which every command would do anew.
 import torch._dynamo
 import torch._inductor.utils
+from stdlib import narrow_stdlib
 
 import meshwright.cli
 import meshwright.launch.elastic
@@ -30,7 +30,6 @@ import meshwright.studio
 import meshwright.verify
 
 LARGEST_BYTES = 1 << 20
-PACKAGE = "asyncio"
 
 
 def serve(path: str) -> dict[str, Any] | None:
@@ -70,17 +69,6 @@ def answer(client: socket.socket) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         client.sendall(array.array("i", [code]).tobytes())
     os._exit(0)
-
-
-def narrow_stdlib() -> None:
-    """Have `builtin:stdlib` found in one package's folder."""
-    whole = sysconfig.get_path
-
-    def get_path(name: str, *given: Any, **named: Any) -> str:
-        path = whole(name, *given, **named)
-        return str(Path(path) / PACKAGE) if name == "stdlib" else path
-
-    sysconfig.get_path = get_path
 
 
 def become(request: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.atomic import write_atomic
 from meshwright.data.cache import cache_root
+from meshwright.data.own_sources import with_files
 from meshwright.data.prepared.workers import train_on
 from meshwright.data.raw import Taking, Text, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
@@ -94,6 +95,7 @@ class MemoryTokens:
 
 def open_flow(data: Data, vocab_size: int) -> Flow:
     """The flow of a job's data section; a tokenizer that had to be trained is kept in the cache."""
+    data = with_files(data)
     inputs = list_inputs(data.sources)
     wanted = inputs.size_bytes // (data.virtual_shards * _UNITS_A_SHARD)
     units = plan_units(inputs.files, max(_SMALLEST_UNIT_BYTES, min(_LARGEST_UNIT_BYTES, wanted)))

@@ -13,12 +13,14 @@ from meshwright.model import build_architecture
 from meshwright.model.sharding import PROJECTIONS
 from meshwright.parallel import ShardIndex, World, one_pass_here
 from meshwright.parallel.shard_index import shard_index_of
+from meshwright.registries import OPTIMIZERS
 from meshwright.torch_private.arithmetic import foreach_mul_
 from meshwright.train.optimizer.adafactor import Adafactor
 from meshwright.train.optimizer.elementwise import Elementwise, adamw, lion, sgd
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.muon import Muon
 from meshwright.train.optimizer.onepass import OnePassAdamW
+from meshwright.train.optimizer.own import build_own, require_declared
 
 
 class CombinedOptimizer:
@@ -61,6 +63,8 @@ def build_optimizer(
     whole = {name: shard_index_of(master, tuple(master.shape)) for name, master in masters.items()}
     places = {master: (shards or whole)[name] for name, master in masters.items()}
     everything = list(masters.values())
+    if job.optimizer.name not in OPTIMIZERS.built_in:
+        return build_own(job, everything)
     group = partial(_groups, job, _cut_by_columns(job, masters))
     if job.optimizer.name == "adafactor":
         holders = Holders(world or _alone(everything))
@@ -111,13 +115,18 @@ def parts_of(optimizer: Optimizer) -> list[torch.optim.Optimizer]:
 
 def states_of(optimizer: Optimizer, masters: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Tensor]]:
     """Every tensor the optimizer stores, by the parameter's name and its own; empty before the first step."""
-    return {name: dict(optimizer.state.get(master, {})) for name, master in masters.items()}
+    states = {name: dict(optimizer.state.get(master, {})) for name, master in masters.items()}
+    if hasattr(optimizer, "states"):  # as users' own declare
+        require_declared(optimizer, masters, states)
+    return states
 
 
 def state_names(part: torch.optim.Optimizer, master: nn.Parameter) -> set[str]:
     """The tensors that one part of an optimizer stores for a parameter once it was updated."""
     if isinstance(part, Elementwise | Muon | Adafactor):
         return part.state_names(master)
+    if hasattr(part, "states"):
+        return set(part.states)
     return {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, both torch's and ours
 
 

@@ -1,0 +1,50 @@
+"""Jobs, however a caller names them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.job import Job, LoadedJob, Overrides, changed_job, job_text, model_preset, model_presets, recipes
+from meshwright.job import load_job as load_file
+
+JobLike = Job | LoadedJob | str | Path
+"""A job, or what `load_job` takes."""
+
+
+def load_job(source: JobLike, set: Overrides = (), *, trust: bool = False) -> Job:
+    """The job of a file, a recipe's name, a run folder, a model preset's name, or another job; checked, and frozen.
+
+    `set` changes fields, as `{"run.steps": 10}` or `["run.steps=10"]`. A run folder that names code of its own is
+    refused unless that code is trusted.
+    """
+    return loaded(source, set, trust=trust).job
+
+
+def loaded(source: JobLike, set: Overrides = (), *, trust: bool = False) -> LoadedJob:
+    """As `load_job`, with the job's name and text."""
+    if isinstance(source, LoadedJob) and not set:
+        return source
+    if isinstance(source, str | Path):
+        name = str(source)
+        if not _is_preset(name):
+            return load_file(name, set, trust=trust)
+        job = _of_preset(name, set)
+    else:
+        job, name = (source, "job") if isinstance(source, Job) else (source.job, source.name)
+        job = changed_job(job, set) if set else job
+    return LoadedJob(job, name, job_text(job, "made in Python"), {})
+
+
+def _of_preset(name: str, set: Overrides) -> Job:
+    """A job of defaults with a preset's shape, its sequences no longer than that takes."""
+    first: dict[str, Any] = {"model.preset": name}
+    longest = model_preset(name).get("max_sequence_length", Job().batch.sequence_length)
+    if longest < Job().batch.sequence_length:
+        first["batch.sequence_length"] = longest
+    if isinstance(set, Mapping):
+        return changed_job(Job(), first | dict(set))
+    return changed_job(Job(), [*(f"{field}={value}" for field, value in first.items()), *set])
+
+
+def _is_preset(name: str) -> bool:
+    return name in model_presets() and name not in recipes() and not Path(name).exists()

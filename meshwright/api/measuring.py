@@ -1,0 +1,53 @@
+"""`meshwright.bench`: what a job reaches on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from meshwright.api.jobs import JobLike, load_job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from meshwright.job import Job
+    from meshwright.measure import Bench
+    from meshwright.ranks import Place
+
+
+def bench(job: JobLike, *, steps: int = 10, warmup: int = 3, profile: bool = False) -> Bench | None:
+    """Time a job's training steps in this process; nothing is saved.
+
+    Under torchrun this process is one of its ranks, and all but rank 0 get None.
+    """
+    from rich.console import Console
+
+    from meshwright.ranks import own_place
+
+    return measured(load_job(job), own_place(), steps, warmup, profile, Console(quiet=True))
+
+
+def measured(job: Job, place: Place | None, steps: int, warmup: int, profile: bool, console: Console) -> Bench | None:
+    """Measure in this process, alone or as a rank; of the ranks the first has the result."""
+    import torch.distributed as dist
+
+    from meshwright.launch.devices import with_own_device
+    from meshwright.launch.failures import failures_written_down
+    from meshwright.layout import require_layout
+    from meshwright.measure import bench as measure
+    from meshwright.parallel import join_world
+    from meshwright.runs.lifecycle import prepare_data
+    from meshwright.train import choose_device, memory_errors_explained, prepare_device
+
+    with failures_written_down():
+        require_layout(job, 1 if place is None else place.size)
+        if place is not None:
+            job = with_own_device(job, place)
+        device = choose_device(job)
+        prepare_device(job, device)
+        world = join_world(job, device)
+        corpus = prepare_data(job, console)
+        with memory_errors_explained(job, world), console.status(f"{warmup} + {steps} steps"):
+            result = measure(job, corpus, world, steps=steps, warmup=warmup, profile=profile)
+    if place is not None:
+        dist.destroy_process_group()
+    return result if place is None or place.rank == 0 else None

@@ -1,0 +1,83 @@
+"""`meshwright.train`: a job trained in this process, as one of torchrun's ranks, or on ranks of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.jobs import JobLike, loaded
+from meshwright.api.runs import Run
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.runs.callbacks import Callback
+
+OnStep = Callable[[dict[str, Any]], Any]
+
+
+def train(
+    job: JobLike,
+    *,
+    callbacks: Sequence[Callback | OnStep] = (),
+    nproc: int = 1,
+    resume: bool = False,
+    quiet: bool = True,
+) -> Run:
+    """Train a job and return its run; where an earlier run is in run.folder, only with `resume`, which continues it.
+
+    Callbacks are objects like `meshwright.Callback`, or functions that are given every step's row. With `nproc` so many
+    ranks are started, and callbacks are called from a thread of this process; under torchrun this process is one of its
+    ranks, and rank 0's callbacks are called. Everything is in the run folder as `meshwright train` would have left it.
+    """
+    from rich.console import Console
+
+    from meshwright.ranks import own_place
+    from meshwright.runs.callbacks import Callbacks
+
+    given, console = loaded(job), Console(stderr=True, quiet=quiet)
+    listening = Callbacks(_as_callbacks(callbacks))
+    place = own_place()
+    if place is not None and nproc > 1:
+        raise UserError(f"nproc = {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
+    supervised = place is None and bool(given.job.run.max_restarts or given.job.run.watchdog_s)
+    if nproc > 1 or supervised:  # somebody must outlive the process that trains
+        from meshwright.api.launching import launch_ranks
+
+        folder = launch_ranks(given, nproc, console, listening, write_report, resume=resume)
+    else:
+        from meshwright.launch.worker import run_job
+
+        console.quiet = quiet or (place is not None and place.rank > 0)
+        finished = run_job(given, console, place, on_end=write_report, resume=resume, callbacks=listening)
+        folder = finished.folder
+    run = Run(folder)
+    if place is None or place.rank == 0:
+        listening.end(run)
+    return run
+
+
+def write_report(run: Path) -> None:
+    """Write a run's page; one that cannot be written is no reason for a run to end otherwise: it can be made later."""
+    from meshwright.studio import write_report as write
+
+    try:
+        write(run)
+    except UserError as error:
+        print(f"warning: no report ({error}); meshwright report {run} writes it later", file=sys.stderr)
+
+
+def _as_callbacks(callbacks: Sequence[Callback | OnStep]) -> Iterator[Callback]:
+    from meshwright.runs.callbacks import Callback
+
+    for callback in callbacks:
+        if isinstance(callback, Callback):
+            yield callback
+        elif callable(callback):
+            yield type("OnStep", (Callback,), {"on_step": staticmethod(callback)})()
+        else:
+            raise UserError(
+                f"callbacks has a {type(callback).__name__}, which is neither a meshwright.Callback nor a function; "
+                "derive its class from meshwright.Callback"
+            )

@@ -1,0 +1,143 @@
+"""`meshwright.verify`: whether a job's layout computes what one process computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.api.jobs import JobLike, load_job
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.job import Job
+    from meshwright.job.devices import Layout
+    from meshwright.verify import Change, Comparison, Verdict
+    from meshwright.verify.run_plan import Leg
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of it."""
+
+    verdict: Verdict
+    changes: tuple[Change, ...]
+    """What the check does otherwise than the job says."""
+    layout: Layout
+    """Of the small job."""
+    legs: tuple[Leg, ...] = ()
+    """Of a run: the layouts it went through."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether every number is as one process computes it."""
+        return self.verdict.equal
+
+    @property
+    def ok(self) -> bool:
+        """Equal, and no collective breaks the contract where they were recorded."""
+        return self.verdict.ok
+
+    @property
+    def ranks(self) -> int:
+        """How many ran the layout."""
+        from meshwright.layout import ranks_of
+
+        return ranks_of(self.layout)
+
+    @property
+    def rows(self) -> list[Comparison]:
+        """Every comparison: kind, name, error and bound."""
+        return self.verdict.rows
+
+    @property
+    def worst(self) -> Comparison:
+        """The one with the largest error for its bound."""
+        from meshwright.verify import worst
+
+        return worst(self.verdict.rows)
+
+    @property
+    def first_wrong(self) -> Comparison | None:
+        """Where to begin looking when they are not equal."""
+        return self.verdict.first_wrong
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not as the job says, a sentence each."""
+        return [change.text for change in self.changes] + self.verdict.notes
+
+    @property
+    def not_checked(self) -> list[str]:
+        """Those of them that could hide an error."""
+        return [change.text for change in self.changes if change.hides]
+
+    def __str__(self) -> str:
+        wrong = self.first_wrong
+        if wrong is None:
+            return f"equal: {self.ranks} ranks compute what one process computes, worst error {self.worst.error:.1e}"
+        return f"not equal: first diverging is the {wrong.kind} of {wrong.name}, off by {wrong.error:.1e}"
+
+
+def verify(
+    job: JobLike,
+    *,
+    steps: int | None = None,
+    dtype: str | None = None,
+    device: str = "cpu",
+    collectives: bool = False,
+    run: bool = False,
+) -> Report:
+    """Make a job small, train it in one process and in its layout, and compare losses, gradients and updates.
+
+    With `run` it goes through `train`: data, evaluations, checkpoints, resumes in other layouts. `steps` are 3, or 8
+    then; `dtype` is float64, or float32 then. Ranks are forked from this process.
+    """
+    from meshwright.layout import ranks_of, require_layout
+
+    own = load_job(job)
+    dtype = dtype or ("float32" if run else "float64")
+    require_format(dtype, device)
+    require_layout(own, ranks_of(own.layout))
+    if run:
+        return _verify_run(own, steps or 8, dtype, device)
+
+    from meshwright.verify import check_job, shrink
+
+    small, changes = shrink(own, steps or 3, device)
+    verdict = check_job(own, small, dtype, device, collectives)
+    return Report(verdict, tuple(changes), small.layout)
+
+
+def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:
+    from meshwright.launch.worker import run_quietly
+    from meshwright.verify.run_check import check_run
+    from meshwright.verify.run_compare import ROUNDING
+    from meshwright.verify.run_plan import legs_of, small_run
+    from meshwright.verify.run_text import is_prepared_data
+
+    if dtype not in ROUNDING:
+        raise UserError(f"--dtype {dtype} has no bounds to judge a run by; use {' or '.join(ROUNDING)} with --run")
+    if device != "cpu":
+        raise UserError(f"--device {device}: a run is verified on the CPU; leave it out with --run")
+    small, changes = small_run(own, steps)
+    verdict = check_run(small, run_quietly, dtype, is_prepared_data(own.data))
+    return Report(verdict, tuple(changes), small.layout, tuple(legs_of(small)))
+
+
+def require_format(dtype: str, device: str) -> None:
+    """Refuse a number format or a device that nothing can be verified in."""
+    import torch
+
+    from meshwright.verify import FORMATS
+
+    if dtype not in FORMATS:
+        raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is not a kind of device here; use cpu or cuda")
+    if device == "cuda" and torch.cuda.device_count() == 0:
+        raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise UserError(
+            "verify forks its ranks, which a process that has used a GPU cannot; call it before anything trains, or in "
+            "a process of its own"
+        )
