@@ -1,6 +1,6 @@
 """Meshwright plans, verifies and runs LLM training.
 
-What this package offers to programs is imported on first use: `import meshwright` itself costs nothing.
+What this package offers to programs is imported when it is first used: `import meshwright` itself costs nothing.
 """
 
 from importlib import import_module

@@ -189,8 +189,8 @@ def _machines(cluster: str | Cluster | None, job: Job | None) -> Cluster:
         return completed(cluster)
     if job is None or (job.cluster.name or job.cluster.gpu) is None:
         raise UserError(
-            "--cluster is not given, and a search needs one; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
-            "job whose [cluster] says it"
+            "--cluster is missing, and a search needs it; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
+            "job with a [cluster]"
         )
     return completed(job.cluster)
 

@@ -65,7 +65,7 @@ def write_report(run: Path) -> None:
     try:
         write(run)
     except UserError as error:
-        print(f"warning: no report ({error}); meshwright report {run} writes it later", file=sys.stderr)
+        print(f"warning: report not written ({error}); write it later with meshwright report {run}", file=sys.stderr)
 
 
 def _as_callbacks(callbacks: Sequence[Callback | OnStep]) -> Iterator[Callback]:

@@ -116,9 +116,9 @@ def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:
     from meshwright.verify.run_text import is_prepared_data
 
     if dtype not in ROUNDING:
-        raise UserError(f"--dtype {dtype} has no bounds to judge a run by; use {' or '.join(ROUNDING)} with --run")
+        raise UserError(f"--dtype {dtype} has no error bounds for runs; use {' or '.join(ROUNDING)} with --run")
     if device != "cpu":
-        raise UserError(f"--device {device}: a run is verified on the CPU; leave it out with --run")
+        raise UserError(f"--device {device}: runs are verified on the CPU; leave it out with --run")
     small, changes = small_run(own, steps)
     verdict = check_run(small, run_quietly, dtype, is_prepared_data(own.data))
     return Report(verdict, tuple(changes), small.layout, tuple(legs_of(small)))
@@ -131,9 +131,9 @@ def require_format(dtype: str, device: str) -> None:
     from meshwright.verify import FORMATS
 
     if dtype not in FORMATS:
-        raise UserError(f"--dtype {dtype} is not a number format here; use {', '.join(FORMATS)}")
+        raise UserError(f"--dtype {dtype} is not supported; use {', '.join(FORMATS)}")
     if device not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is not a kind of device here; use cpu or cuda")
+        raise UserError(f"--device {device} is not supported; use cpu or cuda")
     if device == "cuda" and torch.cuda.device_count() == 0:
         raise UserError("--device cuda: this machine has no CUDA device; leave it out to verify on the CPU")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.cache import building, cache_root
-from meshwright.data.prepared.folder import MANIFEST
 from meshwright.errors import UserError
 from meshwright.job.data import Data
 from meshwright.registries import SOURCES
@@ -54,8 +53,7 @@ def _file_of(source: str, text_field: str, cache: str | None) -> str:
     folder = cache_root(cache) / f"source-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     if not _is_complete(folder):
         with building(folder, _is_complete) as draft:
-            count = _write(draft / DOCUMENTS, source, read(argument), text_field)
-            (draft / MANIFEST).write_text(json.dumps({"source": source, "documents": count}), encoding="utf-8")
+            _write(draft / DOCUMENTS, source, read(argument), text_field)
     return str(folder / DOCUMENTS)
 
 
@@ -72,10 +70,10 @@ def _version(read: Any, argument: str) -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    return (folder / DOCUMENTS).is_file() and (folder / MANIFEST).is_file()
+    return (folder / DOCUMENTS).is_file()
 
 
-def _write(path: Path, source: str, documents: Any, text_field: str) -> int:
+def _write(path: Path, source: str, documents: Any, text_field: str) -> None:
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for count, document in enumerate(documents, start=1):
@@ -88,4 +86,3 @@ def _write(path: Path, source: str, documents: Any, text_field: str) -> int:
             file.write(json.dumps(record) + "\n")
     if not count:
         raise UserError(f"data.sources: {source} yields no document; correct its argument or leave it out")
-    return count

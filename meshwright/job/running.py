@@ -67,4 +67,4 @@ class Log(Section):
     every_steps: PositiveInt = Field(default=10, le=10**12)
     """Steps between printed lines; every step is recorded in metrics.jsonl."""
     sinks: tuple[SinkName, ...] = ()
-    """Where else to send the same stream of metrics: wandb, tensorboard, mlflow, or one of your own."""
+    """Where else to send the same stream of metrics: wandb, tensorboard, mlflow, or your own."""

@@ -50,7 +50,7 @@ class Optimizer(Section):
     """The update rule; weight decay applies to matrices only, not to norms, biases or vectors."""
 
     name: OptimizerName = "adamw"
-    """adamw, sgd, adafactor, lion, muon (projections; embedding, head and vectors use adamw), or one of your own."""
+    """adamw, sgd, adafactor, lion, muon (projections, with adamw for embedding, head and vectors), or your own."""
     lr: PositiveFloat = Field(default=3e-4, le=1e6)
     """Peak learning rate; for adafactor relative to the parameter's scale (1e-2 is usual)."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -64,7 +64,7 @@ class Optimizer(Section):
     clip: NonNegativeFloat = Field(default=1.0, le=1e12)
     """Clip the global gradient norm to this; 0 disables clipping."""
     settings: Settings = Field(default_factory=dict)
-    """Arguments of an optimizer of your own besides the rate, as `{rho = 0.05}`."""
+    """Passed to your own optimizer besides the rate, as `{rho = 0.05}`."""
 
 
 class Schedule(Section):
@@ -80,7 +80,7 @@ class Schedule(Section):
     min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     """The minimum rate, as a fraction of the peak rate."""
     settings: Settings = Field(default_factory=dict)
-    """Settings of a schedule of your own, as `{power = 0.5}`."""
+    """Read by your own schedule, as `{power = 0.5}`."""
 
 
 class Evaluation(Section):

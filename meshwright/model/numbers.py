@@ -1,4 +1,4 @@
-"""Number formats as torch dtypes: of what is kept in memory, and of sums; and the label that losses ignore."""
+"""Number formats as torch dtypes: of what is kept in memory, and of sums; and the label that is ignored."""
 
 import torch
 

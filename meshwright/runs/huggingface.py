@@ -63,7 +63,7 @@ def export_run(
     report: Report = lambda done, total: None,
     checkpoint: Checkpoint | None = None,
 ) -> Exported:
-    """Write a run's newest weights, or one of its checkpoints', as a Hugging Face folder, completely or not at all."""
+    """Write a run's newest weights, or one checkpoint's, as a Hugging Face folder, completely or not at all."""
     job = RunFolder.open(run).resolved_job(trust=True)  # none of its code is run
     if job.model.file is not None:
         raise UserError(

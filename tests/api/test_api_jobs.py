@@ -34,7 +34,7 @@ def test_a_job_is_changed_by_making_another(tiny_job: Path) -> None:
     [
         ({"run.stepz": 3}, "--set: run.stepz is not a known setting; did you mean run.steps"),
         ({"run.steps": "3"}, '--set: run.steps = "3" is not allowed; it should be a whole number'),
-        ({"steps": 3}, "--set steps is not section.field=value; write for example, --set batch.micro_batch=4"),
+        ({"steps": 3}, "--set steps is not section.field=value; write for example"),
         ({"optimizer.name": "adamx"}, '--set: optimizer.name has "adamx", which is not known; choose one of adamw, '),
         ({"schedule.name": "cos"}, '--set: schedule.name has "cos", which is not known; choose one of cosine, wsd, '),
         ({"model.loss": "mse"}, '--set: model.loss has "mse", which is not known; choose one of cross-entropy'),

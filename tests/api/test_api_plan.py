@@ -34,7 +34,7 @@ def test_an_optimizer_that_keeps_less_needs_less() -> None:
 def test_the_machines_may_be_the_job_s_own() -> None:
     job = meshwright.load_job("gpt2", set={"cluster.gpu": "h100", "cluster.gpus_per_node": 4})
     assert meshwright.plan(job, top=1).cluster.gpus_per_node == 4
-    with pytest.raises(UserError, match="a search needs one"):
+    with pytest.raises(UserError, match="a search needs it"):
         meshwright.plan("gpt2")
 
 

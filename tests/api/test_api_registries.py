@@ -135,7 +135,14 @@ def test_an_installed_package_is_found_by_the_command(installed: Path, tiny_job:
             text=True,
         )
 
-    own = ["--set", "optimizer.name=nesterov", "--set", "schedule.name=inverse-root", "--set", "log.sinks=['lines']"]
+    own: tuple[str, ...] = (
+        "--set",
+        "optimizer.name=nesterov",
+        "--set",
+        "schedule.name=inverse-root",
+        "--set",
+        "log.sinks=['lines']",
+    )
     own += ("--set", "model.loss=z-loss", "--set", "data.sources=['counted:80']", "--set", "run.steps=3")
     done = command("train", str(tiny_job), *own, "--nproc", "2", "--set", "layout.dp_shard=2")
     assert done.returncode == 0, done.stderr

@@ -318,7 +318,7 @@ def test_a_run_outlives_a_controller_that_dies_and_its_requeue_waits_for_the_nex
 ) -> None:
     asked, logged, job = ended["outlived"].result()
     assert asked.returncode == 2 and len(asked.stderr.splitlines()) == 1
-    assert f"Slurm does not report the state of job {job}" in asked.stderr and "ask again" in asked.stderr
+    assert f"Slurm does not report the state of job {job}" in asked.stderr and "retry once" in asked.stderr
     assert f"job {job}, start 0" in logged
     assert status_of(Path("outlived")).state == "done" and starts("outlived") == 2
     run_job(load_job("job.toml", ["run.folder=quiet-long", *RUNS["outlived"][1]]), Console(quiet=True))
