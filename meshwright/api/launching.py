@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
 from meshwright.job import job_text
 from meshwright.reading import EVENTS, METRICS, Kind, Row, Tally, rows_in
@@ -131,9 +132,7 @@ class _Follower(threading.Thread):
 
         path = self._run / STOP_FILE
         if path.parent.is_dir():
-            draft = path.with_suffix(".asked")  # a rank must not read it half-written
-            draft.write_text(ASKED)
-            draft.rename(path)
+            write_atomic(path, ASKED)  # a rank must not read it half-written
             self._asked = True
 
 

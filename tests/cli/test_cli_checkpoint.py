@@ -64,7 +64,7 @@ def test_what_is_no_run_is_refused(cli, tiny_job: Path) -> None:
 def test_a_run_without_checkpoints_is_still_a_run(cli, run: Path) -> None:
     shutil.rmtree(run / "checkpoints")
     for command in (["show", "run"], ["diff", "run", "run"], ["export", "run", "out"]):
-        assert "run holds no complete checkpoint under checkpoints/; let its" in cli("checkpoint", *command).err
+        assert "run holds no complete checkpoint under checkpoints/; wait until" in cli("checkpoint", *command).err
 
 
 def test_a_path_with_brackets_and_a_loss_that_is_no_number_are_told_as_they_are(cli, run: Path) -> None:

@@ -337,5 +337,5 @@ def test_slurm_accepts_the_script_of(cluster: Cluster, work: Path, name: str) ->
     require_accepted(path)
     assert site.partition is not None and f"--partition={site.partition}" in script
     path.write_text(script.replace(f"--partition={site.partition}", "--partition=nowhere"))
-    with pytest.raises(UserError, match=r"sbatch refused: .*partition"):
+    with pytest.raises(UserError, match=r"sbatch failed: .*partition"):
         require_accepted(path)
