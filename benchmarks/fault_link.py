@@ -80,7 +80,7 @@ def cut_link(
             while time.monotonic() < ends:
                 traces.look()
                 time.sleep(0.2)
-            wire.mend()
+            wire.restore()
             codes = [process.wait(180.0) for process in processes]
         finally:
             for process in processes:

@@ -44,7 +44,7 @@ class Wire:
         for space in self.spaces:
             _shell(f"tc -n {space} qdisc add dev wire root tbf rate 8bit burst 10b limit 10b")
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Let everything through again."""
         for space in self.spaces:
             _shell(f"tc -n {space} qdisc del dev wire root")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob, Overrides, changed_job, job_text, model_preset, model_presets, recipes
 from meshwright.job import load_job as load_file
 
@@ -29,9 +30,14 @@ def loaded(source: JobLike, set: Overrides = (), *, trust: bool = False) -> Load
         if not _is_preset(name):
             return load_file(name, set, trust=trust)
         job = _of_preset(name, set)
-    else:
+    elif isinstance(source, Job | LoadedJob):
         job, name = (source, "job") if isinstance(source, Job) else (source.job, source.name)
         job = changed_job(job, set) if set else job
+    else:
+        raise UserError(
+            f"{source!r} is of type {type(source).__name__}, not a job; give a job, a job file, a recipe, a run folder "
+            "or a preset"
+        )
     return LoadedJob(job, name, job_text(job, "made in Python"), {})
 
 

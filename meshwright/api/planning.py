@@ -1,4 +1,4 @@
-"""`meshwright.plan`: the fastest layouts of a job on a cluster, each a job to go on with."""
+"""`meshwright.plan`: the fastest layouts of a job on a cluster, each as a job to continue with."""
 
 from __future__ import annotations
 

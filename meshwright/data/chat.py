@@ -78,9 +78,7 @@ class ChatTemplate:
             answer = self._renderer.ask(messages)
         except Overran as error:
             self._renderer = None
-            raise Overran(
-                f"cannot be written: the chat template of {self._origin} {error}; mend the template"
-            ) from None
+            raise Overran(f"cannot be written: the chat template of {self._origin} {error}; fix the template") from None
         if "refused" in answer:
             raise BadConversation(f"is refused by the chat template of {self._origin} ({answer['refused']})")
         if "unclear" in answer:
@@ -109,9 +107,9 @@ class _Renderer:
             self._read_line(time.monotonic() + _STARTING_S)
             answer = self.ask({**told, "source": source})
         except Overran as error:
-            raise UserError(f"{origin}: the chat template cannot be read: it {error}; mend it") from error
+            raise UserError(f"{origin}: the chat template cannot be read: it {error}; fix it") from error
         if "broken" in answer:
-            raise UserError(f"{origin}: the chat template is broken ({answer['broken']}); mend it")
+            raise UserError(f"{origin}: the chat template is broken ({answer['broken']}); fix it")
 
     def ask(self, what: Any) -> dict[str, Any]:
         """The answer to a message, or `Overran` when none comes in time."""
@@ -124,7 +122,7 @@ class _Renderer:
             raise
         if not line.endswith(b"\n"):
             self._end()
-            raise Overran("ends the process that renders it, for want of memory or time")
+            raise Overran("ends the process that renders it, for lack of memory or time")
         answer: dict[str, Any] = json.loads(line)
         if "overran" in answer:
             self._end()
@@ -209,7 +207,7 @@ def _text(path: Path, named: str) -> str:
     try:
         return read_text(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{named} cannot be read ({error}); correct the path, or mend the file") from error
+        raise UserError(f"{named} cannot be read ({error}); correct the path, or fix the file") from error
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -218,7 +216,7 @@ def _config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"data.tokenizer: {path} cannot be read ({error}); mend or remove it") from error
+        raise UserError(f"data.tokenizer: {path} cannot be read ({error}); fix or remove it") from error
     return config if isinstance(config, dict) else {}
 
 

@@ -46,7 +46,7 @@ def is_regular_inside(path: Path, folder: Path) -> bool:
     """Whether a path below a folder is a regular file that lies there itself, not elsewhere behind a link."""
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
-        path.stat()  # a link to nothing, or to itself, is told as such
+        path.stat()  # a link to nothing, or to itself, is reported as such
         target = path.resolve()
         return target.is_relative_to(folder.resolve()) and target.is_file()
     return stat.S_ISREG(found.st_mode)

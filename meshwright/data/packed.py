@@ -100,7 +100,7 @@ class PackedWindows:
         if not whole or lengths.sum() > self.sequence_length or starts.min() < 0 or starts.max() >= len(self._store):
             raise UserError(
                 f"the index of packed windows beside the tokens is damaged at window {self._first + window}; delete "
-                "the files of its name (*.first.npy and its like) in the prepared folder, and they are made again"
+                "the files of its name (*.first.npy and its like) in the prepared folder, and they are rebuilt"
             )
         return starts, lengths
 

@@ -66,7 +66,7 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
 
 @contextmanager
 def _named_as(field: str) -> Iterator[None]:
-    """Inside, what is wrong with the input is told of the field that names it."""
+    """Inside, errors in the input are reported for the field that names it."""
     try:
         yield
     except UserError as error:
@@ -78,7 +78,7 @@ def _open(folder: Path, order: Order) -> Corpus:
         prepared = open_prepared(folder)
     except UserError as error:
         raise UserError(
-            f"data.cache: {folder} was damaged since it was prepared; start again, and it is made anew"
+            f"data.cache: {folder} was damaged since it was prepared; start again, and it is rebuilt"
         ) from error
     manifest = prepared.manifest
     bounds = accumulate((train for train, _ in manifest.source_tokens(len(order.wishes.sources))), initial=0)

@@ -68,7 +68,7 @@ class Readers:
             self._watch = Watch(self._roll, lambda sentence: self.on_slow(sentence))
 
     def next(self) -> Any:
-        """The next item; a death that this waits on ends all workers and is told with a name."""
+        """The next item; if a worker dies, all workers end and the error names it."""
         assert self._iterator is not None
         try:
             if self._watch is not None:
@@ -81,7 +81,7 @@ class Readers:
             if stuck is not None:
                 raise WorkerDied(
                     f"{stuck} gave nothing for {STUCK_S:g} s; see what keeps it (a disk or server of data.sources that "
-                    "does not answer) and go on with --resume"
+                    "does not answer) and continue with --resume"
                 ) from error
             raise self.explained(error) from error
         except (EOFError, OSError) as error:  # of a worker that dies while it hands over an item
@@ -112,8 +112,8 @@ def failure_of(roll: Roll, worker: int, error: Exception, what: str) -> WorkerDi
     """What a worker hands over in the place of data when it could not read: raised there, it would be a traceback."""
     told = str(error).strip().splitlines() or ["no reason given"]
     failure = WorkerDied(
-        f"{roll.name(worker)} failed at {what} ({type(error).__name__}: {told[0][:200]}); mend that, or try "
-        "data.workers = 0, and go on with --resume"
+        f"{roll.name(worker)} failed at {what} ({type(error).__name__}: {told[0][:200]}); fix that, or try "
+        "data.workers = 0, and continue with --resume"
     )
     failure.add_note("".join(traceback.format_exception(error)))  # shown by --debug
     return failure

@@ -105,8 +105,8 @@ class Tokenizer:
         if not self._control.keys().isdisjoint(ids):
             name = next(self._control[token] for token in ids if token in self._control)
             raise UserError(
-                f"the tokenizer makes its control token {name!r} out of the text {text[:80]!r}, which so could not be "
-                "told from the token itself; use a tokenizer that does not"
+                f"the tokenizer makes its control token {name!r} out of the text {text[:80]!r}, which then cannot be "
+                "distinguished from the token itself; use a tokenizer that does not"
             )
         return ids
 

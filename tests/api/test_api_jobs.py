@@ -46,3 +46,8 @@ def test_mistakes_are_named(tiny_job: Path, given: dict[str, object], sentence: 
         with pytest.raises(UserError) as caught:
             meshwright.load_job(source, set=given)
         assert str(caught.value).startswith(sentence)
+
+
+def test_what_is_no_job_is_named() -> None:
+    with pytest.raises(UserError, match="5 is of type int, not a job; give a job, a job file"):
+        meshwright.verify(5)  # type: ignore[arg-type]

@@ -211,7 +211,7 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
     ("source", "sentence"),
     [
         ("nowhere.jsonl", "nowhere.jsonl does not exist"),
-        ("a.parquet.gz", "is of no kind known here; give text"),
+        ("a.parquet.gz", "is not a supported kind of file; give text"),
         ("pictures", "holds no text, .jsonl, .csv"),
         ("builtin:synthetic", "holds no files to read; choose builtin:stdlib"),
         ("gopher://old/text", "gopher://old/text is not an address fsspec knows"),

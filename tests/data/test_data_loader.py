@@ -232,7 +232,7 @@ def test_a_worker_that_raises_is_named_and_the_rest_ended(corpus):
     with pytest.raises(
         WorkerDied,
         match=r"^data worker 1 of 2 \(process \d+, reading the step of sample 4\) failed at the tokens of data\.sources"
-        r" \(OSError: .*Input/output error\); mend that, or try data\.workers = 0, and go on with --resume",
+        r" \(OSError: .*Input/output error\); fix that, or try data\.workers = 0, and continue with --resume",
     ):
         take(loader, 10)
     assert multiprocessing.active_children() == []

@@ -144,7 +144,7 @@ def test_a_file_that_is_named_itself_is_text_unless_its_name_says_otherwise(tmp_
     with pytest.raises(UserError, match=r"data\.sources: 1 of 1 documents .* \(1 not UTF-8, first at .*a\.zip"):
         prepare(Data(sources=(str(tmp_path / "a.zip"),), cache=str(tmp_path / "cache")), 300)
     (tmp_path / "a.parquet.gz").write_bytes(b"")
-    with pytest.raises(UserError, match=r"data\.sources: .*a\.parquet\.gz is of no kind known here; give text"):
+    with pytest.raises(UserError, match=r"data\.sources: .*a\.parquet\.gz is not a supported kind of file; give text"):
         prepare(Data(sources=(str(tmp_path / "a.parquet.gz"),), cache=str(tmp_path / "cache")), 300)
 
 

@@ -169,7 +169,7 @@ def test_a_join_that_was_made_is_kept_over_a_kill(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"join": "id"}, r"--join id makes one text of several and knows no conversations; leave one out"),
+        ({"join": "id"}, r"--join id joins several texts into one and does not support conversations; leave one out"),
         ({"join": "id", "content": "text"}, r"--join id needs two sources or more"),
         ({"chat_template": Path("x"), "content": "text"}, r"--chat-template x writes conversations, not text"),
         ({"chat_template": Path("nowhere")}, r"--chat-template nowhere cannot be read"),

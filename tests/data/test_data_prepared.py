@@ -224,7 +224,7 @@ def test_a_worker_that_is_killed_is_told(wishes: Wishes, tmp_path: Path, monkeyp
     monkeypatch.setattr(workers, "make_shard", lambda *ignored: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(
         UserError,
-        match=r"a worker process was killed at one of .*\.jsonl.*, perhaps for want .* fewer --workers",
+        match=r"a worker process was killed at one of .*\.jsonl.*, perhaps for lack .* fewer --workers",
     ):
         build(wishes, tmp_path / "out", 1, unit_bytes=UNIT_BYTES)
     assert not (tmp_path / "out").exists()

@@ -59,7 +59,7 @@ def test_what_a_template_does_wrong_is_told_with_its_file(source: str, reason: s
 def test_a_template_is_bounded_in_time_and_memory(source: str, what: str, monkeypatch) -> None:
     monkeypatch.setattr(chat, "SECONDS", 1.0)
     began = time.monotonic()
-    with pytest.raises(UserError, match=rf"talk\.jsonl:7 cannot be written: .*jinja .*({what}).*; mend"):
+    with pytest.raises(UserError, match=rf"talk\.jsonl:7 cannot be written: .*jinja .*({what}).*; fix"):
         Taking(chat=template(source)).from_json(LINE, "talk.jsonl:7")
     assert time.monotonic() - began < 6
 

@@ -63,7 +63,9 @@ def _taking(wishes: Wishes) -> Taking:
             raise UserError(f"--join {wishes.join} needs two sources or more; name them or leave it out")
         return Taking(wishes.text_field, wishes.join)
     if wishes.join is not None:
-        raise UserError(f"--join {wishes.join} makes one text of several and knows no conversations; leave one out")
+        raise UserError(
+            f"--join {wishes.join} joins several texts into one and does not support conversations; leave one out"
+        )
     template = None if wishes.chat_template is None else str(wishes.chat_template)
     tokenizer = None if wishes.tokenizer is None else wishes.tokenizer.expanduser()
     return Taking(chat=load_chat_template(tokenizer, template, "--chat-template"))

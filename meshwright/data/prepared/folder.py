@@ -237,7 +237,7 @@ def _require_size(path: Path, size_bytes: int) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is gone since it was prepared; restore it or prepare the folder again") from error
     if found is None:
-        raise UserError(f"{path} is no regular file any more; restore it or prepare the folder again")
+        raise UserError(f"{path} is no longer a regular file; restore it or prepare the folder again")
     if found != size_bytes:
         raise UserError(
             f"{path} has {found} bytes where {size_bytes} were written; restore it or prepare the folder again"

@@ -160,7 +160,7 @@ def _spread(
             going = goes_on()
     except BrokenProcessPool as error:
         raise UserError(
-            f"a worker process was killed at one of {_names(pending.values())}, perhaps for want of memory or by a "
+            f"a worker process was killed at one of {_names(pending.values())}, perhaps for lack of memory or by a "
             f"damaged file; leave that file out, or run meshwright data prepare with fewer --workers than {workers}: "
             "finished shards are kept"
         ) from error
@@ -187,7 +187,7 @@ def train_on(units: Sequence[Unit], taking: Taking, vocab_size: int, joined: Pat
             return pool.submit(_train_bounded, list(units), taking, vocab_size, joined).result()
         except BrokenProcessPool as error:
             raise UserError(
-                f"training the tokenizer was killed at one of {_names(units)}, perhaps for want of memory or by a "
+                f"training the tokenizer was killed at one of {_names(units)}, perhaps for lack of memory or by a "
                 "damaged file; leave that file out, or give a tokenizer"
             ) from error
 

@@ -160,7 +160,7 @@ def _file(
     if kind is None and remote is None and Path(name).suffix.lower() not in _COMPRESSIONS:
         kind = ("text", "none")  # whoever names a file knows what it is
     if kind is None:
-        raise UserError(f"{name} is of no kind known here; give {_OFFERED}")
+        raise UserError(f"{name} is not a supported kind of file; give {_OFFERED}")
     return InputFile(name, size_bytes, stamp, *kind, remote)
 
 

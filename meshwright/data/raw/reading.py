@@ -56,7 +56,7 @@ def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | C
     with damage_named(file.name), _Watched(file.open(lambda: watch(0, 1)), watch) as raw:
         if file.format in ("parquet", "arrow"):
             if not file.seekable and file.format == "parquet":
-                raise UserError(f"{file.name} lies on a server that does not hand out parts; download it first")
+                raise UserError(f"{file.name} is on a server that does not support range requests; download it first")
             yield from _table(piece, cast(BinaryIO, raw), taking)
             return
         with unpacked(cast(BinaryIO, raw), file.compression, file.name) as stream:
@@ -268,6 +268,6 @@ class _RowLines:
         if self._held > _LONGEST_ROW:
             raise UserError(
                 f"{self._name}:{self._line} is in a row of more than {_LONGEST_ROW >> 20} Mi characters, perhaps for "
-                "want of a closing quotation mark; mend it or leave the file out"
+                "lack of a closing quotation mark; fix it or leave the file out"
             )
         return line

@@ -42,8 +42,8 @@ class StreamLoader:
     ) -> None:
         if position and (lacking := sorted(set(range(flow.shards)) - set(cursors or ()))):
             raise UserError(
-                f"the stream cannot go on at sample {position} without the cursor of shard {lacking[0]}; resume from "
-                "an earlier checkpoint or start a new run"
+                f"the stream cannot continue at sample {position} without the cursor of shard {lacking[0]}; resume "
+                "from an earlier checkpoint or start a new run"
             )
         self.cursors: dict[int, Cursor] = {**dict.fromkeys(range(flow.shards), START), **(cursors or {})}
         """Of every virtual shard, a block from which the next sample of it can be reached."""
