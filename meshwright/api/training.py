@@ -20,16 +20,17 @@ OnStep = Callable[[dict[str, Any]], Any]
 def train(
     job: JobLike,
     *,
-    callbacks: Sequence[Callback | OnStep] = (),
+    callbacks: Callback | OnStep | Sequence[Callback | OnStep] = (),
     nproc: int = 1,
     resume: bool = False,
     quiet: bool = True,
 ) -> Run:
     """Train a job and return its run; where an earlier run is in run.folder, only with `resume`, which continues it.
 
-    Callbacks are objects like `meshwright.Callback`, or functions that are given every step's row. With `nproc` so many
-    ranks are started, and callbacks are called from a thread of this process; under torchrun this process is one of its
-    ranks, and rank 0's callbacks are called. Everything is in the run folder as `meshwright train` would have left it.
+    Callbacks are objects like `meshwright.Callback`, or functions that are given every step's row: one or a sequence.
+    With `nproc` so many ranks are started, and callbacks are called from a thread of this process; under torchrun this
+    process is one of its ranks, and rank 0's callbacks are called. Everything is in the run folder as `meshwright
+    train` would have left it.
     """
     from rich.console import Console
 
@@ -68,10 +69,10 @@ def write_report(run: Path) -> None:
         print(f"warning: report not written ({error}); write it later with meshwright report {run}", file=sys.stderr)
 
 
-def _as_callbacks(callbacks: Sequence[Callback | OnStep]) -> Iterator[Callback]:
+def _as_callbacks(callbacks: Callback | OnStep | Sequence[Callback | OnStep]) -> Iterator[Callback]:
     from meshwright.runs.callbacks import Callback
 
-    for callback in callbacks:
+    for callback in callbacks if isinstance(callbacks, Sequence) else (callbacks,):
         if isinstance(callback, Callback):
             yield callback
         elif callable(callback):

@@ -57,7 +57,7 @@ def test_callbacks_hear_of_everything(here: None, tiny_job: Path) -> None:
 def test_a_callback_may_ask_to_stop_and_the_run_be_resumed(here: None, tiny_job: Path) -> None:
     whole = meshwright.train(meshwright.load_job(tiny_job, set={"run.folder": "whole"}))
     notes = Notes(stop_at=3)
-    run = meshwright.train(tiny_job, callbacks=[notes])
+    run = meshwright.train(tiny_job, callbacks=notes)
     assert notes.steps == [1, 2, 3, 4] and run.state == "stopped"
     assert run.events("stop")[-1]["signal"] == "callback" and run.checkpoint.step == 4
     with pytest.raises(UserError, match="exists and is not an empty folder"):
@@ -101,6 +101,8 @@ def test_ranks_stop_when_a_callback_asks(here: None, tiny_job: Path) -> None:
 def test_mistakes_are_named(here: None, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="callbacks has a int"):
         meshwright.train(tiny_job, callbacks=[3])  # type: ignore[list-item]
+    with pytest.raises(UserError, match="callbacks has a int"):
+        meshwright.train(tiny_job, callbacks=3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="layout needs 2 ranks"):
         meshwright.train(meshwright.load_job(tiny_job, set={"layout.dp_shard": 2}))
     assert not Path("run").exists()
