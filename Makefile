@@ -4,6 +4,10 @@
 export TORCH
 VENV := .venv$(addprefix -torch-,$(TORCH))
 SEED ?= $(shell date +%Y%m%d)
+# More than cores: many tests wait, for ranks, servers and Slurm. More than six would only use more memory.
+WORKERS ?= $(shell n=$$(( $$(nproc) * 3 / 2 )); echo $$(( n < 2 ? 2 : n > 6 ? 6 : n )))
+# Where this is set, every process that a test starts would compile the package's source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 setup:
 	@scripts/setup
@@ -24,7 +28,7 @@ types: setup
 
 unit: setup
 	@scripts/slurm-packages
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs --no-fold-skipped -m "not alone" -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -rs --no-fold-skipped -m "not alone" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 # What takes hours: every layout of the matrix, jobs that were never drawn before (SEED=20260131 repeats a night's), and
