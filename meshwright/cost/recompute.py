@@ -3,6 +3,8 @@
 none       every tensor the backward needs is kept
 selective  results of the operations in KEPT_OPERATIONS are kept, everything else is recomputed from them
 full       only the block's input is kept, and its forward runs again in the backward
+segment    as full, for the first of several blocks that are recomputed together
+joined     nothing is kept: recomputed together with the block before
 A recomputed forward stops as soon as everything missing is there: a block's last projection is recomputed, or kept,
 only where dropout follows it.
 """
@@ -13,8 +15,9 @@ from typing import Literal
 
 from meshwright.cost.cost import Cost
 
-Mode = Literal["none", "selective", "full"]
+Mode = Literal["none", "selective", "full", "segment", "joined"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
+"""What a block may do whatever its neighbours do."""
 
 PROJECTIONS = {
     "aten.mm": "a projection",
@@ -52,9 +55,9 @@ def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost
     """
     if mode == "none":
         return whole
-    if mode == "full":
+    if mode != "selective":
         backward = whole.backward_flops + whole.forward_flops - spared_flops
-        return replace(whole, backward_flops=backward, saved_bytes={"input": stream_bytes})
+        return replace(whole, backward_flops=backward, saved_bytes={} if mode == "joined" else {"input": stream_bytes})
     kept = {name: whole.saved_bytes[name] for name in SELECTIVE_TENSORS if name in whole.saved_bytes}
     projected = {"attention.projected": stream_bytes} | ({} if spared_flops else {"ffn.projected": stream_bytes})
     return replace(whole, saved_bytes={"input": stream_bytes} | kept | projected)
