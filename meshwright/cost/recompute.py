@@ -9,7 +9,7 @@ A recomputed forward stops as soon as everything missing is there: a block's las
 only where dropout follows it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,6 +18,8 @@ from meshwright.cost.cost import Cost
 Mode = Literal["none", "selective", "full", "segment", "joined"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
 """What a block may do whatever its neighbours do."""
+REPEATED: tuple[Mode, ...] = ("full", "segment", "joined")
+"""Modes in which a block's whole forward runs again."""
 
 PROJECTIONS = {
     "aten.mm": "a projection",
@@ -46,6 +48,12 @@ SELECTIVE_TENSORS = (
     "ffn.gate",
 )
 """Saved tensors of a block as large as what selective recomputation keeps for them."""
+
+
+def segments_of(modes: Sequence[str]) -> list[range]:
+    """The places of blocks that are recomputed together, by the mode of each of a stage; the others alone."""
+    starts = [place for place, mode in enumerate(modes) if mode != "joined"]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(modes)], strict=True)]
 
 
 def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode
+from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode, segments_of
 from meshwright.errors import UserError
 from meshwright.model import Decoder
 from meshwright.model.attention import Attention
@@ -47,12 +47,8 @@ def _recompute_segments(model: nn.Module, modes: Mapping[int, Mode], prefetch: i
             "memory.recompute = {segments = k} groups the blocks that Meshwright's own decoder calls, and model.file "
             'builds a model that calls its blocks itself; set memory.recompute = "full"'
         )
-    segments: list[list[str]] = []
-    for name in model.layers:
-        if modes[int(name)] == "segment":
-            segments.append([])
-        segments[-1].append(name)
-    model.segments = segments
+    names = list(model.layers)
+    model.segments = [names[own.start : own.stop] for own in segments_of([modes[int(name)] for name in names])]
     model.run_segment = _recomputing(model.run_segment, {})  # type: ignore[method-assign]
     model.run_block = partial(_block_of, model, prefetch)  # type: ignore[method-assign]
 
