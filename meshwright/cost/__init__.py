@@ -21,7 +21,15 @@ from meshwright.cost.parameters import (
     stage_parameters,
     tensor_count,
 )
-from meshwright.cost.recompute import KEPT_OPERATIONS, MODES, PROJECTIONS, Mode, remade_bytes
+from meshwright.cost.recompute import (
+    KEPT_OPERATIONS,
+    MODES,
+    PROJECTIONS,
+    REPEATED,
+    Mode,
+    remade_bytes,
+    segments_of,
+)
 from meshwright.cost.states import (
     ADAMW_MOVED_BYTES,
     MASTER_BYTES,
@@ -38,6 +46,7 @@ __all__ = [
     "MASTER_BYTES",
     "MODES",
     "PROJECTIONS",
+    "REPEATED",
     "SCALED_COLUMNS",
     "Cost",
     "Mode",
@@ -61,6 +70,7 @@ __all__ = [
     "norm_cost",
     "parameter_count",
     "remade_bytes",
+    "segments_of",
     "stage_parameters",
     "state_bytes",
     "tensor_count",

@@ -36,7 +36,8 @@ def decoder_cost(
         total += saved(cos=table, sin=table)
     for layer in own:
         mode = (recompute or {}).get(layer, "none")
-        total += block_cost(shape, batch, sequence, number_bytes, mode).within(f"layers.{layer}")
+        joined = layer + 1 in own and (recompute or {}).get(layer + 1) == "joined"
+        total += block_cost(shape, batch, sequence, number_bytes, mode, whole=joined).within(f"layers.{layer}")
     if last:
         total += norm_cost(shape, batch, sequence, number_bytes).within("final_norm")
         total += head_cost(shape, batch, sequence, number_bytes).within("head")
@@ -55,10 +56,13 @@ def embedding_cost(shape: Model, batch: int, sequence: int) -> Cost:
     return total
 
 
-def block_cost(shape: Model, batch: int, sequence: int, number_bytes: int, recompute: Mode = "none") -> Cost:
+def block_cost(
+    shape: Model, batch: int, sequence: int, number_bytes: int, recompute: Mode = "none", *, whole: bool = False
+) -> Cost:
     """The sum of the parts and the dropout masks; the norms' inputs are the residual stream at two points.
 
-    With recomputation: what is kept instead, and a backward with the forward work it repeats.
+    With recomputation: what is kept instead, and a backward with the forward work it repeats: `whole` if another block
+    is recomputed from its result.
     """
     sizes = (shape, batch, sequence, number_bytes)
     total = norm_cost(*sizes).within("attention_norm") + attention_cost(*sizes).within("attention")
@@ -66,7 +70,8 @@ def block_cost(shape: Model, batch: int, sequence: int, number_bytes: int, recom
     stream = batch * sequence * shape.width
     if shape.dropout > 0.0:
         total += saved(attention_dropout=(stream, _FLAG), ffn_dropout=(stream, _FLAG))
-    spared = 0 if shape.dropout > 0.0 else _linear(batch * sequence, shape.ffn_width, shape.width, False).forward_flops
+    last = _linear(batch * sequence, shape.ffn_width, shape.width, False)
+    spared = 0 if whole or shape.dropout > 0.0 else last.forward_flops
     return under(recompute, total, stream * number_bytes, spared)
 
 

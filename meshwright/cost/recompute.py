@@ -3,18 +3,23 @@
 none       every tensor the backward needs is kept
 selective  results of the operations in KEPT_OPERATIONS are kept, everything else is recomputed from them
 full       only the block's input is kept, and its forward runs again in the backward
+segment    as full, for the first of several blocks that are recomputed together
+joined     nothing is kept: recomputed together with the block before
 A recomputed forward stops as soon as everything missing is there: a block's last projection is recomputed, or kept,
 only where dropout follows it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from meshwright.cost.cost import Cost
 
-Mode = Literal["none", "selective", "full"]
+Mode = Literal["none", "selective", "full", "segment", "joined"]
 MODES: tuple[Mode, ...] = ("none", "selective", "full")
+"""What a block may do whatever its neighbours do."""
+REPEATED: tuple[Mode, ...] = ("full", "segment", "joined")
+"""Modes in which a block's whole forward runs again."""
 
 PROJECTIONS = {
     "aten.mm": "a projection",
@@ -45,6 +50,12 @@ SELECTIVE_TENSORS = (
 """Saved tensors of a block as large as what selective recomputation keeps for them."""
 
 
+def segments_of(modes: Sequence[str]) -> list[range]:
+    """The places of blocks that are recomputed together, by the mode of each of a stage; the others alone."""
+    starts = [place for place, mode in enumerate(modes) if mode != "joined"]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(modes)], strict=True)]
+
+
 def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:
     """A block's cost in a mode, from that without recomputation; recomputed forward work is part of the backward.
 
@@ -52,9 +63,9 @@ def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost
     """
     if mode == "none":
         return whole
-    if mode == "full":
+    if mode != "selective":
         backward = whole.backward_flops + whole.forward_flops - spared_flops
-        return replace(whole, backward_flops=backward, saved_bytes={"input": stream_bytes})
+        return replace(whole, backward_flops=backward, saved_bytes={} if mode == "joined" else {"input": stream_bytes})
     kept = {name: whole.saved_bytes[name] for name in SELECTIVE_TENSORS if name in whole.saved_bytes}
     projected = {"attention.projected": stream_bytes} | ({} if spared_flops else {"ffn.projected": stream_bytes})
     return replace(whole, saved_bytes={"input": stream_bytes} | kept | projected)

@@ -77,11 +77,25 @@ class Layout(Section):
         return 2 if self.dp_shard * self.cp > 1 else 0
 
 
+class Segments(Section):
+    """Checkpointing every k layers: only the input of every k consecutive blocks is kept."""
+
+    segments: PositiveInt = Field(le=10**4)
+    """Blocks of a segment, which is recomputed as a whole; a pipeline stage begins a new one."""
+
+    def __str__(self) -> str:
+        return f"{{segments = {self.segments}}}"
+
+
 class Every(Section):
-    """Full recomputation of one block in every k."""
+    """Full recomputation of one block in every k, so that a larger k recomputes less; not what is usually called
+    checkpointing every k layers, which is `Segments`."""
 
     every: PositiveInt = Field(le=10**4)
     """Blocks 0, k, 2k, … are recomputed."""
+
+    def __str__(self) -> str:
+        return f"{{every = {self.every}}}"
 
 
 class Budget(Section):
@@ -90,25 +104,29 @@ class Budget(Section):
     budget_gib: PositiveFloat = Field(le=1e6)
     """GiB of activations a rank may keep for its backward passes."""
 
+    def __str__(self) -> str:
+        return f"{{budget_gib = {self.budget_gib:g}}}"
+
 
 class Memory(Section):
     """What is recomputed or offloaded to save device memory."""
 
-    recompute: Literal["none", "selective", "full"] | Every | Budget = "none"
-    """Activations to drop and recompute: none, selective, full, {every = k} or {budget_gib = x}."""
+    recompute: Literal["none", "selective", "full"] | Segments | Every | Budget = "none"
+    """Activations to drop and recompute: none, selective, full, {segments = k} (only every k-th block's input is kept),
+    {every = k} (one block in k is recomputed, the others keep all) or {budget_gib = x}."""
     offload: tuple[Literal["optimizer", "params", "activations"], ...] = ()
     """Kept in host memory: optimizer (masters, gradients, states), params (the working copy too), activations."""
 
     @field_validator("recompute", mode="wrap")
     @classmethod
-    def _one_of_five(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    def _one_of_these(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
             return validate(value)
         except ValidationError:
             shown = "{" + ", ".join(f"{k} = {v}" for k, v in value.items()) + "}" if isinstance(value, dict) else value
             raise ValueError(
-                f'memory.recompute = {shown} is not allowed; it should be "none", "selective", "full", {{every = k}} '
-                "with a whole number of blocks or {budget_gib = x} with x greater than 0"
+                f'memory.recompute = {shown} is not allowed; it should be "none", "selective", "full", '
+                "{segments = k} or {every = k} with a whole number of blocks, or {budget_gib = x} with x greater than 0"
             ) from None
 
 

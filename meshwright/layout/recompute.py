@@ -1,14 +1,16 @@
 """Recomputation of blocks: which mode each gets, and which settings are refused."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil, floor, log10
 
 from meshwright.cost import Mode
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Budget, Every
+from meshwright.job.devices import Budget, Every, Segments
 from meshwright.layout.activations import holdings_of_rank, stages_of_rank
 from meshwright.layout.budget import ORDER, StageBytes, cheapest, least_bytes, peak_bytes
+from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Table
 
 GIB = 2**30
@@ -21,7 +23,18 @@ def recompute_modes(job: Job, table: Table | None, rank: int) -> dict[int, Mode]
         return _within(job, table, rank, int(asked.budget_gib * GIB))
     if isinstance(asked, Every):
         return {layer: "none" if layer % asked.every else "full" for layer in range(job.model.layers)}
+    if isinstance(asked, Segments) and asked.segments > 1:
+        stages = split_layers(job, table.stages // table.parameter_copies if table else 1)
+        return {layer: mode for own in stages for layer, mode in _in_segments(own, asked.segments)}
+    if isinstance(asked, Segments):
+        asked = "full"
     return dict.fromkeys(range(job.model.layers), asked)
+
+
+def _in_segments(layers: range, blocks: int) -> Iterator[tuple[int, Mode]]:
+    """The layers of a stage in segments of this many blocks; the last may be shorter."""
+    for place, layer in enumerate(layers):
+        yield layer, "joined" if place % blocks else "segment"
 
 
 def _within(job: Job, table: Table | None, rank: int, budget: int) -> dict[int, Mode]:
@@ -86,9 +99,7 @@ def budget_span(job: Job, table: Table | None) -> tuple[int, int]:
 
 def _shown(asked: object) -> str:
     """The setting as a job file has it."""
-    if isinstance(asked, Every):
-        return f"{{every = {asked.every}}}"
-    return f"{{budget_gib = {asked.budget_gib:g}}}" if isinstance(asked, Budget) else f'"{asked}"'
+    return f'"{asked}"' if isinstance(asked, str) else str(asked)
 
 
 def _rounded_up(number: float) -> float:

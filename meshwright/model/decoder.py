@@ -1,6 +1,6 @@
 """The decoder: tokens in, loss or logits out, on one device. B batch, S sequence, D width, V vocabulary."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self, cast
 
 import torch
@@ -14,7 +14,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
 from meshwright.model.head import Head
 from meshwright.model.norm import RMSNorm, make_norm
-from meshwright.model.rotary import rotary_tables
+from meshwright.model.rotary import RotaryTables, rotary_tables
 
 
 class Decoder(nn.Module):
@@ -26,6 +26,8 @@ class Decoder(nn.Module):
     head: Head | None
     after_block: Callable[[str, Tensor], None] | None = None
     """Called with a block's name and result; unlike a hook on the block it is not compiled with it."""
+    segments: Sequence[Sequence[str]] | None = None
+    """The names of blocks that `run_segment` runs together; by default each alone."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -71,17 +73,36 @@ class Decoder(nn.Module):
         index = self._default_positions(x, cache) if positions is None else positions
         hidden_BSD = x if self.embed is None else self._embedded(x, index, draws)
         rotary = rotary_tables(self.shape, index, hidden_BSD.dtype) if self.shape.positions == "rope" else None
-        for name, block in self.layers.items():
-            drawn = None if draws is None else draws.at_layer(int(name))
-            hidden_BSD = block(hidden_BSD, rotary, positions, documents, drawn, cache)
-            if self.after_block is not None:
-                self.after_block(name, hidden_BSD)
+        for names in self.segments or [[name] for name in self.layers]:
+            hidden_BSD = self.run_segment(names, hidden_BSD, rotary, positions, documents, draws, cache)
         if self.final_norm is not None:
             hidden_BSD = self.final_norm(hidden_BSD)
         if self.head is None:
             return hidden_BSD
         result: Tensor = self.head(hidden_BSD, labels, valid_count)
         return result
+
+    def run_segment(
+        self,
+        names: Sequence[str],
+        hidden_BSD: Tensor,
+        rotary: RotaryTables | None,
+        positions: Tensor | None,
+        documents: Documents | None,
+        draws: Draws | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """Some consecutive blocks; replaced where they are recomputed together."""
+        for name in names:
+            drawn = None if draws is None else draws.at_layer(int(name))
+            hidden_BSD = self.run_block(name)(hidden_BSD, rotary, positions, documents, drawn, cache)
+            if self.after_block is not None:
+                self.after_block(name, hidden_BSD)
+        return hidden_BSD
+
+    def run_block(self, name: str) -> Callable[..., Tensor]:
+        """What runs a block: the module itself; replaced where its hooks are not for a recomputation."""
+        return self.layers[name]
 
     def _default_positions(self, x: Tensor, cache: KVCache | None) -> Tensor:
         first = 0 if cache is None else cache.length

@@ -131,7 +131,7 @@ def _build_model(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
         _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
-    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0)
+    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0, prefetch=job.layout.prefetch)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages update independently
@@ -151,7 +151,8 @@ def _fuse_projections(model: nn.Module) -> None:
 def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool) -> None:
     """Compile every block separately: one compilation serves all of them.
 
-    What a block recomputes is part of what is compiled, unless fully recomputed blocks recompute outside of it.
+    What a block recomputes is part of what is compiled, unless fully recomputed blocks recompute outside of it, as
+    segments do.
     """
     # These import the compiler, which takes time.
     from meshwright.parallel.compiler_fixes import correct_attention_shapes, recompute_inside_functions
@@ -159,7 +160,7 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
     recompute_inside_functions()
     correct_attention_shapes()
     for name, block in cast(nn.ModuleDict, model.layers).items():
-        if recompute_around and modes[int(name)] == "full":
+        if modes[int(name)] in ("segment", "joined") or (recompute_around and modes[int(name)] == "full"):
             block.forward = torch.compile(block.forward)
         else:
             block.compile()

@@ -1,7 +1,9 @@
 """Recomputation of blocks: forwards that drop what they can recompute.
 
 A block's forward is replaced, not wrapped in a module: parameters keep their names, hooks of tensor parallelism inside
-a block run again with it, those of `fully_shard` around it do not.
+a block run again with it, those of `fully_shard` around it do not. A segment's blocks are called as modules in forward,
+and by their forwards when they are recomputed: `fully_shard` would free the parameters after each of them, and gather
+them again for its backward. They are gathered here instead, and freed after their backward.
 """
 
 from collections import Counter
@@ -11,24 +13,59 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode
+from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode, segments_of
+from meshwright.errors import UserError
+from meshwright.model import Decoder
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
+from meshwright.torch_private.autograd import in_backward
 
 
-def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: bool) -> None:
+def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: bool, prefetch: int = 1) -> None:
     """Let the blocks of a model recompute, each in its mode, in place.
 
-    `keep_last` says whether something after a block's last projection (dropout) needs its result.
+    `keep_last` says whether something after a block's last projection (dropout) needs its result; `prefetch` how many
+    blocks of a segment gather their parameters ahead.
     """
+    if "segment" in modes.values():
+        _recompute_segments(model, modes, prefetch)
+        return
     for name, block in cast(nn.ModuleDict, model.layers).items():
         if (mode := modes[int(name)]) == "full":
             block.forward = _recomputing(block.forward, {})
         elif mode == "selective":
             contexts = partial(_selective_contexts, 0 if keep_last else _projections(block))
             block.forward = _recomputing(block.forward, {"context_fn": contexts})
+
+
+def _recompute_segments(model: nn.Module, modes: Mapping[int, Mode], prefetch: int) -> None:
+    if not isinstance(model, Decoder) or type(model).forward is not Decoder.forward:
+        raise UserError(
+            "memory.recompute = {segments = k} groups the blocks that Meshwright's own decoder calls, and model.file "
+            'builds a model that calls its blocks itself; set memory.recompute = "full"'
+        )
+    names = list(model.layers)
+    model.segments = [names[own.start : own.stop] for own in segments_of([modes[int(name)] for name in names])]
+    model.run_segment = _recomputing(model.run_segment, {})  # type: ignore[method-assign]
+    model.run_block = partial(_block_of, model, prefetch)  # type: ignore[method-assign]
+
+
+def _block_of(model: Decoder, prefetch: int, name: str) -> Callable[..., Tensor]:
+    """What runs a block of a segment: the module, or in a recomputation its forward, once its parameters are there."""
+    block = model.layers[name]
+    if not in_backward() or not isinstance(block, FSDPModule):
+        return block
+    assert model.segments is not None
+    segment = next(names for names in model.segments if name in names)
+    place = segment.index(name)
+    for ahead in segment[place : place + 1 + prefetch]:
+        handle = cast(FSDPModule, model.layers[ahead]).unshard(async_op=True)
+        if ahead == name and handle is not None:
+            handle.wait()
+    return cast(Callable[..., Tensor], block.forward)
 
 
 def _projections(block: nn.Module) -> int:

@@ -6,7 +6,7 @@ T tokens of a micro-batch on this rank, D width, F ffn width, H and K query and 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from meshwright.cost import chunk_rows, in_whole_lines
+from meshwright.cost import REPEATED, chunk_rows, in_whole_lines
 from meshwright.job import Job
 from meshwright.layout import kv_copies, kv_heads_of
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
@@ -97,6 +97,8 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
         }[software.selective],
         # Nothing in the backward needs a block's last product, and our trainer stops before it.
         "full": forward + attention + elementwise - (matmul_s(device, *products[-1]) if software.own else 0.0),
+        "segment": forward + attention + elementwise,
+        "joined": forward + attention + elementwise,
     }[mode]
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
@@ -122,7 +124,7 @@ def host_waits(
         forward, backward = (count * bare_s for count in own_launches(job, software, mode))
     else:
         forward = kernels_of(job, software) * software.launch_s * bare_s / _USUAL_LAUNCH_S
-        backward = (3 if mode == "full" else 2) * forward
+        backward = (3 if mode in REPEATED else 2) * forward
     waits = []
     for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
         both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
@@ -143,10 +145,11 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
     if software.fusion == "fused":
         forward = 33 + 0.75 * operations
         casts = (50, 22) if job.precision.compute == "fp8" else (0, 0)
-        return forward + casts[0], 1.6 * forward + casts[1] + (8 if mode == "full" else 0)
+        again = {"full": 8.0, "segment": forward, "joined": forward}.get(mode, 0.0)  # inside the graph, or around it
+        return forward + casts[0], 1.6 * forward + casts[1] + again
     forward = 2.8 * operations
     backward = 1.4 * forward + 70
-    if mode == "full":
+    if mode in REPEATED:
         return forward + 50, backward + forward + 45
     return (forward + 150, backward + 100) if mode == "selective" else (forward, backward)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.cost import MASTER_BYTES, in_whole_lines, layer_parameters, stage_parameters, state_bytes
+from meshwright.cost import MASTER_BYTES, in_whole_lines, layer_parameters, segments_of, stage_parameters, state_bytes
 from meshwright.job import FORMAT_BYTES, Job, Model
 from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
 from meshwright.pipeline import Table, unchecked_table
@@ -62,11 +62,15 @@ def rank_memory(
         stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in held
     )
     projections = sum(layers[place] for place in held) * layer_parameters(job)
-    terms = _states(job, software, parameters, projections)
+    starts = [sum(layers[:place]) for place in range(len(layers))]
+    owned = [modes[starts[place] : starts[place] + layers[place]] for place in held]
+    together = max(len(segment) for own in owned for segment in segments_of(own))
+    terms = _states(job, software, parameters, projections, together)
     if table is None and software.own:
         terms |= fullest_moment(job, software, modes, terms)
     else:
-        terms |= _activations(job, software, layers, modes, table, rank, held)
+        last = [place == len(layers) - 1 for place in held]
+        terms |= _activations(job, software, owned, last, table, rank)
         if len(layers) - 1 in held:
             terms |= _loss(job, software)
     if job.accumulation == 1 and table is None and not software.own and not software.weights_apart:
@@ -76,7 +80,7 @@ def rank_memory(
     host = 0.0
     if job.memory.offload:
         host = move_to_host(
-            job, terms, max(block_bytes(job, software, mode)[0] for mode in modes), layer_parameters(job)
+            job, terms, max(block_bytes(job, software, mode)[0] for mode in modes), layer_parameters(job), together
         )
     terms["workspaces"] = software.workspace_bytes
     allocated = sum(terms.values())
@@ -84,8 +88,11 @@ def rank_memory(
     return RankMemory(rank, terms, FRAGMENTS * allocated, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES, host)
 
 
-def _states(job: Job, software: Software, parameters: float, projections: float) -> Terms:
-    """Weights, gradients and optimizer states by zero stage; under a pipeline gradients stay whole until the end."""
+def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:
+    """Weights, gradients and optimizer states by zero stage; under a pipeline gradients stay whole until the end.
+
+    `together` is how many blocks are recomputed together.
+    """
     layout, zero = job.layout, job.layout.zero_stage
     sharers = layout.dp_shard * layout.cp
     narrow = job.precision.number_bytes < MASTER_BYTES
@@ -105,7 +112,7 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
         }
         if software.narrow_gradients:
             terms["gradients in the other format"] = 4.0 * parameters / shared if half else 2.0 * parameters / whole
-        return terms | _gathered(job)
+        return terms | _gathered(job, together)
     # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
     whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
     terms = {
@@ -116,7 +123,7 @@ def _states(job: Job, software: Software, parameters: float, projections: float)
     }
     if whole_gradients and zero > 0:
         terms["gradients before they are reduced"] = gradient * parameters
-    return terms | _gathered(job)
+    return terms | _gathered(job, together)
 
 
 def gradient_bytes(job: Job, software: Software) -> int:
@@ -126,37 +133,32 @@ def gradient_bytes(job: Job, software: Software) -> int:
     return job.precision.gradient_bytes
 
 
-def _gathered(job: Job) -> Terms:
-    """Under zero 3, the unit in use, the prefetched one, and the gradients of one in transit."""
+def _gathered(job: Job, together: int) -> Terms:
+    """Under zero 3, the unit in use and the prefetched one, or all of a segment, and the gradients of one in
+    transit."""
     layout = job.layout
     if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
         return {}
     table = job.model.vocab_size * job.model.width / layout.tp
     unit = layer_parameters(job)
     return {
-        "gathered parameters": 2.0 * ((1 + layout.prefetch) * unit + table),
+        "gathered parameters": 2.0 * (max(1 + layout.prefetch, together) * unit + table),
         "gradients before they are reduced": 6.0 * max(unit, table),
     }
 
 
 def _activations(
-    job: Job,
-    software: Software,
-    layers: list[int],
-    modes: list[str],
-    table: Table | None,
-    rank: int,
-    held: list[int],
+    job: Job, software: Software, modes: list[list[str]], last: list[bool], table: Table | None, rank: int
 ) -> Terms:
-    starts = [sum(layers[:place]) for place in range(len(layers))]
-    sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
+    """What a rank's stages keep of the micro-batches in flight, and what a backward restores on top; `modes` are those
+    of each stage's blocks, `last` says which stage sends its result to no other."""
+    sizes = {mode: block_bytes(job, software, mode) for own in modes for mode in own}
     boundary = sizes_of(job, "full").get("input", 0.0)
     kept, remade = [], 0.0
-    for place in held:
-        own = modes[starts[place] : starts[place] + layers[place]]
-        sent = boundary if table is not None and place < len(layers) - 1 else 0.0
+    for own, final in zip(modes, last, strict=True):
+        sent = boundary if table is not None and not final else 0.0
         kept.append(sum(sizes[mode][0] for mode in own) + sent)
-        remade = max([remade, *(sizes[mode][1] for mode in own)])
+        remade = max([remade, *(sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))])
     fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(table, rank))
     return {"activations": fullest, "a block's forward made again": remade}
 
@@ -183,6 +185,8 @@ def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
         dropped = sum(whole.pop(name, 0.0) for name in ("attention.scores",))
         return sum(whole.values()), dropped
     kept = sizes_of(job, mode)
+    if mode in ("segment", "joined"):  # a compiled block saves for a segment what it would save without recomputation
+        return sum(kept.values()), sum(whole.values()) - sum(kept.values())
     if software.own:
         # Inputs of its kernels are recomputed; a compiler that sees what is kept computes the rest inside of them.
         again = sizes_of(job, "none") if mode == "full" else whole
@@ -276,7 +280,8 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
     """Of a step without a pipeline, what is held besides the states at the peak, gradients included.
 
     That is in the loss, when all is kept for the backward; in the backward of the last block or of the first, with what
-    it recomputes and what passes through it; or when the last gradient, the embedding's, has been computed.
+    it recomputes and what passes through it; or when the last gradient, the embedding's, has been computed. Of segments
+    the last may be shorter than the others: then it may be in the one before.
     """
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
     kept = sum(sizes[mode][0] for mode in modes)
@@ -288,21 +293,30 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
     pending = (each if job.model.tied else per_entry) * table
     # With several micro-batches a step, the gradients of those before are there all the time.
     before = whole if job.accumulation > 1 else 0.0
-    last, first = modes[-1], modes[0]
+    segments = segments_of(modes)
+    longest = max(segments, key=lambda segment: (len(segment), segment.start))
+
+    passing = _passing(job)
+
+    def backward_in(segment: range, gradients: float, *, first: bool = False) -> Terms:
+        """When a segment was recomputed, and its backward starts or has come to its first block."""
+        missing = segment[:1] if first else segment
+        return {
+            "activations": sum(sizes[mode][0] for mode in modes[: segment.stop]),
+            "gradients": gradients,
+            "a block's forward made again": sum(sizes[modes[place]][1] for place in missing),
+            "a block's backward": passing,
+        }
+
     moments: list[Terms] = [
         {"activations": kept, "gradients": before, **_loss(job, software)},
-        {
-            "activations": kept,
-            "gradients": before + pending,
-            "a block's forward made again": sizes[last][1],
-            "a block's backward": _passing(job),
-        },
-        {
-            "activations": sizes[first][0],
-            "gradients": before or whole - per_entry * table - layer + pending,
-            "a block's forward made again": sizes[first][1],
-            "a block's backward": _passing(job),
-        },
+        backward_in(segments[-1], before + pending),
+        *(
+            backward_in(segment, before + pending + (0.0 if before else (len(modes) - segment.stop) * layer))
+            for segment in {longest, segments[0]}
+            if len(segment) > 1
+        ),
+        backward_in(segments[0], before or whole - per_entry * table - layer + pending, first=True),
         {"activations": 0.0, "gradients": whole + each * table, "a block's forward made again": 0.0},
     ]
     return max(moments, key=lambda terms: sum(terms.values()))

@@ -13,8 +13,13 @@ def offloads_states(job: Job) -> bool:
     return bool({"optimizer", "params"} & set(job.memory.offload))
 
 
-def move_to_host(job: Job, terms: dict[str, float], block_bytes: float, layer_parameters: float) -> float:
-    """Take what the job offloads out of a rank's terms, in place; returns the bytes its host holds instead."""
+def move_to_host(
+    job: Job, terms: dict[str, float], block_bytes: float, layer_parameters: float, together: int
+) -> float:
+    """Take what the job offloads out of a rank's terms, in place; returns the bytes its host holds instead.
+
+    `together` is how many blocks are recomputed together, with their parameters on the device.
+    """
     host = 0.0
     if offloads_states(job):
         sharded = job.layout.zero_stage > 0
@@ -23,7 +28,8 @@ def move_to_host(job: Job, terms: dict[str, float], block_bytes: float, layer_pa
         if "params" in job.memory.offload and not sharded:
             working = terms.pop("working weights", 0.0)
             host += working
-            terms["streamed weights"] = 2.0 * (2 * layer_parameters + job.model.vocab_size * job.model.width)
+            on_device = (1 + together) * layer_parameters + job.model.vocab_size * job.model.width
+            terms["streamed weights"] = 2.0 * on_device
     if "activations" in job.memory.offload:
         kept = terms["activations"]
         stays = min(kept, 2 * block_bytes)

@@ -6,7 +6,7 @@ from meshwright.cost import flops_per_token
 from meshwright.errors import UserError
 from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
-from meshwright.job.devices import Cluster, Every
+from meshwright.job.devices import Cluster, Every, Segments
 from meshwright.layout import recompute_modes, split_layers, table_of
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
@@ -133,6 +133,9 @@ def _modes(job: Job, layers: list[int]) -> list[str]:
         return [asked] * job.model.layers
     if isinstance(asked, Every):
         return ["none" if layer % asked.every else "full" for layer in range(job.model.layers)]
+    if isinstance(asked, Segments):
+        modes_of = recompute_modes(job, table_for(job), 0)  # for every rank alike
+        return [modes_of[layer] for layer in range(job.model.layers)]
     table = table_of(job) if job.layout.pp > 1 else None
     starts = [sum(layers[:place]) for place in range(len(layers) + 1)]
     modes = ["none"] * job.model.layers

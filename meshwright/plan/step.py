@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log2
 
-from meshwright.cost import stage_parameters
+from meshwright.cost import REPEATED, stage_parameters
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
@@ -171,7 +171,7 @@ def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: s
     forward, backward = once * exposed, once * exposed
     if layout.sp and software.regather and layout.tp > 1:
         backward += 2 * all_gather_s(wires, groups.tp, size) * exposed * 0.5
-    if mode == "full":
+    if mode in REPEATED:
         backward += once * exposed
     if layout.cp > 1:
         keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp

@@ -140,12 +140,14 @@ class MemoryCurve:
 
     def _block_ends(self, layer: str, _block: nn.Module | None, result: Any) -> None:
         number = self._micro_batch
-        if number <= WATCHED_MICRO_BATCHES:
+        if in_backward():  # a segment's blocks run again
+            self._part_ends(layer, None, result)
+        elif number <= WATCHED_MICRO_BATCHES:
             self.sample("forward", number, layer)
             self._on_gradient(result, self.sample, "backward", number, layer)
 
-    def _part_ends(self, layer: str, _part: nn.Module, _result: Any) -> None:
-        """One of a block's own modules, which run during backward only if it recomputes the block."""
+    def _part_ends(self, layer: str, _part: nn.Module | None, _result: Any) -> None:
+        """A block or one of its own modules, which run during backward only if it recomputes the block."""
         if in_backward() and self._micro_batch <= WATCHED_MICRO_BATCHES:
             self.sample("recompute", self._micro_batch, layer)
 

@@ -1,7 +1,7 @@
 """Activations in host memory: what a block saves for backward is copied out as soon as it is saved, and copied back one
 block ahead of its use.
 
-With full recomputation a block saves only its input, and only that is copied.
+With full recomputation a block saves only its input, and only that is copied; with segments, a segment's.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from meshwright.model import Decoder
 from meshwright.parallel.offload.host import SMALL_BYTES, TRAFFIC, CopyStream, host_buffer
 from meshwright.torch_private.autograd import base_of, call_attribute
 from meshwright.torch_private.sharding import local_tensor, spec_of
@@ -23,8 +24,14 @@ Key = tuple[int, torch.dtype, int]
 
 
 def offload_activations(model: nn.Module, device: torch.device) -> None:
-    """Let every block of a model keep what it saves for backward in host memory."""
+    """Let every block of a model, or every segment that is recomputed, keep what it saves for backward in host
+    memory."""
     activations = _Activations(device)
+    if isinstance(model, Decoder) and model.segments is not None:
+        run = model.run_segment
+        runs = {names[0]: activations.around(run, first=place == 0) for place, names in enumerate(model.segments)}
+        model.run_segment = lambda names, *given: runs[names[0]](names, *given)  # type: ignore[method-assign]
+        return
     for place, block in enumerate(cast(nn.ModuleDict, model.layers).values()):
         # Around a compiled block as a whole: inside, it would be compiled too.
         attribute = call_attribute(block, "forward")

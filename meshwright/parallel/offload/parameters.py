@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.offload.host import TRAFFIC, CopyStream, host_buffer
-from meshwright.torch_private.autograd import call_attribute
+from meshwright.torch_private.autograd import call_attribute, in_backward
 
 ALIGNED_ELEMENTS = 64
 """Parameters in one buffer start at multiples of this, for the alignment of the kernels that read them."""
@@ -60,9 +60,9 @@ class StreamedBlocks:
 
         @wraps(function)
         def streaming(*args: Any, **kwargs: Any) -> Any:
-            self._bring(place, place + 1)
+            self._bring(place, place - 1 if unit.in_backward else place + 1)
             result = function(*args, **kwargs)
-            if not unit.in_backward:  # recomputation comes here while backward still needs what it uses
+            if not in_backward():  # a recomputation comes here too, and backward still needs what it uses
                 unit.release()
             return _Tell.apply(result, lambda: self._begin_backward(place))  # type: ignore[no-untyped-call]
 
