@@ -1,4 +1,4 @@
-"""A GPU's own counters: utilisation, power and memory, read in the background from time to time."""
+"""A GPU's own counters: utilisation, power, memory and clock, read in the background from time to time."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 INTERVAL_S = 5.0
-_QUERY = "utilization.gpu,power.draw,memory.used"
+_QUERY = "utilization.gpu,power.draw,memory.used,clocks.sm"
 
 
 class GpuMeter:
@@ -18,7 +18,7 @@ class GpuMeter:
         self._device = device
         self._ended = threading.Event()
         self.reading: dict[str, float] = {}
-        """gpu_utilisation (0 to 1), gpu_power_w, gpu_memory_bytes (of all programs)."""
+        """gpu_utilisation (0 to 1), gpu_power_w, gpu_memory_bytes (of all programs), gpu_clock_mhz."""
 
     def __enter__(self) -> "GpuMeter":
         if self._device.type == "cuda":
@@ -43,6 +43,7 @@ def _read(device: torch.device) -> dict[str, float]:
             "gpu_utilisation": torch.cuda.utilization(device) / 100.0,
             "gpu_power_w": torch.cuda.power_draw(device) * milliwatts,
             "gpu_memory_bytes": float(torch.cuda.device_memory_used(device)),
+            "gpu_clock_mhz": float(torch.cuda.clock_rate(device)),
         }
     if torch.version.hip or not shutil.which("nvidia-smi"):
         return {}
@@ -56,10 +57,10 @@ def _read(device: torch.device) -> dict[str, float]:
 
 
 def parse_smi(line: str) -> dict[str, float]:
-    """nvidia-smi's percent, watts and MiB; unknown values are left out."""
-    names = ("gpu_utilisation", "gpu_power_w", "gpu_memory_bytes")
+    """nvidia-smi's percent, watts, MiB and MHz; unknown values are left out."""
+    names = ("gpu_utilisation", "gpu_power_w", "gpu_memory_bytes", "gpu_clock_mhz")
     reading = {}
-    for name, unit, value in zip(names, (0.01, 1.0, 2.0**20), line.strip().split(","), strict=False):
+    for name, unit, value in zip(names, (0.01, 1.0, 2.0**20, 1.0), line.strip().split(","), strict=False):
         with suppress(ValueError):  # "[N/A]"
             reading[name] = float(value) * unit
     return reading

@@ -140,10 +140,13 @@ def test_rewinding_stages_that_do_not_wait_for_each_other_is_refused(cli) -> Non
 
 
 def test_what_nvidia_smi_says_becomes_plain_units() -> None:
-    assert parse_smi("87, 512.25, 1024\n") == {
-        "gpu_utilisation": pytest.approx(0.87), "gpu_power_w": 512.25, "gpu_memory_bytes": 2.0**30
-    }  # fmt: skip
-    assert parse_smi("3, [N/A], 0\n") == {"gpu_utilisation": pytest.approx(0.03), "gpu_memory_bytes": 0.0}
+    assert parse_smi("87, 512.25, 1024, 1980\n") == {
+        "gpu_utilisation": pytest.approx(0.87),
+        "gpu_power_w": 512.25,
+        "gpu_memory_bytes": 2.0**30,
+        "gpu_clock_mhz": 1980.0,
+    }
+    assert parse_smi("3, [N/A], 0, [N/A]\n") == {"gpu_utilisation": pytest.approx(0.03), "gpu_memory_bytes": 0.0}
 
 
 def test_the_rank_that_keeps_others_waiting_is_named() -> None:
