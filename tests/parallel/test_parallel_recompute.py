@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.cost import MODES, Mode, segments_of
+from meshwright.cost import MODES, Mode
 from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
@@ -34,8 +34,6 @@ from meshwright.layout.budget import ORDER, BlockBytes, Counts, StageBytes, chea
 from meshwright.model import Decoder, Draws, initialise
 from meshwright.parallel import build, join_world
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.plan.memory import block_bytes
-from meshwright.plan.software import MESHWRIGHT
 from meshwright.verify import check, run_ranks, shrink
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.ranks import RankError
@@ -204,53 +202,11 @@ def test_a_split_backward_recomputes_in_both_halves(schedule: str, last_stage: i
     assert run_ranks(forwards_of_a_block, 2, job) == [[2, 2], [last_stage, last_stage]]
 
 
-class Gathers(TorchDispatchMode):
-    """Counts collectives that gather parameters."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "_allgather_base" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-def gathers_of_a_step(jobs: list[Job]) -> list[int]:
-    """How often a rank gathers parameters in a second step's forward and backward, and what stays gathered."""
-    world = join_world(jobs[0], torch.device("cpu"))
-    counts = []
-    for job in jobs:
-        engine, _ = build(job, world)
-        [model] = engine.modules
-        tokens = torch.zeros(1, 8, dtype=torch.int64)
-        model(tokens, tokens, 16).backward()
-        with Gathers() as gathers:
-            model(tokens, tokens, 16).backward()
-        counts.append(gathers.count)
-        assert all(isinstance(parameter, DTensor) for parameter in model.layers.parameters())
-    return counts
-
-
-def test_a_segment_gathers_its_parameters_once_for_recomputation_and_backward() -> None:
-    kinds: list[Any] = ["none", "full", {"segments": 3}, {"segments": 4}]
-    jobs = [make_job(kind, dp_shard=2, zero=3, prefetch=ahead) for ahead in (0, 1, 2) for kind in kinds]
-    for counts in run_ranks(gathers_of_a_step, 2, jobs):
-        assert len(set(counts)) == 1 and counts[0] >= 2 * MODEL["layers"], counts
-
-
 def test_selective_with_a_split_backward_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for the refusal: when this fails, torch has learned it and the refusal can go."""
     monkeypatch.setattr(layout, "require_recompute", lambda *_: None)
     with pytest.raises(RankError, match="backward an extra time"):
         check(make_job("selective", pp=2, schedule="zb-h1"))
-
-
-def test_segments_begin_with_each_stage() -> None:
-    """Two stages per rank with split 3, 2, 1, 2; every rank says the same of all."""
-    job = make_job({"segments": 2}, pp=2, schedule="interleaved", split=[3, 2, 1, 2], model={"layers": 8})
-    s, j = "segment", "joined"
-    for rank in range(2):
-        assert list(recompute_modes(job, table_of(job), rank).values()) == [s, j, s, s, j, s, s, j]
-    assert set(recompute_modes(make_job({"segments": 1}), None, 0).values()) == {"full"}
 
 
 @pytest.mark.parametrize(
@@ -432,16 +388,3 @@ def test_the_least_budget_named_is_enough() -> None:
     require_layout(make_job({"budget_gib": named}), 1)
     with pytest.raises(UserError):
         require_layout(make_job({"budget_gib": 0.98 * named}), 1)
-
-
-@pytest.mark.parametrize("blocks", [2, 3, 4])
-def test_a_segment_restores_what_the_planner_says(blocks: int) -> None:
-    """Its blocks as without recomputation, all at once, next to the inputs of the segments."""
-    job = make_job({"segments": blocks}, model={"layers": 7})
-    [(_, stage)] = stages_of_rank(job, None, 0)
-    modes = list(recompute_modes(job, None, 0).values())
-    sizes = [block_bytes(job, MESHWRIGHT, mode) for mode in modes]
-    kept = sum(size for size, _ in sizes)
-    restored = max(sum(sizes[place][1] for place in segment) for segment in segments_of(modes))
-    assert kept == -(-7 // blocks) * 32 * 32 * 4
-    assert 0.8 * (stage.fixed + kept + restored) < peak_of_a_step(job) <= stage.fixed + kept + restored
