@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import KEPT_OPERATIONS, MODES, Cost, Mode, block_cost, decoder_cost
-from meshwright.errors import UserError
 from meshwright.job.model import Model
 from meshwright.model import Decoder, Draws, KVCache, initialise
 from meshwright.parallel.recompute import apply_recompute
@@ -160,15 +159,6 @@ def test_a_segment_keeps_its_input_and_the_last_may_be_shorter() -> None:
         loss.backward()
     assert counted.get_total_flops() == cost.backward_flops
     assert runs == ["1", "2", "3", "4", "5", "5", "3", "4", "1", "2"]
-
-
-def test_a_model_that_calls_its_blocks_itself_has_no_segments() -> None:
-    class Own(Decoder):
-        def forward(self, *given: Any, **named: Any) -> Tensor:
-            return super().forward(*given, **named)
-
-    with pytest.raises(UserError, match=r'calls its blocks itself; set memory.recompute = "full"'):
-        apply_recompute(Own(Model(**SMALL)), MIXES["segment"], keep_last=False)
 
 
 def test_names_stay() -> None:

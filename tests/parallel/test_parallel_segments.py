@@ -9,8 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.cost import segments_of
+from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.layout import recompute_modes, stages_of_rank, table_of
+from meshwright.layout import recompute_modes, require_layout, stages_of_rank, table_of
 from meshwright.parallel import build, join_world
 from meshwright.plan.memory import block_bytes
 from meshwright.plan.software import MESHWRIGHT
@@ -24,6 +25,12 @@ def test_segments_begin_with_each_stage() -> None:
     for rank in range(2):
         assert list(recompute_modes(job, table_of(job), rank).values()) == [s, j, s, s, j, s, s, j]
     assert set(recompute_modes(make_job({"segments": 1}), None, 0).values()) == {"full"}
+
+
+def test_a_model_that_calls_its_blocks_itself_has_no_segments() -> None:
+    require_layout(make_job({"segments": 1}, model={"file": "mine.py"}), 1)
+    with pytest.raises(UserError, match=r'mine.py calls its blocks itself; set memory.recompute = "full"'):
+        require_layout(make_job({"segments": 2}, model={"file": "mine.py"}), 1)
 
 
 class Gathers(TorchDispatchMode):
