@@ -61,7 +61,7 @@ def _stages(job: Job, table: Table | None, rank: int) -> list[tuple[range, Stage
 
 
 def require_recompute(job: Job, table: Table | None) -> None:
-    """Refuse recomputation that a schedule cannot do, and a budget that no choice of blocks meets."""
+    """Refuse recomputation that a schedule or a model cannot do, and a budget that no choice of blocks meets."""
     asked = job.memory.recompute
     if asked == "none":
         return
@@ -76,6 +76,11 @@ def require_recompute(job: Job, table: Table | None) -> None:
         raise UserError(
             f'memory.recompute = "selective" keeps its results for one backward, but layout.schedule = '
             f'"{table.schedule}" splits it into two halves; set memory.recompute = "full" or layout.schedule = "1f1b"'
+        )
+    if isinstance(asked, Segments) and asked.segments > 1 and job.model.file is not None:
+        raise UserError(
+            f"memory.recompute = {asked} groups blocks of Meshwright's own decoder, but model.file = {job.model.file} "
+            'calls its blocks itself; set memory.recompute = "full"'
         )
     if isinstance(asked, Budget):
         least, _ = budget_span(job, table)

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode, segments_of
-from meshwright.errors import UserError
 from meshwright.model import Decoder
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
@@ -42,11 +41,7 @@ def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: b
 
 
 def _recompute_segments(model: nn.Module, modes: Mapping[int, Mode], prefetch: int) -> None:
-    if not isinstance(model, Decoder) or type(model).forward is not Decoder.forward:
-        raise UserError(
-            "memory.recompute = {segments = k} groups the blocks that Meshwright's own decoder calls, and model.file "
-            'builds a model that calls its blocks itself; set memory.recompute = "full"'
-        )
+    assert isinstance(model, Decoder), "require_recompute refuses models that call their blocks themselves"
     names = list(model.layers)
     model.segments = [names[own.start : own.stop] for own in segments_of([modes[int(name)] for name in names])]
     model.run_segment = _recomputing(model.run_segment, {})  # type: ignore[method-assign]

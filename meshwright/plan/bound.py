@@ -191,7 +191,12 @@ def bounded(model: Model, machine: Machine, families: list[Family], batch: int, 
     states += np.where(whole, 4.0 * elements, 0.0)
     states = np.where(offload == 1, 0.0, states) + np.where(zero < 3, 2.0 * elements, 0.0)
     flying = np.minimum(accumulation, np.where(splits & (virtual > 1), 1.0, pp))
-    memory = states + flying * stage_layers * kept + CONTEXT_BYTES
+    activations = flying * stage_layers * kept
+    # Full recomputation stands for segments of k blocks too, which keep 1/k of that and recompute k blocks at once: at
+    # best as much of either. Only where it is more than two blocks' can that be less.
+    whole = np.array([one.kept_bytes for one in families])[family, MODES.index("none")]
+    segments = (mode == MODES.index("full")) & (activations > 2 * whole)
+    memory = states + np.where(segments, np.sqrt(activations * whole), activations) + CONTEXT_BYTES
     return Layouts(families, schedules, time, memory, family, pp, zero, mode, schedule, offload)
 
 

@@ -4,16 +4,18 @@ from bisect import insort
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
+from math import sqrt
 from time import process_time
 
 import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.job import Job, Model
-from meshwright.job.devices import Cluster
+from meshwright.job.devices import Cluster, Segments
 from meshwright.layout import require_layout
 from meshwright.plan.bound import ALLOWED, Layouts, bounded, families_of, job_at
 from meshwright.plan.machine import machine_of
+from meshwright.plan.memory import block_bytes
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 
 SAFE = 0.95
@@ -106,6 +108,9 @@ def search(
         job = job_of(index)
         looked += 1
         held, on_host = _held(job)  # memory first: a pipeline takes much longer to simulate
+        if held > room and job.memory.recompute == "full":  # segments take longer: tried only where it does not fit
+            job = _in_segments(job)
+            held, on_host = _held(job)
         if held > room:
             over.append((held, index))
             continue
@@ -127,6 +132,25 @@ def _held(job: Job) -> tuple[float, float]:
     """Most bytes of a rank on its device, and on its host."""
     ranks = memory_of(job, own_software(job), every_rank=False)
     return max(rank.device for rank in ranks), max(rank.host for rank in ranks)
+
+
+def _in_segments(job: Job) -> Job:
+    """A fully recomputed job with segments of as many blocks as take least memory; as it is if that is one.
+
+    Segments of k blocks keep 1/k of the blocks' inputs and recompute k blocks at once: least near the square root of
+    how many blocks' worth the inputs are.
+    """
+    kept, restored = block_bytes(job, own_software(job), "segment")
+    inputs = min(job.accumulation, job.layout.pp) * job.model.layers / job.layout.pp * kept
+    worth = inputs / (kept + restored)
+    if worth <= 2:  # two blocks restored instead of one are more than the half of the inputs
+        return job
+    lengths = sorted({int(sqrt(worth)), int(sqrt(worth)) + 1} - {1})
+    return min((_recomputing(job, Segments(segments=each)) for each in lengths), key=lambda way: _held(way)[0])
+
+
+def _recomputing(job: Job, recompute: Segments) -> Job:
+    return job.model_copy(update={"memory": job.memory.model_copy(update={"recompute": recompute})})
 
 
 def _allowed(allow: Collection[str]) -> frozenset[str]:

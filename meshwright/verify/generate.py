@@ -270,9 +270,9 @@ def _memory(rng: Random, table: Table) -> Table:
     stale = table["layout"].get("schedule") == "pipedream"
     kinds = ["none"] * 5 + ["selective", "full", "every", "budget"]
     recompute: Any = "none" if stale and rng.random() < 0.8 else rng.choice(kinds)
-    share, every = rng.random(), rng.choice((2, 3))
+    share, blocks = rng.random(), rng.choice((2, 3))
     if recompute == "every":
-        recompute = {"every": every}
+        recompute = {"segments" if share < 0.7 else "every": blocks}
     if recompute == "budget":
         recompute = _budget(table, share)
     memory: Table = {"recompute": recompute}

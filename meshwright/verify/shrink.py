@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Budget, Layout
+from meshwright.job.devices import Budget, Layout, Segments
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
 from meshwright.verify.asynchronous import STALE_REFERENCE
@@ -17,6 +17,8 @@ from meshwright.verify.documents import HELD_OUT
 
 MOST_RANKS = 16
 MOST_WORKERS = 2
+MOST_SEGMENT = 2
+"""Blocks that are recomputed together; three then have a shorter segment too."""
 MOST_DEGREE = 4
 """A ring, an interleaved schedule or a tree of more ranks than this does nothing that it does not do with this many."""
 AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
@@ -84,6 +86,9 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
     changes += _of_device(job, device)
     for section in ("checkpoint", "cluster", "log"):
         del small[section]
+    if isinstance(job.memory.recompute, Segments) and job.memory.recompute.segments > MOST_SEGMENT:
+        small["memory"]["recompute"] = Segments(segments=MOST_SEGMENT)
+        changes.append(Change(f"memory.recompute {job.memory.recompute} → segments of {MOST_SEGMENT}"))
     if isinstance(job.memory.recompute, Budget):
         small["memory"]["recompute"] = "none"
         small["memory"]["recompute"] = _budget(job, job.memory.recompute, Job.model_validate(small))
@@ -237,6 +242,9 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     as_wide_as_heads = shape.heads * shape.head_dim == shape.width
     stages_before, stages = _stages(was, job.accumulation), _stages(layout, _accumulation(job, layout))
     least, tp_divides = 1 if shape.layers == 1 else max(2, stages), (was.tp, layout.tp)
+    if isinstance(job.memory.recompute, Segments) and job.memory.recompute.segments > 1:
+        several = shape.layers // stages_before > job.memory.recompute.segments
+        least = min(shape.layers, stages * (MOST_SEGMENT + several))
     window = shape.sliding_window
     return shape.model_dump() | {
         "preset": None,

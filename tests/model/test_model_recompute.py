@@ -21,6 +21,7 @@ MIXES: dict[str, dict[int, Mode]] = {
     "full": {0: "full", 1: "full"},
     "selective": {0: "selective", 1: "selective"},
     "mixed": {0: "selective", 1: "none"},
+    "segment": {0: "segment", 1: "joined"},
 }
 
 
@@ -136,6 +137,28 @@ def test_a_stage_recomputes_by_the_numbers_of_its_layers() -> None:
         block.attention.register_forward_pre_hook(lambda *_, name=name: runs.append(name))
     model(**inputs()).backward()
     assert sorted(runs) == ["1", "2", "2", "3"]
+
+
+def test_a_segment_keeps_its_input_and_the_last_may_be_shorter() -> None:
+    """Five blocks of a stage in segments of two: three inputs are kept, and every block runs twice."""
+    modes: dict[int, Mode] = {1: "segment", 2: "joined", 3: "segment", 4: "joined", 5: "segment"}
+    model = Decoder(Model(**SMALL | {"layers": 6}))
+    initialise(model, 0)
+    del model.layers["0"]
+    apply_recompute(model, modes, keep_last=False)
+    runs: list[str] = []
+    for name, block in model.layers.items():
+        block.attention.register_forward_pre_hook(lambda *_, name=name: runs.append(name))
+    given = inputs()
+    with Living([*model.parameters(), given["x"], given["labels"]]) as living:
+        loss = model(**given)
+    cost = decoder_cost(model.shape, B, S, 4, modes, layers=range(1, 6))
+    assert living.nbytes() == cost.saved_total - cost.saved_bytes["tokens"]
+    assert sum(size for name, size in cost.saved_bytes.items() if name.startswith("layers.")) == 3 * B * S * 24 * 4
+    with FlopCounterMode(display=False, custom_mapping=NOT_COUNTED) as counted:
+        loss.backward()
+    assert counted.get_total_flops() == cost.backward_flops
+    assert runs == ["1", "2", "3", "4", "5", "5", "3", "4", "1", "2"]
 
 
 def test_names_stay() -> None:

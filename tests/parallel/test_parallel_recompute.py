@@ -148,7 +148,9 @@ def test_a_rank_holds_what_is_stated(name: str) -> None:
         counts = tuple(stage.blocks if each == mode else 0 for each in ORDER)
         given = 32 * 8 // job.layout.cp * (2 if job.model.positions == "learned" else 1)  # tokens and positions
         stated.append(stage.kept(counts) - given)  # type: ignore[arg-type]
-    for held in run_ranks(held_after_forward, ranks_of(job.layout), list(jobs.values())):
+    stated.append(stage.kept((2, 0, 0)) - given)  # of two segments, as of two fully recomputed blocks: their inputs
+    segments = make_job({"segments": 3}, **LAYOUTS[name])
+    for held in run_ranks(held_after_forward, ranks_of(job.layout), [*jobs.values(), segments]):
         assert held == stated
 
 
@@ -192,10 +194,11 @@ def forwards_of_a_block(job: Job) -> list[int]:
     return [runs[place] // job.accumulation for place in range(len(blocks))]
 
 
+@pytest.mark.parametrize("recompute", ["full", {"segments": 2}])
 @pytest.mark.parametrize(("schedule", "last_stage"), [("1f1b", 2), ("zb-h1", 3)])
-def test_a_split_backward_recomputes_in_both_halves(schedule: str, last_stage: int) -> None:
+def test_a_split_backward_recomputes_in_both_halves(schedule: str, last_stage: int, recompute: Any) -> None:
     """Once in each half; a first stage has no input to give a gradient to, and its whole backward is one."""
-    job = make_job("full", pp=2, split=[2, 2], schedule=schedule)
+    job = make_job(recompute, pp=2, split=[2, 2], schedule=schedule)
     assert run_ranks(forwards_of_a_block, 2, job) == [[2, 2], [last_stage, last_stage]]
 
 

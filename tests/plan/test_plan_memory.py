@@ -1,17 +1,20 @@
 """A rank's memory: terms by formula, activations as the trainer counts them, and what an H200 measured."""
 
 import json
+from math import sqrt
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plan_jobs import llama, nodes
 
-from meshwright.cost import parameter_count
+from meshwright.cost import layer_parameters, parameter_count
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.layout import holdings_of_rank, stages_of_rank, table_of
 from meshwright.layout.budget import peak_bytes
 from meshwright.plan import predict
+from meshwright.plan.memory import sizes_of
 
 BATCH = {"sequence_length": 2048, "global_batch": 64, "micro_batch": 1}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -45,6 +48,37 @@ def test_activations_are_those_of_the_trainer(schedule: str, recompute: str) -> 
         ours = rank.terms["activations"] + rank.terms["a block's forward made again"]
         fixed = max(stage.fixed for stage in stages) * max(sum(h) for h in holdings_of_rank(table, rank.rank))
         assert exact - fixed <= ours <= 1.02 * exact
+
+
+def test_the_best_segment_is_near_the_root_of_inputs_over_saved() -> None:
+    """Deep models gain from longer segments, and pipelines by the micro-batches in flight; shallow ones lose."""
+
+    def peak(recompute: Any, layers: int, pp: int) -> float:
+        job = llama(batch=BATCH, model={"layers": layers}, layout={"pp": pp}, memory={"recompute": recompute})
+        return predict(job, nodes(1).model_copy(update={"nodes": 1, "gpus_per_node": pp})).fullest.allocated
+
+    for layers, pp in ((16, 1), (512, 1), (256, 8)):
+        inputs = layers / pp * min(pp, 64) * 4096
+        saved = sum(sizes_of(llama(batch=BATCH), "none").values()) / 2048 / 2
+        best = min(range(1, 13), key=lambda blocks: peak({"segments": blocks}, layers, pp))
+        assert abs(best - max(1.0, sqrt(inputs / saved))) < 1.5, (layers, pp, best)
+        assert peak({"segments": 1}, layers, pp) == peak("full", layers, pp)
+
+
+def test_a_segment_s_parameters_are_gathered_together() -> None:
+    """Under zero 3, and where they are streamed from the host."""
+    for layout, name in (({"dp_shard": 8, "zero": 3}, "gathered parameters"), ({}, "streamed weights")):
+        offload = [] if layout else ["params"]
+        terms = [
+            predict(
+                llama(batch=BATCH, layout=layout, memory={"recompute": {"segments": blocks}, "offload": offload}),
+                nodes(1) if layout else Cluster(gpu="h100"),
+            )
+            .memory[0]
+            .terms[name]
+            for blocks in (4, 5)
+        ]
+        assert terms[1] - terms[0] == pytest.approx(2.0 * layer_parameters(llama()))
 
 
 def test_the_first_stage_of_1f1b_holds_most() -> None:

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.job import Job, Model, load_job, model_preset
+from meshwright.job.devices import Segments
 from meshwright.layout import require_layout, saved_by_name
 from meshwright.plan import batch_sequences, parse_cluster, predict, search
+from meshwright.plan.explain import layout_words
 
 
 def shape(name: str) -> Model:
@@ -31,6 +33,17 @@ def test_175b_on_1024_lands_near_what_was_run() -> None:
     assert (16, 8, 8) in degrees
     assert degrees[0][1] in (4, 8)
     assert found.bounded > 1000
+
+
+def test_segments_are_found_where_full_recomputation_does_not_fit() -> None:
+    """A 70B model on sixteen GPUs: a larger micro-batch fits if every second block's input is kept."""
+    found = search(shape("llama-3-70b"), nodes(2), 8192, 256, top=5)
+    [one, *_] = [one for one in found.best if isinstance(one.job.memory.recompute, Segments)]
+    full = one.job.model_copy(update={"memory": one.job.memory.model_copy(update={"recompute": "full"})})
+    room = 0.95 * one.prediction.capacity_bytes
+    assert one.prediction.fullest.device <= room < predict(full, nodes(2)).fullest.device
+    assert found.exact and f"recompute {one.job.memory.recompute}" in layout_words(one.job)
+    assert load_job("demo", [f"memory.recompute={one.job.memory.recompute}"]).job.memory == one.job.memory
 
 
 def test_the_best_are_those_predicted_fastest_and_run() -> None:

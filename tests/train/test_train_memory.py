@@ -129,6 +129,21 @@ def test_recomputation_shows_inputs_kept_and_one_block_at_a_time() -> None:
         assert again == sorted(again) and before < again[0] and block <= again[-1] - before + hidden < 1.1 * block
 
 
+def test_a_segment_is_recomputed_as_a_whole() -> None:
+    """Two blocks of three: both are there again before the backward of the second."""
+    job = make_job(memory={"recompute": {"segments": 2}}, run={"steps": 1})
+    _, _, rows = train(job)
+    block = block_cost(job.model, job.batch.micro_batch, SEQUENCE, 4).saved_total
+    hidden = 4 * job.batch.micro_batch * SEQUENCE * job.model.width
+    first, second, third = column(rows, "activations", at="forward", micro_batch=1)
+    assert third - second == hidden and second - first < hidden
+    [before] = column(rows, "activations", at="backward", micro_batch=2, layer="1")
+    again = [column(rows, "activations", at="recompute", micro_batch=2, layer=layer)[-1] for layer in ("0", "1")]
+    assert block <= again[0] - before + hidden < 1.1 * block
+    assert 2 * block <= again[1] - before + hidden < 2.1 * block
+    assert len(column(rows, "activations", at="backward", micro_batch=2)) == LAYERS
+
+
 def test_nothing_changes_and_nothing_stays() -> None:
     job = make_job()
     training, losses, rows = train(job)
