@@ -76,6 +76,11 @@ class Plan:
         return self.layouts[0]
 
     @property
+    def guessed(self) -> tuple[str, ...]:
+        """What of the machines is guessed and not measured, a sentence each."""
+        return self.best.prediction.guessed
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dictionary for every layout."""
         return [layout.row() for layout in self.layouts]

@@ -184,7 +184,7 @@ def _summary(prediction: "Prediction") -> list[str]:
 def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console, write_file
     from meshwright.errors import UserError
-    from meshwright.plan import accuracy_page, accuracy_rows, validate
+    from meshwright.plan import accuracy_page, accuracy_rows, guessed_rows, validate
 
     for path in paths:
         if not path.is_file():
@@ -206,6 +206,9 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table)
+    for run, gpus, layout, use, predicted, measured, error in guessed_rows(summary)[1:]:
+        line = f"rates guessed, {use} {run}: {gpus}, {layout}: {predicted} s predicted, {measured} s measured, {error}"
+        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
     for group in summary["groups"]:
         if summary["sources"][group["group"].partition(" ")[0]]["groups"] <= _FEW_GROUPS:
             line = f"{group['group']}: chose {group['chosen']}, best {group['best']}, regret {group['regret']:.1%}"

@@ -22,10 +22,12 @@ def show_scale(
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     machine = parse_cluster(cluster) if cluster else completed(job.cluster)
     points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
+    guessed = list(dict.fromkeys(guess for one in points if one.prediction for guess in one.prediction.guessed))
     if as_json:
-        print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": [_row(one, axis) for one in points]})
+        rows = [_row(one, axis) for one in points]
+        print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": rows, "guessed": guessed})
         return
-    for line in scale_lines(points, axis):
+    for line in [*scale_lines(points, axis), *(f"guessed: {guess}" for guess in guessed)]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -73,6 +73,8 @@ def show_search(
     )
     for line in _whole(found.best[0], machines, training):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for guess in found.best[0].prediction.guessed:
+        console.print(f"guessed: {guess}", markup=False, highlight=False, soft_wrap=True)
     for miss in found.misses:
         console.print(f"faster but too large: {why_not(miss, found)}", markup=False, highlight=False, soft_wrap=True)
 
@@ -170,4 +172,5 @@ def _as_json(
         "exact": found.exact,
         "layouts": [row(one) for one in found.best],
         "misses": [why_not(one, found) for one in found.misses],
+        "guessed": list(found.best[0].prediction.guessed),
     }

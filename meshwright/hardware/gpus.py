@@ -43,6 +43,8 @@ class Gpu(Fact):
     """Its name in job files and calibration profiles."""
     names: tuple[str, ...]
     """Patterns of the device name torch prints."""
+    short_names: tuple[str, ...] = ()
+    """Other names of it in job files and for `--cluster`."""
     vague_names: tuple[str, ...] = ()
     """Patterns shared with other parts, used only if the memory size matches too."""
     memory_gib: PositiveFloat
@@ -73,8 +75,9 @@ def gpu_by_key(key: str) -> Gpu:
     by_key = {gpu.key: gpu for gpu in known_gpus()}
     if key in by_key:
         return by_key[key]
-    if joined := [gpu for known, gpu in by_key.items() if known.replace("-", "") == key.lower().replace("-", "")]:
-        return joined[0]  # rtx3090 is rtx-3090
+    plain = key.lower().replace("-", "")
+    if called := [gpu for gpu in by_key.values() if plain in (gpu.key.replace("-", ""), *gpu.short_names)]:
+        return called[0]  # rtx3090 is rtx-3090
     near = get_close_matches(key.lower(), by_key, n=3, cutoff=0.5) or list(by_key)
     raise UserError(f"the GPU {key!r} is not in the hardware table; use one of {', '.join(near)}, or leave it out")
 

@@ -2,7 +2,7 @@
 
 from meshwright.calls import callable_as
 from meshwright.job import job_text
-from meshwright.plan.accuracy import accuracy_page, accuracy_rows
+from meshwright.plan.accuracy import accuracy_page, accuracy_rows, guessed_rows
 from meshwright.plan.bound import ALLOWED
 from meshwright.plan.compare import Term, compare_with_plan
 from meshwright.plan.economy import Economy, economy
@@ -34,6 +34,7 @@ __all__ = [
     "batch_sequences",
     "compare_with_plan",
     "economy",
+    "guessed_rows",
     "job_text",
     "layout_words",
     "limit",

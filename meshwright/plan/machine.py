@@ -9,6 +9,7 @@ from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.layout import ranks_of
 from meshwright.plan.communication import Wires
+from meshwright.plan.kernels import UNKNOWN_BANDWIDTH
 from meshwright.plan.measured import Measured, measured_of
 from meshwright.plan.rates import Rates, measured_rates, rates_of
 
@@ -26,6 +27,8 @@ _USUAL_NETWORK = {
     "gh200": (25.0, "one 200 Gb/s card a superchip"),
     "b200": (50.0, "a DGX B200's eight 400 Gb/s cards"),
     "gb200": (50.0, "one 400 Gb/s card a GPU"),
+    "mi250x": (12.5, "LUMI's and Frontier's four 200 Gb/s cards for eight devices"),
+    "mi3": (50.0, "one 400 Gb/s card a GPU, as in AMD's reference design"),
 }
 _FALLBACK_NETWORK = (3.0, "25 Gb/s for each GPU, as nothing is known")
 _NETWORK_SHARE = 0.80
@@ -113,7 +116,7 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     profile = profile_of(gpu.key) if profiled else None
     measured = None if profile is None else measured_of(profile)
     rates = measured_rates(profile) if profile and not is_known(gpu) else rates_of(gpu)
-    guessed = [] if profile else [f"kernel efficiency of {gpu.key}: no profile; meshwright calibrate makes one"]
+    guessed = [] if profile else _guesses(gpu, rates)
     if unknown := sorted(set(links) - {"node", "network"}):
         raise UserError(
             f"cluster.links has {unknown[0]!r}, which is not a link; give node (GB/s per GPU) or network (GB/s per "
@@ -125,6 +128,20 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
         said = {link: why for link, why in said.items() if link not in known}
     node_bytes = None if cluster.host_memory_gib is None else cluster.host_memory_gib * 2**30
     return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured, node_bytes)
+
+
+def _guesses(gpu: Gpu, rates: Rates) -> list[str]:
+    """What is not measured on a GPU without a profile."""
+    guesses = [f"kernel efficiency of {gpu.key}: no profile; meshwright calibrate makes one"]
+    if rates.guess:
+        guesses = [
+            f"kernels and links of {gpu.key}: {rates.guess}; meshwright calibrate measures them",
+            f"driver and communicators of {gpu.key}: their memory is guessed to be as on NVIDIA's GPUs",
+        ]
+    if gpu.memory_bandwidth_bytes_per_s is None:
+        lowest = f"guessed to be {UNKNOWN_BANDWIDTH / 1e12:g} TB/s, the least of such parts"
+        guesses.append(f"memory bandwidth of {gpu.key}: not published, {lowest}")
+    return guesses
 
 
 def _gpu(key: str) -> Gpu:

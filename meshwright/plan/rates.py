@@ -6,7 +6,6 @@ short benchmark; shapes lower them further (see `kernels`).
 
 from dataclasses import dataclass, replace
 
-from meshwright.errors import UserError
 from meshwright.hardware import Gpu, Profile
 
 
@@ -31,6 +30,9 @@ class Rates:
     """Share of the links' bandwidth inside a node that collectives reach with large messages."""
     node_latency_s: float
     """A step of a ring inside the node, as NCCL's tuning tables put it."""
+    guess: str = ""
+    """Where the figures are from if they are a guess, and how far predictions with them are from other runs; empty for
+    parts that many published runs have checked."""
 
 
 # Ceilings of Hopper and Blackwell are lower because their power limit, not their clock, bounds long runs: an H200 gives
@@ -41,6 +43,34 @@ _AMPERE = Rates(108, 0.80, 0.80, 0.95, (0.32, 0.50, 0.50), 0.85, 0.77, 4e-6)
 _HOPPER = Rates(132, 0.68, 0.66, 0.95, (0.20, 0.29, 0.42), 0.87, 0.80, 4e-6)
 _BLACKWELL = Rates(148, 0.55, 0.62, 0.95, (0.12, 0.16, 0.35), 0.85, 0.75, 4e-6)
 _CONSUMER = Rates(82, 0.80, 0.75, 0.95, (0.32, 0.50, 0.50), 0.85, 0.70, 10e-6)
+
+# AMD's parts, which nobody has calibrated for us. The rows named here are in benchmarks/evidence/published_amd.csv.
+# CDNA 3: AMD's "max-achievable" 708 (MI300X) and 843 (MI325X) of 1307 TFLOP/s in bf16, 1273 and 1519 of 2615 in fp8
+# (ROCm blog, February 2025), all times 0.885, with which one run meets its measurement, rocmtrain-001. Fused attention,
+# 328.6 TFLOP/s with heads of 64; copies, 4.11 of 5.3 TB/s; all-reduces of eight, 317 of 448 GB/s: Azure's benchmarking
+# guide, ND MI300X v5.
+_CDNA3 = Rates(304, 0.48, 0.43, 0.95, (0.29, 0.29, 0.29), 0.775, 0.70, 4e-6)
+# CDNA 2: products such that one run meets its measurement, lumitest-001; attention's share as on CDNA 3; copies as on
+# older cards; links, 148 of 200 GB/s between the dies of a module (arXiv:2302.14827, which LUMI's tests refer to).
+_CDNA2 = Rates(110, 0.56, 0.56, 0.95, (0.29, 0.29, 0.29), 0.80, 0.74, 4e-6)
+
+_AMD = {
+    "mi250x": replace(
+        _CDNA2,
+        guess="guessed from one run of LUMI's own tests; six others there took from 1% to 38% longer than predicted",
+    ),
+    "mi300x": replace(
+        _CDNA3,
+        guess="guessed from AMD's benchmarks and one of its runs; six other runs took from 3% less to 44% longer than "
+        "predicted, the longest with one short sequence a micro-batch",
+    ),
+    "mi325x": replace(
+        _CDNA3,
+        matmul=0.57,
+        matmul_fp8=0.515,
+        guess="guessed from AMD's benchmarks; five of its runs took from 7% less to 1% longer than predicted",
+    ),
+}
 
 _BY_PREFIX = {
     "v100": _VOLTA,
@@ -57,6 +87,7 @@ _BY_PREFIX = {
     "gb300": _BLACKWELL,
     "l40s": replace(_CONSUMER, multiprocessors=142, matmul=0.70, matmul_fp8=0.65),
     "rtx": _CONSUMER,
+    **_AMD,
 }
 
 
@@ -66,11 +97,5 @@ def measured_rates(profile: Profile) -> Rates:
 
 
 def rates_of(gpu: Gpu) -> Rates:
-    """What the GPU reaches; a UserError where nothing is known of its architecture."""
-    for prefix, rates in _BY_PREFIX.items():
-        if gpu.key.startswith(prefix):
-            return rates
-    raise UserError(
-        f"cluster.gpu = {gpu.key!r} has no known efficiency; plan with a GPU of the table's NVIDIA parts, "
-        "or measure this one with a calibration profile"
-    )
+    """What a GPU of the table reaches."""
+    return next(rates for prefix, rates in _BY_PREFIX.items() if gpu.key.startswith(prefix))

@@ -54,6 +54,9 @@ class Case:
     group: str | None
     """Rows of one group are layouts of the same job."""
     assumed: tuple[str, ...]
+    use: str = ""
+    """"fitted" where a guessed rate was chosen to meet this row, "held out" where it was not; empty for rows of GPUs
+    whose rates are no guess."""
 
 
 def read_rows(path: Path) -> tuple[str, list[Fields]]:
@@ -174,6 +177,7 @@ def _run(row: Fields) -> Case:
         ran=not died,
         group=f"{_source(row['id'])} {shape} on {place}",
         assumed=tuple(assumed),
+        use=row.get("use", ""),
     )
 
 

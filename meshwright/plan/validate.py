@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.plan.explain import layout_words
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.rows import Case, case_of, read_rows
 from meshwright.plan.wording import Unpredicted
@@ -42,25 +43,24 @@ class Validation:
     """Id, source and reason."""
 
     def summary(self) -> dict[str, Any]:
-        """The figures of `--json`."""
-        sources = dict.fromkeys(
-            [*(o.case.source for o in self.outcomes), *(source for _, source, _ in self.unpredicted)]
-        )
+        """The figures of `--json`; rows of GPUs whose rates are guessed have their own, apart from all others."""
+        known = [outcome for outcome in self.outcomes if not outcome.case.use]
+        sources = dict.fromkeys([*(o.case.source for o in known), *(source for _, source, _ in self.unpredicted)])
         by_source = {
             source: _figures(
-                [outcome for outcome in self.outcomes if outcome.case.source == source],
+                [outcome for outcome in known if outcome.case.source == source],
                 sum(other == source for _, other, _ in self.unpredicted),
             )
             for source in sources
         }
-        kinds = dict.fromkeys(outcome.case.memory_kind for outcome in self.outcomes if outcome.case.memory_bytes)
+        kinds = dict.fromkeys(outcome.case.memory_kind for outcome in known if outcome.case.memory_bytes)
+        uses = dict.fromkeys(outcome.case.use for outcome in self.outcomes if outcome.case.use)
         return {
-            "overall": _figures(self.outcomes, len(self.unpredicted)),
+            "overall": _figures(known, len(self.unpredicted)),
             "sources": by_source,
-            "memory_kinds": {
-                kind: _memory_figures([o for o in self.outcomes if o.case.memory_kind == kind]) for kind in kinds
-            },
-            "groups": _groups(self.outcomes),
+            "memory_kinds": {kind: _memory_figures([o for o in known if o.case.memory_kind == kind]) for kind in kinds},
+            "guessed": {use: _figures([o for o in self.outcomes if o.case.use == use], 0) for use in uses},
+            "groups": _groups(known),
             "unpredicted": [{"id": row, "reason": reason} for row, _, reason in self.unpredicted],
             "rows": [_row(outcome) for outcome in self.outcomes],
         }
@@ -159,4 +159,8 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "fits": outcome.fits,
         "assumed": list(case.assumed),
         "software": case.software.name,
+        "gpu": case.cluster.gpu,
+        "gpus": case.cluster.nodes * case.cluster.gpus_per_node,
+        "layout": layout_words(case.job),
+        "use": case.use,
     }

@@ -21,6 +21,7 @@ _GPUS = (
     ("H100-96GB", "h100-96gb-500w"), ("H100-64GB", "h100-64gb"), ("H100", "h100"), ("H200", "h200"),
     ("A100-64GB", "a100-64gb"), ("A100-40GB", "a100-40gb"), ("A100", "a100-80gb"), ("A800", "a100-80gb"),
     ("V100", "v100-sxm-32gb"), ("GB300", "gb300"), ("GB200", "gb200"), ("B200", "b200"),
+    ("MI250X", "mi250x"), ("MI300X", "mi300x"), ("MI325X", "mi325x"),
 )  # fmt: skip
 _SCHEDULES = {
     "": "1f1b", "1F1B": "1f1b", "interleaved-1F1B": "interleaved", "Interleaved1F1B": "interleaved",

@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.plan import accuracy_page, validate
 
 ROOT = Path(__file__).parents[2]
-EVIDENCE = [ROOT / "benchmarks" / "evidence" / name for name in ("published_runs.csv", "published_memory.csv")]
+EVIDENCE = [ROOT / "benchmarks" / "evidence" / f"published_{name}.csv" for name in ("runs", "memory", "amd")]
 FIGURES = {
     "count", "predicted", "median_abs_time_error", "mean_abs_time_error", "time_bias", "median_abs_memory_error",
     "oom_precision", "oom_recall", "groups", "mean_regret", "max_regret", "top1_rate",
@@ -40,7 +40,7 @@ def stated(path: Path) -> dict[str, int]:
 
 
 def test_the_guide_shows_these_figures(summary: dict[str, Any]) -> None:
-    """Regenerate with: meshwright plan --validate … --validate … --markdown docs/accuracy.md"""
+    """Regenerate with the command in docs/plan.md."""
     page = accuracy_page(summary, [path.name for path in EVIDENCE])
     assert (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8") == page
 
@@ -73,7 +73,7 @@ def test_a_sweep_has_groups_and_regret(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(app, ["plan", "--validate", str(path), "--json"])
     found = json.loads(result.stdout)
-    assert set(found) == {"overall", "sources", "memory_kinds", "groups", "unpredicted", "rows"}
+    assert set(found) == {"overall", "sources", "memory_kinds", "guessed", "groups", "unpredicted", "rows"}
     assert set(found["overall"]) == FIGURES == set(found["sources"]["sweep"])
     assert [row["id"] for row in found["rows"]] == ["sweep:2", "sweep:3", "sweep:4"]
     assert found["overall"]["groups"] == 1
