@@ -53,7 +53,7 @@ SELECTIVE_TENSORS = (
 def segments_of(modes: Sequence[str]) -> list[range]:
     """The places of blocks that are recomputed together, by the mode of each of a stage; the others alone."""
     starts = [place for place, mode in enumerate(modes) if mode != "joined"]
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(modes)], strict=True)]
+    return [range(start, end) for start, end in zip(starts, [*starts, len(modes)][1:], strict=True)]
 
 
 def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:
