@@ -64,7 +64,7 @@ def rank_memory(
     projections = sum(layers[place] for place in held) * layer_parameters(job)
     starts = [sum(layers[:place]) for place in range(len(layers))]
     owned = [modes[starts[place] : starts[place] + layers[place]] for place in held]
-    together = max(len(segment) for own in owned for segment in segments_of(own))
+    together = max((len(segment) for own in owned for segment in segments_of(own)), default=1)
     terms = _states(job, software, parameters, projections, together)
     if table is None and software.own:
         terms |= fullest_moment(job, software, modes, terms)
