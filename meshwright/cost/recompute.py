@@ -11,6 +11,7 @@ only where dropout follows it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 from meshwright.cost.cost import Cost
@@ -53,7 +54,7 @@ SELECTIVE_TENSORS = (
 def segments_of(modes: Sequence[str]) -> list[range]:
     """The places of blocks that are recomputed together, by the mode of each of a stage; the others alone."""
     starts = [place for place, mode in enumerate(modes) if mode != "joined"]
-    return [range(start, end) for start, end in zip(starts, [*starts, len(modes)][1:], strict=True)]
+    return [range(start, end) for start, end in pairwise([*starts, len(modes)])]
 
 
 def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:
