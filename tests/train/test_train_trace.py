@@ -11,6 +11,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.job import load_job
+from meshwright.parallel import OneStage
 from meshwright.runs.traces import traces_of
 from meshwright.train import TraceSteps
 from meshwright.train import trace as tracing
@@ -105,6 +106,23 @@ def test_a_resumed_run_adds_its_traces_and_names_what_it_cannot_trace(cli, tiny_
     assert before[0].read_bytes() == content
     past = cli("train", "run", "--resume", "--set", "run.steps=7", "--trace", "2-3")
     assert past.code == 0 and "no trace of steps 2-3: this attempt continues after step 6" in past.out
+
+
+def test_a_rewound_step_is_traced_in_the_attempt_that_repeats_it(
+    cli, tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, bad = OneStage.accumulate, [3]
+
+    def accumulate(engine: Any, data: Any, step: int) -> Any:
+        loss = whole(engine, data, step)
+        return loss * float("nan") if bad and bad[0] == step and bad.pop() else loss
+
+    monkeypatch.setattr(OneStage, "accumulate", accumulate)
+    result = cli("train", "job.toml", *settings("run.on_bad_step=rewind"), "--trace", "2-4")
+    assert result.code == 0, result.err
+    [path] = traces_of(tmp_path / "run")
+    assert path.name == "attempt-1-steps-3-4-rank-0.json.gz"
+    assert Ranges(path).facts["steps"] == [3, 4]
 
 
 def test_a_trace_changes_no_number(cli, tiny_job: Path, tmp_path: Path) -> None:
