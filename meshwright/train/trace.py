@@ -12,6 +12,7 @@ GPU's events have one reader at a time. Nothing of this is in place before the f
 error in tracing is reported and ends the trace, never the run.
 """
 
+import errno
 import gzip
 import json
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -73,7 +75,7 @@ class TraceSteps:
         return cls(first, last, nvtx)
 
     def __str__(self) -> str:
-        return f"{self.first}-{self.last}"
+        return f"step {self.first}" if self.first == self.last else f"steps {self.first}-{self.last}"
 
 
 def require_traceable(job: Job) -> None:
@@ -175,7 +177,7 @@ class Trace:
             with suppress(Exception):
                 self._recording.close()
             self._over = True
-            self._report(f"no trace of steps {self._steps} ({type(error).__name__}: {error}); training continues")
+            self._report(f"no trace of {self._steps} ({type(error).__name__}: {error}); training continues")
 
 
 class _Names:
@@ -268,20 +270,21 @@ class _Names:
 
 def _write(recorded: Any, path: Path) -> None:
     """The trace as a compressed file, complete or not at all."""
-    with atomic_file(path) as draft:
-        plain = draft.with_suffix(".json")
-        try:
-            recorded.export_chrome_trace(str(plain))
-            _require_complete(plain)
-            with plain.open("rb") as source, gzip.open(draft, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target)
-        finally:
-            plain.unlink(missing_ok=True)
+    # The profiler leaves its own drafts where the disk is full.
+    with atomic_file(path) as draft, TemporaryDirectory(prefix=".trace-", dir=path.parent) as folder:
+        plain = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(plain))
+        _require_complete(plain)
+        with plain.open("rb") as source, gzip.open(draft, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target)
 
 
 def _require_complete(plain: Path) -> None:
-    """The profiler itself does not say that the disk was full."""
-    with plain.open("rb") as file:
-        file.seek(-min(64, plain.stat().st_size), 2)
-        if not file.read().rstrip().endswith(b"}"):
-            raise OSError("the disk took only a part of it")
+    """The profiler does not say that the disk was full: it leaves no file, or a part of one."""
+    end = b""
+    if plain.is_file():
+        with plain.open("rb") as file:
+            file.seek(-min(64, plain.stat().st_size), os.SEEK_END)
+            end = file.read().rstrip()
+    if not end.endswith(b"}"):
+        raise OSError(errno.ENOSPC, "the profiler could not write all of it; is the disk full?")

@@ -91,7 +91,7 @@ class Trainer:
         report = report or self._report_no_trace
         self._trace = Trace(steps, folder, self, report)
         if steps.last <= self._resumed_step:
-            report(f"no trace of steps {steps}: this attempt continues after step {self._resumed_step}")
+            report(f"no trace of {steps}: this attempt continues after step {self._resumed_step}")
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint instead of starting from initial weights."""

@@ -147,26 +147,22 @@ def test_a_pipeline_names_every_micro_batch_and_stage(cli, tiny_job: Path, tmp_p
         assert len(ranges.of(f"block {rank}")) == 2 and not ranges.of(f"block {1 - rank}")
 
 
-@pytest.mark.parametrize("broken", ["folder", "disk", "profiler"])
+@pytest.mark.parametrize("broken", ["folder", "disk", "cut", "profiler"])
 def test_a_trace_that_cannot_be_written_is_a_warning(
     cli, tiny_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     if broken == "folder":
         monkeypatch.setattr(tracing.Path, "mkdir", _refusing(tracing.Path.mkdir))
     elif broken == "disk":  # torch's writer does not say so
-        export = tracing.profile.export_chrome_trace
-
-        def half(recorded: Any, path: str) -> None:
-            export(recorded, path)
-            Path(path).write_bytes(Path(path).read_bytes()[:5000])
-
-        monkeypatch.setattr(tracing.profile, "export_chrome_trace", half)
+        monkeypatch.setattr(tracing.profile, "export_chrome_trace", lambda _, path: Path(f"{path}.tmp").write_text("{"))
+    elif broken == "cut":
+        monkeypatch.setattr(tracing.profile, "export_chrome_trace", lambda _, path: Path(path).write_text('{"a": ['))
     else:
         monkeypatch.setattr(tracing, "profile", _failing)
     result = cli("train", "job.toml", *settings(), "--trace", "2-3")
     assert result.code == 0, result.err
     assert "no trace of steps 2-3 (" in result.out and "training continues" in result.out
-    assert not list((tmp_path / "run").rglob("*.json.gz")) and not list((tmp_path / "run").rglob("*.new*"))
+    assert not list((tmp_path / "run").glob("traces/*")) and not list((tmp_path / "run").rglob("*.new*"))
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert "<h2>Traces" not in (tmp_path / "run/report.html").read_text()
