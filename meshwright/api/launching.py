@@ -28,7 +28,14 @@ LOOK_EVERY_S = 0.2
 
 
 def launch_ranks(
-    given: LoadedJob, nproc: int, console: Console, callbacks: Callbacks, on_end: OnEnd, *, resume: bool
+    given: LoadedJob,
+    nproc: int,
+    console: Console,
+    callbacks: Callbacks,
+    on_end: OnEnd,
+    *,
+    resume: bool,
+    trace: str | None = None,
 ) -> Path:
     """Train a job on so many local ranks, and return its folder; failures are raised as `launch` does."""
     from meshwright.launch.elastic import launch
@@ -48,6 +55,7 @@ def launch_ranks(
             file = Path(made) / f"{given.name}.toml"
             file.write_text(job_text(job, "for the ranks"), encoding="utf-8")
             words = ["train", str(file), *["--resume"] * resume, *["--quiet"] * console.quiet]
+            words += [] if trace is None else ["--trace", trace]
             return launch(replace(given, job=job), nproc, words, console, on_end=on_end, resume=resume).path
 
 

@@ -58,6 +58,13 @@ class Run:
         """Texts the model wrote on the way, by step."""
         return self._folder.samples()
 
+    @property
+    def traces(self) -> list[Path]:
+        """The profiles it wrote, by attempt, step and rank: gzipped JSON for Perfetto."""
+        from meshwright.runs.traces import traces_of
+
+        return list(traces_of(self.path))
+
     def events(self, *kinds: str) -> list[Row]:
         """What happened: start, checkpoint, stop and so on, or some kinds of it."""
         return self._folder.events(*kinds)

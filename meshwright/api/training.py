@@ -23,14 +23,15 @@ def train(
     callbacks: Callback | OnStep | Sequence[Callback | OnStep] = (),
     nproc: int = 1,
     resume: bool = False,
+    trace: str | None = None,
     quiet: bool = True,
 ) -> Run:
     """Train a job and return its run; where an earlier run is in run.folder, only with `resume`, which continues it.
 
     Callbacks are objects like `meshwright.Callback`, or functions that are given every step's row: one or a sequence.
     With `nproc` so many ranks are started, and callbacks are called from a thread of this process; under torchrun this
-    process is one of its ranks, and rank 0's callbacks are called. Everything is in the run folder as `meshwright
-    train` would have left it.
+    process is one of its ranks, and rank 0's callbacks are called. `trace` names steps, as "10-12", of which every rank
+    writes a profile. Everything is in the run folder as `meshwright train` would have left it.
     """
     from rich.console import Console
 
@@ -39,6 +40,11 @@ def train(
 
     given, console = loaded(job), Console(stderr=True, quiet=quiet)
     listening = Callbacks(_as_callbacks(callbacks))
+    steps = None
+    if trace is not None:
+        from meshwright.train import TraceSteps
+
+        steps = TraceSteps.parse(trace, given.job)
     place = own_place()
     if place is not None and nproc > 1:
         raise UserError(f"nproc = {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
@@ -46,12 +52,12 @@ def train(
     if nproc > 1 or supervised:  # somebody must outlive the process that trains
         from meshwright.api.launching import launch_ranks
 
-        folder = launch_ranks(given, nproc, console, listening, write_report, resume=resume)
+        folder = launch_ranks(given, nproc, console, listening, write_report, resume=resume, trace=trace)
     else:
         from meshwright.launch.worker import run_job
 
         console.quiet = quiet or (place is not None and place.rank > 0)
-        finished = run_job(given, console, place, on_end=write_report, resume=resume, callbacks=listening)
+        finished = run_job(given, console, place, write_report, resume, callbacks=listening, trace=steps)
         folder = finished.folder
     run = Run(folder)
     if place is None or place.rank == 0:

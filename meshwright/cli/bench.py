@@ -35,6 +35,8 @@ def bench(
     warmup: int = typer.Option(3, "--warmup", min=1, help="Warm-up steps, not timed."),
     nproc: int | None = typer.Option(None, "--nproc", min=1, help="Start this many ranks, one per GPU or CPU process."),
     profile: bool = typer.Option(False, "--profile", help="Also report which kernels take the time."),
+    trace: bool = typer.Option(False, "--trace", help="Also write a profile of two steps per rank, for Perfetto."),
+    nvtx: bool = typer.Option(False, "--nvtx", help="With --trace, mark the steps for nsys instead of writing files."),
     sweep: list[str] = SWEEP,
     out: Path | None = OUT,
     trust: bool = TRUST,
@@ -48,6 +50,9 @@ def bench(
     place = own_place()
     console = stderr_console() if as_json else stdout_console()
     counts = ("--steps", str(steps), "--warmup", str(warmup), *["--profile"] * profile, *["--trust"] * trust)
+    counts += (*["--trace"] * trace, *["--nvtx"] * nvtx)
+    if nvtx and not trace:
+        raise UserError("--nvtx marks the steps of --trace for nsys; add --trace")
     if out is not None and not sweep:
         raise UserError(
             f"--out {out} is where a sweep saves its rows; give --sweep too, or redirect the output of --json"
@@ -58,15 +63,16 @@ def bench(
     elif place is None and nproc is not None and nproc > 1:
         _with_ranks(job, overrides, nproc, counts, as_json)
     else:
-        _here(load_job(job, overrides, trust=trust).job, place, steps, warmup, profile, console, as_json)
+        traces = Path(f"bench-{Path(job).stem}-traces") if trace else None
+        loaded = load_job(job, overrides, trust=trust)
+        _here(loaded.job, place, (steps, warmup, profile), (traces, nvtx), console, as_json)
 
 
 def _here(
     job: Job,
     place: Place | None,
-    steps: int,
-    warmup: int,
-    profile: bool,
+    measuring: tuple[int, int, bool],
+    tracing: tuple[Path | None, bool],
     console: Console,
     as_json: bool,
 ) -> None:
@@ -77,7 +83,7 @@ def _here(
     from meshwright.cli.output import print_json
 
     console.quiet = place is not None and place.rank > 0
-    result = measured(job, place, steps, warmup, profile, console)
+    result = measured(job, place, *measuring, console, *tracing)
     if result is None:
         return
     if as_json:
@@ -159,6 +165,8 @@ def _row(row: dict[str, Any]) -> str:
 def _print(result: Bench, console: Console) -> None:
     from rich.table import Table
 
+    from meshwright.runs.traces import VIEWERS
+
     spread = result.step_s
     rows = {
         "device": f"{result.device} × {result.devices}" if result.devices > 1 else result.device,
@@ -182,6 +190,8 @@ def _print(result: Bench, console: Console) -> None:
         total = sum(result.phases_s.values())
         shown = [f"{phase} {_ms(each)} ({each / total:.0%})" for phase, each in result.phases_s.items()]
         rows["phases"] = " · ".join(shown) + " (in separate steps that synchronize after each phase)"
+    if result.traces:
+        rows["traces"] = f"{Path(result.traces[0]).parent}, for {VIEWERS}"
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")

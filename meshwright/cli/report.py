@@ -17,16 +17,17 @@ def report(
     """Write a run's or a plan's report: one file that opens in any browser, offline."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
+    from meshwright.runs.traces import traces_of
     from meshwright.studio import write_report
 
     if Path(what).is_dir():
         if cluster is not None:
             raise UserError(f"--cluster = {cluster} is for plans, and {what} is a folder; leave it out")
-        path = write_report(Path(what), out)
+        path, traces = write_report(Path(what), out), traces_of(Path(what))
     else:
-        path = _plan(what, out, cluster)
+        path, traces = _plan(what, out, cluster), []
     if as_json:
-        print_json({"report": str(path)})
+        print_json({"report": str(path), "traces": [str(trace) for trace in traces]})
     else:
         print(path)
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,8 +12,46 @@ from meshwright.cli.job import JOB, JSON, SET, TRUST
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from meshwright.job import LoadedJob
     from meshwright.ranks import Place
     from meshwright.runs.lifecycle import Finished
+    from meshwright.train import TraceSteps
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line says about the run."""
+
+    job: str
+    overrides: list[str]
+    resume: bool
+    trust: bool
+    trace: str | None
+    nvtx: bool
+
+    def load(self) -> "LoadedJob":
+        from meshwright.job import load_job
+
+        return load_job(self.job, self.overrides, trust=self.trust)
+
+    def steps(self, loaded: "LoadedJob") -> "TraceSteps | None":
+        """The steps to trace; some the job does not have are refused."""
+        from meshwright.errors import UserError
+
+        if self.trace is None:
+            if self.nvtx:
+                raise UserError("--nvtx marks the steps of --trace for nsys; add --trace STEPS")
+            return None
+        from meshwright.train import TraceSteps
+
+        return TraceSteps.parse(self.trace, loaded.job, nvtx=self.nvtx)
+
+    def words(self, console: "Console", as_json: bool = False) -> list[str]:
+        """The same for a rank."""
+        words = ["train", self.job, *(word for override in self.overrides for word in ("--set", override))]
+        words += [] if self.trace is None else ["--trace", self.trace]
+        words += ["--resume"] * self.resume + ["--trust"] * self.trust + ["--nvtx"] * self.nvtx
+        return words + ["--quiet"] * console.quiet + ["--json"] * as_json
 
 
 def train(
@@ -29,6 +68,10 @@ def train(
     master: str | None = typer.Option(
         None, "--master", metavar="HOST:PORT", help="Rendezvous address of the machines."
     ),
+    trace: str | None = typer.Option(
+        None, "--trace", metavar="STEPS", help="Write a profile of these steps per rank, e.g. 10-12, for Perfetto."
+    ),
+    nvtx: bool = typer.Option(False, "--nvtx", help="Mark the steps of --trace for nsys instead of writing files."),
     trust: bool = TRUST,
     quiet: bool = typer.Option(False, "--quiet", help="Print nothing but errors, and what --json prints."),
     as_json: bool = JSON,
@@ -38,100 +81,83 @@ def train(
     from meshwright.errors import UserError
     from meshwright.ranks import own_place
 
+    asked = _Asked(job, overrides, resume, trust, trace, nvtx)
+    console = stderr_console() if as_json else stdout_console()
+    console.quiet = quiet
     if master is not None:
-        _as_node(job, overrides, resume, trust, nproc, (node_rank, nodes, master), quiet)
+        _as_node(asked, nproc, (node_rank, nodes, master), console)
         return
     if nodes > 1:
         raise UserError(f"--nodes {nodes} needs --master HOST:PORT, the rendezvous address; give it on every machine")
     place = own_place()
-    console = stderr_console() if as_json else stdout_console()
-    console.quiet = quiet
     if place is not None:
         if nproc is not None:
             raise UserError(f"--nproc {nproc} would start ranks inside rank {place.rank} of {place.size}; leave it out")
         with rank_failures_told():
-            _as_rank(job, overrides, resume, trust, place, console, as_json)
+            _as_rank(asked, place, console, as_json)
     elif nproc is not None and nproc > 1:
-        _with_ranks(job, overrides, resume, trust, nproc, console, as_json)
+        _with_ranks(asked, nproc, console, as_json)
     else:
-        _alone(job, overrides, resume, trust, console, as_json)
+        _alone(asked, console, as_json)
 
 
-def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "Console", as_json: bool) -> None:
-    from meshwright.job import load_job
-
-    loaded = load_job(job, overrides, trust=trust)
+def _alone(asked: _Asked, console: "Console", as_json: bool) -> None:
+    loaded = asked.load()
     if loaded.job.run.max_restarts or loaded.job.run.watchdog_s:  # a parent must outlive the training process
-        _with_ranks(job, overrides, resume, trust, 1, console, as_json)
+        _with_ranks(asked, 1, console, as_json)
         return
 
     from meshwright.api.training import write_report
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import run_job
 
-    finished = run_job(loaded, console, on_end=write_report, resume=resume)
+    trace = asked.steps(loaded)
+    finished = run_job(loaded, console, on_end=write_report, resume=asked.resume, trace=trace)
     _show(finished, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(exit_code(finished.signal))
 
 
-def _with_ranks(
-    job: str, overrides: list[str], resume: bool, trust: bool, nproc: int, console: "Console", as_json: bool
-) -> None:
-    from meshwright.job import load_job
-
-    loaded = load_job(job, overrides, trust=trust)
+def _with_ranks(asked: _Asked, nproc: int, console: "Console", as_json: bool) -> None:
+    loaded = asked.load()
+    asked.steps(loaded)  # refused before any rank starts
 
     from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.elastic import launch
     from meshwright.launch.signals import exit_code
 
-    words = ["train", job, *(word for override in overrides for word in ("--set", override))]
-    words += ["--resume"] * resume + ["--trust"] * trust + ["--quiet"] * console.quiet + ["--json"] * as_json
+    words = asked.words(console, as_json)
     with rank_failures_told():
-        folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
+        folder = launch(loaded, nproc, words, console, on_end=write_report, resume=asked.resume)
     if folder.state() == "stopped":
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 
-def _as_node(
-    job: str,
-    overrides: list[str],
-    resume: bool,
-    trust: bool,
-    nproc: int | None,
-    place: tuple[int, int, str],
-    quiet: bool,
-) -> None:
+def _as_node(asked: _Asked, nproc: int | None, place: tuple[int, int, str], console: "Console") -> None:
     from meshwright.errors import UserError
-    from meshwright.job import load_job
     from meshwright.launch.nodes import Node
 
     node = Node(*place)
-    if nproc is None or not resume:
+    if nproc is None or not asked.resume:
         raise UserError("--master starts one machine's ranks of an existing run; add --nproc and --resume")
-    loaded = load_job(job, overrides, trust=trust)
+    loaded = asked.load()
+    asked.steps(loaded)
 
     from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
     from meshwright.launch.multi_node import launch_node
     from meshwright.launch.signals import exit_code
 
-    words = ["train", job, *(word for override in overrides for word in ("--set", override)), "--resume"]
-    words += ["--trust"] * trust + ["--quiet"] * quiet
     with rank_failures_told():
-        folder = launch_node(loaded, nproc, node, words, on_end=write_report)
+        folder = launch_node(loaded, nproc, node, asked.words(console), on_end=write_report)
     if folder.state() == "stopped" and node.rank == 0:  # one exit code for all nodes: a scheduler takes the largest
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 
-def _as_rank(
-    job: str, overrides: list[str], resume: bool, trust: bool, place: "Place", console: "Console", as_json: bool
-) -> None:
+def _as_rank(asked: _Asked, place: "Place", console: "Console", as_json: bool) -> None:
     from meshwright.api.training import write_report
     from meshwright.errors import UserError
-    from meshwright.job import load_job
     from meshwright.launch.failures import failures_written_down, leave
     from meshwright.launch.signals import exit_code
     from meshwright.launch.worker import RUN_FOLDER, run_job
@@ -142,10 +168,11 @@ def _as_rank(
     try:
         with failures_written_down():
             try:
-                loaded = load_job(job, overrides, trust=trust)
+                loaded = asked.load()
+                trace = asked.steps(loaded)
             except UserError as error:
                 raise SharedRefusal(str(error)) from None
-            finished = run_job(loaded, console, place, on_end=write_report, resume=resume)
+            finished = run_job(loaded, console, place, on_end=write_report, resume=asked.resume, trace=trace)
     except Exception as error:
         code = 2 if isinstance(error, UserError) else 1
         if launched:
@@ -163,11 +190,13 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json
+    from meshwright.runs.traces import VIEWERS, traces_of
 
     report = finished.folder / "report.html"
-    outcome = finished.outcome
+    outcome, traces = finished.outcome, traces_of(finished.folder)
     if as_json:
-        print_json({"folder": str(finished.folder), "report": str(report), **asdict(outcome)})
+        named = {"folder": str(finished.folder), "report": str(report), "traces": [str(path) for path in traces]}
+        print_json({**named, **asdict(outcome)})
         return
     if outcome.sample:
         console.rule("a sample")
@@ -179,6 +208,7 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
         + (f" · validation loss {first}" if first else "")
         + (f" · {outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s else "")
         + f"\nreport   {report}"
+        + (f"\ntraces   {traces[0].parent}, for {VIEWERS}" if traces else "")
         + (f"\ncontinue {command}" if (command := _next(finished)) else ""),
         markup=False,
         highlight=False,

@@ -19,18 +19,20 @@ Status = Literal["ok", "missing", "warning"]
 _OLDEST_PYTHON = (3, 11)
 _TORCH_INSTALL = "pip install 'torch>=2.11'"
 _LOW_DISK_GIB = 10
-_REQUIRED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers")
-_EXTRAS = {
-    "transformers": "no comparison with Hugging Face models",
-    "torchao": "no fp8 training",
+REQUIRED = {
+    **{name: name for name in ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "fsspec", "jinja2")},
+    "markdown-it-py": "markdown_it",
+}
+"""Packages that are installed with this one, and what they are imported as; torch has a line of its own."""
+OPTIONAL = {
     "wandb": "no Weights & Biases sink",
     "tensorboard": "no TensorBoard sink",
     "mlflow": "no MLflow sink",
-    "pyarrow": "no parquet data",
-    "datasets": "no Hugging Face datasets",
-    "ray": "no Ray launcher",
-    "webdataset": "no WebDataset shards",
+    "pyarrow": "no Parquet, Arrow or .zst data",
+    "s3fs": "no data or backups in s3://",
+    "aiohttp": "no data from http:// and https://",
 }
+"""Packages some features import, and what is missing without them; triton is reported with the compilers."""
 _PROGRAMS = {
     "git": "run folders will not record the code version",
     "sbatch": "no Slurm here: jobs run on this machine only",
@@ -99,11 +101,11 @@ def _torch() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[Finding]:
-    absent = [name for name in _REQUIRED if find_spec(name) is None]
+    absent = [package for package, module in REQUIRED.items() if find_spec(module) is None]
     if absent:
         yield Finding("requirements", "missing", ", ".join(absent), f"pip install {' '.join(absent)}")
     else:
-        yield Finding("requirements", "ok", ", ".join(f"{name} {version(name)}" for name in _REQUIRED))
+        yield Finding("requirements", "ok", ", ".join(f"{name} {version(name)}" for name in REQUIRED))
 
 
 def _devices() -> Iterator[Finding]:
@@ -179,7 +181,7 @@ def _programs() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for package, without in _EXTRAS.items():
+    for package, without in OPTIONAL.items():
         if find_spec(package) is not None:
             yield Finding(package, "ok", version(package), "optional")
         else:

@@ -42,14 +42,17 @@ from meshwright.runs.lifecycle import (
 from meshwright.runs.rank_zero import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.resume import Found, begin, find_checkpoint, require_same_run
 from meshwright.runs.rewinds import Rewinds
+from meshwright.runs.traces import TRACES
 from meshwright.train import (
     Activity,
     Rewind,
     Start,
+    TraceSteps,
     choose_device,
     memory_errors_explained,
     prepare_device,
     require_enough_text,
+    require_nvtx,
     set_up_trainer,
     training_loader,
 )
@@ -72,6 +75,7 @@ def run_job(
     resume: bool = False,
     dtype: torch.dtype | None = None,
     callbacks: Callbacks | None = None,
+    trace: TraceSteps | None = None,
 ) -> Finished:
     """Train a job in this process, alone or as one of its ranks; errors are raised before anything is written where
     possible.
@@ -79,7 +83,7 @@ def run_job(
     Only rank 0 prepares, prints and records; each rank saves its shard. With `resume`, or if an agent has restarted the
     ranks, an existing run folder is continued. However the run ends, `on_end` is called with its folder (to write the
     report, which is in a higher room). `dtype` overrides the formats of masters and computation. `callbacks` are called
-    on rank 0.
+    on rank 0. Every rank writes a trace of the steps in `trace`.
     """
     callbacks = callbacks or Callbacks()
     _require_ranks(loaded.job, place)
@@ -89,6 +93,8 @@ def run_job(
         job = with_own_device(loaded.job, place) if place else loaded.job
         device = choose_device(job)
         prepare_device(job, device)
+        if trace is not None and trace.nvtx:
+            require_nvtx(device)
         activity.at("connecting to the other ranks")
         world = _met(job, device) if place else World(device)
         life.met()
@@ -108,6 +114,8 @@ def run_job(
                             with closing(loader):
                                 loader.start()  # its workers read ahead while the model is built
                                 trainer = set_up_trainer(job, corpus, world, start, *to)
+                                if trace is not None:
+                                    trainer.trace(trace, start.lease.run / TRACES)
                                 outcome = trainer.run(stop, loader)
                         break
                     except Rewind as rewind:

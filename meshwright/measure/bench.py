@@ -1,9 +1,12 @@
 """Measure a job: run its own training loop over its own data, time some steps, and profile others."""
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +21,22 @@ from meshwright.measure.phases import Phases
 from meshwright.model import count_parameters
 from meshwright.parallel import World, build
 from meshwright.plan import compare_with_plan
+from meshwright.runs.traces import traces_in
 from meshwright.train import (
     Silent,
+    TraceSteps,
     choose_attention,
     device_name,
     device_peak_flops,
     make_trainer,
+    require_nvtx,
+    require_traceable,
     training_loader,
 )
 
 PHASE_STEPS = 2
 PROFILE_STEPS = 2
+TRACE_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -85,18 +93,37 @@ class Bench:
     """The chosen kernel, and the milliseconds of those tried; None if there was no choice."""
     kernels: KernelTimes | None
     """On request."""
+    traces: list[str]
+    """On request: a file per rank, for Perfetto; empty if they could not be written."""
     predicted: list[dict[str, Any]]
     """The planner's predictions of the step, its parts and its memory, with the measured values; empty if it cannot
     predict the job."""
 
 
-def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, profile: bool = False) -> Bench:
-    """Train `warmup` + `steps` steps and time the latter; then profile a few more."""
+def bench(
+    job: Job,
+    corpus: Corpus,
+    world: World,
+    *,
+    steps: int,
+    warmup: int,
+    profile: bool = False,
+    trace: Path | None = None,
+    nvtx: bool = False,
+) -> Bench:
+    """Train `warmup` + `steps` steps and time the latter; then profile a few more.
+
+    With `trace` every rank writes a trace of the last steps into that folder, or with `nvtx` marks them for nsys.
+    """
     if steps < 1 or warmup < 1:
         raise UserError(
             f"--steps {steps} and --warmup {warmup} must both be at least 1; correct them (the first step compiles)"
         )
-    extra = PHASE_STEPS + (PROFILE_STEPS if profile else 0)
+    if trace is not None:
+        require_traceable(job)
+        if nvtx:
+            require_nvtx(world.device)
+    extra = PHASE_STEPS + (PROFILE_STEPS if profile else 0) + (TRACE_STEPS if trace is not None else 0)
     timed_job = _without_evaluation(job, warmup + steps + extra)
     loader = training_loader(timed_job, corpus, world)
     loader.start()
@@ -106,8 +133,17 @@ def bench(job: Job, corpus: Corpus, world: World, *, steps: int, warmup: int, pr
     training = make_trainer(timed_job, corpus, engine, weights, watch, watch, world)
     if not is_asynchronous(job):  # whose stages have their own phases
         watch.phases = Phases(training)
+    last = timed_job.run.steps
+    if trace is not None:
+        training.trace(TraceSteps(last - TRACE_STEPS + 1, last, nvtx), trace, partial(_warn, world.rank))
     outcome = training.run(loader=loader)
-    return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes)
+    world.barrier()  # every rank's trace is written
+    traces = [] if trace is None else [str(path) for path in traces_in(trace)]
+    return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes, traces)
+
+
+def _warn(rank: int, sentence: str) -> None:
+    sys.stderr.write(f"warning: rank {rank}: {sentence}\n")
 
 
 def _without_evaluation(job: Job, steps: int) -> Job:
@@ -152,7 +188,9 @@ class _Watch(Silent):
             self.kernels.end(PROFILE_STEPS)
 
 
-def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, steady: int | None) -> Bench:
+def _summary(
+    job: Job, world: World, watch: _Watch, warmup: int, steps: int, steady: int | None, traces: list[str]
+) -> Bench:
     timed = watch.rows[warmup : warmup + steps]
     spread = spread_of([row["step_s"] for row in timed])
     tokens_per_s = job.tokens_per_step / spread.median
@@ -187,6 +225,7 @@ def _summary(job: Job, world: World, watch: _Watch, warmup: int, steps: int, ste
         phases_s=None if watch.phases is None else watch.phases.medians(),
         attention=watch.attention,
         kernels=None if watch.kernels is None else watch.kernels.times,
+        traces=traces,
         predicted=_predicted(job, world, spread.median, timed[-1]["memory_bytes"], watch.phases),
     )
 

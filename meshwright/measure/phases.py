@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.train import Trainer
+from meshwright.train import Around, Trainer
 
 PHASES = ("data", "forward", "loss", "backward", "forward and backward", "reduce", "optimizer", "other")
 """`forward and backward` replaces its three parts if a pipeline interleaves them; gradient reduction that overlaps with
@@ -20,7 +20,7 @@ class Phases:
 
     def __init__(self, training: Trainer) -> None:
         self._training = training
-        self._undo: list[Callable[[], None]] = []
+        self._around = Around()
         self._steps: list[dict[str, float]] = []
         self._spent: dict[str, float] = defaultdict(float)
         self._collected_at = self._step_began = 0.0
@@ -28,21 +28,20 @@ class Phases:
     def begin(self) -> None:
         """Start timing from the next step on."""
         training, engine = self._training, self._training.engine
-        self._around(training, "step", self._whole_step)
-        self._around(training, "_next", self._timed("data"))
-        self._around(engine, "accumulate", self._accumulate)
+        self._around.replace(training, "step", self._whole_step)
+        self._around.replace(training, "_next", self._timed("data"))
+        self._around.replace(engine, "accumulate", self._accumulate)
         if training.job.layout.pp == 1:
             [model] = engine.modules
-            self._around(model, "forward", self._timed("model"))
+            self._around.replace(model, "forward", self._timed("model"))
             if (head := getattr(model, "head", None)) is not None:
-                self._around(head, "forward", self._timed("loss"))
-        self._around(training, "_clip", self._clip)
-        self._around(training.weights, "zero_gradients", self._zero)
+                self._around.replace(head, "forward", self._timed("loss"))
+        self._around.replace(training, "_clip", self._clip)
+        self._around.replace(training.weights, "zero_gradients", self._zero)
 
     def end(self) -> None:
         """Remove the timers."""
-        while self._undo:
-            self._undo.pop()()
+        self._around.undo()
 
     def medians(self) -> dict[str, float]:
         """Median seconds of every phase that occurred; the sum is about a step."""
@@ -51,11 +50,6 @@ class Phases:
             for phase in PHASES
             if all(phase in step for step in self._steps)
         }
-
-    def _around(self, owner: Any, name: str, watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        own = vars(owner).get(name)
-        setattr(owner, name, watched(getattr(owner, name)))
-        self._undo.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 
     def _timed(self, phase: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def around(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from meshwright.parallel.apply import build
 from meshwright.parallel.compression.weights import CompressedWeights, Reduction
-from meshwright.parallel.engine import Engine, OneStage
+from meshwright.parallel.engine import Engine, OneStage, Range
 from meshwright.parallel.live_tensors import live_gradients, live_parameters
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights
@@ -17,6 +17,7 @@ __all__ = [
     "OffloadedWeights",
     "OneStage",
     "PipeDream",
+    "Range",
     "Reduction",
     "ShardIndex",
     "Traffic",

@@ -1,7 +1,8 @@
 """How a rank runs the micro-batches of a step; without a pipeline here, with one in `pipelining`."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from meshwright.job import Job
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
+
+Range = Callable[[str], AbstractContextManager[Any]]
+"""Gives a context for a name, for a profiler to show."""
 
 
 class Engine(Protocol):
@@ -25,6 +29,9 @@ class Engine(Protocol):
     def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The losses of some batches, each a sum over its tokens, without gradients; zeros where others have them."""
 
+    def named(self, name: Range | None) -> None:
+        """From now on run every forward and backward of a step inside a range with its name; with None inside none."""
+
 
 class OneStage:
     """The whole depth of the model on this rank: micro-batches one after the other."""
@@ -36,6 +43,7 @@ class OneStage:
         # Code that splits the sequence relies on its full length.
         whole = world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1)
         self._trims = job.data.packing == "none" and not whole
+        self._name: Range = nullcontext
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Forward and backward of every micro-batch; afterwards the masters have the gradients."""
@@ -46,8 +54,10 @@ class OneStage:
         for number, micro in enumerate(micro_batches, start=1):
             tokens, arguments = self._inputs.training(micro, data.valid_count, step_tensor)
             self._weights.start_micro_batch(last=number == len(micro_batches))
-            micro_loss = model(tokens, **arguments)
-            micro_loss.backward()
+            with self._name("forward"):
+                micro_loss = model(tokens, **arguments)
+            with self._name("backward"):
+                micro_loss.backward()
             loss = loss + micro_loss.detach()
         self._weights.collect_gradients()
         return loss
@@ -61,6 +71,10 @@ class OneStage:
             tokens, arguments = self._inputs.held_out(self._trimmed(batch))
             losses.append(model(tokens, **arguments))
         return losses
+
+    def named(self, name: Range | None) -> None:
+        """Ranges around the whole model's forward and backward."""
+        self._name = name or nullcontext
 
     def _trimmed(self, micro: Batch) -> Batch:
         """Of documents alone in their sequences, only as much as the longest of a micro-batch needs."""

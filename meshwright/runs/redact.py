@@ -41,10 +41,10 @@ _BY_PREFIX = {
 VARIABLES = frozenset(prefix + name for prefix, names in _BY_PREFIX.items() for name in names.split())
 """Variables that affect a run or say where it ran."""
 _COMMANDS = ("train", "submit", "verify", "checkpoint", "import")
-_FLAGS = ("--resume", "--json", "--debug", "--per-rank", "--ladder", "--run", "--trust")
+_FLAGS = ("--resume", "--json", "--debug", "--per-rank", "--ladder", "--run", "--trust", "--nvtx")
 _VALUED = (
     "--nproc", "--nodes", "--node-rank", "--master", "--site", "--time", "--partition", "--qos", "--chain",
-    "--signal-before", "--budget", "--container", "--steps", "--device", "--dtype", "--out",
+    "--signal-before", "--budget", "--container", "--steps", "--device", "--dtype", "--out", "--trace",
 )  # fmt: skip
 
 

@@ -1,12 +1,16 @@
 """A run as one self-contained page: its results, its course, and exactly what was run."""
 
+import os
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from meshwright.runs import Metrics, RunFolder
+from meshwright.runs.traces import VIEWERS, traces_of
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
@@ -20,6 +24,7 @@ from meshwright.version import VERSION
 
 _MOST_SAMPLES = 12
 _LONGEST_SAMPLE = 4000
+_MOST_TRACES = 64
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -35,6 +40,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             _charts(metrics),
             memory_chart(memory),
             expectations(folder.job(), metrics.rows, events),
+            _traces(traces_of(folder.path), out or folder.path / "report.html"),
             _samples(folder.samples()),
             f"<h2>Events</h2>{events_table(events)}",
             f"<h2>Job</h2>{job_tables(folder.job(), folder.raw_job())}",
@@ -106,6 +112,20 @@ def _samples(samples: dict[int, str]) -> str:
         of = "" if len(shown) == len(earlier) else f" of {len(earlier)}"
         parts.append(f"<details><summary>{len(shown)}{of} earlier samples</summary>{older}</details>")
     return "".join(parts)
+
+
+def _traces(traces: Sequence[Path], page_file: Path) -> str:
+    """Links to the profiles of single steps, from where the page is."""
+    if not traces:
+        return ""
+    start = page_file.absolute().parent
+    links = [
+        f'<li><a href="{escape(quote(os.path.relpath(path.absolute(), start)))}" download>{escape(path.name)}</a></li>'
+        for path in traces[:_MOST_TRACES]
+    ]
+    more = f"<p>{len(traces) - _MOST_TRACES:,} more are not shown.</p>" if len(traces) > _MOST_TRACES else ""
+    note = f'<p class="note above">Every operation of some steps, one file per rank; open them in {VIEWERS}.</p>'
+    return f"<h2>Traces</h2>{note}<ul>{''.join(links)}</ul>{more}"
 
 
 def _text(text: str) -> str:

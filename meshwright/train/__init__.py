@@ -2,6 +2,7 @@
 
 from meshwright.calls import callable_as
 from meshwright.train.activity import Activity
+from meshwright.train.around import Around
 from meshwright.train.asynchronous import AsynchronousTrainer, windows
 from meshwright.train.bad_steps import Rewind
 from meshwright.train.device import (
@@ -32,11 +33,13 @@ from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
 from meshwright.train.setup import make_trainer, set_up_trainer
 from meshwright.train.start import Start
+from meshwright.train.trace import Trace, TraceSteps, require_nvtx, require_traceable
 from meshwright.train.trainer import Trainer
 
 __all__ = [
     "FLOPS_CONVENTION",
     "Activity",
+    "Around",
     "AsynchronousTrainer",
     "ConsoleProgress",
     "LossScale",
@@ -48,6 +51,8 @@ __all__ = [
     "Score",
     "Silent",
     "Start",
+    "Trace",
+    "TraceSteps",
     "Trainer",
     "build_optimizer",
     "choose_attention",
@@ -67,6 +72,8 @@ __all__ = [
     "open_corpus",
     "prepare_device",
     "require_enough_text",
+    "require_nvtx",
+    "require_traceable",
     "score",
     "set_up_trainer",
     "states_of",

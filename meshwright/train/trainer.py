@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
 from meshwright.train.state import capture, restore
 from meshwright.train.stragglers import Stragglers, slow_ranks
+from meshwright.train.trace import Trace, TraceSteps
 
 
 class Trainer:
@@ -68,6 +70,7 @@ class Trainer:
         self.loader: Loader | StreamLoader | None = None
         self._stragglers = Stragglers(world)
         self._memory_curve: MemoryCurve | None = None
+        self._trace: Trace | None = None
         self._resumed_step = 0
         self._step_tokens = 0
         self._ended = 0.0
@@ -83,6 +86,13 @@ class Trainer:
         parts = (self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank)
         self._memory_curve = MemoryCurve(*parts, record, self.progress.message, compiled=self.job.run.compile)
 
+    def trace(self, steps: TraceSteps, folder: Path, report: Callable[[str], None] | None = None) -> None:
+        """Trace some of the steps into a folder, one file per rank; `report` gets what prevents it."""
+        report = report or self._report_no_trace
+        self._trace = Trace(steps, folder, self, report)
+        if steps.last <= self._resumed_step:
+            report(f"no trace of {steps}: this attempt continues after step {self._resumed_step}")
+
     def resume(self, checkpoint: Checkpoint) -> None:
         """Resume from a checkpoint instead of starting from initial weights."""
         restore(self, checkpoint)
@@ -97,13 +107,14 @@ class Trainer:
         with self._running(loader) as data:
             self._ended = time.perf_counter()
             for step in range(self.outcome.step + 1, self.job.run.steps + 1):
-                with self._watched(step):
-                    stopping = self.step(step, data, stop)
-                evaluating, saving = evaluation_due(self.job, step), self._save_due(step)
-                with self._between_steps(evaluating or saving):
-                    if evaluating:
-                        self._evaluate(step)
-                    self._save_if_due(step)
+                with self._traced(step):
+                    with self._watched(step):
+                        stopping = self.step(step, data, stop)
+                    evaluating, saving = evaluation_due(self.job, step), self._save_due(step)
+                    with self._between_steps(evaluating or saving):
+                        if evaluating:
+                            self._evaluate(step)
+                        self._save_if_due(step)
                 if stopping:
                     self.outcome.reason = "interrupted" if step < self.job.run.steps else "finished"
                     break
@@ -168,6 +179,8 @@ class Trainer:
             if self.saver is not None:
                 self.saver.abandon()
             raise
+        if self._trace is not None:
+            self._trace.end()
         self.meter.end(self.outcome, watched=self._memory_curve is not None)
         if self.saver is not None:
             self.saver.finish(self.outcome.step, self.capture)
@@ -251,10 +264,17 @@ class Trainer:
                 self.progress.message(f"step {numbers.step}: {clause}")
 
     def _report_slow_data(self, sentence: str) -> None:
-        """Only rank 0 records and prints; another rank's wait is reported in its own log."""
+        self.recorder.event("slow_data", waiting=sentence)
+        self._say(sentence)
+
+    def _report_no_trace(self, sentence: str) -> None:
+        self.recorder.event("no_trace", error=sentence)
+        self._say(sentence)
+
+    def _say(self, sentence: str) -> None:
+        """Only rank 0 records and prints; another rank's sentence is in its own log."""
         if self.world.rank:
             sys.stderr.write(f"rank {self.world.rank}: {sentence}\n")
-        self.recorder.event("slow_data", waiting=sentence)
         self.progress.message(sentence)
 
     @contextmanager
@@ -269,6 +289,11 @@ class Trainer:
 
     def _watched(self, step: int) -> AbstractContextManager[None]:
         return nullcontext() if self._memory_curve is None else self._memory_curve.step(step)
+
+    def _traced(self, step: int) -> AbstractContextManager[None]:
+        if self._trace is None or not self._trace.covers(step):
+            return nullcontext()
+        return self._trace.step(step, self._between_steps)
 
     def _sample_memory(self, at: str) -> None:
         if self._memory_curve is not None:

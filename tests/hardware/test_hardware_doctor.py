@@ -1,8 +1,13 @@
 """The examination: complete, honest about what is not there, and unable to raise."""
 
+import ast
 import importlib.util
+import re
 import shutil
+import sys
 import tomllib
+from functools import cache
+from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +16,10 @@ import pytest
 import torch
 
 from meshwright.hardware import Finding, examine
+from meshwright.hardware.doctor import OPTIONAL, REQUIRED
 from meshwright.hardware.torch_versions import OLDEST
+
+ROOT = Path(__file__).parents[2]
 
 
 def by_name() -> dict[str, Finding]:
@@ -21,8 +29,7 @@ def by_name() -> dict[str, Finding]:
 def test_every_subject_has_a_line() -> None:
     found = by_name()
     subjects = {"python", "torch", "requirements", "backends", "cpu", "memory", "disk here", "disk cache", "compiler"}
-    subjects |= {"triton", "git", "sbatch", "transformers", "torchao", "wandb", "tensorboard", "mlflow", "pyarrow"}
-    subjects |= {"datasets", "ray", "webdataset"}
+    subjects |= {"triton", "git", "sbatch", "wandb", "tensorboard", "mlflow", "pyarrow", "s3fs", "aiohttp"}
     assert subjects <= set(found)
     assert found["torch"].status == "ok" and torch.__version__ in found["torch"].value
     assert "gloo" in found["backends"].value
@@ -43,6 +50,51 @@ def test_a_torch_newer_than_tested_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_oldest_torch_is_the_package_s() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert f"torch>={'.'.join(map(str, OLDEST))}" in pyproject["project"]["dependencies"]
+
+
+@cache
+def imported() -> set[str]:
+    """The packages that our code imports: by statement, by name, and as readers that `need` may be asked for."""
+    found: set[str] = set()
+    for file in (ROOT / "meshwright").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        for_types = {id(below) for node in ast.walk(tree) if _checks_types(node) for below in ast.walk(node)}
+        for node in ast.walk(tree):
+            if id(node) in for_types:
+                continue
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "need"):
+                found |= {word.value for word in node.args[:1] if isinstance(word, ast.Constant)}
+            elif file.name == "extras.py" and isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+                found |= set(ast.literal_eval(node.value))
+    # Torch's writer for TensorBoard is that package's.
+    return {"tensorboard" if name == "torch.utils.tensorboard" else name.split(".")[0] for name in found}
+
+
+def _checks_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_only_packages_that_are_imported_are_named() -> None:
+    found = imported()
+    assert {"wandb", "s3fs", "triton", "numpy"} <= found, "what finds them works"
+    assert set(OPTIONAL) <= found and set(REQUIRED.values()) <= found
+    assert not found & {"ray", "datasets", "torchao", "webdataset", "transformers"}, "name them once they are used"
+
+
+def test_every_package_that_is_imported_is_named_or_required() -> None:
+    lines = [line for package in REQUIRED for line in requires(package) or () if "extra ==" not in line]
+    beneath = {name for line in lines for name in re.findall(r"^[\w-]+", line)}
+    known = {*sys.stdlib_module_names, "meshwright", "torch", "triton", *REQUIRED.values(), *OPTIONAL}
+    assert imported() - known <= {name.replace("-", "_") for name in beneath}
+
+
+def test_required_packages_are_those_of_the_project() -> None:
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert {"torch", *REQUIRED} == {re.split("[<>=]", line)[0] for line in wanted}
 
 
 def test_absent_packages_and_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

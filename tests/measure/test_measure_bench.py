@@ -1,5 +1,6 @@
 """`meshwright bench`: a job measured, its phases and kernels, and lists of settings that survive refusals and kills."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -55,13 +56,37 @@ def test_the_table_says_how(cli: Any, tiny_job: Path) -> None:
         assert part in " ".join(done.out.split()), part
 
 
-def test_two_ranks_are_measured_together(tiny_job: Path) -> None:
-    words = ["bench", "job.toml", *SHORT, "--nproc", "2", "--set", "layout.dp_shard=2", "--json"]
+def test_two_ranks_are_measured_and_traced_together(tiny_job: Path) -> None:
+    words = ["bench", "job.toml", *SHORT, "--nproc", "2", "--set", "layout.dp_shard=2", "--trace", "--json"]
     command = [sys.executable, "-m", "meshwright", *words]
     done = subprocess.run(command, cwd=tiny_job.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["devices"] == 2 and result["tokens_per_s_per_device"] == result["tokens_per_s"] / 2
+    # One step of warm-up, three timed and two for the phases come before.
+    names = [f"bench-job-traces/attempt-0-steps-7-8-rank-{rank}.json.gz" for rank in (0, 1)]
+    assert result["traces"] == names
+    for name in names:
+        content = json.loads(gzip.decompress((tiny_job.parent / name).read_bytes()))
+        steps = [event["name"] for event in content["traceEvents"] if event.get("name", "").startswith("step ")]
+        assert steps == ["step 7", "step 8"]
+
+
+def test_another_trace_does_not_replace_the_first(cli: Any, tiny_job: Path) -> None:
+    (tiny_job.parent / "bench-job-traces").mkdir()
+    done = cli("bench", "job.toml", "--steps", "1", "--warmup", "1", "--trace")
+    assert done.code == 0, done.err
+    assert "bench-job-traces-2, for ui.perfetto.dev" in " ".join(done.out.split())
+    assert [path.name for path in tiny_job.parent.glob("*/*.gz")] == ["attempt-0-steps-5-6-rank-0.json.gz"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(["--nvtx"], "--nvtx marks the steps of --trace for nsys; add --trace"), (["--trace", "--nvtx"], "an NVIDIA GPU")],
+)
+def test_marks_for_nsys_need_a_gpu(cli: Any, tiny_job: Path, words: list[str], sentence: str) -> None:
+    done = cli("bench", "job.toml", *SHORT, *words)
+    assert done.code == 2 and sentence in done.err
 
 
 def test_a_sweep_goes_on_where_it_was_and_survives_what_cannot_run(cli: Any, tiny_job: Path) -> None:

@@ -6,6 +6,7 @@ under a pipeline zero 2 holds as much as zero 1.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from meshwright.data import Batch, Step
 from meshwright.job import Job
 from meshwright.model.numbers import wide_dtype
+from meshwright.parallel.engine import Range
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.pipelining.dualpipe import in_torchs_words, lower, torch_number, torch_numbers, torch_ranks
 from meshwright.parallel.pipelining.stages import StageChain
@@ -31,6 +33,13 @@ Listener = Callable[[Action, float, float, int], None]
 TORCH_FORGETS_NODES = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 """Before 2.13 torch drops a stage's graph between the halves of a backward and keeps only the nodes where the second
 begins; those of functions written in Python do not survive that, so the graph is kept for them."""
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "backward of inputs",
+    Kind.WEIGHT: "backward of weights",
+}
 
 
 class Pipeline:
@@ -74,6 +83,11 @@ class Pipeline:
             stage.listener = listener
             stage.holding = lambda: sum(len(each.fwd_cache) + len(each.backward_state) for each in stages)
 
+    def named(self, name: Range | None) -> None:
+        """Ranges around every action of the table."""
+        for stage in self._stages:
+            stage.name = name or nullcontext
+
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Run the table once; the loss is on the ranks of a last stage, and zero on the others."""
         step_tensor = torch.tensor(step)
@@ -102,6 +116,7 @@ class _Stage(PipelineStage):
     """Tokens and arguments of every micro-batch of its chain."""
     listener: Listener | None = None
     holding: Callable[[], int]
+    name: Range = staticmethod(nullcontext)
     _current: dict[str, Any]
 
     def __init__(self, table: Table, stage: int, module: nn.Module, device: torch.device, **kwargs: Any) -> None:
@@ -159,7 +174,8 @@ class _Stage(PipelineStage):
 
     def _report(self, kind: Kind, micro_batch: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        result = run(micro_batch, *args, **kwargs)
+        with self.name(f"{_NAMES[kind]} {self.micro_batches[micro_batch]}, stage {self.stage}"):
+            result = run(micro_batch, *args, **kwargs)
         if self.listener is not None:
             action = Action(kind, self.micro_batches[micro_batch], self.stage)
             self.listener(action, started, time.perf_counter(), self.holding())
