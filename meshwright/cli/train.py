@@ -78,7 +78,7 @@ def _alone(job: str, overrides: list[str], resume: bool, trust: bool, console: "
 def _with_ranks(
     job: str, overrides: list[str], resume: bool, trust: bool, nproc: int, console: "Console", as_json: bool
 ) -> None:
-    from meshwright.job import load_job
+    from meshwright.job import hub_name, load_job
 
     loaded = load_job(job, overrides, trust=trust)
 
@@ -88,6 +88,8 @@ def _with_ranks(
     from meshwright.launch.signals import exit_code
 
     words = ["train", job, *(word for override in overrides for word in ("--set", override))]
+    if (start := loaded.job.model.init_from) is not None and hub_name(start) is not None:
+        words += ["--set", f"model.init_from={start}"]  # the commit found now, in every rank and restart
     words += ["--resume"] * resume + ["--trust"] * trust + ["--quiet"] * console.quiet + ["--json"] * as_json
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=resume)
