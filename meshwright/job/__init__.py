@@ -3,6 +3,7 @@
 from meshwright.job.convert import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
+from meshwright.job.from_megatron import job_from_megatron
 from meshwright.job.hf_config import (
     model_from_hf_config,
     model_of_config,
@@ -36,6 +37,7 @@ __all__ = [
     "job_fields",
     "job_from_deepspeed",
     "job_from_hf_trainer",
+    "job_from_megatron",
     "job_of_table",
     "job_schema",
     "job_text",

@@ -44,7 +44,14 @@ class Passed:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values)
 
 
-Rule = Field | Passed
+@dataclass(frozen=True)
+class Noted:
+    """A setting without a field of ours that is accepted; what is lost is said at the top of the job."""
+
+    note: str
+
+
+Rule = Field | Passed | Noted
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,25 @@ class Conversion:
             return default
         return int(value) if isinstance(value, float) and value.is_integer() and value >= 1 else value
 
+    def count(self, name: str, default: int | None = None) -> int:
+        """As `number`, for a whole number above 0, required without a default."""
+        value = self.number(name, default)
+        if isinstance(value, int) and value > 0:
+            return value
+        if name not in self.settings:
+            self.refuse(name, "write it")
+        else:
+            self.refuse(name, "correct it", "is not a whole number above 0")
+        return default or 1
+
+    def word(self, name: str, default: str | None = None) -> str | None:
+        """As `take`, for a setting that must be one word if given; null counts as not given."""
+        value = self.take(name, default)
+        if value is not None and not isinstance(value, str):
+            self.refuse(name, "correct it", "is not a word")
+            return default
+        return default if value is None else value
+
     def switch(self, name: str, default: bool = False) -> bool:
         """As `take`, for a setting that must be true or false if given; null is false."""
         value = self.take(name, default)
@@ -110,9 +136,7 @@ class Conversion:
         if name not in self.settings:
             self.refusals.setdefault(name, f"{name} is not given; {remedy}")
             return
-        value = json.dumps(self.settings[name])
-        shown = value if len(value) <= 60 else value[:57] + "..."
-        self.refusals.setdefault(name, f"{name} = {shown} {what}; {remedy}")
+        self.refusals.setdefault(name, f"{name} = {_shown(self.settings[name])} {what}; {remedy}")
 
     def skip(self, section: str) -> None:
         """Mark every setting of a section as handled."""
@@ -129,6 +153,8 @@ class Conversion:
             elif isinstance(rule, Passed):
                 if not rule.passes(value):
                     self.refuse(name, rule.instead)
+            elif isinstance(rule, Noted):
+                self.notes.append(f"{name} = {_shown(value)}: {rule.note}")
             elif (mine := self.take(name)) is not None:
                 try:
                     self.fields[rule.ours] = rule.of(mine)
@@ -146,6 +172,11 @@ class Conversion:
             section, key = name.split(".")
             table.setdefault(section, {})[key] = value
         return Converted(job_of_table(table, where), ordered, self.notes)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_settings(path: Path, whole: Collection[str] = ()) -> dict[str, Any]:
