@@ -1,6 +1,6 @@
 """Convert another program's settings to a job: a table maps each setting to a field, or lists values without effect.
 
-A setting with neither is rejected by name, and so is "auto": the job is written only when every setting is resolved.
+A setting with neither is rejected by name: the job is written only when every setting is resolved.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
+from meshwright.job.model import Model
 from meshwright.job.reading import json_table, read_settings_text
 
 ONE_RANK = "one rank is assumed: give --ranks if several share the batch"
@@ -75,6 +76,24 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    auto: list[str] = field(default_factory=list)
+    """Settings that left their value to the program that reads them."""
+
+    def drop_auto(self) -> None:
+        """Treat "auto" as not given, and say so."""
+        self.auto = [name for name, value in self.settings.items() if value == "auto"]
+        for name in self.auto:
+            del self.settings[name]
+        if self.auto:
+            self.notes.append(
+                f'"auto" leaves a value to another program and counts as not given: {", ".join(self.auto)}'
+            )
+
+    def ours(self, name: str) -> None:
+        """Say that a field keeps its default here, as the settings do not give it."""
+        section, key = name.split(".")
+        default = getattr(getattr(Job(), section), key)
+        self.notes.append(f"{name} is not given and keeps its default here, {_shown(default)}")
 
     def take(self, name: str, default: Any = None) -> Any:
         """A setting's value, which the caller handles; "auto" is rejected by name, and the default returned."""
@@ -149,7 +168,7 @@ class Conversion:
                 continue  # null and an empty section have no effect
             rule = rules.get(name)
             if rule is None:
-                self.refuse(name, "remove it if the run does not need it")
+                self.refuse(name, "remove it if the run does not need it", "is not a setting known here")
             elif isinstance(rule, Passed):
                 if not rule.passes(value):
                     self.refuse(name, rule.instead)
@@ -171,7 +190,11 @@ class Conversion:
         for name, value in ordered.items():
             section, key = name.split(".")
             table.setdefault(section, {})[key] = value
-        return Converted(job_of_table(table, where), ordered, self.notes)
+        job = job_of_table(table, where)
+        if "model.init_from" in ordered:  # which gives the shape when the job is loaded
+            shape = Model.model_construct(_fields_set={"init_from"}, **dict(job.model))
+            job = job.model_copy(update={"model": shape})
+        return Converted(job, ordered, self.notes)
 
 
 def _shown(value: Any) -> str:

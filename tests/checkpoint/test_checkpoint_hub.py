@@ -121,6 +121,23 @@ def test_the_commands_take_a_name_where_they_take_a_folder(cli, cache: Path, fol
     assert cli("train", "run", "--resume", "--set", "run.steps=3").code == 0
 
 
+def test_the_lectures_recipe_1_runs_as_it_is_typed(cli, cache: Path, folder: Path, job: Path) -> None:
+    cached(cache, folder, "meta-llama/Llama-2-7b-hf")  # a tiny one under that name
+    Path("recipe.sh").write_text(
+        "torchrun --nproc_per_node=4 train.py \\\n--model_name meta-llama/Llama-2-7b-hf \\\n"
+        '--fsdp "shard_grad_op" \\\n--bf16 true \\\n--gradient_checkpointing true \\\n'
+        "--attn_implementation flash_attention_2\n"
+    )
+    assert cli("job", "from-hf-trainer", "recipe.sh", "--out", "recipe.toml").code == 0
+    changes = ("batch.sequence_length=32", 'data.sources=["text.txt"]', "run.steps=1", "schedule.decay_steps=1")
+    words = [word for change in (*changes, "run.device=cpu", "run.folder=run") for word in ("--set", change)]
+    assert cli("plan", "--check", "recipe.toml", *words, "--cluster", "4xa100-80gb").code == 0
+    told = cli("train", "recipe.toml", *words, "--nproc", "4", "--json")
+    assert told.code == 0, told.err
+    resolved = json.loads(Path("run/job.resolved.json").read_text())
+    assert resolved["model"]["init_from"] == f"meta-llama/Llama-2-7b-hf@{COMMIT}"
+
+
 def test_a_folder_of_the_same_name_wins_and_it_is_said(cache: Path, folder: Path, job: Path) -> None:
     cached(cache, folder, NAME)
     Path("tiny").mkdir()
