@@ -115,9 +115,10 @@ def _hub() -> ModuleType:
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
+        import huggingface_hub.utils
     except ImportError:
         raise UserError(
-            "a model's Hugging Face name needs the package huggingface_hub; pip install huggingface_hub, or give a "
+            "a model's Hugging Face name needs the package huggingface_hub; pip install -U huggingface_hub, or give a "
             "folder instead"
         ) from None
     return huggingface_hub

@@ -129,11 +129,7 @@ def convert_memory(conversion: Conversion) -> None:
         if modules not in ("core_attn", ["core_attn"]):
             conversion.refuse("--recompute-modules", "which modules are recomputed is not chosen here: remove it")
     elif kind == "full" and method == "uniform":
-        fields["memory.recompute"] = "full"
-        if layers > 1:
-            conversion.notes.append(
-                f"--recompute-num-layers {layers}: every block keeps its input here, not one in {layers}"
-            )
+        fields["memory.recompute"] = "full" if layers == 1 else {"segments": layers}
     elif kind == "full" and method == "block":
         if layers * fields.get("layout.pp", 1) < fields["model.layers"]:
             remedy = "memory.recompute = {budget_gib = x} recomputes as few blocks as fit: write uniform, then set that"

@@ -23,6 +23,8 @@ class Hub:
     folder: Path
     repository: str
     gets: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
+    """Every request, by its method and path."""
     ranges: list[tuple[str, str]] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)
     """File → bytes after which the first connections for it break off."""
@@ -63,6 +65,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
+            hub.asked[f"{self.command} {path}"] += 1
             files = hub.files()
             if found := re.fullmatch(f"/api/models/{hub.repository}(/revision/.+)?", path):
                 if (found[1] or "/revision/main").rpartition("/")[2] not in ("main", COMMIT):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -166,7 +167,7 @@ def test_without_a_network_it_says_where_it_looked(cli, cache: Path, folder: Pat
 
 def test_without_the_package_it_says_what_to_install(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(UserError, match="pip install huggingface_hub, or give a folder"):
+    with pytest.raises(UserError, match="pip install -U huggingface_hub, or give a folder"):
         load_job(str(job))
 
 
@@ -196,9 +197,14 @@ except UserError as error:
 """
 
 
-def fetch(hub: Hub) -> subprocess.CompletedProcess[str]:
+def fetch(hub: Hub, **more: str) -> subprocess.CompletedProcess[str]:
     """Only the download, as a program of its own."""
-    variables = {"HF_HUB_CACHE": "hub", "HF_ENDPOINT": hub.address, "PYTHONPATH": str(Path(__file__).parents[2])}
+    variables = {
+        "HF_HUB_CACHE": "hub",
+        "HF_ENDPOINT": hub.address,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        **more,
+    }
     return subprocess.run(
         [sys.executable, "-c", FETCH], env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
@@ -228,6 +234,17 @@ def test_an_interrupted_download_continues_where_it_stopped(folder: Path, job: P
         assert again.returncode == 0 and again.stdout == "" and hub.gets[shard] == before[shard] + 1
     snapshot = Path("hub/models--tiny--llama/snapshots") / COMMIT
     assert (snapshot / shard).read_bytes() == (hub.folder / shard).read_bytes()
+
+
+def test_of_processes_that_start_together_one_asks_the_hub(folder: Path, job: Path, tmp_path: Path) -> None:
+    with serving(Hub(bare(folder, tmp_path / "model", "model.safetensors", 4 << 20), NAME)) as hub:
+        assert fetch(hub, HF_HUB_CACHE="first").returncode == 0
+        alone = hub.asked.copy()
+        with ThreadPoolExecutor() as pool:
+            together = list(pool.map(lambda _: fetch(hub, HF_HUB_CACHE="second"), range(3)))
+    assert [one.returncode for one in together] == [0, 0, 0], together
+    assert hub.asked - alone == alone
+    assert sorted(one.stdout.count("downloaded") for one in together) == [0, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,11 @@ def test_megatron_s_defaults_are_its_own_not_ours(tmp_path: Path) -> None:
             None,
             {"memory.recompute": "full"},
         ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            None,
+            {"memory.recompute": {"segments": 2}},
+        ),
         ("--optimizer-cpu-offload", None, {"memory.offload": ["optimizer"]}),
         ("--optimizer sgd --sgd-momentum 0.8", None, {"optimizer.name": "sgd", "optimizer.momentum": 0.8}),
         ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", None, {"precision.optimizer_states": "bf16"}),
