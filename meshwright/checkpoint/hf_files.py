@@ -8,14 +8,11 @@ from typing import Any
 from meshwright.atomic import disk_refusal
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.job import Model, read_hf_config
+from meshwright.job.hub import COMPANIONS
 
 KEPT_IN = "huggingface"
 """Where a run folder keeps what came with the weights it started from."""
 
-_COMPANIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
-)
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -24,7 +21,7 @@ def keep_companions(folder: Path, run: Path) -> None:
     kept = run / KEPT_IN
     try:
         kept.mkdir()
-        _copy(folder, kept, ("config.json", *_COMPANIONS))
+        _copy(folder, kept, ("config.json", *COMPANIONS))
     except OSError as error:
         raise disk_refusal(str(kept), error) or error from error
 
@@ -32,7 +29,7 @@ def keep_companions(folder: Path, run: Path) -> None:
 def write_companions(run: Path, folder: Path, shape: Model) -> None:
     """Give an exported folder its tokenizer and generation settings: those the run started with, or the run's own."""
     if (run / KEPT_IN).is_dir():
-        _copy(run / KEPT_IN, folder, _COMPANIONS)
+        _copy(run / KEPT_IN, folder, COMPANIONS)
     elif (run / "tokenizer.json").is_file():
         _copy(run, folder, ("tokenizer.json",))
         tokenizer = load_tokenizer(run / "tokenizer.json")

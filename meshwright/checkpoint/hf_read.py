@@ -12,10 +12,9 @@ from torch import Tensor
 from meshwright.checkpoint.tensorfile import read_header, read_window
 from meshwright.errors import UserError
 from meshwright.job import Model
+from meshwright.job.hub import INDEX, PICKLES, SINGLE
 from meshwright.model import Decoder, full_hf_names, hf_place, hf_tensors, require_hf_tensors
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ROWS_COMPARED = 512
 _HEAD = "lm_head.weight"
 
@@ -96,7 +95,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
         if lost := [name for name in listed if name not in stored]:
             raise UserError(f"{folder / INDEX} lists {lost[0]}, which none of its files contains; download them again")
         return stored
-    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+    pickles = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLES)
     if pickles:
         raise UserError(
             f"{folder} has weights only as a pickle ({pickles[0]}), which can run code when opened; use the "

@@ -91,9 +91,9 @@ def _options(
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
     """Print our own warnings as one line, on the first rank only; other warnings as Python prints them."""
-    from meshwright.job.unused import UnusedFieldWarning
+    from meshwright.job.unused import JobWarning
 
-    if not issubclass(category, UnusedFieldWarning):
+    if not issubclass(category, JobWarning):
         _SHOW_WARNING(message, category, *place, **more)
     elif is_first_rank():
         print(f"meshwright: warning: {message}", file=sys.stderr)

@@ -10,14 +10,16 @@ from meshwright.cli.job import JSON
 
 
 def import_(
-    folder: Path = typer.Argument(help="A Hugging Face folder: config.json and safetensors."),
+    folder: str = typer.Argument(help="A Hugging Face folder (config.json and safetensors), or a name: org/name."),
     out: Path = typer.Option(..., "--out", help="The run folder to create."),
     as_json: bool = JSON,
 ) -> None:
-    """Create a run folder at step 0 from a Hugging Face folder; none of its files is ever executed."""
-    from meshwright.cli.output import print_json
-    from meshwright.runs.huggingface import import_folder
+    """Create a run folder at step 0 from a Hugging Face folder or name; none of its files is ever executed."""
+    from meshwright.cli.output import print_json, stderr_console
+    from meshwright.runs.huggingface import fetched, import_folder
+    from meshwright.runs.lifecycle import told
 
+    folder = fetched(folder, told(stderr_console()))
     with _progress(f"importing {folder}") as report:
         done = import_folder(folder, out, report)
     if as_json:

@@ -81,6 +81,19 @@ def from_hf_trainer(
     _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, as_json)
 
 
+@app.command("from-megatron")
+def from_megatron(
+    script: Path = typer.Argument(help="A script that starts Megatron-LM, or a file with its arguments."),
+    gpus: int | None = typer.Option(None, "--gpus", min=1, help="GPUs in all; by default what the script starts."),
+    out: Path | None = OUT,
+    as_json: bool = JSON,
+) -> None:
+    """Convert Megatron-LM's arguments to a job; the script is read and never run. Unmatched ones are rejected."""
+    from meshwright.job import job_from_megatron
+
+    _converted(job_from_megatron(script, gpus), f"from {script.name}, Megatron-LM's arguments", out, as_json)
+
+
 def _converted(converted: Converted, heading: str, out: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, write_file
     from meshwright.job import job_text

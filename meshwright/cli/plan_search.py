@@ -80,8 +80,9 @@ def show_search(
 
 
 def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
-    """The model shape behind a preset's name, a Hugging Face config or a job; for a job, the job too."""
-    from meshwright.job import Model, load_job, model_preset, model_presets
+    """The model shape behind a preset, a Hugging Face config or name, or a job; for a job, the job too."""
+    from meshwright.job import Model, folder_of, hub_name, load_job, model_of_folder, model_preset, model_presets
+    from meshwright.job.hub import pinned
 
     if source in model_presets():
         return Model.model_validate({"preset": source, **model_preset(source)}), None
@@ -91,6 +92,8 @@ def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
 
         path, remedy = Path(source), "give --model a Hugging Face config.json"
         return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source), None
+    if hub_name(source) is not None and not source.endswith(".toml"):
+        return model_of_folder(folder_of(pinned(source, f"--model {source}"))), None
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     return job.model, job
 

@@ -124,10 +124,13 @@ def _with_ranks(asked: _Asked, nproc: int, console: "Console", as_json: bool) ->
 
     from meshwright.api.training import write_report
     from meshwright.cli.output import rank_failures_told
+    from meshwright.job import hub_name
     from meshwright.launch.elastic import launch
     from meshwright.launch.signals import exit_code
 
     words = asked.words(console, as_json)
+    if (start := loaded.job.model.init_from) is not None and hub_name(start) is not None:
+        words += ["--set", f"model.init_from={start}"]  # the commit found now, in every rank and restart
     with rank_failures_told():
         folder = launch(loaded, nproc, words, console, on_end=write_report, resume=asked.resume)
     if folder.state() == "stopped":

@@ -3,6 +3,7 @@
 from meshwright.job.convert import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
+from meshwright.job.from_megatron import job_from_megatron
 from meshwright.job.hf_config import (
     model_from_hf_config,
     model_of_config,
@@ -10,7 +11,8 @@ from meshwright.job.hf_config import (
     model_to_hf_config,
     read_hf_config,
 )
-from meshwright.job.init_from import start_folder
+from meshwright.job.hub import folder_of, hub_name
+from meshwright.job.init_from import fetch_start, pinned_start, start_folder
 from meshwright.job.job import Job
 from meshwright.job.load import LoadedJob, Overrides, changed_job, job_fields, job_of_table, job_schema, load_job
 from meshwright.job.model import Model, RopeScaling
@@ -29,9 +31,13 @@ __all__ = [
     "RopeScaling",
     "changed_job",
     "code_of",
+    "fetch_start",
+    "folder_of",
+    "hub_name",
     "job_fields",
     "job_from_deepspeed",
     "job_from_hf_trainer",
+    "job_from_megatron",
     "job_of_table",
     "job_schema",
     "job_text",
@@ -42,6 +48,7 @@ __all__ = [
     "model_preset",
     "model_presets",
     "model_to_hf_config",
+    "pinned_start",
     "read_hf_config",
     "recipes",
     "require_trust",

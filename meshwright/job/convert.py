@@ -1,6 +1,6 @@
 """Convert another program's settings to a job: a table maps each setting to a field, or lists values without effect.
 
-A setting with neither is rejected by name, and so is "auto": the job is written only when every setting is resolved.
+A setting with neither is rejected by name: the job is written only when every setting is resolved.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
+from meshwright.job.model import Model
 from meshwright.job.reading import json_table, read_settings_text
 
 ONE_RANK = "one rank is assumed: give --ranks if several share the batch"
@@ -44,7 +45,14 @@ class Passed:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values)
 
 
-Rule = Field | Passed
+@dataclass(frozen=True)
+class Noted:
+    """A setting without a field of ours that is accepted; what is lost is said at the top of the job."""
+
+    note: str
+
+
+Rule = Field | Passed | Noted
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,24 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    auto: list[str] = field(default_factory=list)
+    """Settings that left their value to the program that reads them."""
+
+    def drop_auto(self) -> None:
+        """Treat "auto" as not given, and say so."""
+        self.auto = [name for name, value in self.settings.items() if value == "auto"]
+        for name in self.auto:
+            del self.settings[name]
+        if self.auto:
+            self.notes.append(
+                f'"auto" leaves a value to another program and counts as not given: {", ".join(self.auto)}'
+            )
+
+    def ours(self, name: str) -> None:
+        """Say that a field keeps its default here, as the settings do not give it."""
+        section, key = name.split(".")
+        default = getattr(getattr(Job(), section), key)
+        self.notes.append(f"{name} is not given and keeps its default here, {_shown(default)}")
 
     def take(self, name: str, default: Any = None) -> Any:
         """A setting's value, which the caller handles; "auto" is rejected by name, and the default returned."""
@@ -90,6 +116,25 @@ class Conversion:
             return default
         return int(value) if isinstance(value, float) and value.is_integer() and value >= 1 else value
 
+    def count(self, name: str, default: int | None = None) -> int:
+        """As `number`, for a whole number above 0, required without a default."""
+        value = self.number(name, default)
+        if isinstance(value, int) and value > 0:
+            return value
+        if name not in self.settings:
+            self.refuse(name, "write it")
+        else:
+            self.refuse(name, "correct it", "is not a whole number above 0")
+        return default or 1
+
+    def word(self, name: str, default: str | None = None) -> str | None:
+        """As `take`, for a setting that must be one word if given; null counts as not given."""
+        value = self.take(name, default)
+        if value is not None and not isinstance(value, str):
+            self.refuse(name, "correct it", "is not a word")
+            return default
+        return default if value is None else value
+
     def switch(self, name: str, default: bool = False) -> bool:
         """As `take`, for a setting that must be true or false if given; null is false."""
         value = self.take(name, default)
@@ -110,9 +155,7 @@ class Conversion:
         if name not in self.settings:
             self.refusals.setdefault(name, f"{name} is not given; {remedy}")
             return
-        value = json.dumps(self.settings[name])
-        shown = value if len(value) <= 60 else value[:57] + "..."
-        self.refusals.setdefault(name, f"{name} = {shown} {what}; {remedy}")
+        self.refusals.setdefault(name, f"{name} = {_shown(self.settings[name])} {what}; {remedy}")
 
     def skip(self, section: str) -> None:
         """Mark every setting of a section as handled."""
@@ -125,10 +168,12 @@ class Conversion:
                 continue  # null and an empty section have no effect
             rule = rules.get(name)
             if rule is None:
-                self.refuse(name, "remove it if the run does not need it")
+                self.refuse(name, "remove it if the run does not need it", "is not a setting known here")
             elif isinstance(rule, Passed):
                 if not rule.passes(value):
                     self.refuse(name, rule.instead)
+            elif isinstance(rule, Noted):
+                self.notes.append(f"{name} = {_shown(value)}: {rule.note}")
             elif (mine := self.take(name)) is not None:
                 try:
                     self.fields[rule.ours] = rule.of(mine)
@@ -145,7 +190,16 @@ class Conversion:
         for name, value in ordered.items():
             section, key = name.split(".")
             table.setdefault(section, {})[key] = value
-        return Converted(job_of_table(table, where), ordered, self.notes)
+        job = job_of_table(table, where)
+        if "model.init_from" in ordered:  # which gives the shape when the job is loaded
+            shape = Model.model_construct(_fields_set={"init_from"}, **dict(job.model))
+            job = job.model_copy(update={"model": shape})
+        return Converted(job, ordered, self.notes)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_settings(path: Path, whole: Collection[str] = ()) -> dict[str, Any]:

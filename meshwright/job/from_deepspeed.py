@@ -13,6 +13,7 @@ from meshwright.job.convert import (
     read_settings,
     switched_off,
 )
+from meshwright.job.training import Batch
 
 _SPEED = "it tunes how DeepSpeed moves data and changes no results: remove it"
 _CODE = "set memory.recompute in the job"
@@ -97,6 +98,7 @@ FP16_NOTE = (
 def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
     """The job of a ds_config.json on this many data-parallel ranks; a setting without a counterpart is an error."""
     conversion = Conversion(read_settings(path))
+    conversion.drop_auto()
     _precision(conversion)
     ranks = _batch(conversion, ranks)
     _zero(conversion, ranks)
@@ -105,7 +107,7 @@ def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
     _switches(conversion)
     if conversion.settings.get("gradient_clipping") is None:
         conversion.settings.pop("gradient_clipping", None)
-        conversion.refuse("gradient_clipping", "its default differs between versions: write 0 for none, or the norm")
+        conversion.ours("optimizer.clip")  # whose default there differs between versions
     missing = [
         "model",
         "data",
@@ -140,6 +142,8 @@ def _precision(conversion: Conversion) -> None:
     if fp16:
         conversion.notes.append(FP16_NOTE)
     conversion.fields["precision.compute"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    if not (bf16 or fp16):
+        conversion.notes.append("neither bf16 nor fp16 is enabled: precision.compute is fp32")
     if bf16 and "data_types.grad_accum_dtype" not in conversion.settings:
         conversion.notes.append('gradients are accumulated in fp32; precision.gradients = "bf16" makes that 16 bits')
 
@@ -148,11 +152,11 @@ def _batch(conversion: Conversion, ranks: int | None) -> int:
     """Two of the three batch sizes and the ranks, or all three → batch.micro_batch, batch.global_batch."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, accumulation = (conversion.number(name) for name in names)
-    if any(conversion.settings.get(name) == "auto" for name in names):
-        return ranks or 1
-    found = whole // (micro * accumulation) if whole and micro and accumulation else ranks or 1
     if ranks is None and not (whole and micro and accumulation):
         conversion.notes.append(ONE_RANK)
+    if names[0] not in conversion.settings and names[1] not in conversion.settings:
+        micro, whole = _usual_batch(conversion, accumulation, ranks or 1)
+    found = whole // (micro * accumulation) if whole and micro and accumulation else ranks or 1
     if not accumulation:
         accumulation = whole // (micro * found) if whole and micro else 1
     if not micro and whole:
@@ -169,6 +173,18 @@ def _batch(conversion: Conversion, ranks: int | None) -> int:
         )
     conversion.fields["batch.global_batch"], conversion.fields["batch.micro_batch"] = whole, micro
     return found
+
+
+def _usual_batch(conversion: Conversion, accumulation: int | None, ranks: int) -> tuple[int, int]:
+    """Our micro-batch and the smallest global batch that is at least ours and fits the ranks, said in a note."""
+    usual = Batch()
+    step = usual.micro_batch * ranks
+    whole = -(-usual.global_batch // step) * step if accumulation is None else step * accumulation
+    conversion.notes.append(
+        f"no batch size is given: batch.micro_batch = {usual.micro_batch} is the default here, and "
+        f"batch.global_batch = {whole} fits {ranks} rank{'s' * (ranks > 1)}"
+    )
+    return usual.micro_batch, whole
 
 
 def _zero(conversion: Conversion, ranks: int) -> None:
@@ -235,12 +251,13 @@ def _optimizer(conversion: Conversion) -> None:
         if value is not None:
             conversion.fields[f"optimizer.{field}"] = float(value)
         elif given + field not in conversion.settings:
-            conversion.refuse(given + field, "its default differs between implementations: write it")
+            conversion.ours(f"optimizer.{field}")  # whose default there differs between implementations
     betas = conversion.take(f"{given}betas", [0.9, 0.999] if name == "adamw" else [0.9, 0.99])
     if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
         conversion.refuse(f"{given}betas", "correct it", "is not a list of two numbers")
-    conversion.fields["optimizer.betas"] = betas
-    if name == "adamw":
+    if f"{given}betas" not in conversion.auto:
+        conversion.fields["optimizer.betas"] = betas
+    if name == "adamw" and f"{given}eps" not in conversion.auto:
         conversion.fields["optimizer.eps"] = float(conversion.number(f"{given}eps", 1e-8))
     if conversion.fields.get("optimizer.weight_decay"):
         conversion.notes.append("weight decay skips norms, biases and vectors; in DeepSpeed the script decides")
@@ -259,7 +276,8 @@ def _schedule(conversion: Conversion) -> None:
         return
     conversion.fields["schedule.name"] = kinds[kind]
     warmup = conversion.number(f"{given}warmup_num_steps", 1000)
-    conversion.fields["schedule.warmup_steps"] = warmup
+    if f"{given}warmup_num_steps" not in conversion.auto:
+        conversion.fields["schedule.warmup_steps"] = warmup
     if conversion.take(f"{given}warmup_type", "log") != "linear":
         conversion.refuse(
             f"{given}warmup_type", 'the warm-up is linear here: write "linear" (the default there is "log")'
@@ -267,7 +285,8 @@ def _schedule(conversion: Conversion) -> None:
     for lowest in ("warmup_min_lr", "warmup_min_ratio"):
         if conversion.take(given + lowest, 0):
             conversion.refuse(given + lowest, "the warm-up starts at 0 here: write 0")
-    peak = conversion.number(f"{given}warmup_max_lr", 0.001 if kind != "WarmupCosineLR" else None)
+    usual = None if kind == "WarmupCosineLR" or f"{given}warmup_max_lr" in conversion.auto else 0.001
+    peak = conversion.number(f"{given}warmup_max_lr", usual)
     if peak is not None:
         lr = conversion.fields.setdefault("optimizer.lr", float(peak))
         if lr != peak:

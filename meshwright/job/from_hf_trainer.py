@@ -1,10 +1,13 @@
-"""Hugging Face Trainer arguments (TrainingArguments.to_json_string) as a job: their setting → ours."""
+"""Hugging Face Trainer arguments (JSON of TrainingArguments, or a command line) as a job: their setting → ours."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from meshwright.job.convert import ANY, ONE_RANK, Conversion, Converted, Field, Passed, Rule, read_settings
+from meshwright.job.convert import ANY, ONE_RANK, Conversion, Converted, Field, Noted, Passed, Rule, read_settings
+from meshwright.job.reading import read_settings_text
+from meshwright.job.running import Run
+from meshwright.job.shell_arguments import arguments_of, read_script, unknowns
 
 _WHOLE = ("accelerator_config", "fsdp_config", "lr_scheduler_kwargs", "gradient_checkpointing_kwargs", "deepspeed")
 _SAME: dict[str, Rule] = {
@@ -99,7 +102,21 @@ _INSTEAD: dict[str, Rule] = {
     "push_to_hub": Passed([False], "checkpoint export writes a folder for the hub"),
     "deepspeed": Passed([None], "convert that file with meshwright job from-deepspeed"),
 }
+_KERNELS = "attention runs on the fastest kernel that fits, measured at the start; none keeps the whole matrix"
+_SCRIPT: dict[str, Rule] = {
+    **dict.fromkeys(("model_name", "model_name_or_path", "model_id"), Field("model.init_from")),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length", "block_size"), Field("batch.sequence_length")),
+    **dict.fromkeys(("attn_implementation", "use_flash_attention_2", "use_flash_attn"), Noted(_KERNELS)),
+    **dict.fromkeys(("torch_dtype", "dtype"), Noted("master weights are fp32, and precision.compute is what runs")),
+    **dict.fromkeys(
+        ("dataset_name", "dataset_config_name", "train_file", "validation_file", "data_path"),
+        Noted("set data.sources to the files"),
+    ),
+    "trust_remote_code": Passed([False], "code that comes with a model is never run: use a supported model"),
+}
+"""What scripts around the Trainer add to its arguments."""
 RULES: dict[str, Rule] = {
+    **_SCRIPT,
     **_SAME,
     **{name: Passed(ANY) for name in _ANYTHING.split()},
     **{name: Passed(values) for name, values in _ONLY.items()},
@@ -114,7 +131,9 @@ ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 
 def job_from_hf_trainer(path: Path, ranks: int | None = None) -> Converted:
     """The job of TrainingArguments on this many data-parallel ranks; settings without a counterpart are rejected."""
-    conversion = Conversion(read_settings(path, _WHOLE))
+    started, settings = _settings(path)
+    conversion = Conversion(settings)
+    ranks = ranks or started
     if ranks is None:
         ranks = 1
         conversion.notes.append(ONE_RANK)
@@ -125,9 +144,26 @@ def job_from_hf_trainer(path: Path, ranks: int | None = None) -> Converted:
     _schedule(conversion)
     _saving(conversion)
     _watching(conversion)
-    conversion.notes.append("model, data and batch.sequence_length are not among these arguments; set them")
     conversion.apply(RULES)
+    missing = [name for name in ("model.init_from", "batch.sequence_length") if name not in conversion.fields]
+    conversion.notes.append(f"not among these arguments, to be set: {', '.join(['data.sources', *missing])}")
     return conversion.finish(str(path))
+
+
+def _settings(path: Path) -> tuple[int | None, dict[str, Any]]:
+    """The arguments in a file, and the ranks that the command in it starts, if it is one."""
+    text = read_settings_text(path, "give the arguments as JSON, or the command line that has them")
+    if "--" not in text or text.lstrip().startswith(("{", "[")):
+        return None, read_settings(path, _WHOLE)
+    script = read_script(text, str(path))
+    words = {"true": True, "false": False, "none": None}
+    settings: dict[str, Any] = {}
+    for name, value in arguments_of(script.words).items():
+        plain = words.get(value.lower(), value) if isinstance(value, str) else value
+        settings[name[2:].replace("-", "_")] = next(iter(unknowns(plain)), plain)
+    given = arguments_of(script.launcher[:-1])
+    sizes = [given.get("--nproc-per-node", given.get("--num-processes")), given.get("--nnodes", 1)]
+    return (math.prod(sizes) if all(type(size) is int for size in sizes) else None), settings
 
 
 def _batch(conversion: Conversion, ranks: int) -> None:
@@ -135,8 +171,10 @@ def _batch(conversion: Conversion, ranks: int) -> None:
     micro = conversion.number("per_device_train_batch_size", 8)
     conversion.fields["batch.micro_batch"] = micro
     conversion.fields["batch.global_batch"] = micro * conversion.number("gradient_accumulation_steps", 1) * ranks
-    steps = conversion.number("max_steps", -1)
-    if steps > 0:
+    if {"max_steps", "num_train_epochs"}.isdisjoint(conversion.settings):
+        conversion.ours("run.steps")
+        conversion.fields["run.steps"] = Run().steps
+    elif (steps := conversion.number("max_steps", -1)) > 0:
         conversion.fields["run.steps"] = steps
     else:
         conversion.refuse("max_steps", "write the number of steps", "leaves the length to the number of epochs")

@@ -18,7 +18,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; download the model and give the folder with its config.json")
+        raise UserError(f"{folder} is not a folder; download the model and give its folder, or a name as org/name")
     if not path.exists():
         raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     return json_table(path, read_settings_text(path, "download it again"), "download it again")

@@ -1,5 +1,6 @@
-"""A Hugging Face folder as the start of a job: its shape and tokenizer, and checks for contradicting fields."""
+"""A Hugging Face model as the start of a job: its shape and tokenizer, and checks for contradicting fields."""
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from pydantic import ValidationError
 
 from meshwright.errors import UserError
 from meshwright.job.hf_config import model_of_folder
+from meshwright.job.hub import Tell, fetch_weights, folder_of, pinned, shadowed
 from meshwright.job.model import Model, RopeScaling
+from meshwright.job.unused import JobWarning
 
 TOKENIZER = "tokenizer.json"
 _NOT_SHAPE = ("preset", "init_from", "file", "dropout", "loss")
@@ -16,16 +19,33 @@ _NOT_SHAPE = ("preset", "init_from", "file", "dropout", "loss")
 
 def start_folder(shape: Model) -> Path | None:
     """The folder that initial weights come from; None if they are random."""
-    return None if shape.init_from is None else Path(shape.init_from).expanduser()
+    return None if shape.init_from is None else folder_of(shape.init_from)
+
+
+def fetch_start(shape: Model, tell: Tell | None = None) -> None:
+    """Download the initial weights if they have a Hugging Face name and are not in its cache."""
+    if shape.init_from is not None:
+        fetch_weights(shape.init_from, _field(shape.init_from), tell)
+
+
+def pinned_start(name: str) -> str:
+    """A Hugging Face name with the commit it stands for, so that every later look gives the same; a folder as it is."""
+    if (cached := shadowed(name)) is not None:
+        warnings.warn(
+            f"{_field(name)} is the folder {Path(name).absolute()}, not the model of that name in {cached}",
+            JobWarning,
+            stacklevel=2,
+        )
+    return pinned(name, _field(name))
 
 
 def folder_table(name: str) -> dict[str, dict[str, Any]]:
     """What `model.init_from` determines: every field of the shape, and the tokenizer that comes with the weights."""
-    folder = Path(name).expanduser()
+    folder = folder_of(name)
     try:
         shape = model_of_folder(folder).model_dump(mode="json", exclude=set(_NOT_SHAPE))
     except UserError as error:
-        raise UserError(f'model.init_from = "{name}": {error}') from None
+        raise UserError(f"{_field(name)}: {error}") from None
     tokenizer = folder / TOKENIZER
     return {"model": shape} | ({"data": {"tokenizer": str(tokenizer)}} if tokenizer.is_file() else {})
 
@@ -56,6 +76,10 @@ def require_tokenizer(name: str, merged: dict[str, Any]) -> None:
             f'model.init_from = "{name}" has no {TOKENIZER}, and a new tokenizer would produce tokens the '
             f"weights do not know; set data.tokenizer to the model's own {TOKENIZER}"
         )
+
+
+def _field(name: str) -> str:
+    return f'model.init_from = "{name}"'
 
 
 def _complete(field: str, value: Any) -> Any:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
-from meshwright.job.init_from import folder_table, require_agreement, require_tokenizer
+from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
@@ -85,6 +85,8 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     preset = _model_name("preset", from_file, from_overrides)
     from_preset: Table = {"model": model_preset(preset)} if preset else {}
     folder = _model_name("init_from", from_file, from_overrides)
+    if folder:
+        folder = pinned_start(folder)
     from_folder: Table = folder_table(folder) if folder else {}
     if folder:
         given = ((f"preset {preset}", from_preset), (str(path), from_file), ("--set", from_overrides))
@@ -96,6 +98,7 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
         _merge(merged, table)
         origins.update(dict.fromkeys(_leaves(table), origin))
     if folder:
+        merged["model"]["init_from"] = folder
         require_tokenizer(folder, merged)
 
     return _validate(merged, origins, path), origins

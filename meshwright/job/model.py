@@ -29,7 +29,8 @@ class Model(Section):
     preset: str | None = None
     """A public shape by name (`llama-3.2-1b`, `gpt2`, …); other fields of this section override it."""
     init_from: str | None = None
-    """A Hugging Face folder to start from instead of random weights; shape and tokenizer come from it too."""
+    """A Hugging Face folder, or a name (`org/name`, `org/name@revision`), to start from instead of random weights;
+    shape and tokenizer come from it too."""
     file: str | None = None
     """A Python file with your own model: build(shape) and its sharding table; this section is its shape."""
     vocab_size: PositiveInt = Field(default=4096, le=10**8)

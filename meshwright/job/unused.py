@@ -6,7 +6,11 @@ from meshwright.job.job import Job
 from meshwright.registries import OPTIMIZERS, SCHEDULES
 
 
-class UnusedFieldWarning(UserWarning):
+class JobWarning(UserWarning):
+    """Something that the author of a job should know."""
+
+
+class UnusedFieldWarning(JobWarning):
     """A field of a job that has no effect given the others."""
 
 

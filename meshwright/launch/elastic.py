@@ -35,6 +35,7 @@ from meshwright.launch.worker import RUN_FOLDER, STOP_FILE
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import World
 from meshwright.runs import RunFolder
+from meshwright.runs.huggingface import fetch_unless_resumed
 from meshwright.runs.lifecycle import (
     OnEnd,
     create_folder,
@@ -42,6 +43,7 @@ from meshwright.runs.lifecycle import (
     record_failure,
     require_room,
     run_path,
+    told,
     wait_until_written,
 )
 from meshwright.runs.outbox import disk_errors
@@ -72,7 +74,9 @@ def launch(
     path = run_path(loaded, resume)
     continues = resume and not RunFolder.is_free(path)
     if not continues:
-        require_room(job, path, resume)
+        require_room(job, path, resume, told(console))
+    else:
+        fetch_unless_resumed(job, path, told(console))
     corpus = prepare_data(job, console)
     require_enough_text(job, corpus, World(torch.device("cpu")))
     if continues:

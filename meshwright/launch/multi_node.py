@@ -13,6 +13,7 @@ from meshwright.launch.failures import NoMeetingPoint
 from meshwright.launch.nodes import Node
 from meshwright.layout import require_layout
 from meshwright.runs import RunFolder
+from meshwright.runs.huggingface import fetch_unless_resumed
 from meshwright.runs.lifecycle import OnEnd, record_failure, run_path
 
 
@@ -26,6 +27,7 @@ def launch_node(
     require_layout(loaded.job, nproc * node.nodes)
     require_devices(loaded.job, nproc)
     folder = RunFolder.open(run_path(loaded, resume=True))
+    fetch_unless_resumed(loaded.job, folder.path)  # once on every machine, before its ranks start
     logs = folder.path / "logs"
     logs.mkdir(exist_ok=True)
     try:

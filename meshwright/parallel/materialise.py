@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from meshwright.checkpoint import HfWeights
-from meshwright.job import Model, start_folder
+from meshwright.job import Model, fetch_start, start_folder
 from meshwright.model import initial_rows
 from meshwright.model.initialise import ROWS_PER_DRAW
 from meshwright.parallel.shard_index import ShardIndex
@@ -36,6 +36,7 @@ def _first_rows(shape: Model, seed: int) -> Callable[[str, tuple[int, ...], slic
     """The function that gives some rows of a parameter by its name and whole size."""
     folder = start_folder(shape)
     if folder is not None:
+        fetch_start(shape)  # `train` has; other callers have not, and each machine has its own cache
         return HfWeights(folder, shape).rows
     return lambda name, size, rows: initial_rows(shape, name, size, seed, rows)
 

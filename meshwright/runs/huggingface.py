@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.atomic import new_folder
-from meshwright.checkpoint import Checkpoint, Export, Exported, HfWeights, import_weights, keep_companions
+from meshwright.checkpoint import (
+    Checkpoint,
+    Export,
+    Exported,
+    HfWeights,
+    checkpoints,
+    import_weights,
+    keep_companions,
+)
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
-from meshwright.job import Job, model_of_folder, start_folder
+from meshwright.job import Job, fetch_start, folder_of, hub_name, model_of_folder, pinned_start, start_folder
+from meshwright.job.hub import Tell, fetch_weights
 from meshwright.job.training import Batch
 from meshwright.model import count_parameters
 from meshwright.runs.folder import RunFolder
@@ -28,15 +37,25 @@ class Imported:
     bytes: int
 
 
-def import_folder(folder: Path, out: Path, report: Report = lambda done, total: None) -> Imported:
-    """Create a run folder at step 0 from a Hugging Face folder, completely or not at all."""
+def fetched(source: str, tell: Tell | None = None) -> str:
+    """A Hugging Face folder as it is; a name with its commit, once its weights are in the cache."""
+    name = pinned_start(source)
+    fetch_weights(name, name, tell)
+    return name
+
+
+def import_folder(source: str | Path, out: Path, report: Report = lambda done, total: None) -> Imported:
+    """Create a run folder at step 0 from a Hugging Face folder or name, completely or not at all."""
+    name = fetched(str(source))
+    folder = folder_of(name)
     shape = model_of_folder(folder)
+    name = str(folder.absolute()) if hub_name(name) is None else name
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file():
         load_tokenizer(tokenizer, str(tokenizer))
     sequence = min(Batch().sequence_length, shape.max_sequence_length)
     sections: dict[str, dict[str, Any]] = {
-        "model": shape.model_dump() | {"init_from": str(folder.absolute())},
+        "model": shape.model_dump() | {"init_from": name},
         "data": {"tokenizer": str(tokenizer.absolute())}
         if tokenizer.is_file()
         else {"sources": ("builtin:synthetic",)},
@@ -50,7 +69,7 @@ def import_folder(folder: Path, out: Path, report: Report = lambda done, total: 
         if tokenizer.is_file():
             run.write("tokenizer.json", tokenizer.read_text(encoding="utf-8"))
         path = import_weights(folder, shape, draft, job, _added_up(report, 4 * count))
-        run.event("import", source=str(folder.absolute()), step=0, path=str(path.relative_to(draft)))
+        run.event("import", source=name, step=0, path=str(path.relative_to(draft)))
         run.event("stop", reason="finished", step=0)
         run.close()
     return Imported(count, 4 * count)
@@ -73,10 +92,17 @@ def export_run(
     return export.write(out, _added_up(report, export.bytes))
 
 
-def require_start(job: Job) -> None:
-    """Reject a folder with incomplete initial weights, before anything is written."""
+def require_start(job: Job, tell: Tell | None = None) -> None:
+    """Download the initial weights if needed, and reject incomplete ones, before anything is written."""
+    fetch_start(job.model, tell)
     if (folder := start_folder(job.model)) is not None:
         HfWeights(folder, job.model).require()
+
+
+def fetch_unless_resumed(job: Job, run: Path | None, tell: Tell | None = None) -> None:
+    """Download the initial weights if needed, unless the run has a checkpoint to continue from."""
+    if run is None or next(iter(checkpoints(run)), None) is None:
+        fetch_start(job.model, tell)
 
 
 def keep_start(job: Job, run: Path) -> None:

@@ -17,6 +17,7 @@ from meshwright.cost import checkpoint_bytes
 from meshwright.data import Corpus, training_index, training_stream
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
+from meshwright.job.hub import Tell
 from meshwright.model import count_parameters
 from meshwright.parallel import World
 from meshwright.runs.callbacks import Callbacks, CallingRecorder
@@ -77,14 +78,11 @@ def made_for_backup(loaded: LoadedJob, path: Path, resume: bool) -> bool:
     return True
 
 
-def require_room(job: Job, path: Path, resume: bool = False) -> None:
+def require_room(job: Job, path: Path, resume: bool = False, tell: Tell | None = None) -> None:
     """Reject a run folder that is taken, incomplete initial weights, a disk too small for the last checkpoint, or an
-    unreachable backup."""
+    unreachable backup; initial weights with a Hugging Face name are downloaded, which `tell` reports."""
     RunFolder.require_free(path)
     require_sinks(job)
-    require_start(job)
-    if job.checkpoint.backup_to is not None:
-        require_backup(job.checkpoint.backup_to, path, resume=resume)
     needed = checkpoint_bytes(job, count_parameters(job.model))
     parent = path.absolute().parent
     while not parent.exists():
@@ -95,6 +93,14 @@ def require_room(job: Job, path: Path, resume: bool = False) -> None:
             f"run.folder = {path}: the disk has {free / 1e9:.2f} GB free and a checkpoint takes {needed / 1e9:.2f} GB; "
             f"free space or set run.folder to another disk"
         )
+    if job.checkpoint.backup_to is not None:
+        require_backup(job.checkpoint.backup_to, path, resume=resume)
+    require_start(job, tell)  # last, as it may download for long
+
+
+def told(console: Console) -> Tell | None:
+    """Reports on a console; None for a quiet one, so that nothing is shown."""
+    return None if console.quiet else lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def prepare_data(job: Job, console: Console) -> Corpus:

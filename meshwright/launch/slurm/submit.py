@@ -103,7 +103,7 @@ def plan_submission(
     continues = (Path(source) / "job.resolved.json").is_file()
     run = Path(source) if continues else run_path(loaded)
     if not continues:
-        require_room(loaded.job, run)
+        require_room(loaded.job, run, tell=tell)  # downloads here: compute nodes often have no network
     elif (job := active_job(run)) is not None:
         raise UserError(f"{run} already has job {job.id} in Slurm; wait until it ends, or run meshwright cancel {run}")
     rungs = make_rungs(loaded, run, site, shape, budget, tell) if ladder else ()
