@@ -1,93 +1,16 @@
-"""Sums of the lectures that no command prints: each is done again here, as docs/lectures.md says."""
+"""What the lectures' own code and tensor questions do when they are run, as docs/lectures.md says."""
 
 from collections.abc import Callable
-from math import ceil, log2
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.cost import flops_per_token, parameter_count
-from meshwright.hardware import gpu_by_key, peak_flops
-from meshwright.job import Model, model_preset
-
-
-def shape_of(name: str) -> Model:
-    return Model.model_validate({"preset": name, **model_preset(name)})
-
-
-@pytest.mark.parametrize(("name", "sequence", "times"), [("llama-3.2-1b", 4096, 3.62), ("llama-3-8b", 8192, 2.69)])
-def test_the_vocabulary_belongs_beside_the_layers_not_in_them(name: str, sequence: int, times: float) -> None:
-    shape = shape_of(name)
-    width, of_width = shape.width, shape.layers * shape.width**2
-    inside = 12 + 12 * shape.kv_heads / shape.heads + 18 * shape.ffn_width / width + 12 * sequence / width
-    ours = flops_per_token(shape, sequence, "full")
-    assert of_width * inside + 6 * shape.vocab_size * width == pytest.approx(ours, rel=1e-9)
-    assert of_width * (inside + 6 * shape.vocab_size / width) / ours == pytest.approx(times, abs=0.005)
-
-
-def test_total_compute_grows_linearly_with_the_sequence_for_a_fixed_number_of_tokens() -> None:
-    shape = shape_of("llama-3-8b")
-    a, b, c = (flops_per_token(shape, sequence, "full") for sequence in (4096, 8192, 12288))
-    assert b - a == pytest.approx(c - b)
-    whole = [flops_per_token(shape, sequence, "full") * sequence for sequence in (4096, 8192, 12288)]
-    assert whole[2] - whole[1] > whole[1] - whole[0]  # a sample grows quadratically
-
-
-def test_parameters_are_quadratic_in_the_width_and_linear_in_the_layers() -> None:
-    def blocks(width: int, layers: int) -> int:
-        fields = {"width": width, "layers": layers, "heads": 8, "vocab_size": 1}
-        return parameter_count(Model.model_validate(fields)) - 3 * width  # embedding, head, last norm
-
-    assert blocks(1024, 8) == 2 * blocks(1024, 4)
-    assert blocks(2048, 4) / blocks(1024, 4) == pytest.approx(4, rel=1e-3)
-
-
-def test_gpt3_in_16_and_32_bits() -> None:
-    count = parameter_count(shape_of("gpt3-175b"))
-    assert round(2 * count / 1e9) == 349 and round(4 * count / 1e9) == 698
-
-
-def test_the_zero_table_of_7b_on_8_gpus() -> None:
-    def gigabytes(weights: float, gradients: float, optimizer: float) -> float:
-        return 7 * (weights + gradients + optimizer)
-
-    rows = [gigabytes(2, 2, 12), gigabytes(2, 2, 12 / 8), gigabytes(2, 2 / 8, 12 / 8), gigabytes(2 / 8, 2 / 8, 12 / 8)]
-    assert rows == [112, 38.5, 26.25, 14]
-
-
-def ring_all_reduce(ranks: int) -> tuple[int, float]:
-    """A ring played out: the rounds it takes and what one rank sends, in shares of its data. Checks the sums."""
-    data = [[float(rank + 10 * chunk) for chunk in range(ranks)] for rank in range(ranks)]
-    expected = [sum(rank + 10 * chunk for rank in range(ranks)) for chunk in range(ranks)]
-    rounds = 0
-    for adds in (True, False):
-        for turn in range(ranks - 1):
-            sent = [((rank - turn + (0 if adds else 1)) % ranks, rank) for rank in range(ranks)]
-            values = [data[rank][chunk] for chunk, rank in sent]
-            for (chunk, rank), value in zip(sent, values, strict=True):
-                right = data[(rank + 1) % ranks]
-                right[chunk] = right[chunk] + value if adds else value
-            rounds += 1
-    assert all(row == expected for row in data)
-    return rounds, rounds / ranks
-
-
-def test_a_ring_of_8_sends_1_75_times_its_data_in_14_rounds() -> None:
-    assert ring_all_reduce(8) == (14, 1.75)
-    assert ring_all_reduce(64)[0] == 126  # the bytes stay below 2, the rounds do not stay
-
-
-def test_trees_win_where_latency_counts_and_rings_where_bytes_do() -> None:
-    """Rounds of a ring and of a tree over many ranks, at one microsecond a round and 1 byte in 0.1 ns."""
-
-    def ring(ranks: int, size: float) -> float:
-        return 2 * (ranks - 1) * 1e-6 + 2 * (ranks - 1) / ranks * size * 1e-10
-
-    def tree(ranks: int, size: float) -> float:
-        return 2 * ceil(log2(ranks)) * 1e-6 + 2 * size * 1e-10
-
-    assert tree(1024, 1e6) < ring(1024, 1e6) and ring(4, 1e9) < tree(4, 1e9)
+from meshwright.verify import run_ranks
 
 
 def trained(loop: Callable[[nn.Linear, torch.optim.Optimizer, list[Tensor]], None]) -> Tensor:
@@ -131,17 +54,39 @@ def test_the_matrices_of_the_slide_cut_by_columns_then_by_rows() -> None:
     assert sum(parts[1:], parts[0]).tolist() == [[37, 54]]  # one sum at the end, nothing in between
 
 
-def test_ranges_of_the_16_bit_formats() -> None:
-    assert torch.finfo(torch.float16).max == 65504
-    assert torch.finfo(torch.bfloat16).max == pytest.approx(torch.finfo(torch.float32).max, rel=0.01)
+def zero_example(stage: int) -> tuple[list[float], int, int]:
+    """The chapter's W1 … W4 on two GPUs by Adam: the new weights, gradients a rank keeps, moments it has."""
+    rank, weights = dist.get_rank(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    own = [torch.nn.Parameter(weights[2 * rank : 2 * rank + 2].clone())]
+    optimizer = torch.optim.Adam(own, lr=0.1)
+    for step in range(3):
+        local = weights * (rank + 1) + step  # every GPU has its own data, so its own gradients
+        kept = [shard.clone() for shard in local.chunk(2)]
+        for owner, shard in enumerate(kept):  # a reduce-scatter: each shard is summed at its owner alone
+            dist.reduce(shard, owner)
+        mean = kept[rank] / 2
+        if stage == 1:  # the chapter's ZeRO-1: all gradients on both, then half of them are used
+            dist.all_reduce(local)
+            mean = (local / 2)[2 * rank : 2 * rank + 2]
+        own[0].grad = mean
+        optimizer.step()
+        shards = [torch.empty(2), torch.empty(2)]
+        dist.all_gather(shards, own[0].detach())
+        weights = torch.cat(shards)
+    moments = optimizer.state[own[0]]["exp_avg"].numel()
+    return weights.tolist(), local.numel() if stage == 1 else mean.numel(), moments
 
 
-def test_peaks_and_links_of_the_cards_the_lectures_name() -> None:
-    a100, h100, rtx = (gpu_by_key(key) for key in ("a100-80gb", "h100", "rtx-3090"))
-    assert (peak_flops(a100, "tf32"), peak_flops(a100, "bf16")) == (156e12, 312e12)  # dense
-    assert peak_flops(rtx, "bf16") is not None
-    links = [gpu.gpu_link.bytes_per_s for gpu in (a100, h100) if gpu.gpu_link is not None]
-    assert links == [300e9, 450e9]  # in one direction: 600 and 900 GB/s in both
+def test_w1_to_w4_on_two_gpus_end_as_on_one_whatever_is_sharded() -> None:
+    whole = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    optimizer = torch.optim.Adam([whole], lr=0.1)
+    for step in range(3):
+        whole.grad = torch.stack([whole.detach() * (rank + 1) + step for rank in (0, 1)]).mean(dim=0)
+        optimizer.step()
+    expected = pytest.approx(whole.tolist(), rel=1e-6)
+    for stage, gradients in ((1, 4), (2, 2)):
+        for weights, kept, moments in run_ranks(zero_example, 2, stage):
+            assert (weights, kept, moments) == (expected, gradients, 2)
 
 
 def test_a_view_needs_strides_that_fit_and_reshape_copies_where_they_do_not() -> None:
@@ -151,3 +96,44 @@ def test_a_view_needs_strides_that_fit_and_reshape_copies_where_they_do_not() ->
         turned.view(-1)
     assert torch.equal(turned.contiguous().view(-1), turned.reshape(-1))
     assert turned.view(4, 3, 1).shape == (4, 3, 1)  # not contiguous, and yet it can be viewed
+
+
+def test_when_contiguity_matters() -> None:
+    whole = torch.randn(4, 6)
+    for other in (whole.transpose(0, 1), whole.permute(1, 0), whole[:, :3]):
+        assert not other.is_contiguous() and other.untyped_storage().data_ptr() == whole.data_ptr()
+        assert other.contiguous().data_ptr() != other.data_ptr()  # a copy
+        assert other.reshape(-1).data_ptr() != other.data_ptr()  # a copy too, where a view would fail
+    assert not whole[:, ::2].is_contiguous() and whole[:, ::2].view(-1).shape == (12,)  # every second entry of all
+    assert whole.contiguous().data_ptr() == whole.data_ptr()  # no copy of what is contiguous already
+    assert whole.reshape(-1).data_ptr() == whole.data_ptr()
+
+
+def views_of_ranks() -> tuple[bool, bool, str]:
+    """Whether a view works in a DDP forward and on a DTensor sharded by rows, and what one that cuts a shard says."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).view(-1)
+
+    replica = DistributedDataParallel(Flat())
+    replica(torch.randn(2, 4)).sum().backward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(0)])
+    split = rows.view(2, 3, 4)
+    assert isinstance(split, DTensor)
+    try:
+        rows.view(3, 2, 4)  # its first dim cannot be sharded over two ranks
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    return replica.module.linear.weight.grad is not None, split.to_local().shape == (1, 3, 4), said
+
+
+def test_views_are_local_under_ddp_and_restricted_for_a_dtensor() -> None:
+    for ddp, sharded, said in run_ranks(views_of_ranks, 2):
+        assert ddp and sharded and "shard" in said.lower(), said

@@ -1,81 +1,40 @@
-"""The ledger of the lectures: every command is run and must print the values beside it; every test named must exist.
+"""The ledger of the lectures: every command prints the values in its row, every comparison and figure is computed anew.
 
 With REFRESH=1 values that have words with their number are written anew; bare numbers are left for a person.
 """
 
 import io
 import os
-import re
 import shlex
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from docs_pages import ROOT
+from lecture_sums import SUMS
+from ledger import PAGE, SUM, VERDICTS, Comparison, Row, measured_holds, number_of, renewed, rows, shows, verdict_of
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "lectures.md"
-CODE = re.compile(r"`([^`]+)`")
-FIGURE = re.compile(r"^[+\d][\d.,%× ]*(?:MB|GB)?$")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a table."""
-
-    said: str
-    commands: list[str]
-    tests: list[str]
-    values: list[str]
-    measured: list[str]
+ROWS = rows()
+COMMANDS = list(dict.fromkeys(command for row in ROWS for command in row.commands))
+NAMED = """
+Megatron-LM DeepSpeed DDP DataParallel FSDP FairScale "LLM Foundry" Modalities nanoGPT nanotron Ray Energon DualPipe
+GPipe PipeDream "Zero bubble" "Ring attention" "Flash attention" Transformers W&B Slurm DALI PyNvVideoCodec NVJPEG NCCL
+InfiniBand "Optical flow" LUMI Leonardo MareNostrum5 MeluXina Vega Discoverer Karolina Deucalion Jupiter Berzelius MoE
+"online RL" Superchips "sparse attention" TPU
+"""
+"""Systems, machines and methods that the lectures name: each is what a row is about."""
 
 
-def lines() -> list[Line]:
-    found = []
-    for row in PAGE.read_text(encoding="utf-8").splitlines():
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        if not row.startswith("| ") or cells[0] == "the lectures":
-            continue
-        assert len(cells) == 5, f"not five columns: {row}"
-        how = CODE.findall(cells[1])
-        found.append(
-            Line(
-                cells[0],
-                [code for code in how if code.startswith("meshwright ")],
-                [code for code in how if code.startswith("tests/")],
-                CODE.findall(cells[2]),
-                CODE.findall(cells[3]),
-            )
-        )
-    return found
-
-
-LINES = lines()
-COMMANDS = list(dict.fromkeys(command for line in LINES for command in line.commands))
-
-
-def shows(text: str, value: str) -> bool:
-    """Whether a text has a value as words of its own, whatever the spaces between them."""
-    words = re.escape(" ".join(value.split())).replace(r"\ ", r"\s+")
-    return re.search(rf"(?<![\w.,]){words}(?!\w|[.,]\d)", text) is not None
-
-
-def renewed(text: str, value: str) -> str:
-    """The value as the text has it now, found by its words; itself where it has none or they are not there."""
-    if not re.search(r"[A-Za-z]", value):
-        return value
-    words = [re.sub(r"\\?[\d][\d\\.,]*", r"[\\d.,]*\\d", re.escape(word)) for word in value.split()]
-    found = re.search(r"(?<![\w.,])" + r"\s+".join(words) + r"(?!\w|[.,]\d)", text)
-    return " ".join(found.group().split()) if found else value
-
-
-def refresh(line: Line, text: str) -> None:
-    rows = PAGE.read_text(encoding="utf-8").split("\n")
-    place = next(number for number, row in enumerate(rows) if row.startswith(f"| {line.said} |"))
-    for value in line.values:
-        rows[place] = rows[place].replace(f"`{value}`", f"`{renewed(text, value)}`")
-    PAGE.write_text("\n".join(rows), encoding="utf-8")
+def refresh(row: Row, text: str) -> None:
+    lines = PAGE.read_text(encoding="utf-8").split("\n")
+    [place] = [
+        number
+        for number, line in enumerate(lines)
+        if line.startswith(f"| {row.said} | ") and all(f"`{command}`" in line for command in row.commands)
+    ]
+    for value in row.values:
+        lines[place] = lines[place].replace(f"`{value}`", f"`{renewed(text, value)}`")
+    PAGE.write_text("\n".join(lines), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -84,43 +43,72 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     A refusal is an answer too, an internal error is none.
     """
-    from meshwright.cli import main
-
-    texts = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("ledger"))
         patch.setenv("COLUMNS", "250")
         patch.setenv("MESHWRIGHT_PROFILES", "none")  # what was measured on this machine is no part of the page
-        for command in COMMANDS:
-            patch.setattr(sys, "argv", shlex.split(command))
-            text, code = io.StringIO(), 0
-            with redirect_stdout(text), redirect_stderr(text):
-                try:
-                    main()
-                except SystemExit as stop:
-                    code = int(stop.code or 0)
-            texts[command] = text.getvalue()
-            assert code in (0, 2) and "internal error" not in texts[command], f"{command}\n{texts[command]}"
-    return texts
+        return {command: output_of(command, patch) for command in COMMANDS}
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.commands], ids=lambda line: line.said[:60])
-def test_commands_print_the_values_beside_them(line: Line, printed: dict[str, str]) -> None:
-    text = "\n".join(printed[command] for command in line.commands)
-    missing = [value for value in line.values if not shows(text, value)]
+def output_of(command: str, patch: pytest.MonkeyPatch) -> str:
+    if command.startswith(SUM):
+        return "\n".join(SUMS[command.removeprefix(SUM)]())
+    from meshwright.cli import main
+
+    patch.setattr(sys, "argv", shlex.split(command))
+    text, code = io.StringIO(), 0
+    with redirect_stdout(text), redirect_stderr(text):
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    assert code in (0, 2) and "internal error" not in text.getvalue(), f"{command}\n{text.getvalue()}"
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.commands], ids=lambda row: row.said[:60])
+def test_commands_print_the_values_beside_them(row: Row, printed: dict[str, str]) -> None:
+    text = "\n".join(printed[command] for command in row.commands)
+    missing = [value for value in row.values if not shows(text, value)]
     if missing and os.environ.get("REFRESH"):
-        refresh(line, text)
-    assert line.values and not missing, f"{missing} in none of what {line.commands} prints:\n{text}"
+        refresh(row, text)
+    assert row.values and not missing, f"{missing} in none of what {row.commands} prints:\n{text}"
 
 
-def test_every_line_has_an_answer_or_says_that_there_is_none() -> None:
-    unanswered = [line.said for line in LINES if not line.commands and not line.tests]
-    assert len(LINES) > 130 and len(unanswered) <= 5, unanswered
+@pytest.mark.parametrize("row", [row for row in ROWS if row.comparisons], ids=lambda row: row.said[:60])
+def test_the_lectures_number_and_ours_relate_as_written_and_as_the_verdict_says(
+    row: Row, printed: dict[str, str]
+) -> None:
+    figures = [figure.partition(" = ")[0] for figure in row.measured]
+    text = "\n".join([*(printed[command] for command in row.commands), *figures])
+    comparisons = [Comparison.of(one) for one in row.comparisons]
+    for one in comparisons:
+        assert shows(row.said, number_of(one.said.lstrip("<>"))), f"the row does not say {one.said}"
+        assert shows(text, number_of(one.ours)), f"{one.ours} is neither printed nor measured:\n{text}"
+    agrees = {one.check() for one in comparisons} == {True}
+    assert verdict_of(row.verdict) == ("right" if agrees else "corrected"), f"{row.verdict}, but agrees is {agrees}"
+
+
+@pytest.mark.parametrize("figure", list(dict.fromkeys(one for row in ROWS for one in row.measured)))
+def test_measured_figures_are_those_of_their_files(figure: str) -> None:
+    assert measured_holds(figure), figure
+
+
+def test_every_row_has_a_verdict_and_an_answer_or_says_that_there_is_none() -> None:
+    unanswered = [row for row in ROWS if not row.commands and not row.tests]
+    verdicts = [verdict_of(row.verdict) for row in ROWS]
+    assert {verdict_of(row.verdict) for row in unanswered} <= {"not supported", "opinion", "cannot be held here"}
+    counted = ", ".join(f"{verdicts.count(word)} {word}" for word in VERDICTS)
+    assert counted in " ".join(PAGE.read_text(encoding="utf-8").split()), (
+        f"the page's first lines should say: {counted}"
+    )
+    assert len(ROWS) >= 280 and len(unanswered) <= 25, [row.said for row in unanswered]
+    assert sum(bool(row.comparisons) for row in ROWS) >= 49 and verdicts.count("corrected") >= 30
 
 
 def test_every_test_named_is_there() -> None:
     missing = []
-    for name in dict.fromkeys(test for line in LINES for test in line.tests):
+    for name in dict.fromkeys(test for row in ROWS for test in row.tests):
         path, _, function = name.partition("::")
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
         if not text or (function and f"def {function}(" not in text):
@@ -128,12 +116,14 @@ def test_every_test_named_is_there() -> None:
     assert missing == []
 
 
-def test_measured_figures_are_those_of_the_benchmarks() -> None:
-    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-    kept = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "benchmarks" / "LOG.md", *results])
-    figures = [figure for line in LINES for figure in line.measured]
-    assert len(figures) > 30 and [figure for figure in figures if not FIGURE.match(figure)] == []
-    assert [figure for figure in figures if not shows(kept, figure)] == []
+def test_every_system_that_the_lectures_name_has_a_row() -> None:
+    said = "\n".join(row.said for row in ROWS).lower()
+    assert [name for name in shlex.split(NAMED) if not shows(said, name.lower())] == []
+
+
+def test_every_sum_is_used() -> None:
+    used = {command.removeprefix(SUM) for command in COMMANDS if command.startswith(SUM)}
+    assert used == set(SUMS)
 
 
 def test_a_drifted_value_would_be_seen() -> None:
@@ -141,3 +131,43 @@ def test_a_drifted_value_would_be_seen() -> None:
     assert shows(text, "weights 29.91") and shows(text, "66,445 tokens/s") and shows(text, "39.57")
     for wrong in ("weights 29.9", "weights 29.92", "6,445 tokens/s", "9.57", "66"):
         assert not shows(text, wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "agrees"),
+    [
+        ("32 GB → 29.92 GiB: 1.00×", True),
+        ("150 days → 106.9 days: 0.71×", False),
+        ("2–4× → 3.1×: inside", True),
+        ("2–4× → 10×: 2.5×", False),
+        ("40–60% → 62.8%: 1.05×", True),
+        (">10 P → 35 P: holds", True),
+        ("<0.5% → 4.86%: fails", False),
+        ("100 GB → 115 GB: 1.15× (±20%)", True),
+    ],
+)
+def test_comparisons(text: str, agrees: bool) -> None:
+    assert Comparison.of(text).check() is agrees
+
+
+@pytest.mark.parametrize(
+    "text", ["32 GB → 29.92 GiB: 1.01×", "2–4× → 5×: inside", ">10 → 9: holds", "1 GB → 1 days: 1.00×", "1 → 1"]
+)
+def test_a_comparison_that_is_not_so_is_refused(text: str) -> None:
+    with pytest.raises(AssertionError):
+        Comparison.of(text).check()
+
+
+def test_a_figure_of_another_key_is_seen() -> None:
+    speed = "recompute-h200: results / modes=full; micro_batch=8 / tokens_per_s"
+    assert measured_holds(f"45,079 tokens/s = {speed}") and not measured_holds(f"51,762 tokens/s = {speed}")
+    quotient = f"{speed} ÷ results / modes=none; micro_batch=8 / tokens_per_s"
+    assert measured_holds(f"0.871 = {quotient}") and not measured_holds(f"0.872 = {quotient}")
+    heading = "LOG.md: overlap of gathers"
+    assert measured_holds(f"2.29 s = {heading}") and not measured_holds(f"45,079 = {heading}")
+
+
+@pytest.mark.parametrize("cell", ["predicted", "right, but", "corrected", "not supported", "nearly: so"])
+def test_other_verdicts_are_refused(cell: str) -> None:
+    with pytest.raises(AssertionError):
+        verdict_of(cell)
