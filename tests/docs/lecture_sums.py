@@ -160,12 +160,14 @@ def overhead() -> list[str]:
 def zero_table() -> list[str]:
     """The ZeRO table of a 7B model on 8 GPUs with 16-bit gradients, from the planner's terms; GB, P = 6.74e9."""
     lines = []
+    whole = sum(states_of(_on(8, 0)).values())
     for zero in range(4):
         held = states_of(_on(8, zero))
         optimizer = (held["master"] + held["moments"]) / GB
         lines.append(
             f"zero {zero}: weights {held['weights'] / GB:.2f}, gradients {held['gradients'] / GB:.2f}, "
-            f"optimizer with master {optimizer:.2f}, together {sum(held.values()) / GB:.2f} GB"
+            f"optimizer with master {optimizer:.2f}, together {sum(held.values()) / GB:.2f} GB, "
+            f"{whole / sum(held.values()):.1f} times less"
         )
     return lines
 
@@ -328,6 +330,9 @@ def recipe_speeds() -> list[str]:
         assert peak is not None
         share = rate * flops_per_token(job.model, job.batch.sequence_length, "full") / peak
         lines.append(f"{rate} tokens/s per GPU of {matmul_parameters(job.model) / 1e9:.0f}B is {share:.2%} of a {gpu}")
+    fitting = load_job("lecture-2-70b-64xh100", ["batch.micro_batch=16"]).job
+    rate = predict(fitting, fitting.cluster).tokens_per_s_per_gpu
+    lines.append(f"recipe 2 with 16 sequences at a time: {64 * rate:,.0f} tokens/s in all")
     return lines
 
 
