@@ -145,7 +145,7 @@ def measured_holds(text: str) -> bool:
     """Whether `FIGURE = FILE: PATH` quotes what the file has there, in its unit and rounded as it is.
 
     FILE is a result without its date and `.json`, or LOG.md, whose path is the beginning of a heading. `A ÷ B` divides
-    two entries of the same file.
+    two entries of the same file; in B `…` stands for what A begins with.
     """
     found = _FIGURE.fullmatch(text)
     assert found, f"`{text}` is not of the form `FIGURE = FILE: PATH`"
@@ -155,6 +155,9 @@ def measured_holds(text: str) -> bool:
     above, _, below = found["path"].partition(" ÷ ")
     if not below:
         return holds(Figure(found["value"], file, above))
+    if below.startswith("… / "):
+        ending = below.split(" / ")[1:]
+        below = " / ".join([*above.split(" / ")[: -len(ending)], *ending])
     table = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     digits = len(found["value"].partition(".")[2])
     return f"{look_up(table, above) / look_up(table, below):.{digits}f}" == found["value"]

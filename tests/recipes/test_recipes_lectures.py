@@ -79,7 +79,7 @@ def test_it_learns(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     name, recommended, fewer = RECIPES[which]
     whole = load_job(name, [*recommended, *fewer]).job
-    small = shrink(whole, steps=4)[0].model_dump(exclude_unset=True)
+    small = shrink(whole, steps=3)[0].model_dump(exclude_unset=True)
     sums = [{"text": f"{number} and {number + 1} make {2 * number + 1}"} for number in range(400)]
     (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, sums)))
     small["data"] |= {"sources": ("text.jsonl",), "cache": "cache", "format": "text", "workers": 0}
@@ -91,4 +91,4 @@ def test_it_learns(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "job.toml").write_text(job_text(Job.model_validate(small), which))
     layout = whole.layout
     for losses in run_ranks(train, layout.dp_shard * layout.tp, "job.toml"):
-        assert len(losses) == 4 and losses[-1] < losses[0] - 0.5, losses
+        assert len(losses) == 3 and losses[-1] < losses[0] - 0.3, losses
