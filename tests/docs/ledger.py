@@ -52,11 +52,13 @@ def rows() -> list[Row]:
         how = _CODE.findall(cells[1])
         found.append(
             Row(
-                cells[0],
-                [code for code in how if code.startswith(("meshwright ", SUM))],
-                [code for code in how if code.startswith("tests/")],
-                *(_CODE.findall(cell) for cell in cells[2:5]),
-                cells[5],
+                said=cells[0],
+                commands=[code for code in how if code.startswith(("meshwright ", SUM))],
+                tests=[code for code in how if code.startswith("tests/")],
+                values=_CODE.findall(cells[2]),
+                comparisons=_CODE.findall(cells[3]),
+                measured=_CODE.findall(cells[4]),
+                verdict=cells[5],
             )
         )
     return found
