@@ -39,6 +39,7 @@ class Row:
     comparisons: list[str]
     measured: list[str]
     verdict: str
+    line: str
 
 
 def rows() -> list[Row]:
@@ -59,6 +60,7 @@ def rows() -> list[Row]:
                 comparisons=_CODE.findall(cells[3]),
                 measured=_CODE.findall(cells[4]),
                 verdict=cells[5],
+                line=line,
             )
         )
     return found

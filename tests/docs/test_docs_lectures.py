@@ -75,6 +75,11 @@ def test_commands_print_the_values_beside_them(row: Row, printed: dict[str, str]
     assert row.values and not missing, f"{missing} in none of what {row.commands} prints:\n{text}"
 
 
+def test_a_row_whose_job_does_not_fit_says_so(printed: dict[str, str]) -> None:
+    large = [row for row in ROWS if any("does not fit" in printed[command] for command in row.commands)]
+    assert [row.said for row in large if "does not fit" not in row.line] == [] and len(large) >= 5
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.comparisons], ids=lambda row: row.said[:60])
 def test_the_lectures_number_and_ours_relate_as_written_and_as_the_verdict_says(
     row: Row, printed: dict[str, str]
