@@ -35,6 +35,14 @@ DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1}, "overlap_comm": True},
     "tensor_parallel": {"autotp_size": 2}, "steps_per_print": 10, "wandb": {"enabled": False},
 }  # fmt: skip
+MEGATRON = """
+GPUS=8; N=$((GPUS * 2)); DIR=${1:-"out"}
+ARGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128  # a comment
+  --vocab-size 1000 --micro-batch-size 2 --global-batch-size $N "--lr 1e-3" --attention-dropout 0)
+if [ -n "$X" ]; then ARGS+=(--bf16); fi
+torchrun --nproc_per_node $GPUS --nnodes `cat n` train.py ${ARGS[@]} \\
+  --train-iters 100 --split '949,50,1' --save $DIR > log 2>&1
+"""
 TRAINER: dict[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-4, "weight_decay": 0.1,
     "adam_beta1": 0.9, "adam_beta2": 0.95, "max_grad_norm": 1.0, "optim": "adamw_torch", "max_steps": 100,
@@ -76,6 +84,10 @@ def draw(chance: random.Random) -> Iterator[Case]:
             words, told = _extremes(chance)
             case = partial(_overridden, name, reader, words)
             yield Case(f"{number} {name}: {told[:80]}", case, SECONDS)
+        elif chance.random() < 0.3:
+            which = chance.choice(["from-megatron", "from-hf-trainer"])
+            content = damaged(MEGATRON.encode(), chance)
+            yield Case(f"{number} {which}: a damaged script", partial(_theirs, which, content))
         else:
             theirs = copy.deepcopy(DEEPSPEED if kind == 6 else TRAINER)
             done = [mutate(theirs, chance) for _ in range(chance.choice([1, 1, 2]))]

@@ -8,12 +8,13 @@ from typing import Any
 
 from meshwright.atomic import new_folder
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
-from meshwright.checkpoint.hf_read import INDEX, SINGLE, parameter_sizes
+from meshwright.checkpoint.hf_read import parameter_sizes
 from meshwright.checkpoint.reading import Checkpoint
 from meshwright.checkpoint.tensorfile import Planned, Report, write_safetensors
 from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
 from meshwright.job import Model, model_to_hf_config
+from meshwright.job.hub import INDEX, SINGLE
 from meshwright.model import hf_tensors
 from meshwright.model.numbers import DTYPES
 

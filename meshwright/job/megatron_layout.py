@@ -1,6 +1,7 @@
 """Megatron-LM's arguments on parallelism and memory as fields of [layout] and [memory]."""
 
 from math import prod
+from typing import Any
 
 from meshwright.job.convert import Conversion
 from meshwright.job.shell_arguments import Script, arguments_of
@@ -78,7 +79,7 @@ def _data_parallel(conversion: Conversion, script: Script, gpus: int | None, mod
     where = "--gpus"
     if gpus is None:
         given = arguments_of(script.launcher)
-        sizes = [given.get("--nproc-per-node"), given.get("--nnodes")]
+        sizes: list[Any] = [given.get("--nproc-per-node"), given.get("--nnodes")]
         if not all(isinstance(size, int) for size in sizes):
             sizes = [script.number("GPUS_PER_NODE", "NPROC_PER_NODE"), script.number("NUM_NODES", "NNODES")]
         gpus = prod(sizes) if all(isinstance(size, int) for size in sizes) else script.number("WORLD_SIZE")

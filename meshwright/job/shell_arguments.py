@@ -7,7 +7,6 @@ would tell (`if`, `$(…)`, positional parameters) stays unknown, and is named w
 import ast
 import operator
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,13 @@ _REFERENCE = re.compile(r"\$\{(\w+|[@*])(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
 _OPENING, _CLOSING = ("if", "while", "until", "for", "case", "select"), ("fi", "done", "esac")
-_BETWEEN = ("then", "else", "elif", "do", "{", "}", "exec", "time", "nohup")
+_BETWEEN = re.compile(r"(?:(?:then|else|elif|do|\{|\}|exec|time|nohup)\s++)*+")
+_WORD = re.compile(r"""(?:[^\s'"\\]++|'[^']*'|"(?:[^"\\]|\\.)*+"|\\.)++""", re.DOTALL)
+_QUOTED = re.compile(r"""'([^']*)'|"((?:[^"\\]|\\.)*+)"|\\(.)""", re.DOTALL)
 _PART = re.compile(rf"(?:[^\s{UNKNOWN}]|{UNKNOWN}[^{UNKNOWN}]*{UNKNOWN})+")
-_MOST = 8 << 20
+_REDIRECTION = re.compile(r"<|\d*>>?[^<>]*")
+_LONGEST, _MOST = 1 << 20, 8 << 20
+"""Characters of a script, and of what its variables stand for."""
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -49,7 +52,7 @@ class Script:
 
     def spend(self, text: str) -> str:
         """The text; refused once variables within variables have grown beyond any script."""
-        self.expanded += len(text)
+        self.expanded += len(text) + 1
         if self.expanded > _MOST:
             raise ValueError(f"its variables expand to more than {_MOST >> 20} MiB")
         return text
@@ -58,7 +61,7 @@ class Script:
         """The first of these variables that is a whole number."""
         for name in names:
             words = self.variables.get(name, [])
-            if len(words) == 1 and words[0].isdigit():
+            if len(words) == 1 and re.fullmatch("[0-9]{1,18}", words[0]):
                 return int(words[0])
         return None
 
@@ -66,10 +69,11 @@ class Script:
 def read_script(text: str, where: str) -> Script:
     """Read a script, or a text that holds nothing but arguments; errors call it `where`."""
     script, commands, depth = Script(), [list[str]()], 0
-    text = re.sub(r"\\\r?\n", " ", text.replace(UNKNOWN, ""))
-    for line, statement in _statements(text):
-        while (first := statement.split(None, 1)[0] if statement.split() else "") in _BETWEEN:
-            statement = statement.split(None, 1)[1] if len(statement.split(None, 1)) > 1 else ""
+    if len(text) > _LONGEST:
+        raise UserError(f"{where}: has more than {_LONGEST >> 20} MiB, too much for a script; give its arguments")
+    for line, statement in _statements(text.replace("\r\n", "\n").replace(UNKNOWN, "")):
+        statement = _BETWEEN.sub("", statement + "\n", count=1).strip()
+        first = statement.split(None, 1)[0] if statement else ""
         if not first:
             continue
         if first in _OPENING or first in _CLOSING:
@@ -121,6 +125,10 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
     position = 0
     while position < len(text):
         character, before = text[position], text[position - 1] if position else "\n"
+        if character == "\\" and text[position + 1 : position + 2] == "\n":  # the line is continued
+            kept.append(" ")
+            line, position = line + 1, position + 2
+            continue
         if quote:
             quote = "" if character == quote and before != "\\" else quote
         elif character in "'\"" and before != "\\":
@@ -147,17 +155,18 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 def _assign(script: Script, name: str, more: bool, value: str, why: str | None) -> None:
     """Keep a variable's words; those that hold only if something is true are kept as unknown."""
-    before = script.variables.get(name, []) if more else []
     if value.startswith("("):
         words = _expanded(script, value[1:].rstrip().removesuffix(")"))
     else:
         words = [" ".join(_expanded(script, value, whole=True))]
     if why is not None:
         words = [f"{word.split()[0] if word.split() else ''} {UNKNOWN}{why}{UNKNOWN}" for word in words if word]
-    if more and not value.startswith("(") and before:
-        words = ["".join([*before, *words])]
-        before = []
-    script.variables[name] = [*before, *words]
+    if more and not value.startswith("("):
+        words = [script.spend("".join([*script.variables.pop(name, []), *words]))]
+    elif more and name in script.variables:
+        script.variables[name] += words
+        return
+    script.variables[name] = words
 
 
 def _expanded(script: Script, text: str, whole: bool = False) -> list[str]:
@@ -177,7 +186,21 @@ def _split(script: Script, text: str) -> list[str]:
     """The words of a text, with arithmetic computed and the output of commands unknown."""
     text = _ARITHMETIC.sub(lambda found: _computed(script, found[1]), text)
     text = _COMMAND.sub(lambda found: f"'{UNKNOWN}{' '.join(found[0].split())}{UNKNOWN}'".replace('"', ""), text)
-    return shlex.split(text, comments=False)
+    words, end = [], 0
+    for found in _WORD.finditer(text):
+        if text[end : found.start()].strip():
+            break
+        words.append(_QUOTED.sub(_unquoted, found[0]))
+        end = found.end()
+    if text[end:].strip():
+        raise ValueError("a quote is not closed")
+    return words
+
+
+def _unquoted(found: re.Match[str]) -> str:
+    if found[2] is not None:
+        return re.sub(r'\\(["\\$`])', r"\1", found[2])
+    return found[1] if found[1] is not None else found[3]
 
 
 def _parts(word: str) -> list[str]:
@@ -212,9 +235,7 @@ def _number(script: Script, node: ast.expr) -> int:
     if isinstance(node, ast.Name) and (known := script.number(node.id)) is not None:
         return known
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        result = _OPERATORS[type(node.op)](_number(script, node.left), _number(script, node.right))
-        if abs(result) < 2**63:
-            return result
+        return _OPERATORS[type(node.op)](_number(script, node.left), _number(script, node.right))
     raise ValueError
 
 
@@ -223,6 +244,8 @@ def _choose(script: Script, commands: list[list[str]]) -> None:
     given = max(commands, key=lambda words: sum(word.startswith("--") for word in words), default=[])
     if not any(word.startswith("--") for word in given):
         given = [word for words in script.variables.values() for text in words for word in _parts(text)]
+    end = next((place for place, word in enumerate(given) if _REDIRECTION.fullmatch(word)), None)
+    given = given[:end]
     program = next((place for place, word in enumerate(given) if word.endswith(".py")), -1)
     script.launcher, script.words = given[: program + 1], given[program + 1 :]
 

@@ -214,7 +214,9 @@ def test_a_script_is_read_as_the_shell_would(tmp_path: Path) -> None:
         "ARGS=(\n  --one $B # --not this\n  '--two 2'\n  --three=\"x y\"\n)\n"
         'ARGS+=(--four "${N}" --five ${FIVE:-5})\n'
         "if [ -n \"$X\" ]; then ARGS+=(--six 6); else echo 'fi'; fi\n"
-        'X=1 torchrun --nproc_per_node $N train.py "${ARGS[@]}" \\\n --seven $(cat n) --eight `id` -- > log 2>&1',
+        "Y='two \\\n lines'\nif x; then\n ARGS+=(--ten 10)\nfi\n"
+        'X=1 torchrun --nproc_per_node $N train.py "${ARGS[@]}" \\\n'
+        ' --seven $(cat n) --eight `id` --nine "<unk>" > log 2>&1',
         "script.sh",
     )
     table = arguments_of(script.words)
@@ -222,7 +224,9 @@ def test_a_script_is_read_as_the_shell_would(tmp_path: Path) -> None:
         "--one": 30, "--two": 2, "--four": 9, "--five": 5,
     }  # fmt: skip
     assert set(unknowns(table["--six"])) == {"an if or a loop at line 9"}
+    assert set(unknowns(table["--ten"])) == {"an if or a loop at line 13"}
     assert unknowns(table["--seven"])[:1] == ["$(cat n)"] and unknowns(table["--eight"])[:1] == ["`id`"]
+    assert table["--nine"] == "<unk>"
     assert arguments_of(script.launcher)["--nproc-per-node"] == [9, "train.py"]
 
 
