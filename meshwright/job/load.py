@@ -167,6 +167,10 @@ def _run_table(path: Path, text: str) -> Table:
     return table
 
 
+class _Whole(dict[str, Any]):
+    """A table that an override gives as one value: it replaces another instead of being merged with it."""
+
+
 def _parse_overrides(overrides: Overrides) -> Table:
     table: Table = {}
     for override in overrides:
@@ -181,11 +185,12 @@ def _parse_overrides(overrides: Overrides) -> Table:
         inner = table
         for key in keys[:-1]:
             inner = inner.setdefault(key, {})
-            if not isinstance(inner, dict):
+            if not isinstance(inner, dict) or isinstance(inner, _Whole):
                 raise UserError(
                     f"--set {override} sets part of a value that another --set sets whole; keep one of them"
                 )
-        inner[keys[-1]] = overrides[override] if isinstance(overrides, Mapping) else _value(text)
+        value = overrides[override] if isinstance(overrides, Mapping) else _value(text)
+        inner[keys[-1]] = _Whole(value) if isinstance(value, dict) else value
     return table
 
 
@@ -222,7 +227,7 @@ def _model_name(field: str, *tables: Table) -> str | None:
 
 def _merge(base: Table, over: Table) -> None:
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
+        if isinstance(value, dict) and not isinstance(value, _Whole) and isinstance(base.get(key), dict):
             _merge(base[key], value)
         else:
             base[key] = dict(value) if isinstance(value, dict) else value

@@ -123,3 +123,15 @@ def test_a_job_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not UTF-8"):
         load_job(str(tmp_path / "job.toml"))
+
+
+def test_a_table_given_as_one_value_replaces_the_file_s(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(
+        '[model]\npreset = "tiny-llama"\n[batch]\nsequence_length = 64\n[memory]\nrecompute = {segments = 2}\n'
+        '[evaluation]\nsets = {one = "a.txt"}\n'
+    )
+    job = load_job(str(path), ["memory.recompute={every=3}", "evaluation.sets.two=b.txt"]).job
+    assert str(job.memory.recompute) == "{every = 3}" and set(job.evaluation.sets) == {"one", "two"}
+    with pytest.raises(UserError, match="sets part of a value that another --set sets whole"):
+        load_job(str(path), ["memory.recompute={every=3}", "memory.recompute.segments=2"])
