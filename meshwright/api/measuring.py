@@ -66,8 +66,7 @@ def measured(
         corpus = prepare_data(job, console)
         with memory_errors_explained(job, world), console.status(f"{warmup} + {steps} steps"):
             folder = None if trace is None else from_rank_zero(world, _free(trace))
-            options = {"steps": steps, "warmup": warmup, "profile": profile}
-            result = measure(job, corpus, world, **options, trace=folder, nvtx=nvtx)
+            result = measure(job, corpus, world, steps=steps, warmup=warmup, profile=profile, trace=folder, nvtx=nvtx)
     if place is not None:
         dist.destroy_process_group()
     return result if place is None or place.rank == 0 else None

@@ -67,7 +67,7 @@ def imported() -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module)
             elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "need"):
-                found |= {word.value for word in node.args[:1] if isinstance(word, ast.Constant)}
+                found |= {str(word.value) for word in node.args[:1] if isinstance(word, ast.Constant)}
             elif file.name == "extras.py" and isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
                 found |= set(ast.literal_eval(node.value))
     # Torch's writer for TensorBoard is that package's.

@@ -86,7 +86,7 @@ class Pipeline:
     def named(self, name: Range | None) -> None:
         """Ranges around every action of the table."""
         for stage in self._stages:
-            stage.name = name or nullcontext
+            stage.range_of = name or nullcontext
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Run the table once; the loss is on the ranks of a last stage, and zero on the others."""
@@ -116,11 +116,12 @@ class _Stage(PipelineStage):
     """Tokens and arguments of every micro-batch of its chain."""
     listener: Listener | None = None
     holding: Callable[[], int]
-    name: Range = staticmethod(nullcontext)
+    range_of: Range
     _current: dict[str, Any]
 
     def __init__(self, table: Table, stage: int, module: nn.Module, device: torch.device, **kwargs: Any) -> None:
         self.stage, self.micro_batches = stage, table.micro_batches_of(stage)
+        self.range_of = nullcontext
         self._chain = table.chain_of(stage)
         super().__init__(module, torch_number(table, stage), torch_numbers(table), device, **kwargs)
         self._graphs: dict[int, list[Any]] = {}
@@ -174,7 +175,7 @@ class _Stage(PipelineStage):
 
     def _report(self, kind: Kind, micro_batch: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
-        with self.name(f"{_NAMES[kind]} {self.micro_batches[micro_batch]}, stage {self.stage}"):
+        with self.range_of(f"{_NAMES[kind]} {self.micro_batches[micro_batch]}, stage {self.stage}"):
             result = run(micro_batch, *args, **kwargs)
         if self.listener is not None:
             action = Action(kind, self.micro_batches[micro_batch], self.stage)
