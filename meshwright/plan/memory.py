@@ -290,9 +290,10 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
     whole = states["gradients"]
     per_entry = whole / max(1.0, stage_parameters(job, job.model.layers, first=True, last=True))
     layer = per_entry * layer_parameters(job)
-    pending = (each if job.model.tied else per_entry) * table
     # With several micro-batches a step, the gradients of those before are there all the time.
     before = whole if job.accumulation > 1 else 0.0
+    # The head's gradient: of a tied table it waits for the embedding's, of its own it is one of the gradients.
+    pending = each * table if job.model.tied else 0.0 if before else per_entry * table
     segments = segments_of(modes)
     longest = max(segments, key=lambda segment: (len(segment), segment.start))
 

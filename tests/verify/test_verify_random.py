@@ -48,7 +48,7 @@ def test_everything_is_drawn_and_most_of_it_runs() -> None:
     assert seen(lambda job: job.optimizer.name) == {"adamw", "sgd", "lion", "adafactor", "muon"}
     assert seen(lambda job: job.precision.optimizer_states) == {"fp32", "bf16", "int8"}
     assert seen(lambda job: job.data.packing) == {"concatenate", "best-fit", "none"}
-    assert seen(lambda job: type(job.memory.recompute).__name__) == {"str", "Every", "Budget"}
+    assert seen(lambda job: type(job.memory.recompute).__name__) == {"str", "Segments", "Every", "Budget"}
     assert {kind for job in jobs for kind in job.memory.offload} == {"optimizer", "params", "activations"}
     assert seen(lambda job: job.layout.split is None) == seen(lambda job: job.run.compile) == {True, False}
     assert seen(lambda job: ranks_of(job.layout)) >= set(RANKS)
