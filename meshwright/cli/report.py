@@ -27,7 +27,8 @@ def report(
     else:
         path, traces = _plan(what, out, cluster), []
     if as_json:
-        print_json({"report": str(path), "traces": [str(trace) for trace in traces]})
+        named = {"traces": [str(trace) for trace in traces]} if traces else {}
+        print_json({"report": str(path)} | named)
     else:
         print(path)
 

@@ -3,7 +3,7 @@
 import os
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -198,7 +198,9 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
     report = finished.folder / "report.html"
     outcome, traces = finished.outcome, traces_of(finished.folder)
     if as_json:
-        named = {"folder": str(finished.folder), "report": str(report), "traces": [str(path) for path in traces]}
+        named: dict[str, Any] = {"folder": str(finished.folder), "report": str(report)}
+        if traces:
+            named["traces"] = [str(path) for path in traces]
         print_json({**named, **asdict(outcome)})
         return
     if outcome.sample:

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -147,6 +148,7 @@ class Trace:
         else:
             if not cuda:  # where it has only its beginning and end to log
                 os.environ.setdefault("KINETO_LOG_LEVEL", _NO_LOG)
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11, also of a single cycle
             self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda])
         self._recording.enter_context(self._profile)
         names = _Names(self._training, self._range)
