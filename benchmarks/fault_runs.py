@@ -199,6 +199,7 @@ class Forked:
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
+        self._folder = folder
         self.pid = os.fork()
         if self.pid == 0:
             code = 70
@@ -233,6 +234,7 @@ class Forked:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         faulthandler.enable()
+        faulthandler.register(signal.SIGUSR2)  # in its ranks too
         os.environ.clear()
         os.environ.update(variables)
 
@@ -246,6 +248,7 @@ class Forked:
         deadline = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > deadline:
+                self._show_stacks()
                 raise subprocess.TimeoutExpired("forked", timeout)
             time.sleep(0.01)
         assert self.returncode is not None
@@ -253,6 +256,16 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def _show_stacks(self) -> None:
+        """Where the process and its ranks are: in what they write errors to, and here."""
+        for line in processes_of(self._folder):
+            with contextlib.suppress(OSError):
+                os.kill(int(line.split()[0]), signal.SIGUSR2)
+        time.sleep(2.0)
+        for file in (self._folder / "err", self._folder / "out", *self._folder.glob("run*/logs/*")):
+            if file.is_file():
+                print(f"{file}:\n{file.read_text(errors='replace')[-8000:]}", file=sys.stderr)
 
 
 def fork(run: Run) -> Forked:

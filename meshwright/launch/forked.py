@@ -109,11 +109,16 @@ def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str
 
 
 def _close_sockets() -> None:
-    """Close the sockets of the agent's store: while a rank holds them, its peers would not notice a dead launcher."""
+    """Close the sockets of the agent's store: while a rank holds them, its peers would not notice a dead launcher.
+
+    Their numbers stay taken: what owns one here, and closes it later, would close another's socket otherwise.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         descriptor = int(name)
         try:
             if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.close(descriptor)
+                os.dup2(nothing, descriptor)
         except OSError:  # the listing's own descriptor
             continue
+    os.close(nothing)
