@@ -114,15 +114,18 @@ class Saver:
     def finish(self, step: int, capture: Callable[[], State]) -> Path:
         """Save the last state unless that was done, and wait until it is safe; if the disk is full, wait for space."""
         self._wait()
+        lacking = self._lacks(step)
         for _ in tries(self._alive):
-            if not self._lacks(step):
+            if lacking:
+                self._begin(capture)
+                self._wait()
+                lacking = self._lacks(step)
+            if not lacking:  # asked before the next try, which would first pause
                 break
-            self._begin(capture)
-            self._wait()
         if self._aftercare is not None:
             self._aftercare.join()
         self._tell()
-        if self._lacks(step):
+        if lacking:
             raise UserError(
                 f"run.folder = {self._lease.run}: the last checkpoint could not be written "
                 f"({self._failure or 'another rank failed'}); free disk space and run again with --resume"

@@ -124,6 +124,14 @@ def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.
     assert [event["kind"] for event in told.events] == ["checkpoint_failed", "checkpoint"] and beats
 
 
+def test_a_last_checkpoint_that_succeeds_pauses_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.retries.WAITS_S", (60.0,))
+    saver = make_saver(tmp_path, Reports())
+    began = time.monotonic()
+    saver.finish(3, lambda: state_of(tiny(1), 3))
+    assert checkpoint_path(tmp_path, 3).is_dir() and time.monotonic() - began < 30.0
+
+
 def test_a_failure_whose_note_does_not_fit_on_the_disk_is_told_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
