@@ -65,7 +65,8 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
-            hub.asked[f"{self.command} {path}"] += 1
+            if hub.repository in path:  # the client also asks, once per process or not, for a list of its own users
+                hub.asked[f"{self.command} {path}"] += 1
             files = hub.files()
             if found := re.fullmatch(f"/api/models/{hub.repository}(/revision/.+)?", path):
                 if (found[1] or "/revision/main").rpartition("/")[2] not in ("main", COMMIT):
