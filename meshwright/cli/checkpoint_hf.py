@@ -17,9 +17,9 @@ def import_(
     """Create a run folder at step 0 from a Hugging Face folder or name; none of its files is ever executed."""
     from meshwright.cli.output import print_json, stderr_console
     from meshwright.runs.huggingface import fetched, import_folder
-    from meshwright.runs.lifecycle import told
+    from meshwright.runs.lifecycle import reporter
 
-    folder = fetched(folder, told(stderr_console()))
+    folder = fetched(folder, reporter(stderr_console()))
     with _progress(f"importing {folder}") as report:
         done = import_folder(folder, out, report)
     if as_json:

@@ -41,9 +41,9 @@ from meshwright.runs.lifecycle import (
     create_folder,
     prepare_data,
     record_failure,
+    reporter,
     require_room,
     run_path,
-    told,
     wait_until_written,
 )
 from meshwright.runs.outbox import disk_errors
@@ -74,9 +74,9 @@ def launch(
     path = run_path(loaded, resume)
     continues = resume and not RunFolder.is_free(path)
     if not continues:
-        require_room(job, path, resume, told(console))
+        require_room(job, path, resume, reporter(console))
     else:
-        fetch_unless_resumed(job, path, told(console))
+        fetch_unless_resumed(job, path, reporter(console))
     corpus = prepare_data(job, console)
     require_enough_text(job, corpus, World(torch.device("cpu")))
     if continues:

@@ -36,10 +36,10 @@ from meshwright.runs.lifecycle import (
     print_headline,
     record_end,
     record_failure,
+    reporter,
     reports,
     require_room,
     run_path,
-    told,
 )
 from meshwright.runs.rank_zero import SharedRefusal, from_rank_zero, on_rank_zero
 from meshwright.runs.resume import Found, begin, find_checkpoint, require_same_run
@@ -92,7 +92,7 @@ def run_job(
     launched_in = os.environ.get(RUN_FOLDER) if place else None
     if place is not None:  # before a rank waits for others, whose patience a large download would outlast
         given = launched_in or loaded.job.run.folder
-        fetch_unless_resumed(loaded.job, Path(given) if given else None, told(console))
+        fetch_unless_resumed(loaded.job, Path(given) if given else None, reporter(console))
     activity = Activity()
     with signs_of_life(loaded.job.run.watchdog_s, place or ALONE, activity) as life:
         job = with_own_device(loaded.job, place) if place else loaded.job
@@ -179,7 +179,7 @@ def _open(
         path = Path(launched_in) if launched_in else run_path(loaded, resume)
         continues = resume and not RunFolder.is_free(path)
         if launched_in is None and not continues:
-            require_room(job, path, resume, told(console))
+            require_room(job, path, resume, reporter(console))
         corpus = prepare_data(job, console)
         require_enough_text(job, corpus, world)
         continues = continues or (launched_in is None and made_for_backup(loaded, path, resume))

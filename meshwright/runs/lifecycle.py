@@ -98,7 +98,7 @@ def require_room(job: Job, path: Path, resume: bool = False, tell: Tell | None =
     require_start(job, tell)  # last, as it may download for long
 
 
-def told(console: Console) -> Tell | None:
+def reporter(console: Console) -> Tell | None:
     """Reports on a console; None for a quiet one, so that nothing is shown."""
     return None if console.quiet else lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 

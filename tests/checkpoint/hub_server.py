@@ -65,7 +65,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
-            if hub.repository in path:  # the client also asks, once per process or not, for a list of its own users
+            if hub.repository in path:  # the client also asks for what is not of the model
                 hub.asked[f"{self.command} {path}"] += 1
             files = hub.files()
             if found := re.fullmatch(f"/api/models/{hub.repository}(/revision/.+)?", path):
