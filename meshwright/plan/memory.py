@@ -80,7 +80,7 @@ def rank_memory(
     host = 0.0
     if job.memory.offload:
         host = move_to_host(
-            job, terms, max(block_bytes(job, software, mode)[0] for mode in modes), layer_parameters(job), together
+            job, terms, max(block_bytes(job, software, mode)[0] for mode in set(modes)), layer_parameters(job), together
         )
     terms["workspaces"] = software.workspace_bytes
     allocated = sum(terms.values())
@@ -152,7 +152,7 @@ def _activations(
 ) -> Terms:
     """What a rank's stages keep of the micro-batches in flight, and what a backward restores on top; `modes` are those
     of each stage's blocks, `last` says which stage sends its result to no other."""
-    sizes = {mode: block_bytes(job, software, mode) for own in modes for mode in own}
+    sizes = {mode: block_bytes(job, software, mode) for mode in {mode for own in modes for mode in own}}
     boundary = sizes_of(job, "full").get("input", 0.0)
     kept, remade = [], 0.0
     for own, final in zip(modes, last, strict=True):
