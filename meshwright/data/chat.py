@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.conversations import BadConversation, Conversation
+from meshwright.data.conversations import BadConversation, Conversation, Message
 from meshwright.data.files import read_json, read_text
 from meshwright.data.lines import LONGEST_RECORD_BYTES
 from meshwright.data.tokenizer import Spans, load_tokenizer
@@ -25,6 +25,7 @@ MEMORY_BYTES = 1 << 30
 _MARKS = ("\ufdd0", "\ufdd1")
 """What `render.py` marks the assistant's parts with."""
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+_PROBE = "answer"
 
 
 class Overran(Exception):
@@ -63,19 +64,47 @@ class ChatTemplate:
             text = prompt + messages[-1].content
             self._require_unreserved(text)
             return text, ((len(prompt), len(text) + 1),)  # the end of text behind it is to be learned too
-        return self._rendered([message._asdict() for message in messages])
+        answer = self._asked({"messages": [message._asdict() for message in messages]})
+        return answer["text"], [(first, last) for first, last in answer["spans"]]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a template's text."""
+        return self._source is not None
+
+    def files(self) -> dict[str, str]:
+        """What to write next to a tokenizer.json for `load_chat_template` to find this template there, by name."""
+        return {} if self._source is None else {TEMPLATE: self._source, CONFIG: json.dumps(self._special) + "\n"}
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """A conversation up to where the assistant is to answer, as text."""
+        for message in messages:
+            self._require_unreserved(message.content)
+        return self._ongoing(messages, prompts=True)
+
+    def end_of_turn(self) -> str:
+        """What ends every answer of the assistant's, as text; empty where the template does not tell."""
+        try:
+            text = self._ongoing([Message("user", "question"), Message("assistant", _PROBE)], prompts=False)
+        except (BadConversation, Overran):
+            return ""
+        return text.rpartition(_PROBE)[2] if _PROBE in text else ""
+
+    def _ongoing(self, messages: Sequence[Message], *, prompts: bool) -> str:
+        text: str = self._asked({"messages": [message._asdict() for message in messages], "prompts": prompts})["text"]
+        return text
 
     def _require_unreserved(self, text: str) -> None:
         for token in self._reserved:
             if token in text:
                 raise BadConversation(f"holds the special token {token} amid a text")
 
-    def _rendered(self, messages: list[dict[str, str]]) -> tuple[str, Spans]:
+    def _asked(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._source is not None
         if self._renderer is None or self._renderer.owner != os.getpid():
             self._renderer = _Renderer(self._source, self._special, self._origin)
         try:
-            answer = self._renderer.ask(messages)
+            answer = self._renderer.ask(what)
         except Overran as error:
             self._renderer = None
             raise Overran(f"cannot be written: the chat template of {self._origin} {error}; fix the template") from None
@@ -83,7 +112,7 @@ class ChatTemplate:
             raise BadConversation(f"is refused by the chat template of {self._origin} ({answer['refused']})")
         if "unclear" in answer:
             raise BadConversation(f"is written by the chat template of {self._origin} {answer['unclear']}")
-        return answer["text"], [(first, last) for first, last in answer["spans"]]
+        return answer
 
 
 class _Renderer:

@@ -14,7 +14,15 @@ from meshwright.data.chat import load_chat_template
 from meshwright.data.corpus import Corpus
 from meshwright.data.own_sources import with_files
 from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
-from meshwright.data.prepared.folder import PARTIAL, Manifest, Prepared, ShardedTokens, is_prepared, open_prepared
+from meshwright.data.prepared.folder import (
+    PARTIAL,
+    TOKENIZER,
+    Manifest,
+    Prepared,
+    ShardedTokens,
+    is_prepared,
+    open_prepared,
+)
 from meshwright.data.raw import SYNTHETIC, BadDocuments, Taking, list_inputs
 from meshwright.data.store import SyntheticTokens, TokenStore, token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, require_trainable
@@ -89,6 +97,7 @@ def _open(folder: Path, order: Order) -> Corpus:
         folder,
         (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
         tuple(_notes(manifest, order.inputs.left_out)),
+        chat=order.taking.chat,
     )
 
 
@@ -162,7 +171,9 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
     bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
     # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
     alone = len(folders) == 1
-    return Corpus(first.tokenizer, train, validation, first.folder if alone else None, () if alone else bounds)
+    chat = load_chat_template(first.folder / TOKENIZER, None) if data.format == "conversations" else None
+    place = first.folder if alone else None
+    return Corpus(first.tokenizer, train, validation, place, () if alone else bounds, chat=chat)
 
 
 def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int) -> None:

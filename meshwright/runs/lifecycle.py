@@ -22,7 +22,7 @@ from meshwright.model import count_parameters
 from meshwright.parallel import World
 from meshwright.runs.callbacks import Callbacks, CallingRecorder
 from meshwright.runs.folder import RunFolder
-from meshwright.runs.huggingface import keep_start, require_start
+from meshwright.runs.huggingface import keep_start, require_start, small_files
 from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import recorded_everywhere, require_sinks
 from meshwright.train import (
@@ -125,8 +125,8 @@ def reports(
     if folder is None:
         yield Silent(), Silent(), None, None
         return
-    if corpus.tokenizer is not None:
-        folder.write("tokenizer.json", corpus.tokenizer.to_json())
+    for name, text in small_files(corpus, folder.path).items():
+        folder.write(name, text)
     if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
         folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
     everywhere = recorded_everywhere(folder, job, start.lease.attempt)

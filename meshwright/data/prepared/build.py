@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.atomic import write_atomic
-from meshwright.data.chat import load_chat_template
+from meshwright.data.chat import CONFIG, TEMPLATE, load_chat_template
 from meshwright.data.files import read_text
 from meshwright.data.prepared.fill import Report, Wishes, fill, order_for
 from meshwright.data.prepared.folder import MANIFEST, PARTIAL, TOKENIZER, Manifest, read_manifest
@@ -108,7 +108,8 @@ def _claimed(out: Path, identity: str) -> Iterator[None]:
     finally:
         if not (out / MANIFEST).is_file() and not any(partial.glob("[0-9]*.json")):
             shutil.rmtree(partial, ignore_errors=True)
-            (out / TOKENIZER).unlink(missing_ok=True)
+            for name in (TOKENIZER, TEMPLATE, CONFIG):
+                (out / name).unlink(missing_ok=True)
             with suppress(OSError):
                 if made:
                     out.rmdir()
