@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.atomic import disk_refusal
 from meshwright.data import Tokenizer
-from meshwright.data.chat import CONFIG, TEMPLATE, ChatTemplate, load_chat_template
+from meshwright.data.chat import CONFIG, TEMPLATE, ChatTemplate, chat_template_in
 from meshwright.data.files import read_json
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
@@ -57,7 +57,7 @@ def write_companions(run: Path, folder: Path, shape: Model) -> None:
                 "model_max_length": shape.max_sequence_length,
                 "clean_up_tokenization_spaces": False,
             }
-            | (_settings(run / CONFIG) or {}),
+            | _settings(run / CONFIG),
         )
     _copy(run, folder, (TEMPLATE, GENERATION))  # what the run itself learned takes the place of what it started with
     if not (folder / GENERATION).is_file():
@@ -91,36 +91,36 @@ def generation_of(folder: Path, tokenizer: Tokenizer) -> Generation:
     return Generation(tuple(stop or [tokenizer.end_of_text]), float(penalty))
 
 
-def chat_template_of(folder: Path) -> ChatTemplate:
+def chat_template_of(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """The chat template of a run or of a Hugging Face folder; that of a run is the one it learned, if it did."""
     own = (folder / TEMPLATE).is_file() or not (folder / KEPT_IN).is_dir()
-    return load_chat_template((folder if own else folder / KEPT_IN) / TOKENIZER, None)
+    return chat_template_in(folder if own else folder / KEPT_IN, tokenizer)
 
 
 def _kept_generation(folder: Path) -> dict[str, Any]:
     """A folder's generation settings, with the tokens that end a text; without a file its config.json has those."""
-    settings = _settings(folder / GENERATION) or {}
+    settings = _settings(folder / GENERATION)
     if settings.get("eos_token_id") is None:
-        settings |= {"eos_token_id": (_settings(folder / "config.json") or {}).get("eos_token_id")}
+        settings |= {"eos_token_id": _settings(folder / "config.json").get("eos_token_id")}
     return settings
 
 
 def _ids(value: Any, folder: Path) -> list[int]:
     """The tokens that an eos_token_id names: one, several or none."""
     found = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in found):
+    if not all(type(token) is int for token in found):
         raise UserError(
             f"{folder}: eos_token_id = {value!r} is neither a token's number nor a list of them; correct it"
         )
     return list(dict.fromkeys(found))
 
 
-def _settings(path: Path) -> dict[str, Any] | None:
-    """The settings in a small JSON file, if there is one."""
+def _settings(path: Path) -> dict[str, Any]:
+    """The settings in a small JSON file; none without one."""
     try:
         found = read_json(path)
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}); fix or remove it") from error
     if not isinstance(found, dict):

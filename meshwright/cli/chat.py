@@ -70,6 +70,9 @@ def _questions(terminal: bool) -> Iterator[str]:
     while True:
         try:
             question = input("> " if terminal else "")
+            question.encode("utf-8")  # a locale may let bytes through that are no text
+        except UnicodeError:
+            raise UserError("a question is not UTF-8 text; save it as UTF-8") from None
         except (EOFError, KeyboardInterrupt) as end:
             if terminal:
                 print()
@@ -81,7 +84,9 @@ def _questions(terminal: bool) -> Iterator[str]:
 
 
 def _answer(chat: "Chat", question: str) -> None:
+    from meshwright.cli.output import print_written
+
     with closing(chat.stream(question)) as parts:
         for part in parts:
-            print(part, end="", flush=True)
+            print_written(part, end="")
     print()

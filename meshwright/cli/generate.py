@@ -25,11 +25,11 @@ def generate(
     as_json: bool = JSON,
 ) -> None:
     """Generate text with a run's newest weights, up to a stop token of the model."""
-    from meshwright.cli.output import print_json
+    from meshwright.cli.output import print_json, print_written
     from meshwright.runs.generate import generate_from_run
 
     text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device)
     if as_json:
         print_json({"run": str(run), "step": step, "prompt": prompt, "text": text})
     else:
-        print(text)
+        print_written(text)

@@ -47,6 +47,16 @@ def write_file(path: Path, text: str, option: str) -> None:
         ) from error
 
 
+def print_written(text: str, end: str = "\n") -> None:
+    """Print what a model wrote at once; on a terminal without the control characters that could command it."""
+    if sys.stdout.isatty():
+        text = text.translate(_CONTROL)
+    print(text, end=end, flush=True)
+
+
+_CONTROL = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document to standard output."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -225,6 +225,8 @@ def _next(finished: "Finished") -> str | None:
     """The command to continue with; a run on tokens without text cannot generate."""
     if finished.outcome.reason == "interrupted":
         return f"meshwright train {shlex.quote(str(finished.folder))} --resume"
+    if (finished.folder / "chat_template.jinja").is_file():
+        return f"meshwright chat {shlex.quote(str(finished.folder))}"
     if (finished.folder / "tokenizer.json").is_file():
         return f"meshwright generate {shlex.quote(str(finished.folder))} --prompt 'class '"
     return None

@@ -10,13 +10,12 @@ from itertools import accumulate
 from pathlib import Path
 
 from meshwright.data.cache import building, cache_root, sweep
-from meshwright.data.chat import load_chat_template
+from meshwright.data.chat import chat_template_in, load_chat_template
 from meshwright.data.corpus import Corpus
 from meshwright.data.own_sources import with_files
 from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
 from meshwright.data.prepared.folder import (
     PARTIAL,
-    TOKENIZER,
     Manifest,
     Prepared,
     ShardedTokens,
@@ -171,7 +170,7 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
     bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
     # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
     alone = len(folders) == 1
-    chat = load_chat_template(first.folder / TOKENIZER, None) if data.format == "conversations" else None
+    chat = chat_template_in(first.folder, first.tokenizer) if data.format == "conversations" else None
     place = first.folder if alone else None
     return Corpus(first.tokenizer, train, validation, place, () if alone else bounds, chat=chat)
 

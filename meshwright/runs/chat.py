@@ -10,7 +10,7 @@ from meshwright.data.conversations import BadConversation, Message
 from meshwright.data.text_stream import TextStream
 from meshwright.errors import UserError
 from meshwright.model import KVCache
-from meshwright.runs.writer import Writer, open_writer, require_source
+from meshwright.runs.writer import Writer, open_writer, tokenizer_of
 from meshwright.train import stream
 
 
@@ -142,8 +142,7 @@ def open_chat(
     seed: int = 0,
 ) -> Chat:
     """A conversation with a run's newest weights or a Hugging Face folder's; one without a chat template is refused."""
-    require_source(source)
-    template = chat_template_of(source)
+    template = chat_template_of(source, tokenizer_of(source))
     if not template.is_there:
         raise UserError(
             f"{source} has no chat template, since it was not trained on conversations or came without one; continue a "

@@ -28,39 +28,39 @@ class Writer:
 
 def open_writer(source: Path, device: str) -> Writer:
     """The model of a run folder, or of a Hugging Face folder; no code that either names is run."""
-    require_source(source)
+    tokenizer = tokenizer_of(source)
+    generation = generation_of(source, tokenizer)
     if not _is_run(source):
-        tokenizer = _tokenizer(source, "a tokenizer in another format cannot be read; save it as transformers does")
         model = _empty(model_of_folder(source), device)
         load_hf_weights(source, model)
-        return Writer(model, tokenizer, generation_of(source, tokenizer), None)
+        return Writer(model, tokenizer, generation, None)
     job = RunFolder.open(source).resolved_job(trust=True)  # none of its code is run
     if job.model.file is not None:
         raise UserError(f"{source} trained model.file = {job.model.file}, which cannot generate text; use a preset")
     checkpoint = newest_weights(source)
-    tokenizer = _tokenizer(source, "its tokens are synthetic or came without one; use another run")
     model = _empty(job.model, device)
-    return Writer(model, tokenizer, generation_of(source, tokenizer), load_weights(checkpoint, model))
+    return Writer(model, tokenizer, generation, load_weights(checkpoint, model))
 
 
-def require_source(source: Path) -> None:
-    """Reject a path that is neither a run nor a Hugging Face folder."""
+def tokenizer_of(source: Path) -> Tokenizer:
+    """The tokenizer of a run or of a Hugging Face folder; a path that is neither is refused."""
     if not _is_run(source) and not (source / "config.json").is_file():
         raise UserError(
             f'"{source}" is neither a run folder nor a Hugging Face folder (config.json, safetensors); give the folder '
             "that `meshwright train` or `checkpoint export` printed"
         )
+    path = source / "tokenizer.json"
+    if path.is_file():
+        return load_tokenizer(path, str(path))
+    if _is_run(source):
+        raise UserError(
+            f"{source} has no tokenizer.json (its tokens are synthetic or came without one); use another run"
+        )
+    raise UserError(f"{source} has no tokenizer.json; save the model's tokenizer there with transformers")
 
 
 def _is_run(source: Path) -> bool:
     return (source / "job.resolved.json").is_file()
-
-
-def _tokenizer(source: Path, otherwise: str) -> Tokenizer:
-    path = source / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"{source} has no tokenizer.json ({otherwise})")
-    return load_tokenizer(path, str(path))
 
 
 def _empty(shape: Model, device: str) -> Decoder:

@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Cli
 
+import meshwright
 from meshwright.cli import main
 
 TEMPLATE = (
@@ -74,13 +75,13 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(trained: Path, cli: Cli, tmp_path: Path) -> Path:
+def run(trained: Path, cli: Any, tmp_path: Path) -> Path:
     """The same, where the command line runs."""
     (tmp_path / "run").symlink_to(trained / "run")
     return tmp_path / "run"
 
 
-def test_one_question_is_answered(cli: Cli, run: Path) -> None:
+def test_one_question_is_answered(cli: Any, run: Path) -> None:
     assert cli("chat", "run", "--once", "after bread?", *GREEDY).out == "cloud\n"
     told = json.loads(cli("chat", "run", "--once", "after cloud?", *GREEDY, "--json").out)
     messages = [turn("user", "after cloud?"), turn("assistant", "drum")]
@@ -90,12 +91,12 @@ def test_one_question_is_answered(cli: Cli, run: Path) -> None:
     assert (cut["tokens"], cut["stopped"]) == (1, None) and "drum".startswith(cut["answer"])
 
 
-def test_generate_reads_the_template_s_tokens_as_text_that_is_typed_out(cli: Cli, run: Path) -> None:
+def test_generate_reads_the_template_s_tokens_as_text_that_is_typed_out(cli: Any, run: Path) -> None:
     prompt = "<user>after apple?<assistant>"
     assert cli("generate", "run", "--prompt", prompt, *GREEDY).out == f"{prompt}bread\n"
 
 
-def test_the_exported_folder_says_the_same_in_transformers(cli: Cli, run: Path, tmp_path: Path) -> None:
+def test_the_exported_folder_says_the_same_in_transformers(cli: Any, run: Path, tmp_path: Path) -> None:
     import transformers
 
     assert cli("checkpoint", "export", "run", "out").code == 0
@@ -109,16 +110,24 @@ def test_the_exported_folder_says_the_same_in_transformers(cli: Cli, run: Path, 
     assert tokenizer.decode(written) == "bread<|endoftext|>"
 
 
-def test_questions_from_a_file_are_one_conversation(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_program_talks_to_it_too(run: Path) -> None:
+    chat = meshwright.open_run(run).chat(temperature=0, tokens=12, device="cpu")
+    assert chat.ask("after drum?") == "apple" and "".join(chat.stream("after apple?"))
+    assert [message.role for message in chat.messages] == ["user", "assistant"] * 2
+
+
+def test_questions_from_a_file_are_one_conversation(cli: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("after apple?\n\nafter drum?\n"))
     done = cli("chat", "run", *GREEDY)
     assert done.code == 0 and done.err == "" and done.out.splitlines()[0] == "bread" and len(done.out.splitlines()) == 2
     monkeypatch.setattr(sys, "stdin", io.StringIO("an <|endoftext|> in it\nafter apple?\n"))
     refused = cli("chat", "run", *GREEDY)
     assert refused.code == 2 and refused.out == "" and "holds the special token <|endoftext|>" in refused.err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"after \xff?\n"), encoding="utf-8"))
+    assert cli("chat", "run", *GREEDY).err == "meshwright: a question is not UTF-8 text; save it as UTF-8\n"
 
 
-def test_what_has_no_chat_template_is_refused(cli: Cli, run: Path, tiny_job: Path, tmp_path: Path) -> None:
+def test_what_has_no_chat_template_is_refused(cli: Any, run: Path, tiny_job: Path, tmp_path: Path) -> None:
     assert cli("train", "job.toml", "--set", "run.steps=1", "--set", 'run.folder="plain"').code == 0
     assert cli("checkpoint", "export", "plain", "out").code == 0
     for folder in ("plain", "out"):
