@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class Terminal:
         self._pid, self._file = pty.fork()
         self.shown = ""
         if self._pid == 0:
-            sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode) for n, mode in enumerate(("r", "w", "w")))
+            sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
             sys.argv = ["meshwright", *arguments]
             code: int | str | None = 1
             try:
@@ -202,7 +202,7 @@ def slowly() -> None:
     import meshwright.runs.chat as chat
     from meshwright.train import stream
 
-    def slow(*arguments, **options):
+    def slow(*arguments: Any, **options: Any) -> Iterator[int]:
         for token in stream(*arguments, **options):
             yield token
             time.sleep(0.5)

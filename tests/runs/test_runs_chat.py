@@ -178,11 +178,13 @@ def test_a_turn_is_computed_from_where_it_differs(tmp_path: Path, monkeypatch: p
     from meshwright.model import Decoder
 
     make_folder(tmp_path, "qwen3")
-    chat, sizes = chat_of(tmp_path, tokens=4), list[int]()
-    forward = Decoder.forward
-    monkeypatch.setattr(
-        Decoder, "forward", lambda self, x, **options: (sizes.append(x.shape[1]), forward(self, x, **options))[1]
-    )
+    chat, sizes, forward = chat_of(tmp_path, tokens=4), list[int](), Decoder.forward
+
+    def counted(self: Decoder, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        sizes.append(x.shape[1])
+        return forward(self, x, **options)
+
+    monkeypatch.setattr(Decoder, "forward", counted)
     chat.ask(QUESTIONS[0])
     first = sizes[0]
     chat.ask(QUESTIONS[1])
