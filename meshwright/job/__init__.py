@@ -14,7 +14,16 @@ from meshwright.job.hf_config import (
 from meshwright.job.hub import folder_of, hub_name
 from meshwright.job.init_from import fetch_start, pinned_start, start_folder
 from meshwright.job.job import Job
-from meshwright.job.load import LoadedJob, Overrides, changed_job, job_fields, job_of_table, job_schema, load_job
+from meshwright.job.load import (
+    LoadedJob,
+    Overrides,
+    changed_job,
+    job_fields,
+    job_of_table,
+    job_schema,
+    load_job,
+    updated_text,
+)
 from meshwright.job.model import Model, RopeScaling
 from meshwright.job.presets import model_preset, model_presets, recipes
 from meshwright.job.text import job_text
@@ -53,4 +62,5 @@ __all__ = [
     "recipes",
     "require_trust",
     "start_folder",
+    "updated_text",
 ]

@@ -16,6 +16,7 @@ from meshwright.job.job import Job
 from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
 from meshwright.job.sanitize import odd_character, without_secrets
+from meshwright.job.text import job_text, table_text
 from meshwright.job.trust import require_trust
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
@@ -31,12 +32,14 @@ class LoadedJob:
     job: Job
     name: str
     raw: str
-    """The job file's text as read, with the overrides appended as comments."""
+    """The job file's text as written."""
     origins: dict[str, str]
     """Dotted field name → file, preset, init_from or override; a field not listed has its default."""
 
     from_run: bool = False
     """Whether the job was read from a run folder, which someone else may have created."""
+    merged: str | None = None
+    """A job file that loads as this job, if the one that was read does not: with the overrides as values."""
 
     def origin(self, field: str) -> str:
         """Where a field's value came from."""
@@ -68,8 +71,44 @@ def load_job(source: str, overrides: Overrides = (), *, trust: bool = False) -> 
     from_run = path.parent.joinpath(RESOLVED).is_file()
     if from_run and not trust:
         require_trust(job, str(path.parent), frozenset(_leaves(from_overrides)))
-    comments = "".join(f"# --set {_in_one_line(override)}\n" for override in _as_words(overrides))
-    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins, from_run)
+    raw = table_text(from_file, f"from {path}") if path.name == RESOLVED else text
+    return LoadedJob(job, path.stem, raw, origins, from_run, _merged(from_file, from_overrides, job))
+
+
+def _merged(from_file: Table, from_overrides: Table, job: Job) -> str | None:
+    """The file's fields and those over them as a job file; None if the file alone gives the job."""
+    start = job.model.init_from
+    if not from_overrides and start == _model_name("init_from", from_file):
+        return None
+    merged: Table = {}
+    # The commit that a Hugging Face name stood for, since the name may stand for another one later.
+    for table in (from_file, from_overrides, {"model": {"init_from": start}} if start else {}):
+        _merge(merged, table)
+    return table_text(merged, "the job that ran, overrides included; job.original.toml is the file as written")
+
+
+def updated_text(text: str, changed: Mapping[str, Any], job: Job) -> str:
+    """A job file with other values in some fields, loading as this job, in which they have these values.
+
+    If more than these fields differ, as in the run folders of versions before 0.3, it lists every field.
+    """
+    heading = "the job as last resumed; job.original.toml is the file it started from"
+    try:
+        table = toml_table(text)
+        for name, value in changed.items():
+            section, field = name.split(".")
+            if name != "run.folder":  # where it was started, if anywhere in particular
+                table.setdefault(section, {})[field] = value
+        new = table_text(table, heading)
+        same = _resolved(toml_table(new), {}, Path("job.toml"))[0]
+    except (UserError, ValueError, AttributeError, TypeError):  # altered by hand since
+        return job_text(job, heading)
+    return new if _settings(same) == _settings(job) else job_text(job, heading)
+
+
+def _settings(job: Job) -> Table:
+    """Every field but the folder: a run folder may be moved."""
+    return job.model_dump(exclude={"run": {"folder"}})
 
 
 def changed_job(job: Job, overrides: Overrides) -> Job:
@@ -194,13 +233,6 @@ def _parse_overrides(overrides: Overrides) -> Table:
     return table
 
 
-def _as_words(overrides: Overrides) -> Sequence[str]:
-    """As they would be given on the command line."""
-    if not isinstance(overrides, Mapping):
-        return overrides
-    return [f"{name}={json.dumps(value, default=str)}" for name, value in overrides.items()]
-
-
 def _value(text: str) -> Any:
     """The value after the equals sign of a --set."""
     try:
@@ -209,10 +241,6 @@ def _value(text: str) -> Any:
         table = {}
     # A bare word is a string: shells strip the quotes that TOML needs.
     return table["value"] if table.keys() == {"value"} else text.strip()
-
-
-def _in_one_line(override: str) -> str:
-    return override if odd_character(override) is None else json.dumps(override)
 
 
 def _model_name(field: str, *tables: Table) -> str | None:

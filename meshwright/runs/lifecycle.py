@@ -110,8 +110,9 @@ def prepare_data(job: Job, console: Console) -> Corpus:
 
 
 def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
-    """Create the run's folder with the job as written and as resolved."""
-    folder = RunFolder.create(path, loaded.raw, loaded.job.model_dump(mode="json"), sys.argv)
+    """Create the run's folder with the job as a file, as the user wrote it, and as resolved."""
+    file, original = (loaded.raw, None) if loaded.merged is None else (loaded.merged, loaded.raw)
+    folder = RunFolder.create(path, file, loaded.job.model_dump(mode="json"), sys.argv, original)
     keep_start(loaded.job, path)
     return folder
 

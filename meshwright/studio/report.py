@@ -43,7 +43,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             _traces(traces_of(folder.path), out or folder.path / "report.html"),
             _samples(folder.samples()),
             f"<h2>Events</h2>{events_table(events)}",
-            f"<h2>Job</h2>{job_tables(folder.job(), folder.raw_job())}",
+            f"<h2>Job</h2>{job_tables(folder.job(), folder.job_file())}",
             f"<h2>Machine</h2>{environment_table(folder.environment())}",
             f"<h2>Code</h2>{code_tables(folder.code(), folder.path / 'code.diff')}",
             f"<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by Meshwright {VERSION} from "

@@ -22,7 +22,19 @@ def test_a_value_comes_from_default_preset_file_or_override_in_that_order(tmp_pa
     assert (loaded.job.batch.micro_batch, loaded.origin("batch.micro_batch")) == (1, "override")
     assert (loaded.job.run.device, loaded.origin("run.device")) == ("cpu", "override")
     assert loaded.origin("optimizer.lr") == "default"
-    assert loaded.raw.endswith("# --set batch.micro_batch=1\n# --set run.device=cpu\n")
+
+
+def test_overrides_become_values_of_the_merged_job_file(tmp_path: Path) -> None:
+    written = '# mine\n[model]\npreset = "llama-3.2-1b"\nlayers = 3\n[evaluation.sets]\n"my set" = "a.txt"\n'
+    source = write(tmp_path, written)
+    loaded = load_job(source, ["batch.micro_batch=1", "evaluation.sets.b=c", 'evaluation.sample_prompt="""a\nb"""'])
+    assert loaded.raw == written and loaded.merged is not None
+    (tmp_path / "merged.toml").write_text(loaded.merged)
+    again = load_job(str(tmp_path / "merged.toml"))
+    assert again.job == loaded.job and again.origin("batch.micro_batch") == "file"
+    assert again.job.evaluation.sets == {"my set": "a.txt", "b": "c"}
+    assert "width" not in loaded.merged, "a preset stays a name"
+    assert load_job(source).merged is None
 
 
 def test_an_overridden_preset_replaces_the_file_s(tmp_path: Path) -> None:
