@@ -260,6 +260,14 @@ class RunFolder:
                 raise Unfit("its run.steps is not a number")
         return steps
 
+    def keep_every(self) -> int | None:
+        """At multiples of how many steps the job keeps checkpoints for good."""
+        with _damage_told(self.path / "job.resolved.json"):
+            every = self.job().get("checkpoint", {}).get("keep_every")
+            if every is not None and type(every) is not int:
+                raise Unfit("its checkpoint.keep_every is not a number")
+        return every
+
     def resolved_job(self, *, trust: bool = False) -> "Job":
         """The resolved job, validated: fields altered since are rejected by name, and code it names unless trusted."""
         from meshwright.job import job_of_table, require_trust
