@@ -80,7 +80,7 @@ def submit(
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell, overrides)
+    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell, overrides, dry_run)
     if dry_run:
         scripts = plan.scripts()
         if as_json:
