@@ -105,8 +105,10 @@ class RunFolder:
     @classmethod
     def require_free(cls, path: Path) -> None:
         """Reject a path that is taken; an empty folder is fine."""
+        if (path / "job.resolved.json").is_file():
+            raise UserError(f'run.folder = "{path}" holds a run; add --resume to continue it, or choose another folder')
         if not cls.is_free(path):
-            raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another or remove it')
+            raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another')
 
     @classmethod
     def open(cls, path: Path) -> Self:

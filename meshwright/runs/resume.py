@@ -124,6 +124,9 @@ def begin(folder: RunFolder, job: Job, found: Found, console: Console) -> Start:
         folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
         report = "from the start, as there is no complete checkpoint" if checkpoint is None else f"from step {step}"
         console.print(f"resuming {report} (attempt {lease.attempt})", markup=False, highlight=False)
+        if step >= job.run.steps:
+            more = f"all run.steps = {job.run.steps} are done; to train on, resume with --set run.steps={2 * step}"
+            console.print(more, markup=False, highlight=False, soft_wrap=True)
     folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
 

@@ -126,6 +126,10 @@ def plan_submission(
     shape = shape_of(loaded, site)
     continues = (Path(source) / "job.resolved.json").is_file()
     run = Path(source) if continues else run_path(loaded)
+    if not continues and (run / "job.resolved.json").is_file():
+        raise UserError(
+            f'run.folder = "{run}" holds a run; continue it with meshwright submit {run}, or choose another folder'
+        )
     if not continues and dry:
         RunFolder.require_free(run)
     elif not continues:
