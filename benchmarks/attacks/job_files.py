@@ -20,7 +20,7 @@ READERS: list[tuple[str, ...]] = [
     ("plan", "--check", "FILE", "--scale", "8,16", "--cluster", "8xh100"),
     ("submit", "FILE", "--site", "vega", "--time", "10", "--dry-run", "--json"),
     ("submit", "FILE", "--site", "leonardo", "--time", "10", "--account", "a", "--ladder", "--dry-run", "--json"),
-    ("report", "FILE", "--out", "plan.html"),
+    ("report", "FILE", "--out", "plan.html", "--force"),
 ]
 SLOW: list[tuple[str, ...]] = [("plan", "--model", "FILE", "--cluster", "8xh100", "--top", "1")]
 """A search takes seconds, many on a busy machine."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JSON
+from meshwright.cli.job import FORCE, JSON
 
 if TYPE_CHECKING:
     from meshwright.hardware import Profile
@@ -18,14 +18,17 @@ OUT = typer.Option(None, "--out", metavar="FILE", help="Write the profile here i
 
 def calibrate(
     out: Path | None = OUT,
+    force: bool = FORCE,
     quick: bool = typer.Option(False, "--quick", help="Fewer repeats: half a minute instead of two."),
     nproc: int | None = typer.Option(None, "--nproc", min=2, help="Measure collectives too, over this many ranks."),
     device: str = typer.Option("auto", "--device", help="auto, cpu or cuda."),
     as_json: bool = JSON,
 ) -> None:
     """Measure this machine's kernels, memory and links; later plans and benches use the profile."""
+    from meshwright.cli.output import require_new
     from meshwright.ranks import own_place
 
+    require_new(out, "--out", force)
     place = own_place()
     if place is None and nproc is not None:
         _with_ranks(out, quick, nproc, device, as_json)
@@ -44,7 +47,7 @@ def _with_ranks(out: Path | None, quick: bool, nproc: int, device: str, as_json:
     job = Job.model_validate({"run": {"device": device}})
     require_devices(job, nproc)
     words = ["calibrate", "--device", device, *(["--quick"] if quick else []), *(["--json"] if as_json else [])]
-    words += [] if out is None else ["--out", str(out)]
+    words += [] if out is None else ["--out", str(out), "--force"]
     with TemporaryDirectory() as folder, rank_failures_told():
         run_under_agent(job, Path(folder), nproc, words)
 

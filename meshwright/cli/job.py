@@ -17,6 +17,7 @@ SET = typer.Option([], "--set", metavar="SECTION.FIELD=VALUE", help="Override a 
 TRUST = typer.Option(False, "--trust", help="Run the code that a run folder names (model.file); read it first.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 RANKS = typer.Option(None, "--ranks", min=1, help="Data-parallel ranks; by default what the batch sizes imply, or 1.")
+FORCE = typer.Option(False, "--force", help="Overwrite an existing file.")
 OUT = typer.Option(None, "--out", metavar="JOB.toml", help="Write the job here instead of printing it.")
 
 
@@ -60,12 +61,13 @@ def from_deepspeed(
     config: Path = typer.Argument(help="A ds_config.json."),
     ranks: int | None = RANKS,
     out: Path | None = OUT,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Convert a DeepSpeed configuration to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_deepspeed
 
-    _converted(job_from_deepspeed(config, ranks), f"from {config.name}, a DeepSpeed configuration", out, as_json)
+    _converted(job_from_deepspeed(config, ranks), f"from {config.name}, a DeepSpeed configuration", out, force, as_json)
 
 
 @app.command("from-hf-trainer")
@@ -73,12 +75,13 @@ def from_hf_trainer(
     arguments: Path = typer.Argument(help="TrainingArguments as JSON (to_json_string)."),
     ranks: int | None = RANKS,
     out: Path | None = OUT,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Convert Hugging Face Trainer arguments to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_hf_trainer
 
-    _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, as_json)
+    _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, force, as_json)
 
 
 @app.command("from-megatron")
@@ -86,18 +89,20 @@ def from_megatron(
     script: Path = typer.Argument(help="A script that starts Megatron-LM, or a file with its arguments."),
     gpus: int | None = typer.Option(None, "--gpus", min=1, help="GPUs in all; by default what the script starts."),
     out: Path | None = OUT,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Convert Megatron-LM's arguments to a job; the script is read and never run. Unmatched ones are rejected."""
     from meshwright.job import job_from_megatron
 
-    _converted(job_from_megatron(script, gpus), f"from {script.name}, Megatron-LM's arguments", out, as_json)
+    _converted(job_from_megatron(script, gpus), f"from {script.name}, Megatron-LM's arguments", out, force, as_json)
 
 
-def _converted(converted: Converted, heading: str, out: Path | None, as_json: bool) -> None:
-    from meshwright.cli.output import print_json, write_file
+def _converted(converted: Converted, heading: str, out: Path | None, force: bool, as_json: bool) -> None:
+    from meshwright.cli.output import print_json, require_new, write_file
     from meshwright.job import job_text
 
+    require_new(out, "--out", force)
     text = job_text(converted.job, "\n".join([heading, *(f"note: {note}" for note in converted.notes)]))
     if out is not None:
         write_file(out, text, "--out")

@@ -35,6 +35,14 @@ def rank_failures_told() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def require_new(path: Path | None, option: str, force: bool) -> None:
+    """Refuse to overwrite the file that an option names, before any work is done for it."""
+    from meshwright.errors import UserError
+
+    if path is not None and path.is_file() and not force:
+        raise UserError(f"{option} = {path} exists; add --force to overwrite it, or name another file")
+
+
 def write_file(path: Path, text: str, option: str) -> None:
     """Write the file that an option names; if that fails, raise an error of one sentence."""
     from meshwright.errors import UserError

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JSON, SET
+from meshwright.cli.job import FORCE, JSON, SET
 
 if TYPE_CHECKING:
     from meshwright.plan import Prediction
@@ -44,6 +44,7 @@ def plan(
     batch_tokens: int | None = BATCH,
     top: int = TOP,
     write: Path | None = WRITE,
+    force: bool = FORCE,
     allow: str = ALLOW,
     tokens: float | None = TOKENS,
     price: float | None = PRICE,
@@ -59,8 +60,10 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     """Find the fastest layout that fits, explain one job, or compare predictions with published runs."""
+    from meshwright.cli.output import require_new
     from meshwright.errors import UserError
 
+    require_new(write, "--write", force)
     if sum(map(bool, (model, check, validate))) != 1:
         raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
     if markdown is not None and not validate:

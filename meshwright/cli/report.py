@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from meshwright.cli.job import JSON
+from meshwright.cli.job import FORCE, JSON
 from meshwright.cli.plan import CLUSTER
 
 
@@ -12,14 +12,16 @@ def report(
     what: str = typer.Argument(metavar="RUN|PLAN", help="A run folder, or a job to show as a plan."),
     out: Path | None = typer.Option(None, "--out", help="Where to write it; by default RUN/report.html or PLAN.html."),
     cluster: str | None = CLUSTER,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Write a run's or a plan's report: one file that opens in any browser, offline."""
-    from meshwright.cli.output import print_json
+    from meshwright.cli.output import print_json, require_new
     from meshwright.errors import UserError
     from meshwright.runs.traces import traces_of
     from meshwright.studio import write_report
 
+    require_new(out, "--out", force)
     if Path(what).is_dir():
         if cluster is not None:
             raise UserError(f"--cluster = {cluster} is for plans, and {what} is a folder; leave it out")

@@ -36,10 +36,17 @@ _NAMED = 3
 Report = Callable[[str, float], None]
 
 
-def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
+def prepare(
+    data: Data,
+    vocab_size: int,
+    report: Report | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    field: str = "data.sources",
+) -> Corpus:
     """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it.
 
-    A tokenizer that is given stands in the place of the section's own.
+    A tokenizer that is given stands in the place of the section's own. `field` is what names the sources in errors.
     """
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
@@ -56,14 +63,14 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
         join=data.join,
         validation_fraction=data.validation_fraction,
     )
-    with _named_as("data.sources"):
+    with _named_as(field):
         order = order_for(wishes, given, taking)
     root = cache_root(data.cache)
     folder = root / f"tokens-{_key(order)}"
     sweep(root)
     if not _is_complete(folder):
         try:
-            with building(folder, _is_complete) as draft, _named_as("data.sources"):
+            with building(folder, _is_complete) as draft, _named_as(field):
                 fill(draft, order, None, lambda progress: report(progress.stage, progress.share) if report else None)
                 shutil.rmtree(draft / PARTIAL)
         except OSError as error:

@@ -17,6 +17,7 @@ from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
 from meshwright.job.sanitize import odd_character, without_secrets
 from meshwright.job.text import job_text, table_text
+from meshwright.job.training import Batch
 from meshwright.job.trust import require_trust
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
@@ -139,8 +140,20 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     if folder:
         merged["model"]["init_from"] = folder
         require_tokenizer(folder, merged)
+    _derive_length(merged, origins)
 
     return _validate(merged, origins, path), origins
+
+
+def _derive_length(merged: Table, origins: dict[str, str]) -> None:
+    """Sequences that nobody gave a length are no longer than the model takes."""
+    model, batch = merged.get("model", {}), merged.get("batch", {})
+    if not isinstance(model, dict) or not isinstance(batch, dict) or "sequence_length" in batch:
+        return
+    longest = model.get("max_sequence_length")
+    if type(longest) is int and 0 < longest < Batch().sequence_length:
+        merged["batch"] = {**batch, "sequence_length": longest}
+        origins["batch.sequence_length"] = "model.max_sequence_length"
 
 
 def job_of_table(table: Table, name: str) -> Job:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.job import load_job
+from meshwright.job import load_job, model_presets
 
 
 def write(folder: Path, text: str) -> str:
@@ -50,6 +50,32 @@ def test_shape_fields_follow_those_they_derive_from(tmp_path: Path) -> None:
 def test_accumulation_and_warmup_are_derived(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, "[batch]\nglobal_batch = 12\nmicro_batch = 4\n[run]\nsteps = 50\n")).job
     assert (job.accumulation, job.warmup_steps, job.decay_steps) == (3, 5, 0)
+
+
+@pytest.mark.parametrize("preset", model_presets())
+def test_a_preset_alone_is_a_job(preset: str, tmp_path: Path) -> None:
+    loaded = load_job(write(tmp_path, f'[model]\npreset = "{preset}"\n'))
+    assert loaded.job.batch.sequence_length == min(512, loaded.job.model.max_sequence_length)
+
+
+def test_a_short_model_has_short_sequences_unless_told_otherwise(tmp_path: Path) -> None:
+    tiny = write(tmp_path, '[model]\npreset = "tiny-llama"\n')
+    loaded = load_job(tiny)
+    assert (loaded.job.batch.sequence_length, loaded.origin("batch.sequence_length")) == (
+        128,
+        "model.max_sequence_length",
+    )
+    assert load_job(tiny, ["batch.sequence_length=64"]).job.batch.sequence_length == 64
+    with pytest.raises(UserError, match=r"batch\.sequence_length = 256 is longer than"):
+        load_job(tiny, ["batch.sequence_length=256"])
+
+
+@pytest.mark.parametrize(
+    "field", ["evaluation.every_steps", "checkpoint.every_steps", "checkpoint.every_minutes", "log.every_steps"]
+)
+def test_0_is_never(field: str) -> None:
+    section, name = field.split(".")
+    assert getattr(getattr(load_job("demo", [f"{field}=0"]).job, section), name) == 0
 
 
 def test_a_recipe_is_found_by_name() -> None:
