@@ -20,6 +20,7 @@ from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, 
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.exercised import check_exercised
 from meshwright.verify.observe import Observation, observe
+from meshwright.verify.own_table import observe_own, uses_own_table
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
 
@@ -93,8 +94,9 @@ class Check:
         if self.collectives and "nccl" not in backend:  # NCCL itself checks it
             self._records = CheckRecords(ranks)
         record = None if self._records is None else self._records.folder
+        run = observe_own if uses_own_table(job) else observe
         self._group = RankGroup(
-            observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
+            run, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
         )
         return self
 
@@ -103,6 +105,10 @@ class Check:
         assert self._group is not None
         try:
             return self._group.poll(timeout_s)
+        except UserError:
+            if uses_own_table(self.job):
+                self.refer()  # a model that fails in one process, too, is not failed by its table
+            raise
         except RankError as error:
             raise error if self._records is None else self._records.explain(error) from None
 
