@@ -17,11 +17,11 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import padded_vocabulary
 from meshwright.model import Architecture
-from meshwright.model.sharding import PROJECTIONS
+from meshwright.model.sharding import LOOKED_UP, PROJECTIONS
 from meshwright.parallel.vocabulary import VocabularyParallelHead
 from meshwright.torch_private.sharding import AsyncCollectiveTensor
 
-_KINDS = {"vocabulary": nn.Embedding, **dict.fromkeys(PROJECTIONS, nn.Linear)}
+_KINDS = {**dict.fromkeys(LOOKED_UP, nn.Embedding), **dict.fromkeys(PROJECTIONS, nn.Linear)}
 """The modules that can have a role; others can be on any."""
 
 

@@ -1,5 +1,6 @@
 """Which line of a model's own sharding table is wrong, if a layout that shards by it fails."""
 
+import logging
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -21,6 +22,7 @@ def uses_own_table(job: Job) -> bool:
 
 def observe_own(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
     """As `observe`; a failure is a user's error that names the line of the table to look at."""
+    logging.disable(logging.CRITICAL)  # torch logs the traceback of some failures itself
     try:
         return observe(job, master, device)
     except UserError:

@@ -1,10 +1,14 @@
 """A wrong sharding table of one's own model: one sentence that names its line, or the first gradient that differs."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "docs/examples/parallel_block.py"
+ROOT = str(Path(__file__).parents[2])
+EXAMPLE = Path(ROOT) / "docs/examples/parallel_block.py"
 JOB = """
 [model]
 vocab_size = 300
@@ -36,6 +40,7 @@ WRONG = {
     ),
     "no entry": ('"layers.*.mix": "gather",\n', "", "no module around it has the role gather"),
     "a norm of heads": ('"layers.*.norm": "norm"', '"layers.*.norm": "head-norm"', "it fails there ("),
+    "a norm as a table": ('"layers.*.norm": "norm"', '"layers.*.norm": "positions"', "is for nn.Embedding"),
     "of another kind": (
         '"layers.*.norm": "norm"',
         '"layers.*.norm": "row"',
@@ -59,6 +64,16 @@ def test_the_wrong_line_is_named(cli, tmp_path: Path, case: str) -> None:
     line = wrong.replace(": ", "] = ") if wrong else '"layers.*.mix.q"] = "column"'
     assert refused.code == 2 and len(refused.err.splitlines()) == 1, refused
     assert f"SHARDING[{line}" in refused.err and why in refused.err and refused.err.endswith("correct this line\n")
+
+
+def test_torch_prints_nothing_besides(tmp_path: Path) -> None:
+    """In a process of its own: ranks and what torch logs in them write past this one's capture."""
+    right, wrong, _ = WRONG["a column as wide as a row"]
+    (tmp_path / "own.py").write_text(EXAMPLE.read_text().replace(right, wrong))
+    (tmp_path / "own.toml").write_text(JOB)
+    command = [sys.executable, "-m", "meshwright", "verify", "own.toml", "--set", "model.file=own.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": ROOT})
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and done.stdout == "", done
 
 
 def test_a_model_that_fails_in_one_process_too_is_not_failed_by_its_table(cli, tmp_path: Path) -> None:
