@@ -2,7 +2,7 @@
 import { h, number } from "./dom.js";
 import { nearest } from "./hover.js";
 
-const SPACE = "http://www.w3.org/2000/svg", LEFT = 62, RIGHT = 12, TOP = 10, BOTTOM = 36;
+const SPACE = "http://www.w3.org/2000/svg", LEFT = 62, RIGHT = 12, TOP = 10, BOTTOM = 36, MOST_READ = 6;
 
 function s(tag, attributes, text) {
   const made = document.createElementNS(SPACE, tag);
@@ -82,12 +82,22 @@ export function draw(figure, { title, unit, axis, series, marks = [], fromZero =
   const out = h("p", { class: "readout" }, "\u00a0");
   svg.addEventListener("pointermove", event => {
     const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * width;
-    const wanted = left + (x - LEFT) / (width - RIGHT - LEFT) * (right - left);
+    const exact = Math.min(right, Math.max(left, left + (x - LEFT) / (width - RIGHT - LEFT) * (right - left)));
+    const wanted = axis === "steps" ? Math.round(exact) : exact;
     hair.setAttribute("x1", x); hair.setAttribute("x2", x); hair.setAttribute("visibility", "visible");
-    out.textContent = `${axis} ${number(axis === "steps" ? Math.round(wanted) : wanted)}  ` + series.slice(0, 6).map(one => `${one.label} ${number(one.low[nearest(one.x, wanted)], 4)}`).join("  ");
+    const there = series.map(one => [one, valueAt(one, wanted)]).filter(([, value]) => value !== null);
+    const more = there.length > MOST_READ ? ` and ${there.length - MOST_READ} more` : "";
+    out.replaceChildren(`${axis} ${number(wanted)}`, ...there.slice(0, MOST_READ).map(([one, value]) =>
+      h("span", {}, h("i", { class: `swatch tint-${one.tint}` }), `${one.label} `, h("b", {}, number(value, 4)))), more);
   });
   svg.addEventListener("pointerleave", () => { hair.setAttribute("visibility", "hidden"); out.textContent = "\u00a0"; });
   figure.replaceChildren(heading, svg, out);
+}
+
+// The value at a position; null before a run began and after it ended, even if its validations lie further apart.
+function valueAt(one, wanted) {
+  const [begin, end] = one.within ?? [one.x[0], one.x.at(-1)];
+  return wanted < begin || wanted > end ? null : one.low[nearest(one.x, wanted)];
 }
 
 function curve(one, atX, atY) {

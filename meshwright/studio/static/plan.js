@@ -1,5 +1,5 @@
 // Plan: the form is the state, the URL stores it, and every change queries the planner.
-import { $, ask, h, number, setAddress } from "./dom.js";
+import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 
 const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size"];
@@ -142,10 +142,11 @@ async function run() {
 
 async function search(asked, mine, full) {
   const begun = performance.now();
-  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: "the studio does not respond; is it still running?" }));
+  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: SILENT }));
   if (mine !== turn) return;
-  if (found.error) { say(found.error, true); return; }  // the results below stay dimmed: they answer an earlier request
   $("answer").classList.remove("late");
+  $("found").hidden = Boolean(found.error);  // what is there answers an earlier request
+  if (found.error) { forget(found.error); return; }
   base = found.shape;
   showShape(found);
   // A layout that the user chose stays selected, even if a shared URL names one that is not among the best.
@@ -157,8 +158,21 @@ async function search(asked, mine, full) {
   if (!found.whole && mine === turn) timer = setTimeout(() => mine === turn && search(asked, mine, true), 150);
 }
 
+// After an error the form keeps only what the user chose: nothing computed for an earlier request.
+function forget(words) {
+  say(words, true);
+  showNumbers({ ...choices.models[fields.model.value], ...shape });
+  for (const name of ["seq", "batch"]) fields[name].placeholder = "";
+  $("size").textContent = $("practice").textContent = "";
+  delete $("chosen").dataset.shown;
+}
+
+function showNumbers(numbers) {
+  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = numbers[input.dataset.shape] ?? "";
+}
+
 function showShape(found) {
-  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = found.shape[input.dataset.shape];
+  showNumbers(found.shape);
   $("size").textContent = `${found.parameters_words} parameters`;
   fields.seq.placeholder = found.sequence;
   fields.batch.placeholder = found.batch_tokens;
@@ -194,9 +208,14 @@ function select(wanted) {
 async function choose(asked, mine) {
   $("chosen").hidden = !pick;
   if (!pick || $("chosen").dataset.shown === JSON.stringify([asked, pick])) return;
-  const wanted = pick, one = await ask("/api/plan", { part: "layout", ...asked, pick });
+  const wanted = pick, one = await ask("/api/plan", { part: "layout", ...asked, pick }).catch(() => ({ error: SILENT }));
   if (mine !== turn || wanted !== pick) return;
-  if (one.error) { say(one.error, true); return; }
+  if (one.error) {
+    $("chosen").hidden = true;
+    delete $("chosen").dataset.shown;
+    say(one.error, true);
+    return;
+  }
   $("chosen").dataset.shown = JSON.stringify([asked, pick]);
   told("", false, "copied");
   $("chosen-title").textContent = one.title;

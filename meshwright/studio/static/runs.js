@@ -1,6 +1,6 @@
 // Runs: a list that is polled, and curves that are fetched only if a run has grown.
 import { draw } from "./chart.js";
-import { $, ask, h, number, setAddress } from "./dom.js";
+import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 
 const CHARTS = [
@@ -11,7 +11,7 @@ const CHARTS = [
 ];
 const AXES = { step: "steps", tokens: "tokens", time: "seconds of training" };
 const EVERY_MS = 1500, FEW = 5;
-let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false, detailed = "";
+let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false, detailed = "", fault = "";
 const tints = new Map();  // a run keeps its colour when newer ones appear above it
 
 export async function enter(query) {
@@ -22,7 +22,7 @@ export async function enter(query) {
   curves = {};
   const wanted = query.get("show");
   clearTimeout(polling);
-  if (!wanted) { shown = null; $("run").hidden = true; }
+  if (!wanted) { shown = null; fault = ""; $("run").hidden = true; }
   await poll();
   if (wanted && wanted !== shown) open(wanted);
 }
@@ -60,12 +60,11 @@ async function poll() {
     if (!document.hidden) {
       list = (await ask("/api/runs")).runs;
       if (drawn === null) drawn = list.slice(0, FEW).map(run => run.name);
-      $("runs-status").classList.remove("error");
       const incomplete = await fetchCurves();
       const running = list.filter(run => run.state === "running").length;
       const unread = list.reduce((sum, run) => sum + run.unread, 0);
-      $("runs-status").textContent = `${list.length} run${list.length === 1 ? "" : "s"}, ${running} running${incomplete ? "; reading" : ""}`
-        + (unread ? `; ${unread.toLocaleString("en")} line${unread === 1 ? "" : "s"} cannot be read` : "");
+      say(`${list.length} run${list.length === 1 ? "" : "s"}, ${running} running${incomplete ? "; reading" : ""}`
+        + (unread ? `; ${unread.toLocaleString("en")} line${unread === 1 ? "" : "s"} cannot be read` : "") + (fault && `; ${fault}`), Boolean(fault));
       showList();
       showCurves();
       await tail();
@@ -74,10 +73,14 @@ async function poll() {
       if (incomplete) wait = 30;
     }
   } catch {
-    $("runs-status").textContent = "the studio does not respond; is it still running?";
-    $("runs-status").classList.add("error");
+    say(SILENT, true);
   }
   if (polling === 0) polling = setTimeout(poll, wait);
+}
+
+function say(words, error = false) {
+  $("runs-status").textContent = words;
+  $("runs-status").classList.toggle("error", error);
 }
 
 async function fetchCurves() {
@@ -114,8 +117,8 @@ function showCurves() {
     for (const name of names) {
       const one = curves[name].fields[chart.field], scale = values => chart.scale ? values.map(v => v === null ? null : v * chart.scale) : values;
       if (one) series.push({ label: name, tint: tint(name), x: curves[name].x, low: scale(one.low), high: one.high && scale(one.high) });
-      const held = curves[name].val_loss;
-      if (chart.field === "loss" && held.x.length) series.push({ label: `${name} validation`, tint: tint(name), x: held.x, low: held.y, dots: held.x.length < 3, dash: true });
+      const held = curves[name].val_loss, within = curves[name].x.length ? [curves[name].x[0], curves[name].x.at(-1)] : undefined;
+      if (chart.field === "loss" && held.x.length) series.push({ label: `${name} validation`, tint: tint(name), x: held.x, low: held.y, within, dots: held.x.length < 3, dash: true });
     }
     figures[place].hidden = chart.field !== "loss" && !series.length;
     const marks = names.length <= 3 ? names.flatMap(name => curves[name].marks) : [];
@@ -124,7 +127,8 @@ function showCurves() {
 }
 
 async function open(name) {
-  shown = name; log = null; detailed = "";
+  shown = name; log = null; detailed = fault = "";
+  $("run").hidden = true;  // the run before is not this one, even if this one cannot be read
   if (!drawn.includes(name)) drawn = [...drawn, name];
   $("log-text").textContent = "";
   await details(name);
@@ -136,9 +140,16 @@ const growth = run => [run.name, run.state, run.version + run.unread].join();
 // The details of one run, refreshed whenever it has grown; a chart that did not change is left in place.
 async function details(name) {
   const now = list.find(run => run.name === name), before = detailed.split(",").slice(0, -1).join();
-  const run = await ask(`/api/run?run=${encodeURIComponent(name)}`);
-  if (run.error || shown !== name) { $("run").hidden = Boolean(run.error); return; }
-  detailed = now ? growth(now) : "";
+  const run = now ? await ask(`/api/run?run=${encodeURIComponent(name)}`).catch(() => ({ error: SILENT })) : { error: "it is not in this folder" };
+  if (shown !== name) return;
+  if (run.error) {
+    $("run").hidden = true;
+    fault = `the run ${name} cannot be shown: ${run.error}`;
+    say(fault, true);
+    return;
+  }
+  fault = "";
+  detailed = growth(now);
   $("run").hidden = false;
   $("run-title").textContent = name;
   $("unread").replaceChildren(...run.unread.map(told => h("p", { class: "note alarm" }, `${told}.`)));
@@ -155,7 +166,7 @@ async function details(name) {
   $("log").replaceChildren(...run.logs.map(each => h("option", { selected: each === rank }, each)));
   if ($("log").value !== rank) log = null;
   tail();
-  if (before !== [name, now?.state].join()) showPredicted(name);
+  if (before !== [name, now.state].join()) showPredicted(name);
 }
 
 function eventRow({ kind, time, elapsed_s, ...more }) {
@@ -179,7 +190,7 @@ async function showPredicted(name) {
 
 async function tail() {
   const name = $("log").value, run = shown, from = log;
-  if (!shown || !name || $("logs").hidden) return;
+  if (!shown || !name || $("run").hidden || $("logs").hidden) return;
   const query = new URLSearchParams({ run: shown, log: name, ...(log === null ? {} : { offset: log }) });
   const more = await ask(`/api/log?${query}`);
   if (more.error || name !== $("log").value || run !== shown || from !== log) return;  // requested twice, or no longer needed
