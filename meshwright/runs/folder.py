@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from meshwright.checkpoint import Lease
     from meshwright.job import Job
 
+NOTES = "notes.txt"
+"""What the user wrote about a run, in the studio or by hand."""
 _WARN_EVERY_S = 60.0
 State = Literal["running", "done", "stopped", "failed"]
 

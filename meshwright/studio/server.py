@@ -1,4 +1,4 @@
-"""The studio's server: a few static files and JSON answers; it never changes a run."""
+"""The studio's server: a few static files and JSON answers; of a run it changes nothing but the user's note."""
 
 import io
 import json
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """One question to the planner, which changes nothing."""
+        """A question to the planner, which changes nothing, or a run's note."""
         self._answer(self._post)
 
     def _answer(self, make: Any) -> None:
@@ -181,11 +181,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/choices":
             self._send_json(_choices(runs.root))
         elif path == "/api/runs":
-            self._send_json({"runs": runs.listed()})
+            self._send_json({"folder": str(runs.root.absolute()), "runs": runs.listed()})
         elif path == "/api/curves":
             self._send_json({"runs": runs.curves(query.get("run", []), query.get("x", ["step"])[0])})
         elif path == "/api/run":
             self._send_json(runs.shown(name))
+        elif path == "/api/settings":
+            self._send_json(runs.settings(query.get("run", [])))
         elif path == "/api/log":
             offset = query.get("offset")
             self._send_json(runs.log(name, query.get("log", [""])[0], int(offset[0]) if offset else None))
@@ -199,8 +201,21 @@ class _Handler(BaseHTTPRequestHandler):
             raise Outside(path)
 
     def _post(self, path: str, _query: dict[str, list[str]]) -> None:
-        if path != "/api/plan":
+        if path not in ("/api/plan", "/api/note"):
             raise Refused(HTTPStatus.NOT_FOUND, "not found")
+        question = self._body()
+        if path == "/api/note":
+            if "Origin" not in self.headers:  # every browser sends it with a POST
+                raise Refused(HTTPStatus.FORBIDDEN, "only the studio's own page may write notes")
+            self.server.runs.write_note(str(question.get("run")), question.get("text"), question.get("before"))
+            self._send_json({"saved": True})
+            return
+        if question.get("part") not in ("search", "layout", "config"):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, layout or config")
+        self._ask(question)
+
+    def _body(self) -> dict[str, Any]:
+        """The JSON object of a request, within the limits on size and time."""
         if self.headers.get_content_type() != "application/json":
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a request must be JSON")
         if "Transfer-Encoding" in self.headers:
@@ -217,9 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
         except Unfit:
             raise Refused(HTTPStatus.BAD_REQUEST, "a request must be JSON") from None
         self.server.connections.answering(self.connection, True)
-        if not isinstance(question, dict) or question.get("part") not in ("search", "layout", "config"):
-            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, layout or config")
-        self._ask(question)
+        if not isinstance(question, dict):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request must be a JSON object")
+        return question
 
     def _ask(self, question: dict[str, Any]) -> None:
         if not self.server.questions.acquire(blocking=False):

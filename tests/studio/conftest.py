@@ -60,17 +60,29 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def tab(browser: Any, studio: Studio) -> Iterator[Callable[..., Any]]:
-    """`tab("#runs", width=390, color_scheme="dark")` is a page there; a script's error fails the test."""
+    """`tab("#runs", width=390, color_scheme="dark")` is a page there; an error fails the test if it is not expected."""
     contexts, problems = [], []
 
-    def open_(place: str = "", width: int = 1200, height: int = 900, color_scheme: str = "light") -> Any:
+    def open_(
+        place: str = "",
+        width: int = 1200,
+        height: int = 900,
+        color_scheme: str = "light",
+        server: Studio = studio,
+        expected: str = "nothing",
+    ) -> Any:
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=color_scheme)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(LONG)
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.goto(studio.address + place)
+        page.on(
+            "console",
+            lambda message: (
+                problems.append(message.text) if message.type == "error" and expected not in message.text else None
+            ),
+        )
+        page.goto(server.address + place)
         return page
 
     yield open_
