@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.studio.page_words import FieldError, label
 
 if TYPE_CHECKING:
     from meshwright.job import Job, Model
@@ -114,13 +115,17 @@ def _cluster(state: dict[str, Any]) -> "Cluster":
     from meshwright.plan import parse_cluster
 
     nodes, gpus = _number(state, "nodes") or 1, _number(state, "gpus") or 8
-    known = parse_cluster(f"{nodes}x{gpus}x{state.get('gpu') or 'h100'}")
+    gpu = str(state.get("gpu") or "h100")
+    try:
+        known = parse_cluster(f"{nodes}x{gpus}x{gpu}")
+    except UserError:
+        raise FieldError("gpu", f"GPU = {gpu[:60]} is not known; choose one from the list") from None
     links = {}
     for name, key in (("node", "node_link"), ("network", "network_link")):
         rate = state.get(key)
         if rate is not None:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e5:
-                raise UserError(f"{key} = {rate} is not a rate; give GB/s above 0, or leave it out")
+                raise FieldError(key, f"{label(key)} = {rate} is not a rate; give GB/s above 0, or leave it empty")
             links[name] = float(rate)
     fields: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "gpu": known.gpu}
     return Cluster(**fields, **({"links": links} if links else {}))
@@ -132,7 +137,7 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
         return None
     least, most = LIMITS[name]
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UserError(f"{name} = {value} is not a whole number from {least} to {most}; give one")
+        raise FieldError(name, f"{label(name)} = {value} is not a whole number from {least:,} to {most:,}; correct it")
     return value
 
 

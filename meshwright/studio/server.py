@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/guide/"):
             self._send(guide_picture(path.removeprefix("/guide/")), _TYPES["svg"])
         elif path == "/api/choices":
-            self._send_json(_choices(runs.root))
+            self._send_json(choices(runs.root))
         elif path == "/api/runs":
             self._send_json({"folder": str(runs.root.absolute()), "runs": runs.listed()})
         elif path == "/api/curves":
@@ -294,7 +294,8 @@ def _worded(value: Any) -> Any:
     return [_worded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _choices(runs: Path) -> dict[str, Any]:
+def choices(runs: Path) -> dict[str, Any]:
+    """What the plan page offers."""
     from meshwright.hardware import known_gpus
     from meshwright.job import model_preset, model_presets
     from meshwright.plan import ALLOWED
@@ -303,7 +304,16 @@ def _choices(runs: Path) -> dict[str, Any]:
         "version": VERSION,
         "runs_folder": str(runs),
         "models": {name: model_preset(name) for name in model_presets()},
-        "gpus": {gpu.key: gpu.memory_gib for gpu in known_gpus()},
+        "gpus": {gpu.key: {"gib": gpu.memory_gib, "guessed": _is_guessed(gpu.key)} for gpu in known_gpus()},
         "limits": LIMITS,
         "allowed": list(ALLOWED),
     }
+
+
+def _is_guessed(gpu: str) -> bool:
+    """Whether the planner has only a guess of a GPU's rates, neither published runs nor a profile of it."""
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import machine_of
+
+    machine = machine_of(Cluster(nodes=1, gpus_per_node=1, gpu=gpu))
+    return machine.measured is None and bool(machine.rates.guess)

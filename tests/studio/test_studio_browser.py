@@ -34,7 +34,7 @@ def test_plans_by_clicking(tab: Any, tmp_path: Path, cli: Callable[..., Any]) ->
         page.fill("[name=batch]", "65536")
         seen.append(planned(page))
         assert f"model={model}" in page.url and f"gpu={gpu}" in page.url
-    bars = [re.findall(r'<rect class="tint[^>]*>', pictures) for pictures in seen]
+    bars = [re.findall(r'<rect class="(?:mem|time)[^>]*>', pictures) for pictures in seen]
     assert len({str(one) for one in bars}) == 3
     gantts = [re.search(r'class="picture gantt".*?</figure>', pictures, re.S) for pictures in seen]
     assert gantts[0] and gantts[0][0].count("<path") >= 4 and re.search("1f1b|interleaved", gantts[0][0])

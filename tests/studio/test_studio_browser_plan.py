@@ -41,3 +41,89 @@ def test_a_studio_that_is_gone_leaves_no_answer(tab: Any) -> None:
     page.select_option("[name=model]", "gpt2-xl")
     page.wait_for_selector("#plan-status.error:has-text('does not respond')")
     assert not page.is_visible("#layouts") and not page.is_visible("#chosen")
+
+
+def test_the_whole_training_in_days_and_money(tab: Any) -> None:
+    page = tab(SMALL)
+    planned(page)
+    assert not page.is_visible("#layouts-training") and page.inner_text("#training") == ""
+    page.fill("[name=tokens]", "10B")
+    page.wait_for_selector("#training:has-text('10B tokens:')")
+    assert page.inner_text("#layouts-training") == "days" and not page.is_visible("#layouts-cost")
+    page.fill("[name=price]", "2")
+    page.wait_for_selector("#training:has-text('cost')")
+    row = page.eval_on_selector(
+        "#layouts tbody tr", "row => Object.fromEntries([...row.cells].map(c => [c.dataset.name, c.textContent]))"
+    )
+    days, cost = (float(row[name].replace(",", "")) for name in ("days", "cost"))
+    assert cost == pytest.approx(days * 24 * 2 * 2, rel=0.01)
+    page.fill("[name=days]", "0.1")
+    page.wait_for_selector("#layouts td.late-days")
+    page.fill("[name=tokens]", "")
+    page.wait_for_function("() => document.getElementById('layouts-training').textContent === 'tokens'")
+    shared = tab("#" + page.url.partition("#")[2])
+    shared.wait_for_selector("#training:has-text('0.1 days')")
+    assert shared.input_value("[name=price]") == "2"
+    page.fill("[name=days]", "")
+    page.wait_for_selector("#plan-status.error:has-text('Price is of a whole training')")
+    assert page.get_attribute("[name=price]", "aria-invalid") == "true"
+
+
+def test_errors_use_the_words_of_the_page_and_mark_the_field(tab: Any) -> None:
+    page = tab(SMALL)
+    planned(page)
+    for name, value, words in (
+        ("seq", "4096", "Sequence = 4096 is longer than the model's longest sequence = 1024"),
+        ("nodes", "0", "Nodes = 0 is not a whole number"),
+    ):
+        right = page.input_value(f"[name={name}]")
+        page.fill(f"[name={name}]", value)
+        page.wait_for_selector(f'#plan-status.error:has-text("{words}")')
+        assert page.eval_on_selector_all("[aria-invalid]", "all => all.map(e => e.name)") == [name]
+        page.fill(f"[name={name}]", right)
+        planned(page)
+        assert page.locator("[aria-invalid]").count() == 0
+
+
+def test_what_would_fit_is_said_when_nothing_does(tab: Any) -> None:
+    page = tab("#plan?model=llama-2-7b&gpu=a100-80gb&nodes=1&gpus=1&seq=512&batch=512")
+    page.wait_for_selector("#plan-status:has-text('try offload under Allowed')")
+    assert not page.is_visible("#chosen")
+    page.check("[name=allow][value=offload]")
+    page.wait_for_selector("#layouts tbody tr")
+    page.wait_for_selector("#pictures svg")
+    assert "offload optimizer" in page.inner_text("#layouts")
+
+
+COLOURS = "all => all.map(e => getComputedStyle(e).color)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_memory_and_time_share_no_colour(tab: Any, scheme: str) -> None:
+    page = tab("#plan?model=llama-2-13b&gpu=rtx-3090&nodes=4&gpus=8&seq=1024&batch=65536", color_scheme=scheme)
+    planned(page)
+    memory, time = (page.eval_on_selector_all(f".picture.{kind} i.swatch", COLOURS) for kind in ("memory", "breakdown"))
+    assert len(memory) > 6 and len(time) > 6 and not set(memory) & set(time)
+    assert len(set(time)) == len(time)  # nor two phases
+    assert "rgba(0, 0, 0, 0)" not in memory + time and "rgb(0, 0, 0)" not in memory + time
+
+
+def test_stages_of_a_pipeline_are_seen(tab: Any) -> None:
+    page = tab("#plan?model=llama-2-13b&gpu=rtx-3090&nodes=4&gpus=8&seq=1024&batch=65536")
+    planned(page)
+    stages = page.locator(".mesh .stages li").all_inner_texts()
+    layout = page.inner_text("#chosen-title")
+    assert f"pp {len(stages)}" in layout
+    assert stages[0].startswith("0: embedding, layer") and stages[-1].endswith("head")
+
+
+def test_guessed_rates_are_said(tab: Any) -> None:
+    page = tab(SMALL)
+    planned(page)
+    labels = page.locator("[name=gpu] option").all_inner_texts()
+    assert [words for words in labels if "guessed" in words] == [
+        words for words in labels if words.startswith("mi") and words.endswith("rates guessed)")
+    ]
+    page.select_option("[name=gpu]", "mi300x")
+    planned(page)
+    assert "guessed: kernels and links of mi300x: guessed from AMD's benchmarks" in page.inner_text("#guessed")

@@ -1,4 +1,5 @@
 // Plan: the form is the state, the URL stores it, and every change queries the planner.
+import { short } from "./chart.js";
 import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 
@@ -6,6 +7,7 @@ const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width"
 const CLUSTERS = { "8 × H100": [1, 8, "h100"], "2 × 8 × A100 80 GB": [2, 8, "a100-80gb"], "8 × H200": [1, 8, "h200"],
   "16 × 8 × H100": [16, 8, "h100"], "64 × 8 × H100": [64, 8, "h100"], "16 × 4 × A100 64 GB": [16, 4, "a100-64gb"],
   "4 × L40S": [1, 4, "l40s"], "2 × RTX 3090": [1, 2, "rtx-3090"] };
+const NUMBERS = ["seq", "batch", "node_link", "network_link"], TRAINING = ["tokens", "days", "price"];
 const form = $("question"), fields = form.elements;
 let choices = null, shape = {}, base = {}, pick = null, own = false, busy = false, again = false, turn = 0, timer = 0;
 
@@ -14,8 +16,7 @@ export async function enter(query) {
   shape = parsed(query.get("shape"), {});
   take(fields.model, query.get("model") ?? (Object.keys(shape).length ? "" : "llama-3.2-1b"));
   take(fields.gpu, query.get("gpu") || "h100");
-  for (const [name, usual] of [["nodes", 1], ["gpus", 8], ["seq", ""], ["batch", ""], ["node_link", ""], ["network_link", ""]])
-    fields[name].value = query.get(name) ?? usual;
+  for (const name of ["nodes", "gpus", ...NUMBERS, ...TRAINING]) fields[name].value = query.get(name) ?? { nodes: 1, gpus: 8 }[name] ?? "";
   const allowed = parsed(query.get("allow"), []);
   for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
   pick = query.get("pick");
@@ -43,7 +44,7 @@ function parsed(text, otherwise) {
 async function begin() {
   choices = await ask("/api/choices");
   fields.model.append(h("option", { value: "" }, "custom shape"), ...Object.keys(choices.models).map(name => h("option", {}, name)));
-  fields.gpu.append(...Object.entries(choices.gpus).map(([name, gib]) => h("option", { value: name }, `${name} (${gib} GiB)`)));
+  fields.gpu.append(...Object.entries(choices.gpus).map(([name, { gib, guessed }]) => h("option", { value: name }, `${name} (${gib} GiB${guessed ? ", rates guessed" : ""})`)));
   fields.cluster.append(h("option", { value: "" }, "as below"), ...Object.keys(CLUSTERS).map(name => h("option", {}, name)));
   $("shape").append(...SLIDERS.map(slider));
   $("allowed").append(...choices.allowed.map(word => h("label", {}, h("input", { type: "checkbox", name: "allow", value: word }), word)));
@@ -81,7 +82,7 @@ async function changed(event) {
   if (target.name === "model") { shape = {}; told(""); }
   if (target.name === "cluster" && CLUSTERS[target.value])
     [fields.nodes.value, fields.gpus.value, fields.gpu.value] = CLUSTERS[target.value];
-  own = false;
+  if (!TRAINING.includes(target.name)) own = false;
   matchCluster();
   refresh();
 }
@@ -113,7 +114,8 @@ function state() {
   const asked = { nodes: Number(fields.nodes.value), gpus: Number(fields.gpus.value), gpu: fields.gpu.value };
   if (fields.model.value) asked.model = fields.model.value;
   if (Object.keys(shape).length) asked.shape = shape;
-  for (const name of ["seq", "batch", "node_link", "network_link"]) if (fields[name].value) asked[name] = Number(fields[name].value);
+  for (const name of NUMBERS) if (fields[name].value) asked[name] = Number(fields[name].value);
+  for (const name of TRAINING) if (fields[name].value.trim()) asked[name] = fields[name].value.trim();  // as people write it: 15T
   const allow = [...form.querySelectorAll("[name=allow]:checked")].map(box => box.value);
   return allow.length ? { ...asked, allow } : asked;
 }
@@ -146,6 +148,7 @@ async function search(asked, mine, full) {
   if (mine !== turn) return;
   $("answer").classList.remove("late");
   $("found").hidden = Boolean(found.error);  // what is there answers an earlier request
+  mark(found.field);
   if (found.error) { forget(found.error); return; }
   base = found.shape;
   showShape(found);
@@ -167,6 +170,15 @@ function forget(words) {
   delete $("chosen").dataset.shown;
 }
 
+// The field that an error is about.
+function mark(field) {
+  for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+  for (const input of field ? form.querySelectorAll(`[name="${CSS.escape(field)}"],[data-shape="${CSS.escape(field)}"]`) : []) {
+    input.setAttribute("aria-invalid", "true");
+    input.closest("details")?.setAttribute("open", "");
+  }
+}
+
 function showNumbers(numbers) {
   for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = numbers[input.dataset.shape] ?? "";
 }
@@ -186,10 +198,25 @@ function showRows(found) {
     h("td", { class: "number", "data-name": "MFU" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
     h("td", { class: "number", "data-name": "step" }, `${number(row.step_s)} s`),
     h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1)),
+    ...whole(row.training),
     h("td", { "data-name": "limited by" }, row.limited_by)));
   document.querySelector("#layouts tbody").replaceChildren(...rows);
+  const first = found.rows[0]?.training;
+  $("layouts-training").textContent = fields.tokens.value.trim() ? "days" : "tokens";
+  $("layouts-training").hidden = !first;
+  $("layouts-cost").hidden = (first?.cost ?? null) === null;
+  $("training").textContent = found.training;
   $("rejected").hidden = !found.misses.length;
+  document.querySelector("#rejected h2").textContent = found.rows.length ? "Faster, but does not fit" : "Does not fit";
   document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
+}
+
+// Cells of the whole training: its days, or the tokens of the days that are given, and what it costs.
+function whole(training) {
+  if (!training) return [];
+  const name = fields.tokens.value.trim() ? "days" : "tokens";
+  const cells = [h("td", { class: `number${training.late ? " late-days" : ""}`, "data-name": name }, name === "days" ? number(training.days) : short(training.tokens))];
+  return training.cost === null ? cells : [...cells, h("td", { class: "number", "data-name": "cost" }, number(training.cost))];
 }
 
 function select(wanted) {
@@ -205,7 +232,7 @@ function select(wanted) {
   choose(state(), turn);
 }
 
-async function choose(asked, mine) {
+async function choose({ tokens, days, price, ...asked }, mine) {  // one layout is the same whatever is trained with it
   $("chosen").hidden = !pick;
   if (!pick || $("chosen").dataset.shown === JSON.stringify([asked, pick])) return;
   const wanted = pick, one = await ask("/api/plan", { part: "layout", ...asked, pick }).catch(() => ({ error: SILENT }));
@@ -221,7 +248,7 @@ async function choose(asked, mine) {
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `assumed: ${guess}`)));
+  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);
