@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.reading import Unfit, parse_json
 from meshwright.studio.confined import Outside
 from meshwright.studio.guard import COOKIE, HEADERS, Guard
-from meshwright.studio.learn import guide_page, guide_picture, guide_titles
+from meshwright.studio.learn import START, guide_groups, guide_page, guide_picture, guide_titles
 from meshwright.studio.limits import QUESTIONS, Connections, Guesses, TimedReader, TooLarge
 from meshwright.studio.plan_request import LIMITS
 from meshwright.studio.planner_process import PlannerProcess
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/api/predicted":
             self._ask(runs.question(name))
         elif path == "/api/guide":
-            self._send_json({"titles": guide_titles()})
+            self._send_json({"start": {"name": START, "title": guide_titles()[START]}, "groups": guide_groups()})
         elif path == "/api/page":
             self._send_json({"html": guide_page(query.get("page", [""])[0])})
         else:

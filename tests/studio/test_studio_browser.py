@@ -198,7 +198,7 @@ def test_pages_are_found_again_as_they_were_left(tab: Any) -> None:
     page = tab("#plan?model=gpt2&gpu=a100-40gb&nodes=1&gpus=2&seq=1024&batch=65536")
     planned(page)
     page.click("nav >> text=Learn")
-    page.wait_for_selector("#page h2:has-text('The playbook')")
+    page.wait_for_selector("#page h2:has-text('Start here')")
     page.click("nav >> text=Plan")
     planned(page)
     assert page.input_value("[name=model]") == "gpt2" and page.input_value("[name=seq]") == "1024"
