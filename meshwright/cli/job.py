@@ -72,7 +72,13 @@ def from_deepspeed(
 
 @app.command("from-hf-trainer")
 def from_hf_trainer(
-    arguments: Path = typer.Argument(help="TrainingArguments as JSON (to_json_string)."),
+    arguments: Path = typer.Argument(help="TrainingArguments or SFTConfig as JSON (to_json_string), or the command."),
+    deepspeed: Path | None = typer.Option(
+        None, "--deepspeed", metavar="DS.json", help="The DeepSpeed configuration; by default what the arguments name."
+    ),
+    examples: int | None = typer.Option(
+        None, "--examples", min=1, help="Training examples, to count epochs in steps; the Trainer logs Num examples."
+    ),
     ranks: int | None = RANKS,
     out: Path | None = OUT,
     force: bool = FORCE,
@@ -81,7 +87,23 @@ def from_hf_trainer(
     """Convert Hugging Face Trainer arguments to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_hf_trainer
 
-    _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, force, as_json)
+    converted = job_from_hf_trainer(arguments, ranks, deepspeed=deepspeed, examples=examples)
+    files = arguments.name if deepspeed is None else f"{arguments.name} and {deepspeed.name}"
+    _converted(converted, f"from {files}, TrainingArguments", out, force, as_json)
+
+
+@app.command("from-torchtitan")
+def from_torchtitan(
+    config: Path = typer.Argument(help="A job configuration of torchtitan 0.2, in TOML."),
+    gpus: int | None = typer.Option(None, "--gpus", min=1, help="GPUs in all, if the file leaves them to the start."),
+    out: Path | None = OUT,
+    force: bool = FORCE,
+    as_json: bool = JSON,
+) -> None:
+    """Convert a torchtitan configuration to a job; settings without a counterpart are rejected by name."""
+    from meshwright.job import job_from_torchtitan
+
+    _converted(job_from_torchtitan(config, gpus), f"from {config.name}, torchtitan", out, force, as_json)
 
 
 @app.command("from-megatron")

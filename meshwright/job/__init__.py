@@ -4,6 +4,7 @@ from meshwright.job.convert import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.from_megatron import job_from_megatron
+from meshwright.job.from_torchtitan import job_from_torchtitan
 from meshwright.job.hf_config import (
     model_from_hf_config,
     model_of_config,
@@ -47,6 +48,7 @@ __all__ = [
     "job_from_deepspeed",
     "job_from_hf_trainer",
     "job_from_megatron",
+    "job_from_torchtitan",
     "job_of_table",
     "job_schema",
     "job_text",
