@@ -194,7 +194,7 @@ class Conversion:
                 if not rule.passes(value):
                     self.refuse(name, rule.instead)
             elif isinstance(rule, Noted):
-                self.notes.append(f"{name} = {_shown(value)}: {rule.note}")
+                self.notes += [f"{name} = {_shown(value)}: {rule.note}"] if value not in (None, False) else []
             elif isinstance(rule, Ignored):
                 self.ignored += [name] if value not in (None, False) else []
             elif (mine := self.take(name)) is not None:
