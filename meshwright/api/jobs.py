@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.job import Job, LoadedJob, Overrides, changed_job, job_text, model_presets, recipes
+from meshwright.job import Job, LoadedJob, Overrides, changed_job, job_text, preset_named, recipes
 from meshwright.job import load_job as load_file
 
 JobLike = Job | LoadedJob | str | Path
@@ -48,4 +48,4 @@ def _of_preset(name: str, set: Overrides) -> Job:
 
 
 def _is_preset(name: str) -> bool:
-    return name in model_presets() and name not in recipes() and not Path(name).exists()
+    return preset_named(name) is not None and name not in recipes() and not Path(name).exists()

@@ -22,29 +22,16 @@ OUT = typer.Option(None, "--out", metavar="JOB.toml", help="Write the job here i
 
 
 @app.command()
-def explain(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+def explain(
+    job: str = JOB,
+    overrides: list[str] = SET,
+    changed: bool = typer.Option(False, "--changed", help="Only fields that differ from the defaults."),
+    as_json: bool = JSON,
+) -> None:
     """Print every field of a job: value, where it came from, what it means."""
-    from meshwright.cli.output import print_json, stdout_console
-    from meshwright.job import job_fields, load_job
+    from meshwright.cli.explain import show_explained
 
-    loaded = load_job(job, overrides, trust=True)  # none of its code is run
-    values = loaded.job.model_dump(mode="json")
-    rows = []
-    for name, meaning in job_fields():
-        section, field = name.split(".")
-        rows.append({"field": name, "value": values[section][field], "origin": loaded.origin(name), "meaning": meaning})
-    if as_json:
-        print_json({"job": loaded.name, "accumulation": loaded.job.accumulation, "fields": rows})
-        return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("field", "value", "origin", "meaning"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        style = None if row["origin"] == "default" else "bold"
-        table.add_row(row["field"], _shown(row["value"]), row["origin"], row["meaning"], style=style)
-    stdout_console().print(table)
+    show_explained(job, overrides, changed, as_json)
 
 
 @app.command()
@@ -135,7 +122,3 @@ def _converted(converted: Converted, heading: str, out: Path | None, force: bool
         print(text, end="")
     else:
         print(f"{out}: {len(converted.fields)} fields, {len(converted.notes)} notes at its top")
-
-
-def _shown(value: object) -> str:
-    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,7 +15,7 @@ CLUSTER = typer.Option(
     None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo; by default the job's [cluster]."
 )
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be repeated.")
-MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, a Hugging Face config.json or org/name.")
+MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, a Hugging Face folder or org/name.")
 SEQ = typer.Option(None, "--seq", min=1, help="Tokens per sequence; by default the job's, 4096, or the model's limit.")
 BATCH = typer.Option(None, "--batch-tokens", min=1, help="Tokens per step; by default typical for the model's size.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")

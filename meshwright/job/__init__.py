@@ -26,8 +26,8 @@ from meshwright.job.load import (
     updated_text,
 )
 from meshwright.job.model import Model, RopeScaling
-from meshwright.job.presets import model_preset, model_presets, recipes
-from meshwright.job.text import job_text
+from meshwright.job.presets import is_model_folder, model_preset, model_presets, preset_named, recipes, unknown_model
+from meshwright.job.text import job_text, toml_value
 from meshwright.job.training import FORMAT_BYTES
 from meshwright.job.trust import code_of, require_trust
 
@@ -44,6 +44,7 @@ __all__ = [
     "fetch_start",
     "folder_of",
     "hub_name",
+    "is_model_folder",
     "job_fields",
     "job_from_deepspeed",
     "job_from_hf_trainer",
@@ -60,9 +61,12 @@ __all__ = [
     "model_presets",
     "model_to_hf_config",
     "pinned_start",
+    "preset_named",
     "read_hf_config",
     "recipes",
     "require_trust",
     "start_folder",
+    "toml_value",
+    "unknown_model",
     "updated_text",
 ]

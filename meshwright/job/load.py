@@ -13,7 +13,7 @@ from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
-from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
+from meshwright.job.presets import model_preset, nearest, preset_named, recipe_path, unknown_job
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
 from meshwright.job.sanitize import odd_character, without_secrets
 from meshwright.job.text import job_text, table_text
@@ -124,6 +124,7 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     """The job of a file's fields and of those over them, and where each came from."""
     preset = _model_name("preset", from_file, from_overrides)
     from_preset: Table = {"model": model_preset(preset)} if preset else {}
+    preset = preset_named(preset) if preset else preset
     folder = _model_name("init_from", from_file, from_overrides)
     if folder:
         folder = pinned_start(folder)
@@ -137,6 +138,8 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     for table, origin in (*tables, (from_file, "file"), (from_overrides, "override")):
         _merge(merged, table)
         origins.update(dict.fromkeys(_leaves(table), origin))
+    if preset:
+        merged["model"]["preset"] = preset  # however it was spelled
     if folder:
         merged["model"]["init_from"] = folder
         require_tokenizer(folder, merged)
@@ -194,9 +197,7 @@ def _find(source: str) -> Path:
         return recipe
     if (path / RESOLVED).is_file():
         return path / RESOLVED
-    if path.is_dir():
-        raise UserError(f"{source} is a folder; give a job file such as {source.rstrip('/')}/job.toml")
-    raise UserError(f"{source} is neither a file nor a recipe; {nearest(source, recipes())}")
+    raise UserError(unknown_job(source))
 
 
 def _parsed(path: Path, text: str) -> Table:

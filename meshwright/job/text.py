@@ -22,7 +22,7 @@ def table_text(table: Mapping[str, Mapping[str, Any]], heading: str) -> str:
     lines = [f"# {line}" for line in heading.splitlines()]
     for section, given in table.items():
         if fields := {name: value for name, value in given.items() if value is not None}:
-            lines += ["", f"[{section}]", *(f"{_key(name)} = {_toml(value)}" for name, value in fields.items())]
+            lines += ["", f"[{section}]", *(f"{_key(name)} = {toml_value(value)}" for name, value in fields.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -30,14 +30,15 @@ def _key(name: str) -> str:
     return name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as a job file has it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
         given = {name: inner for name, inner in value.items() if inner is not None}
-        return "{ " + ", ".join(f"{_key(name)} = {_toml(inner)}" for name, inner in given.items()) + " }"
+        return "{ " + ", ".join(f"{_key(name)} = {toml_value(inner)}" for name, inner in given.items()) + " }"
     return f"{value}"

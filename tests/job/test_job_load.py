@@ -105,7 +105,7 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[model]\nheads = 4\nkv_heads = 3", [], "model.kv_heads = 3 does not divide model.heads = 4"),
         ("[model]\nhead_dim = 7", [], "model.head_dim = 7 is odd"),
         ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 5", [], "do not fit into run.steps = 5"),
-        ('[model]\npreset = "llama-3.2-1B"', [], "did you mean llama-3.2-1b"),
+        ('[model]\npreset = "llama-3.2-2b"', [], "did you mean llama-3.2-1b"),
         ("[model\n", [], "not valid TOML"),
         ("[optimizer]\nbetas = [2.0, 0.9]", [], "optimizer.betas = 2.0 is not allowed; it should be less than 1"),
         ("[data]\nsources = []", [], "data.sources = [] is not allowed; it needs at least 1 item"),
