@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from meshwright.cli.amounts import token_option
 from meshwright.cli.generate import DEVICE, SEED, TEMPERATURE, TOP_P
 from meshwright.cli.job import JSON
 from meshwright.errors import UserError
@@ -15,12 +16,14 @@ from meshwright.errors import UserError
 if TYPE_CHECKING:
     from meshwright.runs.chat import Chat
 
+TOKENS = token_option(512, "--tokens", "Maximum number of tokens of an answer.")
+
 
 def chat(
     source: Path = typer.Argument(help="A run folder or a Hugging Face folder.", metavar="RUN|FOLDER"),
     once: str | None = typer.Option(None, "--once", help="Answer this one question and end."),
     system: str | None = typer.Option(None, "--system", help="A system message before the first question."),
-    tokens: int = typer.Option(512, "--tokens", min=1, help="Maximum number of tokens of an answer."),
+    tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
     seed: int = SEED,

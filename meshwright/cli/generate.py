@@ -4,8 +4,10 @@ from pathlib import Path
 
 import typer
 
+from meshwright.cli.amounts import token_option
 from meshwright.cli.job import JSON
 
+TOKENS = token_option(128, "--tokens", "Maximum number of tokens to generate.")
 TEMPERATURE = typer.Option(0.8, "--temperature", min=0.0, help="0 always picks the most likely token.")
 TOP_P = typer.Option(
     0.95, "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability."
@@ -17,7 +19,7 @@ DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
 def generate(
     run: Path = typer.Argument(help="A run folder or a Hugging Face folder."),
     prompt: str = typer.Option("", "--prompt", help="Text to continue; names of special tokens are read as such."),
-    tokens: int = typer.Option(128, "--tokens", min=1, help="Maximum number of tokens to generate."),
+    tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
     seed: int = SEED,

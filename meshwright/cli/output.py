@@ -57,9 +57,12 @@ def write_file(path: Path, text: str, option: str) -> None:
 
 def print_written(text: str, end: str = "\n") -> None:
     """Print what a model wrote at once; on a terminal without the control characters that could command it."""
-    if sys.stdout.isatty():
-        text = text.translate(_CONTROL)
-    print(text, end=end, flush=True)
+    print(harmless(text), end=end, flush=True)
+
+
+def harmless(text: str) -> str:
+    """A text from elsewhere for standard output: on a terminal without the control characters that could command it."""
+    return text.translate(_CONTROL) if sys.stdout.isatty() else text
 
 
 _CONTROL = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshwright.cli.amounts import token_option
 from meshwright.cli.job import FORCE, JSON, SET
 
 if TYPE_CHECKING:
@@ -16,12 +17,14 @@ CLUSTER = typer.Option(
 )
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be repeated.")
 MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, a Hugging Face folder or org/name.")
-SEQ = typer.Option(None, "--seq", min=1, help="Tokens per sequence; by default the job's, 4096, or the model's limit.")
-BATCH = typer.Option(None, "--batch-tokens", min=1, help="Tokens per step; by default typical for the model's size.")
+SEQ = token_option(None, "--seq", "Tokens per sequence; by default the job's, 4096, or the model's limit.", length=True)
+BATCH = token_option(None, "--batch-tokens", "Tokens per step, e.g. 4M; by default typical for the model's size.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
 ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try any of fp8, offload and zero-bubble.")
-TOKENS = typer.Option(None, "--tokens", help="Tokens of the whole training, e.g. 15e12: adds days, GPU-hours and cost.")
+TOKENS = token_option(
+    None, "--tokens", "Tokens of the whole training, e.g. 15T or 2e12: adds days, GPU-hours and cost."
+)
 PRICE = typer.Option(None, "--price", help="Price of a GPU-hour; by default cluster.price.")
 MTBF = typer.Option(
     None, "--mtbf-hours", help="Mean time between failures of the cluster; by default cluster.mtbf_hours."
@@ -46,7 +49,7 @@ def plan(
     write: Path | None = WRITE,
     force: bool = FORCE,
     allow: str = ALLOW,
-    tokens: float | None = TOKENS,
+    tokens: int | None = TOKENS,
     price: float | None = PRICE,
     mtbf_hours: float | None = MTBF,
     check: str | None = CHECK,
@@ -72,7 +75,7 @@ def plan(
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
         raise UserError(f"--svg = {svg} draws one job; give it with --check JOB, without --scale, or leave it out")
-    for option, value in (("--tokens", tokens), ("--price", price), ("--mtbf-hours", mtbf_hours)):
+    for option, value in (("--price", price), ("--mtbf-hours", mtbf_hours)):
         if value is not None and not value > 0:
             raise UserError(f"{option} = {value:g} must be greater than 0; correct it or leave it out")
     if price is not None and tokens is None:
@@ -80,7 +83,7 @@ def plan(
     if model:
         from meshwright.cli.plan_search import Training, show_search
 
-        training = Training(tokens, price, mtbf_hours)
+        training = Training(None if tokens is None else float(tokens), price, mtbf_hours)
         words = [word for word in allow.split(",") if word]
         show_search(model, cluster, overrides, seq, batch_tokens, top, write, words, training, as_json)
     elif check and scale is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
@@ -153,8 +154,11 @@ def _derive_length(merged: Table, origins: dict[str, str]) -> None:
     model, batch = merged.get("model", {}), merged.get("batch", {})
     if not isinstance(model, dict) or not isinstance(batch, dict) or "sequence_length" in batch:
         return
-    longest = model.get("max_sequence_length")
-    if type(longest) is int and 0 < longest < Batch().sequence_length:
+    try:
+        longest = length(model.get("max_sequence_length"))
+    except NoAmount:  # not given, or left to validation
+        return
+    if 0 < longest < Batch().sequence_length:
         merged["batch"] = {**batch, "sequence_length": longest}
         origins["batch.sequence_length"] = "model.max_sequence_length"
 

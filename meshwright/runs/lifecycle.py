@@ -15,6 +15,7 @@ from rich.console import Console
 from meshwright.checkpoint import backups, require_backup, tries
 from meshwright.cost import checkpoint_bytes
 from meshwright.data import Corpus, training_index, training_stream
+from meshwright.data.counted import first_conversations
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.job.hub import Tell
@@ -23,6 +24,7 @@ from meshwright.parallel import World
 from meshwright.runs.callbacks import Callbacks, CallingRecorder
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.huggingface import keep_start, require_start, small_files
+from meshwright.runs.loss_text import LOSS_TEXT, Shown, loss_text_file
 from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import recorded_everywhere, require_sinks
 from meshwright.train import (
@@ -39,6 +41,7 @@ from meshwright.train import (
 )
 
 OnEnd = Callable[[Path], object]
+_SHOWN_CONVERSATIONS, _SHOWN_TOKENS = 3, 1000
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def reports(
     if folder is None:
         yield Silent(), Silent(), None, None
         return
-    for name, text in small_files(corpus, folder.path).items():
+    for name, text in (small_files(corpus, folder.path) | _shown_data(corpus)).items():
         folder.write(name, text)
     if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
         folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
@@ -134,6 +137,13 @@ def reports(
     with ConsoleProgress(job, console) as progress, everywhere as recorder:
         folder.tell = progress.message
         yield CallingRecorder(recorder, callbacks), progress, folder.memory, _attention_of(folder)
+
+
+def _shown_data(corpus: Corpus) -> dict[str, str]:
+    """A file that shows what of the first conversations counts in the loss; none where every token does."""
+    documents = first_conversations(corpus, _SHOWN_CONVERSATIONS, _SHOWN_TOKENS)
+    shown = [Shown(one.tokens, one.loss_tokens, [(part.text, part.counts) for part in one.parts]) for one in documents]
+    return {LOSS_TEXT: loss_text_file(shown)} if shown else {}
 
 
 def _attention_of(folder: RunFolder) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.amounts import NoAmount, length, tokens
 from meshwright.errors import UserError
 from meshwright.studio.page_words import FieldError, label
 
@@ -31,6 +32,8 @@ LIMITS = {
     "max_sequence_length": (16, 2**24),
 }
 """Minimum and maximum of every number; larger values are typos, or attempts to keep the planner busy."""
+_WRITTEN = {"seq": length, "batch": tokens}
+"""Numbers that the form takes as people write them."""
 _PICKED = ("layout", "memory", "precision", "run")
 
 
@@ -95,15 +98,19 @@ def asked(state: dict[str, Any]) -> Asked:
 def _model(state: dict[str, Any]) -> "Model":
     from pydantic import ValidationError
 
-    from meshwright.job import Model, model_preset
+    from meshwright.job import Model, model_preset, preset_named, unknown_model
 
     given = state.get("shape") or {}
     if not isinstance(given, dict) or set(given) - set(SHAPE):
         raise UserError(f"shape has fields that no plan depends on; give some of {', '.join(SHAPE)}")
     for name in LIMITS:
         _number(given, name)
-    preset = state.get("model")
-    start = {"preset": str(preset), **model_preset(str(preset))} if preset else {}
+    start: dict[str, Any] = {}
+    if name := str(state.get("model") or ""):
+        preset = preset_named(name)
+        if preset is None:
+            raise FieldError("model", unknown_model(f'Preset = "{name[:60]}"', name, "upload the model's config.json"))
+        start = {"preset": preset, **model_preset(preset)}
     try:
         return Model.model_validate(start | given)
     except ValidationError as error:
@@ -136,6 +143,11 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
     if value is None:
         return None
     least, most = LIMITS[name]
+    if name in _WRITTEN and isinstance(value, str):
+        try:
+            value = _WRITTEN[name](value)
+        except NoAmount as error:
+            raise FieldError(name, f"{label(name)} = {value[:40]} is not a number of tokens; {error}") from None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise FieldError(name, f"{label(name)} = {value} is not a whole number from {least:,} to {most:,}; correct it")
     return value

@@ -17,6 +17,7 @@ from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
 from meshwright.studio.files import write_page
 from meshwright.studio.headline import headline
+from meshwright.studio.loss_text import loss_text_section
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
 from meshwright.studio.runs import heard
@@ -45,6 +46,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             expectations(folder.job(), metrics.rows, events),
             _traces(traces_of(folder.path), out or folder.path / "report.html"),
             _samples(folder.samples()),
+            loss_text_section(folder.path),
             f"<h2>Events</h2>{events_table(events)}",
             f"<h2>Job</h2>{job_tables(folder.job(), folder.job_file())}",
             f"<h2>Machine</h2>{environment_table(folder.environment())}",

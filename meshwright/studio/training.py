@@ -1,9 +1,9 @@
 """The whole training of a plan: days and cost of its tokens, or the tokens of some days."""
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.amounts import NoAmount, amount
 from meshwright.studio.numbers import count
 from meshwright.studio.page_words import FieldError, label
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 FIELDS = ("tokens", "days", "price")
 """The fields of a request that change no layout."""
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\+?\d{1,2})?) ?([kmbgt]?)", re.IGNORECASE)
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _MOST = {"tokens": 1e18, "days": 1e5, "price": 1e6}
 _DAY_S = 86400.0
 
@@ -64,8 +62,10 @@ def _amount(state: dict[str, Any], name: str) -> float | None:
     given = state.get(name)
     if given is None or given == "":
         return None
-    parsed = None if isinstance(given, bool) else _AMOUNT.fullmatch(str(given).strip())
-    value = float(parsed[1]) * _UNITS[parsed[2].lower()] if parsed else 0.0
+    try:
+        value = amount(given)
+    except NoAmount:
+        value = 0.0
     if not 0 < value <= _MOST[name]:
         remedy = "write it as 15T, 2e12 or 1400000" if name == "tokens" else f"give one up to {_MOST[name]:,.0f}"
         raise FieldError(name, f"{label(name)} = {str(given)[:40]} is not an amount above 0; {remedy}")

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import sys
@@ -79,6 +80,15 @@ def run(trained: Path, cli: Any, tmp_path: Path) -> Path:
     """The same, where the command line runs."""
     (tmp_path / "run").symlink_to(trained / "run")
     return tmp_path / "run"
+
+
+def test_the_report_marks_what_was_learned(run: Path) -> None:
+    from meshwright.studio import write_report
+
+    page = write_report(run, run.parent / "page.html").read_text()
+    assert "What counts in the loss" in page
+    word = re.search(r'&lt;user&gt;after (\w+)\?&lt;assistant&gt;<mark class="counts">(\w+)&lt;', page)
+    assert word is not None and word[2] in WORDS
 
 
 def test_one_question_is_answered(cli: Any, run: Path) -> None:

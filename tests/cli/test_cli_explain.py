@@ -44,7 +44,9 @@ def test_changed_leaves_out_defaults_and_says_what_follows(cli: Any, tiny_job: P
     for derived in ("# warmup_steps = 1", "# decay_steps = 1", "# zero = 2", "# split = [1, 1]", '# gpu = "a100-64gb"'):
         assert lines[derived].endswith("# derived"), derived
     total = " ".join(line.removeprefix("# ") for line in explained.out.rpartition("\n\n")[2].splitlines())
-    assert "4 ranks, 1 micro-batch per rank and step (accumulation), 128 tokens per step, 1,280 tokens in 10 st" in total
+    assert (
+        "4 ranks, 1 micro-batch per rank and step (accumulation), 128 tokens per step, 1,280 tokens in 10 st" in total
+    )
 
 
 def test_every_field_has_its_meaning_and_no_dash(cli: Any, tiny_job: Path) -> None:

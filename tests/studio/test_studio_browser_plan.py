@@ -75,6 +75,7 @@ def test_errors_use_the_words_of_the_page_and_mark_the_field(tab: Any) -> None:
     for name, value, words in (
         ("seq", "4096", "Sequence = 4096 is longer than the model's longest sequence = 1024"),
         ("nodes", "0", "Nodes = 0 is not a whole number"),
+        ("seq", "8k", "Sequence = 8k is not a number of tokens"),
     ):
         right = page.input_value(f"[name={name}]")
         page.fill(f"[name={name}]", value)
@@ -83,6 +84,16 @@ def test_errors_use_the_words_of_the_page_and_mark_the_field(tab: Any) -> None:
         page.fill(f"[name={name}]", right)
         planned(page)
         assert page.locator("[aria-invalid]").count() == 0
+
+
+def test_a_batch_is_read_as_people_write_it(tab: Any) -> None:
+    page = tab(SMALL)
+    planned(page)
+    page.fill("[name=batch]", "0.131072M")
+    page.wait_for_function("() => document.querySelector('[name=batch]').placeholder === '131072'")
+    shared = tab("#" + page.url.partition("#")[2])
+    planned(shared)
+    assert shared.input_value("[name=batch]") == "0.131072M" and shared.input_value("[name=seq]") == "1024"
 
 
 def test_what_would_fit_is_said_when_nothing_does(tab: Any) -> None:

@@ -61,7 +61,15 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "nothing"}, 'Preset = "nothing" is not known'),
+        ({"model": "nothing"}, 'Preset = "nothing" is not known; choose one of 10b, gpt2, '),
+        ({"model": "llama-3-9b"}, "did you mean llama-3-8b or llama-"),
+        ({"model": "Mixtral-8x7B"}, 'Preset = "Mixtral-8x7B" is a mixture of experts'),
+        (
+            {"seq": "8k"},
+            "Sequence = 8k is not a number of tokens; write out a length: k may be 1,000 or a power of two",
+        ),
+        ({"batch": "1.5"}, "Batch = 1.5 is not a number of tokens; write a whole number as 15T, 2e12 or 1400000"),
+        ({"batch": "1e30"}, "is not a whole number from 16 to 268,435,456"),
         ({"gpu": "h1000; rm -rf"}, "GPU = h1000; rm -rf is not known; choose one from the list"),
         ({"nodes": 10**9}, "Nodes = 1000000000 is not a whole number from 1 to 1,024"),
         ({"nodes": True}, "Nodes = True is not a whole number"),
@@ -94,9 +102,17 @@ def test_mistakes_are_one_sentence(change: dict[str, Any], words: str) -> None:
     assert not re.search(r"--[a-z]|\b(model|layout|batch|cluster)\.[a-z]", answer["error"])  # the page has no options
 
 
+def test_numbers_of_tokens_are_read_as_people_write_them() -> None:
+    plain = Planner().answer({"part": "search", **STATE, "seq": 1024, "batch": 2_097_152, "tokens": 15 * 10**12})
+    written = Planner().answer({"part": "search", **STATE, "seq": "1024", "batch": "2.097152M", "tokens": "15T"})
+    assert written["rows"] == plain["rows"] and written["training"] == plain["training"]
+    assert (written["batch_tokens"], written["sequence"]) == (2_097_152, 1024)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
+        ({"seq": "8k"}, "seq"),
         ({"model": "nothing"}, "model"),
         ({"gpu": "x"}, "gpu"),
         ({"seq": 1 << 19}, "seq"),

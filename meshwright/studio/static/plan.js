@@ -7,7 +7,7 @@ const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width"
 const CLUSTERS = { "8 × H100": [1, 8, "h100"], "2 × 8 × A100 80 GB": [2, 8, "a100-80gb"], "8 × H200": [1, 8, "h200"],
   "16 × 8 × H100": [16, 8, "h100"], "64 × 8 × H100": [64, 8, "h100"], "16 × 4 × A100 64 GB": [16, 4, "a100-64gb"],
   "4 × L40S": [1, 4, "l40s"], "2 × RTX 3090": [1, 2, "rtx-3090"] };
-const NUMBERS = ["seq", "batch", "node_link", "network_link"], TRAINING = ["tokens", "days", "price"];
+const NUMBERS = ["node_link", "network_link"], TRAINING = ["tokens", "days", "price"], WRITTEN = ["seq", "batch", ...TRAINING];
 const form = $("question"), fields = form.elements;
 let choices = null, shape = {}, base = {}, pick = null, own = false, busy = false, again = false, turn = 0, timer = 0;
 
@@ -16,7 +16,7 @@ export async function enter(query) {
   shape = parsed(query.get("shape"), {});
   take(fields.model, query.get("model") ?? (Object.keys(shape).length ? "" : "llama-3.2-1b"));
   take(fields.gpu, query.get("gpu") || "h100");
-  for (const name of ["nodes", "gpus", ...NUMBERS, ...TRAINING]) fields[name].value = query.get(name) ?? { nodes: 1, gpus: 8 }[name] ?? "";
+  for (const name of ["nodes", "gpus", ...NUMBERS, ...WRITTEN]) fields[name].value = query.get(name) ?? { nodes: 1, gpus: 8 }[name] ?? "";
   const allowed = parsed(query.get("allow"), []);
   for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
   pick = query.get("pick");
@@ -115,7 +115,7 @@ function state() {
   if (fields.model.value) asked.model = fields.model.value;
   if (Object.keys(shape).length) asked.shape = shape;
   for (const name of NUMBERS) if (fields[name].value) asked[name] = Number(fields[name].value);
-  for (const name of TRAINING) if (fields[name].value.trim()) asked[name] = fields[name].value.trim();  // as people write it: 15T
+  for (const name of WRITTEN) if (fields[name].value.trim()) asked[name] = fields[name].value.trim();  // as people write it: 15T
   const allow = [...form.querySelectorAll("[name=allow]:checked")].map(box => box.value);
   return allow.length ? { ...asked, allow } : asked;
 }
