@@ -91,7 +91,7 @@ def inspect(
     sample: int | None = SAMPLE,
     as_json: bool = JSON,
 ) -> None:
-    """Show what a prepared folder contains: documents, tokens, lengths, some texts, and what of these counts in the loss."""
+    """Show what a prepared folder contains: documents, tokens, lengths, and some texts with what counts in the loss."""
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json

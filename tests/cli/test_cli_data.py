@@ -83,10 +83,8 @@ def test_conversations_and_joined_sources_are_prepared(cli, lines: Path) -> None
 
 def test_what_counts_is_coloured_at_a_terminal(cli, lines: Path, monkeypatch) -> None:
     Path("talk.jsonl").write_text('{"prompt": "one \\u001b[2J is", "completion": " two"}\n' * 40)
-    cli("data", "prepare", "talk.jsonl", "lines.jsonl", "--out", "talk", *PREPARE, "--format", "conversations")
     cli("data", "prepare", "talk.jsonl", "--out", "talk", *PREPARE, "--format", "conversations")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich then takes standard output for a terminal
-    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes standard output for a terminal
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     shown = cli("data", "inspect", "talk").out
