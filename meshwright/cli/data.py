@@ -26,7 +26,9 @@ class Content(enum.Enum):
 
 app = typer.Typer(help="Prepare text for training, inspect and verify what was prepared.", no_args_is_help=True)
 
-SOURCES = typer.Argument(help="Files, folders, patterns or addresses (s3://…, https://…), or builtin:stdlib.")
+SOURCES = typer.Argument(
+    help="Files, folders, patterns or addresses (s3://…, https://…), builtin:stdlib, or NAME:ARGUMENT of your own."
+)
 FOLDER = typer.Argument(help="A prepared folder.")
 TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; by default a BPE is trained on the sources.")
 FORMAT = typer.Option("text", "--format", help="What the fields hold: a text, or a conversation in a common shape.")
