@@ -65,7 +65,7 @@ def test_other_models_are_not_taken_for_presets(other: str) -> None:
     [
         ("llama-3.1-7b", "llama-3.1-8b"),
         ("llama-3.1-400b", "llama-3.1-405b"),
-        ("llama-3-13b", "llama-3-8b"),
+        ("llama-3-13b", "llama-2-13b"),
         ("Qwen2.5-7B", "qwen3-8b"),
         ("mistral-8b", "mistral-7b"),
         ("gpt-2-huge", "gpt2"),
@@ -105,7 +105,7 @@ def test_mixtures_of_experts_are_called_so(cli: Any, name: str) -> None:
         assert refused.code == 2 and "mixture of experts" in refused.err, refused.err
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-R1-Distill-Qwen-7B", "deepseek-llm-7b", "Qwen2.5-7B", "smollm-135m"])
+@pytest.mark.parametrize("name", ["DeepSeek-R1-Distill-Qwen-7B", "deepseek-llm-7b", "Qwen2.5-7B", "llama-400b"])
 def test_dense_models_are_not_called_mixtures(name: str) -> None:
     with pytest.raises(UserError, match="is not known"):
         load_job("demo", [f"model.preset={name}"])
@@ -145,7 +145,7 @@ def test_a_name_alone_where_weights_belong_is_completed(cli: Any) -> None:
     refused = cli("checkpoint", "import", "Llama-3-8B", "--out", "run")
     assert refused.code == 2 and "give its folder, or its name, meta-llama/Meta-Llama-3-8B" in refused.err
     refused = cli("checkpoint", "import", "mistralai/Mixtral-8x7B-v0.1", "--out", "run")
-    assert refused.code == 2 and "mistralai/Mixtral-8x7B-v0.1 is a mixture of experts" in refused.err
+    assert refused.code == 2 and 'Mixtral-8x7B-v0.1" is a mixture of experts' in refused.err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import difflib
 import math
 import re
+import string
 from collections.abc import Collection
 
 _HUB = {
@@ -35,11 +36,12 @@ _OTHER_NAMES = {"gpt2small": "gpt2", "gpt3": "gpt3-175b", "llama3.370b": "llama-
 # Variants of the same shape. Not "base": that of Qwen3 is made for shorter sequences.
 _VARIANT = re.compile(r"(-(hf|chat|instruct))+$")
 _TOY = "tiny-"
+_LONGEST = 100
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])")
 _MIXTURE = re.compile(
-    r"^(mixtral|mixture|switch-|deepseek-(v[2-9]|r1(?!-distill)|moe|coder-v2|chat-v2)|llama-?4|gpt-oss|dbrx|grok-|olmoe"
+    r"^(mixtral|mixture|switch-|deepseek-(v[2-9]|r1(?!-distill)|moe|coder-v2|chat-v2)|llama-?4([-_]|$)|gpt-oss|dbrx|grok-|olmoe"
     r"|jamba|arctic|kimi-k2|glm-4\.[5-9]|minimax-m|minimax-text)"
-    r"|(^|[-_.])moe([-_.]|$)|(^|[-_])\d+x\d+(\.\d+)?b|[-_]a\d+(\.\d+)?b([-_.]|$)"
+    r"|(^|[-_.])moe([-_.]|$)|(^|[-_])\d+x\d+(\.\d+)?b|[-_]a\d+(\.\d+)?[bm]([-_.]|$)"
 )
 
 
@@ -67,15 +69,13 @@ def is_mixture(name: str) -> bool:
 
 def near_presets(name: str, presets: Collection[str], most: int = 3) -> list[str]:
     """Presets of the same family, the nearest in size and spelling first; none if there is no such family."""
+    name = name[:_LONGEST].lower()
     letters, size = _letters(name), _size(name)
-    family = re.match(r"[a-z]*", letters)[0]  # type: ignore[index]
-    related = [
-        preset
-        for preset in presets
-        if preset.startswith(_TOY) == name.lower().startswith(_TOY) and family and _letters(preset).startswith(family)
-    ]
+    family = letters[: len(letters) - len(letters.lstrip(string.ascii_lowercase))]
+    kin = [preset for preset in presets if preset.startswith(_TOY) == name.startswith(_TOY)]
+    related = [preset for preset in kin if family and _letters(preset).startswith(family)]
     if not related:
-        return difflib.get_close_matches(name.lower(), [p for p in presets if not p.startswith(_TOY)], most, 0.7)
+        return difflib.get_close_matches(name, kin, most, 0.7)
 
     def distance(preset: str) -> tuple[int, float]:
         own = _size(preset)
