@@ -77,6 +77,8 @@ def _lines(rows: list[Row], width: int, meanings: bool) -> list[str]:
         if (own := row.field.partition(".")[0]) != section:
             lines += [""] * bool(section) + [f"[{own}]"]
             section = own
+        elif meanings:
+            lines.append("")
         lines += _comment(row.meaning, width) if meanings else []
         lines += _field(row, width)
     return [*lines, ""]

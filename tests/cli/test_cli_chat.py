@@ -87,7 +87,7 @@ def test_the_report_marks_what_was_learned(run: Path) -> None:
 
     page = write_report(run, run.parent / "page.html").read_text()
     assert "What counts in the loss" in page
-    word = re.search(r'&lt;user&gt;after (\w+)\?&lt;assistant&gt;<mark class="counts">(\w+)&lt;', page)
+    word = re.search(r'&lt;user&gt;after (\w+)\?&lt;assistant&gt;<mark class="counts">(\w+)</mark>', page)
     assert word is not None and word[2] in WORDS
 
 

@@ -20,7 +20,7 @@ from meshwright.data.tokenizer import Tokenizer, load_tokenizer, require_trainab
 from meshwright.errors import UserError
 
 _PLAN = "plan.json"
-_RULES = 3
+_RULES = 2
 """Written down with an unfinished preparation: one that a version with other rules began is not gone on with."""
 _DYING_S = 3.0
 """Workers of a killed call hold its lock until they are gone too."""
