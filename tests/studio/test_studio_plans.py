@@ -103,8 +103,9 @@ def test_mistakes_are_one_sentence(change: dict[str, Any], words: str) -> None:
 
 
 def test_numbers_of_tokens_are_read_as_people_write_them() -> None:
-    plain = Planner().answer({"part": "search", **STATE, "seq": 1024, "batch": 2_097_152, "tokens": 15 * 10**12})
-    written = Planner().answer({"part": "search", **STATE, "seq": "1024", "batch": "2.097152M", "tokens": "15T"})
+    small = {"part": "search", "model": "gpt2", "nodes": 1, "gpus": 1, "gpu": "h100", "full": True}
+    plain = Planner().answer({**small, "seq": 1024, "batch": 2_097_152, "tokens": 15 * 10**12})
+    written = Planner().answer({**small, "seq": "1024", "batch": "2.097152M", "tokens": "15T"})
     assert written["rows"] == plain["rows"] and written["training"] == plain["training"]
     assert (written["batch_tokens"], written["sequence"]) == (2_097_152, 1024)
 
