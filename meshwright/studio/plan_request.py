@@ -144,10 +144,11 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
         return None
     least, most = LIMITS[name]
     if name in _WRITTEN and isinstance(value, str):
+        text = value
         try:
-            value = _WRITTEN[name](value)
+            value = _WRITTEN[name](text)
         except NoAmount as error:
-            raise FieldError(name, f"{label(name)} = {value[:40]} is not a number of tokens; {error}") from None
+            raise FieldError(name, f"{label(name)} = {text[:40]} is not a number of tokens; {error}") from None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise FieldError(name, f"{label(name)} = {value} is not a whole number from {least:,} to {most:,}; correct it")
     return value
