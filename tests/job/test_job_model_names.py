@@ -129,6 +129,7 @@ def test_plan_takes_spellings_and_folders_and_offers_what_is_near(cli: Any, tmp_
     ("name", "sentence"),
     [
         ("Llama-3-8B", 'Llama-3-8B is a model, not a job; write a job file with preset = "llama-3-8b" in [model], or '),
+        ("llama-3.1-7b", "llama-3.1-7b is neither a job nor a known model; a job file may name llama-3.1-8b or "),
         ("hf", 'hf is a Hugging Face folder, not a job; write a job file with init_from = "hf" in [model]'),
     ],
 )

@@ -91,8 +91,12 @@ def unknown_job(name: str) -> str:
             f'{name} is a model, not a job; write a job file with preset = "{preset}" in [model], or let meshwright '
             f"plan --model {preset} --cluster 8xh100 --write job.toml write one"
         )
-    if is_mixture(name) and not name.endswith(".toml"):
-        return f"{name} {_MIXTURE}"
+    if not name.endswith(".toml"):
+        if is_mixture(name):
+            return f"{name} {_MIXTURE}"
+        if near := near_presets(name, model_presets()):
+            models = " or ".join(near)
+            return f"{name} is neither a job nor a known model; a job file may name {models} as its model.preset"
     return f"{name} is neither a file nor a recipe; {nearest(name, recipes())}"
 
 
