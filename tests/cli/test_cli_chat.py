@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import select
 import shutil
 import signal
 import sys
@@ -160,7 +161,7 @@ class Terminal:
 
     def __init__(self, *arguments: str, prepare: Callable[[], None] = lambda: None) -> None:
         self._pid, self._file = pty.fork()
-        self.shown = ""
+        self.shown, self._seen = "", 0
         if self._pid == 0:
             sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
             sys.argv = ["meshwright", *arguments]
@@ -177,11 +178,13 @@ class Terminal:
                 os._exit(int(code or 0))
 
     def wait_for(self, text: str) -> None:
-        """Read until a text is shown that was not there before."""
-        until, start = time.monotonic() + 60, len(self.shown)
-        while text not in self.shown[start:]:
-            assert time.monotonic() < until, self.shown
-            self.shown += os.read(self._file, 4096).decode()
+        """Read until a text is shown after what was waited for before."""
+        until = time.monotonic() + 60
+        while (found := self.shown.find(text, self._seen)) < 0:
+            ready, _, _ = select.select([self._file], [], [], max(0.0, until - time.monotonic()))
+            assert ready, self.shown
+            self.shown += os.read(self._file, 4096).decode(errors="replace")
+        self._seen = found + len(text)
 
     def type(self, text: str) -> None:
         os.write(self._file, text.encode())
@@ -189,7 +192,7 @@ class Terminal:
     def code(self) -> int:
         try:
             while read := os.read(self._file, 4096):
-                self.shown += read.decode()
+                self.shown += read.decode(errors="replace")
         except OSError:  # it is closed
             pass
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
