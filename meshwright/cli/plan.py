@@ -66,7 +66,8 @@ def plan(
     from meshwright.cli.output import require_new
     from meshwright.errors import UserError
 
-    require_new(write, "--write", force)
+    for option, path in (("--write", write), ("--svg", svg), ("--markdown", markdown)):
+        require_new(path, option, force)
     if sum(map(bool, (model, check, validate))) != 1:
         raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
     if markdown is not None and not validate:
