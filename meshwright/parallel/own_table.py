@@ -1,6 +1,5 @@
 """Which line of a model's own sharding table is wrong, if a layout that shards by it fails."""
 
-import logging
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -10,9 +9,9 @@ from torch import nn
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Architecture, build_architecture
-from meshwright.verify.observe import Observation, observe
 
 _LONGEST = 200
+_FEW_TOKENS = 8
 
 
 def uses_own_table(job: Job) -> bool:
@@ -20,15 +19,21 @@ def uses_own_table(job: Job) -> bool:
     return job.model.file is not None and job.layout.tp > 1
 
 
-def observe_own(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
-    """As `observe`; a failure is a user's error that names the line of the table to look at."""
-    logging.disable(logging.CRITICAL)  # torch logs the traceback of some failures itself
+def fails_without_table(job: Job) -> bool:
+    """Whether the model fails on one device, too; on the meta device, so that any size costs next to nothing."""
+    length = min(_FEW_TOKENS, job.batch.sequence_length)
     try:
-        return observe(job, master, device)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(_sentence(job, error)) from error
+        with torch.device("meta"):
+            tokens = torch.zeros((1, length), dtype=torch.long)
+            build_architecture(job.model).model(tokens, tokens, length).backward()
+    except Exception:
+        return True
+    return False
+
+
+def table_error(job: Job, error: Exception) -> UserError:
+    """A failure of a model that is sharded by its own table, as a sentence that names the line to look at."""
+    return UserError(_sentence(job, error))
 
 
 def _sentence(job: Job, error: Exception) -> str:
