@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -30,8 +30,6 @@ from meshwright.job.data import Data
 
 FORMAT = 3
 """Of what is kept in the cache; 2 was that of version 0.1."""
-_NAMED = 3
-"""So many of the files that were not taken are named."""
 
 Report = Callable[[str, float], None]
 
@@ -102,7 +100,7 @@ def _open(folder: Path, order: Order) -> Corpus:
         _plain(prepared.store("validation")),
         folder,
         (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
-        tuple(_notes(manifest, order.inputs.left_out)),
+        (*_bad(manifest), *order.inputs.notes),
         chat=order.taking.chat,
     )
 
@@ -112,15 +110,12 @@ def _plain(store: ShardedTokens) -> TokenStore:
     return store.parts[0] if len(store.parts) == 1 else store
 
 
-def _notes(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
-    """What was not taken of the sources, so that nothing is missing silently."""
+def _bad(manifest: Manifest) -> list[str]:
+    """A sentence about documents that cannot be used, if there are any."""
     bad = BadDocuments(dict(manifest.bad))
-    if bad.against_limit:
-        yield f"left out of data.sources, since they cannot be used: {bad.sentence()}"
-    if left_out:
-        more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
-        names = ", ".join(left_out[:_NAMED])
-        yield f"left out of data.sources, being of no known kind or of another split: {names}{more}"
+    if not bad.against_limit:
+        return []
+    return [f"left out of data.sources, since they cannot be used: {bad.sentence()}"]
 
 
 def read_anew(data: Data) -> str:

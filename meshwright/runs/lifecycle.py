@@ -220,7 +220,13 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
 def _little_text(job: Job, corpus: Corpus) -> list[str]:
     """A note if one step already reads some of the text twice."""
     if corpus.flow is not None:
-        return []
+        most = corpus.flow.most_tokens
+        if most is None or most >= job.tokens_per_step:
+            return []
+        return [
+            f"data.sources hold at most {most:,} tokens, fewer than the {job.tokens_per_step:,} of a step, which reads "
+            "some of them twice; add text or lower batch.global_batch"
+        ]
     stream = training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed)
     found = sum(map(len, stream.parts))
     if found >= job.batch.global_batch:
