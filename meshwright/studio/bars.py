@@ -49,7 +49,7 @@ def draw_memory(prediction: "Prediction", width: int = WIDTH) -> Bars:
     row = 34 if len(ranks) <= 8 else 22
     height = _TOP + row * len(ranks) + 34
     left, scale = _left(width), _room(width) / (1.04 * most)
-    drawn = []
+    drawn, totals = [], []
     for place, (rank, terms) in enumerate(zip(ranks, parts, strict=True)):
         y, x = _TOP + row * place, float(left)
         drawn.append(
@@ -60,10 +60,12 @@ def draw_memory(prediction: "Prediction", width: int = WIDTH) -> Bars:
             box = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{row - 6}"'
             drawn.append(f'<rect class="{tints[name]}" {box}>{title}</rect>')
             x += size * scale
-        drawn.append(f'<text class="tick" x="{x + 6:.1f}" y="{y + row / 2 + 1:.0f}">{rank.device / GIB:.1f}</text>')
+        total = f'x="{x + 6:.1f}" y="{y + row / 2 + 1:.0f}">{rank.device / GIB:.1f}'
+        totals.append(f'<text class="tick total" {total}</text>')
     limit = left + prediction.capacity_bytes * scale
     base = _TOP + row * len(ranks)
     drawn.append(f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{_TOP - 8}" y2="{base}"/>')
+    drawn += totals  # over the line, which may be where a bar ends
     words = f"GPU memory: {prediction.capacity_bytes / GIB:.0f} GiB"
     drawn.append(f'<text class="tick" text-anchor="end" x="{min(limit + 55, width):.1f}" y="12">{words}</text>')
     drawn.append(_axis(1.04 * most / GIB, base, width, "GiB on the device, by pipeline rank"))

@@ -59,5 +59,5 @@ def _style() -> str:
     return (
         f"text{{font:11.5px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:{colours['soft']}}}"
         f".title{{font-size:15px;font-weight:650}}.limit{{stroke:{colours['red']};stroke-width:2;stroke-dasharray:5 3}}"
-        f"{tints}"
+        f".total{{paint-order:stroke;stroke:#fff;stroke-width:4px}}{tints}"
     )

@@ -19,7 +19,10 @@ def test_the_guide_has_a_start_and_an_order(tab: Any) -> None:
     pages = [each["name"] for group in guide_groups() for each in group["pages"]]
     assert sorted(["README", *pages]) == sorted(guide_titles())  # each once
     groups = page.locator("#guide summary").all_inner_texts()
+    assert groups == [group["title"] for group in guide_groups()]
     assert groups[0] == "First steps" and "The playbook" in groups and "More" not in groups
+    links = page.eval_on_selector_all("#guide a", "all => all.map(e => e.textContent)")
+    assert links == [guide_titles()[name] for name in ["README", *pages]]
     assert page.evaluate(LINKS) == 1  # of the closed groups none
     page.click(".turn a")
     page.wait_for_selector("#page h2:has-text('The job file')")

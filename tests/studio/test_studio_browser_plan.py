@@ -1,5 +1,6 @@
-"""The plan page in a real Chromium: what it shows after an error."""
+"""The plan page in a real Chromium: what it shows after an error, the whole training, hints, colours and stages."""
 
+import re
 from typing import Any
 
 import pytest
@@ -126,15 +127,23 @@ def test_stages_of_a_pipeline_are_seen(tab: Any) -> None:
     layout = page.inner_text("#chosen-title")
     assert f"pp {len(stages)}" in layout
     assert stages[0].startswith("0: embedding, layer") and stages[-1].endswith("head")
+    squares, keys = (
+        page.eval_on_selector_all(f".mesh .panel:has(.stages) {each}", COLOURS) for each in ("rect", ".swatch")
+    )
+    assert len(squares) == 32 and list(dict.fromkeys(squares)) == keys and len(set(keys)) == len(keys)
+    assert not re.search(r"--[a-z]|\b[a-z]+\.[a-z]+_", page.inner_text("#rejected"))  # nor options and fields of a job
 
 
-def test_guessed_rates_are_said(tab: Any) -> None:
-    page = tab(SMALL)
+def test_cards_on_offer_are_planned_and_guessed_rates_are_said(tab: Any) -> None:
+    """Also AMD's, whatever is allowed; that every card can be planned is shown without a browser."""
+    page = tab("#plan?model=tiny-llama&gpu=a100-40gb&nodes=1&gpus=2&seq=64&batch=1024&allow=%5B%22fp8%22%5D")
     planned(page)
-    labels = page.locator("[name=gpu] option").all_inner_texts()
-    assert [words for words in labels if "guessed" in words] == [
-        words for words in labels if words.startswith("mi") and words.endswith("rates guessed)")
-    ]
-    page.select_option("[name=gpu]", "mi300x")
-    planned(page)
-    assert "guessed: kernels and links of mi300x: guessed from AMD's benchmarks" in page.inner_text("#guessed")
+    offered = page.eval_on_selector_all(
+        "[name=gpu] option", "all => Object.fromEntries(all.map(e => [e.value, e.textContent]))"
+    )
+    amd = [gpu for gpu, words in offered.items() if words.endswith("rates guessed)")]
+    assert amd == [gpu for gpu in offered if gpu.startswith("mi")] and len(amd) > 2
+    for gpu in amd:
+        page.select_option("[name=gpu]", gpu)
+        planned(page)
+        assert f"guessed: kernels and links of {gpu}: guessed from" in page.inner_text("#guessed")

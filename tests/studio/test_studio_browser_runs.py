@@ -201,6 +201,13 @@ def test_two_jobs_are_compared(tab: Any, own: Studio) -> None:
     shared.wait_for_selector("#compare tbody tr:has-text('optimizer.lr')")
     page.click("#compare-close")
     page.wait_for_selector("#compare", state="hidden")
+    RunFolder.create(own.runs.root / "three", "", {"optimizer": {"lr": 1e-4}}, ["meshwright"])
+    shared.route("**/api/settings*", lambda route: route.fulfill(status=200, content_type="text/html", body="gone"))
+    shared.check("[aria-label='draw three']")
+    shared.wait_for_selector("#compare-note:has-text('does not respond')")
+    assert shared.locator("#compare tbody tr").count() == 0  # no table of the runs before
+    shared.unroute("**/api/settings*")
+    shared.wait_for_selector("#compare tbody tr:has-text('0.0001')")
 
 
 def test_notes_are_kept_in_the_run_folder(tab: Any, own: Studio) -> None:

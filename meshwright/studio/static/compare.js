@@ -1,6 +1,6 @@
 // A table of the settings in which some runs' jobs differ.
 import { paint } from "./colours.js";
-import { $, ask, h } from "./dom.js";
+import { $, SILENT, ask, h } from "./dom.js";
 import { worded } from "./run.js";
 
 let shown = "";
@@ -16,9 +16,11 @@ export async function showSettings(names) {
   shown = JSON.stringify(names);
   $("compare").hidden = names.length < 2;
   if (names.length < 2) return;
-  const { runs, rows, same, left_out: more, error } = await ask(`/api/settings?${new URLSearchParams(names.map(name => ["run", name]))}`);
+  const answer = await ask(`/api/settings?${new URLSearchParams(names.map(name => ["run", name]))}`).catch(() => ({ error: SILENT }));
+  const { runs, rows, same, left_out: more, error } = answer;
   if (shown !== JSON.stringify(names)) return;
-  $("compare-note").textContent = error ?? [`${same} settings are the same`, names.length > runs.length ? `only the first ${runs.length} runs are compared` : "", more ? `${more} more differ` : ""].filter(Boolean).join("; ");
+  if (error) shown = "";  // asked again with the next poll
+  $("compare-note").textContent = error ?? [`${same} setting${same === 1 ? " is" : "s are"} the same`, names.length > runs.length ? `only the first ${runs.length} runs are compared` : "", more ? `${more} more differ` : ""].filter(Boolean).join("; ");
   const head = (runs ?? []).map(name => h("th", { scope: "col" }, paint(h("i", { class: "swatch" }), name), name));
   document.querySelector("#compare thead tr").replaceChildren(h("th", { scope: "col" }, "setting"), ...head);
   document.querySelector("#compare tbody").replaceChildren(...(rows ?? []).map(row =>

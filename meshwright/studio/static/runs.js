@@ -78,6 +78,7 @@ async function poll() {
   try {
     if (!document.hidden) {
       const answer = await ask("/api/runs");
+      if (answer.error) throw new Error(answer.error);
       list = answer.runs;
       assign(list.map(run => run.name), answer.folder);
       if (drawn === null) drawn = list.slice(0, FEW).map(run => run.name);
