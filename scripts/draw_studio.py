@@ -48,12 +48,12 @@ def main() -> None:
 
 
 def _train(rate: str) -> None:
-    """400 steps of a tiny model, once."""
+    """300 steps of a tiny model, once."""
     folder = RUNS / f"lr-{rate}"
     if folder.exists():
         return
-    settings = [f"optimizer.lr={rate}", "run.steps=400", f"run.folder={folder}", "evaluation.every_steps=50"]
-    settings += ["batch.sequence_length=64", "batch.global_batch=8"]  # small enough for two cores
+    settings = [f"optimizer.lr={rate}", "run.steps=300", f"run.folder={folder}", "evaluation.every_steps=50"]
+    settings += ["model.layers=2", "batch.sequence_length=64", "batch.global_batch=8"]  # small enough for two cores
     command = [sys.executable, "-m", "meshwright", "train", "demo", *(f"--set={each}" for each in settings)]
     subprocess.run(command, check=True)
 

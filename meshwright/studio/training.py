@@ -35,7 +35,14 @@ class Training:
         tokens = rate * _DAY_S * (self.days or 0.0) if self.tokens is None else self.tokens
         found = economy(one.job, one.prediction, cluster, tokens, self.price)
         late = self.days is not None and self.tokens is not None and found.days > self.days
-        return {"tokens": tokens, "days": found.days, "gpu_hours": found.gpu_hours, "cost": found.cost, "late": late}
+        return {
+            "tokens": tokens,
+            "tokens_words": count(tokens),
+            "days": found.days,
+            "gpu_hours": found.gpu_hours,
+            "cost": found.cost,
+            "late": late,
+        }
 
     def sentence(self, best: "Candidate | None", cluster: "Cluster") -> str:
         """The whole training with the fastest layout."""

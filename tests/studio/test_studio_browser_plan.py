@@ -62,6 +62,7 @@ def test_the_whole_training_in_days_and_money(tab: Any) -> None:
     page.wait_for_selector("#layouts td.late-days")
     page.fill("[name=tokens]", "")
     page.wait_for_function("() => document.getElementById('layouts-training').textContent === 'tokens'")
+    assert re.fullmatch(r"[\d.]+[MB]", page.inner_text("#layouts td[data-name=tokens] >> nth=0"))
     shared = tab("#" + page.url.partition("#")[2])
     shared.wait_for_selector("#training:has-text('0.1 days')")
     assert shared.input_value("[name=price]") == "2"

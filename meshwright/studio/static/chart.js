@@ -30,7 +30,7 @@ function logTicks(low, high) {
 export function short(v) {
   const size = Math.abs(v);
   for (const [unit, suffix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (size >= unit) return `${+(v / unit).toPrecision(3)}${suffix}`;
-  return size && size < 1e-2 ? v.toExponential(1) : String(+v.toPrecision(3));
+  return size && size < 1e-2 ? v.toExponential(1).replace(".0e", "e") : String(+v.toPrecision(3));
 }
 
 // A mapping from values to pixels and back.

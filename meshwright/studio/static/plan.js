@@ -1,5 +1,4 @@
 // Plan: the form is the state, the URL stores it, and every change queries the planner.
-import { short } from "./chart.js";
 import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 
@@ -215,7 +214,7 @@ function showRows(found) {
 function whole(training) {
   if (!training) return [];
   const name = fields.tokens.value.trim() ? "days" : "tokens";
-  const cells = [h("td", { class: `number${training.late ? " late-days" : ""}`, "data-name": name }, name === "days" ? number(training.days) : short(training.tokens))];
+  const cells = [h("td", { class: `number${training.late ? " late-days" : ""}`, "data-name": name }, name === "days" ? number(training.days) : training.tokens_words)];
   return training.cost === null ? cells : [...cells, h("td", { class: "number", "data-name": "cost" }, number(training.cost))];
 }
 
