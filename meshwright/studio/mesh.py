@@ -87,8 +87,12 @@ def _stages(stages: Sequence[str]) -> str:
     if not stages:
         return ""
     lines = "".join(
-        f'<li><i class="swatch tint-{rank % _TINTS}"></i>{rank}: {escape(words)}</li>'
+        f'<li><i class="swatch tint-{rank % _TINTS}"></i>{rank}: {_unbroken(words)}</li>'
         for rank, words in enumerate(stages[:_MOST_STAGES])
     )
     more = f"<li>and {len(stages) - _MOST_STAGES} more</li>" if len(stages) > _MOST_STAGES else ""
     return f'<ul class="stages">{lines}{more}</ul>'
+
+
+def _unbroken(words: str) -> str:
+    return "; ".join(f"<span>{escape(part)}</span>" for part in words.split("; "))

@@ -124,9 +124,10 @@ def _scaling(job: "Job", cluster: "Cluster") -> str:
         Series("batch grows with the GPUs", "plain", weak),
         Series("same batch", "other", [point for point in strong if point[1] is not None]),
     ]
-    return (
-        f'<div class="scaling">{line_chart("Scaling", "tokens/s", series, wide=True, from_zero=True, axis="GPU")}</div>'
-    )
+    charts = [
+        line_chart("Scaling", "tokens/s", series, wide=wide, from_zero=True, axis="GPU") for wide in (True, False)
+    ]
+    return f'<div class="scaling">{"".join(charts)}</div>'  # for a page, and for a phone
 
 
 def _total(point: "Scaled") -> Point:

@@ -180,7 +180,7 @@ def test_the_mesh_shows_every_stage_and_its_layers() -> None:
     drawn = mesh({"pp": 4, "dp_shard": 128, "tp": 8}, 8, ["embedding, layers 0–7", "layers 8–15", "x", "y"])
     panel = drawn[: drawn.index("pipeline stages (pp): 4</p>")]
     assert set(re.findall(r": pp (\d+)</title>", panel)) == {"0", "1", "2", "3"}
-    assert "16 of 512 nodes" in drawn and "0: embedding, layers 0–7" in drawn
+    assert "16 of 512 nodes" in drawn and "0: <span>embedding, layers 0–7</span>" in drawn
     shards = drawn[drawn.index("pipeline stages (pp): 4</p>") :]
     assert len(set(re.findall(r": dp_shard (\d+)</title>", shards))) == 16  # as many as there are rows
     job = Planner().answer({"part": "search", **STATE, "full": True})

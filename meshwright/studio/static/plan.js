@@ -187,7 +187,7 @@ function showShape(found) {
   $("size").textContent = `${found.parameters_words} parameters`;
   fields.seq.placeholder = found.sequence;
   fields.batch.placeholder = found.batch_tokens;
-  $("practice").textContent = found.practice || `${found.batch} sequences per step`;
+  $("practice").textContent = found.practice || `${found.batch} sequence${found.batch === 1 ? "" : "s"} per step`;
 }
 
 function showRows(found) {
@@ -205,6 +205,7 @@ function showRows(found) {
   $("layouts-training").hidden = !first;
   $("layouts-cost").hidden = (first?.cost ?? null) === null;
   $("training").textContent = found.training;
+  $("layouts").closest("section").hidden = !found.rows.length;
   $("rejected").hidden = !found.misses.length;
   document.querySelector("#rejected h2").textContent = found.rows.length ? "Faster, but does not fit" : "Does not fit";
   document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
