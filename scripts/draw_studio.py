@@ -19,9 +19,14 @@ from meshwright.studio import Studio
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "build" / "studio-runs"
 RATES = ("1e-3", "3e-3", "1e-2")
-NOTE = "a third of the largest rate\n"
+NOTE = "the lowest loss of the three\n"
 PLAN = "#plan?model=llama-2-13b&gpu=rtx-3090&nodes=4&gpus=8&seq=1024&batch=65536&tokens=20B&price=0.4"
-WHOLE = "() => /predicted in \\d+ ms$/.test(document.getElementById('plan-status').textContent)"
+WHOLE = (
+    "() => /predicted in \\d+ ms$/.test(document.getElementById('plan-status').textContent)"
+    " && document.getElementById('chosen-title').textContent === "
+    "document.querySelector('#layouts [aria-pressed=true]').textContent"
+)
+"""The whole search, and the pictures of its best."""
 
 
 def main() -> None:
@@ -37,7 +42,6 @@ def main() -> None:
         chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
         plan = _page(chromium, server.address + PLAN, 1190)
         plan.wait_for_function(WHOLE)
-        plan.wait_for_selector("#pictures svg")
         plan.screenshot(path=out / "studio-plan.png")
         runs = _page(chromium, server.address + "#runs?smooth=3", 900)
         runs.wait_for_selector("[data-field=loss] path.smooth")

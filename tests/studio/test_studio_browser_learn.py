@@ -76,6 +76,10 @@ def test_a_plan_report_fits(browser: Any, tmp_path: Path, cli: Callable[..., Any
         " && e.getBoundingClientRect().right > width + 1).map(e => e.outerHTML.slice(0, 80))"
     )
     assert page.evaluate(outside, width) == []
+    shown = page.eval_on_selector_all(
+        ".bars, .scaling", "all => all.map(e => [...e.children].filter(one => one.checkVisibility()).length)"
+    )
+    assert shown == [1, 1, 1]  # each drawn for this width, once
     small = page.eval_on_selector_all(
         ".picture svg text:not(.on), .chart svg text",
         "all => all.filter(e => e.checkVisibility()).map(e => e.getBoundingClientRect().height)",
