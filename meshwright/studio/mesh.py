@@ -65,7 +65,11 @@ def _shown(held: Sequence[Sequence[int]]) -> list[int]:
     Otherwise the first nodes of a long pipeline would all show its first stage.
     """
     seen: set[int] = set()
-    new = [node for node, places in enumerate(held) if not seen.issuperset(places) and not seen.update(places)]
+    new = []
+    for node, places in enumerate(held):
+        if not seen.issuperset(places):
+            new.append(node)
+            seen.update(places)
     new = new[:: -(-len(new) // _MOST_NODES)]
     rest = [node for node in range(len(held)) if node not in set(new)]
     return sorted(new + rest[: _MOST_NODES - len(new)])
