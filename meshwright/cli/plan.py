@@ -120,6 +120,7 @@ def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | N
 
 def _as_json(prediction: "Prediction") -> dict[str, Any]:
     return {
+        "kind": "CPU" if prediction.on_cpu else "GPU",
         "step_s": prediction.step_s,
         "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
         "mfu": prediction.mfu,
@@ -167,10 +168,15 @@ def _memory_table(prediction: "Prediction") -> Any:
         table.add_row(name, *(f"{rank.terms.get(name, 0.0) / GIB:.2f}" for rank in prediction.memory))
     table.add_row("allocated", *(f"{rank.allocated / GIB:.2f}" for rank in prediction.memory), style="bold")
     table.add_row("rounding and holes", *(f"{rank.fragments / GIB:.2f}" for rank in prediction.memory))
-    table.add_row("driver and communicators", *(f"{rank.outside / GIB:.2f}" for rank in prediction.memory))
+    outside = "Python and its libraries" if prediction.on_cpu else "driver and communicators"
+    table.add_row(outside, *(f"{rank.outside / GIB:.2f}" for rank in prediction.memory))
     if any(rank.host for rank in prediction.memory):
         table.add_row("in the host's memory", *(f"{rank.host / GIB:.2f}" for rank in prediction.memory))
-    table.add_row("on the device", *(f"{rank.device / GIB:.2f}" for rank in prediction.memory), style="bold")
+    table.add_row(
+        "in all" if prediction.on_cpu else "on the device",
+        *(f"{rank.device / GIB:.2f}" for rank in prediction.memory),
+        style="bold",
+    )
     return table
 
 
@@ -179,7 +185,7 @@ def _summary(prediction: "Prediction") -> list[str]:
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"fits with {-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB over"
     lines = [
-        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU{mfu}",
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {prediction.per}{mfu}",
         f"{room} on pipeline rank {prediction.fullest.rank} of {prediction.capacity_bytes / GIB:.0f} GiB",
     ]
     if prediction.host_over_bytes:

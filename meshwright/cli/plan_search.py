@@ -130,7 +130,7 @@ def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[st
     report = _economy(best, cluster, training)
     if report is None:
         return []
-    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} GPU-hours"
+    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} {best.prediction.per}-hours"
     line += "" if report.cost is None else f", cost {report.cost:,.0f}"
     if report.goodput is None or report.save_every_s is None:
         return [line, "failures are not counted; give --mtbf-hours to count them"]
@@ -144,7 +144,8 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
     from meshwright.plan import layout_words, limit
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ["layout", "tokens/s per GPU", "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
+    rate = f"tokens/s per {found.best[0].prediction.per}"
+    columns = ["layout", rate, "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
     for name in [*columns, "limited by"]:
         table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
     for one in found.best:
@@ -161,7 +162,7 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
 def _line(one: "Candidate") -> str:
     from meshwright.plan import layout_words
 
-    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {one.prediction.per}"
     return f"{layout_words(one.job)}; {rate}, {one.prediction.fullest.device / GIB:.1f} GiB predicted"
 
 

@@ -7,6 +7,7 @@ from math import log2
 from meshwright.cost import REPEATED, stage_parameters
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
+from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
 from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, tokens_of
 from meshwright.plan.kernels import Device, device_of
@@ -133,7 +134,10 @@ def _stages(
     for mode in set(modes):
         work = block_work(job, device, software, mode)
         forward, backward = tensor_s(job, software, wires, groups, mode)
-        waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
+        if device.operations is not None:  # a CPU is its own host
+            waits = block_calls_s(job.model.positions, device, software, mode)
+        else:
+            waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
             forward_elementwise=work.forward_elementwise + waits[0],
@@ -155,8 +159,12 @@ def _stages(
             work += embedding_work(job, device)
         if last:
             work += head_work(job, device, software)
+            calls = ends_calls_s(job.model.positions, device, software)
+            work += Work(forward_elementwise=calls[0], backward_elementwise=calls[1])
         parameters = stage_parameters(job, count, first=first, last=last)
         gathers = _gather_s(job, wires, groups, parameters, max(1, count), work, forward, backward, software)
+        hooks = sharding_calls_s(job.layout.zero_stage, device, wires) if job.data_parallel > 1 else (0.0, 0.0)
+        gathers = gathers[0] + count * hooks[0], gathers[1] + count * hooks[1]
         stages.append(StageSeconds(work, forward, backward, *gathers))
     return stages
 
@@ -164,7 +172,7 @@ def _stages(
 def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
     """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
     layout, tokens = job.layout, tokens_of(job)
-    size = 2.0 * tokens * job.model.width
+    size = job.precision.number_bytes * tokens * job.model.width
     # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
     once = 2 * all_reduce_s(wires, groups.tp, size)
     exposed = 1 - software.tensor_overlap
@@ -174,7 +182,8 @@ def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: s
     if mode in REPEATED:
         backward += once * exposed
     if layout.cp > 1:
-        keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp
+        entries = 2 * tokens * job.model.kv_heads * job.model.head_dim
+        keys = job.precision.number_bytes * entries / layout.tp * layout.cp
         ring = all_gather_s(wires, groups.cp, keys)
         attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the previous chunk
         forward += attention_share * ring
@@ -197,7 +206,7 @@ def _gather_s(
     if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
         return 0.0, 0.0
     wide = _wire_bytes(job, software)
-    gather = all_gather_s(wires, groups.shard, 2.0 * parameters / layers) * layers
+    gather = all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters / layers) * layers
     scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
     scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
@@ -228,7 +237,7 @@ def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> fl
 
 def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
     """Bytes sent from one stage to the next."""
-    size = 2.0 * tokens_of(job) * job.model.width
+    size = job.precision.number_bytes * tokens_of(job) * job.model.width
     within = groups.stages_share_node
     if job.layout.tp > 1 and (software.scatter_sends or job.layout.sp):
         send = send_s(wires, size / job.layout.tp, within_node=within)
@@ -301,7 +310,7 @@ def _once_a_step(
         if layout.zero_stage >= 1 and groups.shard.size > 1:
             reduce = all_gather_s(wires, groups.shard, wide * parameters)
             reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
-            gather = all_gather_s(wires, groups.shard, 2.0 * parameters)
+            gather = all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters)
         else:
             reduce = all_reduce_s(wires, groups.data, wide * parameters)
     reduce = _hidden(reduce, backward, 8, software.gradient_overlap) if reduce else 0.0

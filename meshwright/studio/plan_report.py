@@ -41,7 +41,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB too much"
     tiles = (
-        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per GPU"),
+        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", f"per {prediction.per}"),
         ("MFU", mfu, "attention over every pair"),
         ("Step", f"{prediction.step_s:.3g} s", f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"),
         ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", room),

@@ -159,7 +159,8 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
     prediction = predict(job, cluster)
     heading = (
         f"planned for {spelled(cluster)}: {layout_words(job)}; "
-        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {prediction.per}, "
+        f"{prediction.fullest.device / GIB:.1f} GiB predicted"
     )
     return {
         "title": layout_words(job),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, profile_of, read_profile, write_profile
+from meshwright.hardware.profile import OperationName
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.measure import calibrate, calibrate_shapes
@@ -24,7 +26,13 @@ TINY = Shapes(
     attentions=(AttentionShape("fp32", 2, 4, 2, 16, 32),),
     losses=((32, 128),),
     copies=(2**16,),
-    updates=(4096,),
+    updates=(4096, 256),
+    operations=tuple((name, 32, 16) for name in get_args(OperationName)),
+    decoders=tuple(
+        ({"vocab_size": 64, "width": 16, "layers": layers, "heads": 2, "ffn_width": 32}, recompute)
+        for layers in (1, 2)
+        for recompute in ("none", "selective")
+    ),
 )
 CPU = torch.device("cpu")
 
@@ -36,9 +44,21 @@ def profile() -> Profile:
 
 def test_everything_is_measured(profile: Profile) -> None:
     assert {(one.kind, one.rows) for one in profile.products} >= {("forward", 64), ("weight sum", 128)}
-    assert {one.kernel for one in profile.attentions} == {"cpu, native", "cpu, expanded"}
+    assert {one.kernel for one in profile.attentions} == {"cpu", "cpu, masked"}
     assert profile.copies and profile.losses and profile.updates and profile.launch_s and profile.kernel_s
-    assert profile.gpu == "cpu" and profile.torch == torch.__version__ and not profile.skipped
+    assert all(one.clipped for one in profile.updates) and profile.process_bytes
+    assert {one.name for one in profile.operations} == set(get_args(OperationName))
+    only_forward = {one.name for one in profile.operations if not one.backward_s}
+    assert only_forward == {"fill"}
+    assert {(one.model["layers"], one.recompute) for one in profile.decoders} == {
+        (layers, recompute) for layers in (1, 2) for recompute in ("none", "selective")
+    }
+    assert profile.torch == torch.__version__ and not profile.skipped
+
+
+def test_the_profile_says_cpu(profile: Profile) -> None:
+    assert profile.gpu == "cpu" and profile.kind == "CPU" and profile.device.startswith("CPU ")
+    assert f"{torch.get_num_threads()} thread" in profile.device and profile.units == torch.get_num_threads()
 
 
 def test_a_profile_is_read_as_it_was_written(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +101,9 @@ def test_the_command_writes_where_plans_look(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path / "profiles"))
     done = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu", "--json"])
     report = json.loads(done.stdout)
+    assert report["kind"] == "CPU" and report["ranks"] == 1 and report["threads"] == torch.get_num_threads()
     assert report["file"] == str(tmp_path / "profiles" / "cpu.json") and report["copy_bytes_per_s"] > 0
     checked = CliRunner().invoke(app, ["plan", "--check", "demo", "--cluster", "1xcpu", "--json"])
-    assert json.loads(checked.stdout)["step_s"] > 0
+    assert json.loads(checked.stdout)["step_s"] > 0 and json.loads(checked.stdout)["kind"] == "CPU"
+    shown = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu"])
+    assert "CPU" in shown.output and "GPU" not in shown.output
