@@ -46,38 +46,40 @@ def measured_operation(name: OperationName, dtype: str, rows: int, width: int, g
     return Operation(name=name, dtype=dtype, rows=rows, width=width, forward_s=forward_s, backward_s=backward_s)  # type: ignore[arg-type]
 
 
-def _calls(name: OperationName, form: torch.dtype, rows: int, width: int) -> tuple[Tensor, list[Call]]:
-    """An input and the calls of a chain that starts with it; each keeps the input's shape."""
+def _calls(name: OperationName, form: torch.dtype, rows: int, width: int) -> tuple[Tensor, list[Call], list[Tensor]]:
+    """An input, a chain of calls from it that keep its shape, and what else has gradients."""
     x = torch.randn(1, rows, width, dtype=form)
     if name == "rotary":
-        heads = _ROTATED_HEADS
-        x = torch.randn(1, max(1, rows // heads), heads, width, dtype=form)
+        x = torch.randn(1, max(1, rows // _ROTATED_HEADS), _ROTATED_HEADS, width, dtype=form)
         angles = torch.randn(1, x.shape[1], 1, width // 2)
         tables = angles.cos(), angles.sin()
-        return x, [lambda y: apply_rotary(y, tables)] * LENGTH
+        return x, [lambda y: apply_rotary(y, tables)] * LENGTH, []
     if name == "swiglu":
-        return x, [_gated(torch.randn_like(x).requires_grad_()) for _ in range(LENGTH)]
+        ups: list[Tensor] = [torch.randn_like(x).requires_grad_() for _ in range(LENGTH)]
+        return x, [_gated(up) for up in ups], ups
     if name == "dropout":
         draws = Draws(1, torch.tensor(1), torch.arange(1))
-        return x, [lambda y: dropout(y, 0.1, draws, 0)] * LENGTH
+        return x, [lambda y: dropout(y, 0.1, draws, 0)] * LENGTH, []
+    if name in ("rmsnorm", "layernorm"):
+        module: nn.Module = (RMSNorm(width, 1e-5) if name == "rmsnorm" else nn.LayerNorm(width)).to(form)
+        return x, [module] * LENGTH, list(module.parameters())
+    if name == "bias":
+        bias = torch.randn(width, dtype=form, requires_grad=True)
+        return x, [lambda y: y + bias] * LENGTH, [bias]
     other, factor = torch.randn_like(x), torch.tensor(0.9, dtype=form)
-    bias = nn.Parameter(torch.randn(width, dtype=form))
     calls: dict[str, Call] = {
-        "rmsnorm": RMSNorm(width, 1e-5).to(form),
-        "layernorm": nn.LayerNorm(width).to(form),
         "gelu": lambda y: F.gelu(y, approximate="tanh"),
-        "bias": lambda y: y + bias,
         "sum": lambda y: y + other,
         "scale": lambda y: factor * y,
     }
-    return x, [calls[name]] * LENGTH
+    return x, [calls[name]] * LENGTH, []
 
 
 def _gated(up: Tensor) -> Call:
     return lambda gate: F.silu(gate) * up
 
 
-def _chain_s(x: Tensor, calls: list[Call], *, goal_s: float) -> tuple[float, float]:
+def _chain_s(x: Tensor, calls: list[Call], others: list[Tensor], *, goal_s: float) -> tuple[float, float]:
     """Median seconds of one call's forward and backward."""
     grad = torch.randn_like(x)
 
@@ -88,7 +90,7 @@ def _chain_s(x: Tensor, calls: list[Call], *, goal_s: float) -> tuple[float, flo
         for call in calls:
             y = call(y)
         middle = time.perf_counter()
-        y.backward(grad)  # type: ignore[no-untyped-call]
+        torch.autograd.grad(y, [leaf, *others], grad)
         return middle - began, time.perf_counter() - middle
 
     return _medians(once, len(calls), goal_s)

@@ -207,6 +207,8 @@ def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, s
         network = links["network"] * 1e9 / cluster.gpus_per_node * _NETWORK_SHARE
     else:
         usual, why = next((v for k, v in _USUAL_NETWORK.items() if gpu.key.startswith(k)), _FALLBACK_NETWORK)
+        if gpu.key == CPU:
+            usual, why = usual / cluster.gpus_per_node, "25 Gb/s for each machine, as nothing is known"
         network = usual * 1e9 * _NETWORK_SHARE
         if cluster.nodes > 1:
             guessed["network"] = f"network between nodes: {why}"

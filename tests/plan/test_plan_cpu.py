@@ -22,7 +22,7 @@ ENTRY_S, FLOPS = 1e-9, 20e9
 
 
 def profile(**fields: Any) -> Profile:
-    """Every product at one rate, every operation at one rate per entry, calls that take nothing."""
+    """Every product at one rate, every operation at one rate per entry; calls and the loss take nothing."""
     products = [
         {"dtype": "fp32", "kind": kind, "rows": r, "columns": c, "inner": i, "seconds": 2.0 * r * c * i / FLOPS}
         for kind in ("forward", "input", "weight", "weight sum")
@@ -46,6 +46,7 @@ def profile(**fields: Any) -> Profile:
     given = {
         "gpu": "cpu", "device": "CPU of a test, 2 threads", "date": "2026-01-01", "torch": "2.11", "memory_gib": 16.0,
         "units": 2, "took_s": 1.0, "process_bytes": 3e8, "products": products, "operations": operations,
+        "losses": [{"rows": 512, "vocabulary": 512, "compiled": False, "seconds": 1e-9}],
         "updates": updates, "copies": [{"moved_bytes": 1e8, "seconds": 1e-2}], "kernel_s": 1e-6, "launch_s": 1e-6,
     }  # fmt: skip
     return Profile.model_validate(given | fields)
@@ -83,8 +84,7 @@ def test_every_figure_is_the_profiles(measured: str, phase: str, profiles: Path)
     before = profile()
     own = phases(before, profiles)
     twice = phases(slowed(before.model_dump(exclude_none=True), measured, 2.0), profiles)
-    # Elementwise phases also hold the loss, which this profile lacks.
-    assert twice[phase] > 1.5 * own[phase]
+    assert twice[phase] == pytest.approx(2 * own[phase], rel=0.05)
     others = {"forward products", "forward elementwise", "optimizer"} - {phase, phase.replace("backward", "forward")}
     for name in others:
         assert twice[name] == pytest.approx(own[name], rel=0.05)
