@@ -27,7 +27,7 @@ from meshwright.train.optimizer import clip_gradients
 LENGTH = 8
 """Calls of a chain: as many as keep the results of some layers alive at the same time."""
 _REPEATS = 5
-_DECODER_REPEATS = 20
+_DECODER_REPEATS = 15
 _ROTATED_HEADS = 8
 _SMALL_TABLE = 512
 _SEQUENCE = 16

@@ -9,7 +9,7 @@ from functools import cache
 from meshwright.cost import REPEATED, layer_parameters
 from meshwright.hardware.profile import Decoder
 from meshwright.job import Job
-from meshwright.plan.communication import Wires, all_gather_s, all_reduce_s, group_of
+from meshwright.plan.communication import Wires, all_gather_s, all_reduce_s, group_of, reduce_scatter_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work
 from meshwright.plan.kernels import Device
 from meshwright.plan.operations import Seconds
@@ -48,8 +48,8 @@ def sharding_calls_s(zero: int, device: Device, wires: Wires) -> Seconds:
         return _NOTHING
     ranks = wires.gpus_per_node
     group, size = group_of(ranks, 1, ranks), _MASTER_BYTES * layer_parameters(_job(alone[0]))
-    gather = all_gather_s(wires, group, size)
-    moved = {0: (0.0, all_reduce_s(wires, group, size)), 3: (gather, 2 * gather)}.get(zero, (gather, gather))
+    gather, scatter = all_gather_s(wires, group, size), reduce_scatter_s(wires, group, size)
+    moved = {0: (0.0, all_reduce_s(wires, group, size)), 3: (gather, gather + scatter)}.get(zero, (gather, scatter))
     pairs = zip(_per_block(sharded), _per_block(alone), moved, strict=True)
     forward, backward = (max(0.0, whole - own - transfers) for whole, own, transfers in pairs)
     return forward, backward

@@ -18,6 +18,9 @@ _NEAR = 6
 _FAR = 1.5
 """Doublings of a size beyond the measured range after which a figure is reported as a guess."""
 
+_LARGE = 2**20
+"""Bytes from which a message's rate counts more than its latency."""
+
 Floats = NDArray[np.float64]
 
 
@@ -121,7 +124,8 @@ class Measured:
         rows = [one for one in self.profile.collectives if one.kind == "all-reduce"]
         known = set()
         if "node" not in given and (link := _link([one for one in rows if one.nodes == 1])):
-            wires, known = replace(wires, node_latency_s=link[0], node_bytes_per_s=link[1]), {"node"}
+            scatter = _scatter(self.profile) if self.on_cpu else 1.0
+            wires, known = replace(wires, node_latency_s=link[0], node_bytes_per_s=link[1], scatter=scatter), {"node"}
         if "network" not in given and (link := _link([one for one in rows if one.nodes > 1])):
             wires, known = replace(wires, network_latency_s=link[0], network_bytes_per_s=link[1]), known | {"network"}
         return wires, known
@@ -153,6 +157,17 @@ def _attention_clouds(profile: Profile) -> dict[tuple[str, bool], tuple[Cloud, C
         assert forward is not None and backward is not None
         clouds[key] = forward, backward
     return clouds
+
+
+def _scatter(profile: Profile) -> float:
+    """How many times as long as a ring of the all-reduces' rate Gloo's reduce-scatters of large messages take."""
+    seconds = {(one.kind, one.ranks, one.size_bytes): one.seconds for one in profile.collectives if one.nodes == 1}
+    times = [
+        taken / (seconds["all-reduce", ranks, size] / 2)
+        for (kind, ranks, size), taken in seconds.items()
+        if kind == "reduce-scatter" and size >= _LARGE and ("all-reduce", ranks, size) in seconds
+    ]
+    return float(np.median(times)) if times else 1.0
 
 
 def _link(rows: list[Collective]) -> tuple[float, float] | None:

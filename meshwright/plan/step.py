@@ -8,7 +8,7 @@ from meshwright.cost import REPEATED, stage_parameters
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
-from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
+from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, reduce_scatter_s, send_s
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, tokens_of
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
@@ -207,7 +207,7 @@ def _gather_s(
         return 0.0, 0.0
     wide = _wire_bytes(job, software)
     gather = all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters / layers) * layers
-    scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
+    scatter = reduce_scatter_s(wires, groups.shard, wide * parameters / layers) * layers
     scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
     again = gather if job.layout.zero_stage == 3 else 0.0
@@ -308,7 +308,7 @@ def _once_a_step(
     reduce = gather = 0.0
     if not _reduces_every_micro_batch(job):
         if layout.zero_stage >= 1 and groups.shard.size > 1:
-            reduce = all_gather_s(wires, groups.shard, wide * parameters)
+            reduce = reduce_scatter_s(wires, groups.shard, wide * parameters)
             reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
             gather = all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters)
         else:
