@@ -8,6 +8,9 @@ measured seconds of a step (the median of its steps), and its result the median 
 user would run it: `meshwright calibrate [--nproc 2]`, `meshwright bench JOB [--nproc 2]`, threads as those commands
 choose them. Jobs read synthetic tokens. The load of the machine before each round is in the result: figures of a
 machine that does other work at the same time mean little.
+
+With --cpu-time both commands run in one thread and read the CPU time of that thread instead of the clock, which other
+work on the machine disturbs less: for one rank only, since it counts no waiting.
 """
 
 import argparse
@@ -52,6 +55,8 @@ JOBS: list[tuple[str, int, list[str]]] = [
     ("demo, recompute full", 1, [*DEMO, *batch(128, 16, 8), "memory.recompute=full"]),
     ("demo, recompute selective", 1, [*DEMO, *batch(128, 16, 8), "memory.recompute=selective"]),
     ("demo, documents masked", 1, [*DEMO, *batch(128, 16, 8), "data.mask_documents=true"]),
+    ("demo, fp16", 1, [*DEMO, *batch(128, 16, 8), "precision.compute=fp16"]),
+    ("tiny-llama, bf16", 1, ["model.preset=tiny-llama", *batch(128, 8, 8), "precision.compute=bf16"]),
     ("GPT-2 of 10M, 4 × 256 tokens", 1, [*GPT2_10M, *batch(256, 4, 4)]),
     ("GPT-2 of 10M, 16 × 256 tokens", 1, [*GPT2_10M, *batch(256, 16, 16)]),
     ("GPT-2 of 10M, recompute full", 1, [*GPT2_10M, *batch(256, 16, 16), "memory.recompute=full"]),
@@ -73,11 +78,19 @@ JOBS: list[tuple[str, int, list[str]]] = [
 ]
 
 
-def meshwright(*words: str, profiles: Path) -> dict[str, Any]:
+ON_CPU_TIME = """
+import runpy, sys, time
+time.perf_counter = time.thread_time
+runpy.run_module("meshwright", run_name="__main__", alter_sys=True)
+"""
+
+
+def meshwright(*words: str, profiles: Path, cpu_time: bool) -> dict[str, Any]:
     """A command's JSON; ranks share the cores as the command decides."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     environment |= {"MESHWRIGHT_PROFILES": str(profiles), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "meshwright", *words, "--json"]
+    environment |= {"OMP_NUM_THREADS": "1"} if cpu_time else {}
+    command = [sys.executable, *(("-c", ON_CPU_TIME) if cpu_time else ("-m", "meshwright")), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed: {done.stderr.strip()[-2000:]}")
@@ -90,13 +103,14 @@ def nproc(ranks: int) -> list[str]:
     return ["--nproc", str(ranks)] if ranks > 1 else []
 
 
-def one_job(name: str, ranks: int, overrides: list[str], steps: int, profiles: Path) -> dict[str, Any]:
+def one_job(name: str, ranks: int, overrides: list[str], steps: int, profiles: Path, cpu_time: bool) -> dict[str, Any]:
     """A job's prediction and measurement."""
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.toml"
         job.write_text('[data]\nsources = ["builtin:synthetic"]\n[run]\ndevice = "cpu"\n', encoding="utf-8")
         given = [word for override in overrides for word in ("--set", override)]
-        found = meshwright("bench", str(job), *given, "--steps", str(steps), *nproc(ranks), profiles=profiles)
+        words = ["bench", str(job), *given, "--steps", str(steps), *nproc(ranks)]
+        found = meshwright(*words, profiles=profiles, cpu_time=cpu_time)
     terms = {term["name"]: term for term in found["predicted"]}
     return {
         "job": name,
@@ -142,10 +156,11 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, help="use this folder of profiles and keep it; calibrates only what it lacks"
     )
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, by its CPU time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    counts = [int(word) for word in options.ranks.split(",")]
-    jobs = [job for job in JOBS if job[1] in counts and options.only in job[0]]
+    counts = [1] if options.cpu_time else [int(word) for word in options.ranks.split(",")]
+    jobs = [job for job in JOBS if job[1] in counts and any(word in job[0] for word in options.only.split("|"))]
     rounds, loads, took = [], [], []
     for number in range(options.rounds):
         loads.append(os.getloadavg())
@@ -156,20 +171,20 @@ def main() -> None:
                 file = profiles / ("cpu.json" if ranks == 1 else f"cpu-{ranks}-ranks.json")
                 if not file.exists():
                     quick = ["--quick"] if options.quick else []
-                    made = meshwright("calibrate", "--device", "cpu", *quick, *nproc(ranks), profiles=profiles)
+                    words = ["calibrate", "--device", "cpu", *quick, *nproc(ranks)]
+                    made = meshwright(*words, profiles=profiles, cpu_time=options.cpu_time)
                     took.append(made["took_s"])
                 for job in jobs:
                     if job[1] == ranks:
-                        rows.append(one_job(*job, options.steps, profiles))
+                        rows.append(one_job(*job, options.steps, profiles, options.cpu_time))
                         row = rows[-1]
                         both = f"{1e3 * row['predicted_s']:9.1f} ms predicted {1e3 * row['measured_s']:9.1f} measured"
                         print(f"{number + 1}  {row['job']:50} {both}  ×{row['ratio']:.2f}", flush=True)
-                        if options.only:
-                            print(json.dumps({"parts": row["parts"], "phases": row["phases_s"]}, indent=1))
             rounds.append(rows)
     report = {
         "date": date.today().isoformat(),
         "how": __doc__,
+        "clock": "CPU time of one thread" if options.cpu_time else "wall",
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "time": time.strftime("%H:%M"),
         "loads_before_rounds": loads,

@@ -38,6 +38,8 @@ QUICK_LIMIT_S = 25.0
 _CACHE_BYTES = 256 * 2**20
 """Bytes of operands that calls cycle through: several times the cache of any GPU."""
 _UPDATE_ENTRIES = 16 * 2**20
+_CPU_LONGEST_S = 0.1
+"""Limit on one product in a format that a CPU computes slowly: such products take as long as their FLOPs."""
 _CPU_TENSORS = 16
 """Tensors of an update on a CPU, where each costs some calls."""
 
@@ -186,7 +188,10 @@ class Calibration:
 
     def _operations(self) -> Iterator[Operation]:
         for dtype in self.shapes.dtypes:
-            for name, rows, width in self.shapes.operations:
+            sizes = self.shapes.operations
+            if dtype != self.shapes.dtypes[0]:
+                sizes = tuple({name: (name, rows, width) for name, rows, width in reversed(sizes)}.values())
+            for name, rows, width in sizes:
                 what = f"{name} of {rows} × {width} in {dtype}"
                 found = self._try(what, measured_operation, name, dtype, rows, width, self.watch.goal_s)
                 if found is not None:
@@ -267,12 +272,17 @@ class Calibration:
         warm = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device) if self.cuda else None
         if warm is not None:
             self.watch.busy(lambda _: warm @ warm, 1.0)
+        fastest: dict[str, float] = {}
         for dtype, kind, rows, columns, inner in self.shapes.products():
             if dtype == "fp8" and not self._has_fp8():
+                continue
+            flops = 2.0 * rows * columns * inner
+            if dtype != self.shapes.dtypes[0] and not self.cuda and flops > _CPU_LONGEST_S * fastest.get(dtype, flops):
                 continue
             what = f"a {dtype} product ({kind}) of {rows} × {columns} × {inner}"
             found = self._try(what, self._product_s, dtype, kind, rows, columns, inner)
             if found is not None:
+                fastest[dtype] = max(flops / found, fastest.get(dtype, 0.0))
                 yield Product(dtype=dtype, kind=kind, rows=rows, columns=columns, inner=inner, seconds=found)
 
     def _has_fp8(self) -> bool:

@@ -12,10 +12,10 @@ from meshwright.torch_private.arithmetic import cpu_multiplies
 
 _MOST_FLOPS = 15e12
 """Limit on one product: about 20 ms on the fastest GPUs of 2026."""
-_EVERY = {"bf16": 1, "fp16": 1, "fp8": 2, "tf32": 3, "fp32": 3}
-"""16-bit formats get every number of tokens, fp8 every second, the wider formats every third."""
+_EVERY = {"bf16": 2, "fp16": 2, "fp8": 2, "tf32": 3, "fp32": 3}
+"""The first format gets every number of tokens; of the others narrow ones every second, wide ones every third."""
 _WIDE_PROJECTIONS = 5
-"""Projections that formats wider than 16 bits are measured with, if they are not the main ones."""
+"""Projections that all formats but the main one and fp8 are measured with."""
 _WIDE_SHARE = 0.05
 """Fraction of the largest product's FLOPs for fp32 without tensor cores."""
 
@@ -59,6 +59,8 @@ class Shapes:
     """Names, rows and widths."""
     decoders: tuple[tuple[dict[str, int | str | bool], str], ...] = ()
     """Shapes of small decoders and their recomputation."""
+    emulated: tuple[str, ...] = ()
+    """Formats that a CPU lacks, measured with a few small products."""
     sharded: tuple[tuple[dict[str, int | str | bool], int], ...] = ()
     """Shapes of small decoders and layout.zero over all ranks."""
 
@@ -66,16 +68,17 @@ class Shapes:
         """Every product; the middle numbers of tokens first, then the ends, and the heads between."""
         middle = sorted(self.tokens, key=lambda size: abs(self.tokens.index(size) - len(self.tokens) // 2))
         yield from self._heads()
+        for dtype in self.emulated:
+            yield from _of_projection(dtype, 64, 64, 64)
+            yield from _of_projection(dtype, 64, 192, 64)
         for place, tokens in enumerate(middle):
             for dtype in self.dtypes:
                 if place % (_EVERY[dtype] if dtype != self.dtypes[0] else 1) == 0:
-                    few = dtype in ("fp32", "tf32") and dtype != self.dtypes[0]
+                    few = dtype not in ("fp8", self.dtypes[0])
                     most = _MOST_FLOPS * (_WIDE_SHARE if dtype == "fp32" else 1.0)
                     for outputs, inputs in self.projections[: _WIDE_PROJECTIONS if few else None]:
                         if 2.0 * tokens * outputs * inputs <= most:
-                            yield dtype, "forward", tokens, outputs, inputs
-                            yield dtype, "input", tokens, inputs, outputs
-                            yield dtype, "weight", outputs, inputs, tokens
+                            yield from _of_projection(dtype, tokens, outputs, inputs)
 
     def _heads(self) -> Iterator[Size]:
         dtype = self.dtypes[0]
@@ -85,11 +88,19 @@ class Shapes:
             yield dtype, "weight sum", vocabulary, width, rows
 
 
+def _of_projection(dtype: str, tokens: int, outputs: int, inputs: int) -> Iterator[Size]:
+    yield dtype, "forward", tokens, outputs, inputs
+    yield dtype, "input", tokens, inputs, outputs
+    yield dtype, "weight", outputs, inputs, tokens
+
+
 def shapes_for(device: torch.device) -> Shapes:
     """The shapes for a GPU or a CPU."""
     if device.type == "cuda":
         return _GPU
-    return replace(_CPU, dtypes=("fp32", *(name for name in ("bf16", "fp16") if cpu_multiplies(DTYPES[name]))))
+    native = tuple(name for name in ("bf16", "fp16") if cpu_multiplies(DTYPES[name]))
+    emulated = tuple(name for name in ("bf16", "fp16") if name not in native)
+    return replace(_CPU, dtypes=("fp32", *native), emulated=emulated)
 
 
 def _projections(width: int, inner: int, kv: int) -> list[tuple[int, int]]:
@@ -160,7 +171,8 @@ _STREAMS = ((512, 256), (4096, 1024), (64, 64), (1024, 768), (512, 1024), (4096,
 _INNER = ((512, 1024), (4096, 3072), (64, 128), (4096, 256), (64, 4096))
 _ROTATED = ((8192, 64), (49152, 64), (256, 16), (4096, 32), (2048, 128), (16384, 16), (512, 64))
 _MATRICES = ((4096, 768), (32768, 768), (512, 64), (8192, 256))
-_ON_STREAMS: tuple[OperationName, ...] = ("rmsnorm", "layernorm", "sum", "bias", "dropout", "scale", "embedding")
+_ON_STREAMS: tuple[OperationName, ...] = ("rmsnorm", "layernorm", "sum", "bias")
+_SELDOM: tuple[OperationName, ...] = ("dropout", "scale", "embedding")
 _CPU = Shapes(
     dtypes=("fp32",),
     tokens=(64, 256, 1024, 4096),
@@ -190,6 +202,7 @@ _CPU = Shapes(
         for place in range(8)
         for names, sizes in (
             (_ON_STREAMS, _STREAMS),
+            (_SELDOM, _STREAMS[:4]),
             (("swiglu", "gelu"), _INNER),
             (("rotary",), _ROTATED),
             (("rmsnorm",), _ROTATED[:2]),

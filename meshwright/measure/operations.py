@@ -22,10 +22,12 @@ from meshwright.model.numbers import DTYPES
 from meshwright.model.rotary import apply_rotary
 from meshwright.parallel import World, build, join_world
 from meshwright.parallel.weights import norm
-from meshwright.train.optimizer import clip_gradients
+from meshwright.train import clip_gradients
 
 LENGTH = 8
 """Calls of a chain: as many as keep the results of some layers alive at the same time."""
+_LARGE = 2**21
+"""Entries from which a chain has half as many calls."""
 _REPEATS = 5
 _DECODER_REPEATS = 15
 _ROTATED_HEADS = 8
@@ -48,31 +50,32 @@ def measured_operation(name: OperationName, dtype: str, rows: int, width: int, g
 
 def _calls(name: OperationName, form: torch.dtype, rows: int, width: int) -> tuple[Tensor, list[Call], list[Tensor]]:
     """An input, a chain of calls from it that keep its shape, and what else has gradients."""
+    length = LENGTH if rows * width < _LARGE else LENGTH // 2
     x = torch.randn(1, rows, width, dtype=form)
     if name == "rotary":
         x = torch.randn(1, max(1, rows // _ROTATED_HEADS), _ROTATED_HEADS, width, dtype=form)
         angles = torch.randn(1, x.shape[1], 1, width // 2)
         tables = angles.cos(), angles.sin()
-        return x, [lambda y: apply_rotary(y, tables)] * LENGTH, []
+        return x, [lambda y: apply_rotary(y, tables)] * length, []
     if name == "swiglu":
-        ups: list[Tensor] = [torch.randn_like(x).requires_grad_() for _ in range(LENGTH)]
+        ups: list[Tensor] = [torch.randn_like(x).requires_grad_() for _ in range(length)]
         return x, [_gated(up) for up in ups], ups
     if name == "dropout":
         draws = Draws(1, torch.tensor(1), torch.arange(1))
-        return x, [lambda y: dropout(y, 0.1, draws, 0)] * LENGTH, []
+        return x, [lambda y: dropout(y, 0.1, draws, 0)] * length, []
     if name in ("rmsnorm", "layernorm"):
         module: nn.Module = (RMSNorm(width, 1e-5) if name == "rmsnorm" else nn.LayerNorm(width)).to(form)
-        return x, [module] * LENGTH, list(module.parameters())
+        return x, [module] * length, list(module.parameters())
     if name == "bias":
         bias = torch.randn(width, dtype=form, requires_grad=True)
-        return x, [lambda y: y + bias] * LENGTH, [bias]
+        return x, [lambda y: y + bias] * length, [bias]
     other, factor = torch.randn_like(x), torch.tensor(0.9, dtype=form)
     calls: dict[str, Call] = {
         "gelu": lambda y: F.gelu(y, approximate="tanh"),
         "sum": lambda y: y + other,
         "scale": lambda y: factor * y,
     }
-    return x, [calls[name]] * LENGTH, []
+    return x, [calls[name]] * length, []
 
 
 def _gated(up: Tensor) -> Call:

@@ -80,8 +80,10 @@ def compare_with_plan(
         Term("step", "s", prediction.step_s, step_s),
         Term("throughput", "tokens/s", tokens / prediction.step_s, tokens / step_s),
     ]
-    if peak_bytes and device != "CPU":
+    if peak_bytes and not prediction.on_cpu:
         terms.append(Term("peak memory", "bytes", prediction.fullest.allocated, peak_bytes))
+    elif peak_bytes and prediction.fullest.outside:  # of a CPU's process the whole is measured
+        terms.append(Term("peak memory", "bytes", prediction.fullest.device, peak_bytes))
     expected = _parts(job, cluster, prediction) if job.layout.pp == 1 else {"optimizer": prediction.phases["optimizer"]}
     measured = dict(parts_s or {})
     if devices == 1 and "optimizer" in measured:
