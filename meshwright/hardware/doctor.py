@@ -21,6 +21,7 @@ _TORCH_INSTALL = "pip install 'torch>=2.11'"
 _LOW_DISK_GIB = 10
 REQUIRED = {
     **{name: name for name in ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "fsspec", "jinja2")},
+    "huggingface_hub": "huggingface_hub",
     "markdown-it-py": "markdown_it",
 }
 """Packages that are installed with this one, and what they are imported as; torch has a line of its own."""

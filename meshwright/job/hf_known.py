@@ -52,7 +52,7 @@ def require_family(config: Mapping[str, Any]) -> None:
     experts = next((key for key in _EXPERTS.split() if fields.get(key)), None)
     shown = f"config.json has model_type = {_shown(family)}"
     if experts is not None and family in FAMILIES:
-        shown += f" and {experts}"
+        shown += f" and {experts} = {_shown(fields[experts])}"
     if experts is not None or is_mixture(str(family).replace("_", "-")):
         raise UserError(f"{shown}, a mixture of experts, which Meshwright does not support yet; {remedy}")
     if family not in FAMILIES:

@@ -28,15 +28,15 @@ class Writer:
 
 def open_writer(source: Path, device: str) -> Writer:
     """The model of a run folder, or of a Hugging Face folder; no code that either names is run."""
+    job = RunFolder.open(source).resolved_job(trust=True) if _is_run(source) else None  # none of its code is run
+    if job is not None and job.model.file is not None:
+        raise UserError(f"{source} trained model.file = {job.model.file}, which cannot generate text; use a preset")
     tokenizer = tokenizer_of(source)
     generation = generation_of(source, tokenizer)
-    if not _is_run(source):
+    if job is None:
         model = _empty(model_of_folder(source), device)
         load_hf_weights(source, model)
         return Writer(model, tokenizer, generation, None)
-    job = RunFolder.open(source).resolved_job(trust=True)  # none of its code is run
-    if job.model.file is not None:
-        raise UserError(f"{source} trained model.file = {job.model.file}, which cannot generate text; use a preset")
     checkpoint = newest_weights(source)
     model = _empty(job.model, device)
     return Writer(model, tokenizer, generation, load_weights(checkpoint, model))

@@ -60,7 +60,7 @@ def test_a_callback_may_ask_to_stop_and_the_run_be_resumed(here: None, tiny_job:
     run = meshwright.train(tiny_job, callbacks=notes)
     assert notes.steps == [1, 2, 3, 4] and run.state == "stopped"
     assert run.events("stop")[-1]["signal"] == "callback" and run.checkpoint.step == 4
-    with pytest.raises(UserError, match="exists and is not an empty folder"):
+    with pytest.raises(UserError, match="holds a run; add --resume to continue it"):
         meshwright.train(tiny_job)
     assert meshwright.train(tiny_job, resume=True).losses == whole.losses
 

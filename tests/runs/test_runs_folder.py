@@ -138,7 +138,7 @@ def test_samples_by_step(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     make(tmp_path / "empty")
-    with pytest.raises(UserError, match=r"run\.folder = \".*empty\" exists .*; choose another"):
+    with pytest.raises(UserError, match=r"run\.folder = \".*empty\" holds a run; .*choose another"):
         make(tmp_path / "empty")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.folder"):

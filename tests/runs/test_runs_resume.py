@@ -229,7 +229,7 @@ def test_what_would_be_no_continuation_is_refused_and_nothing_touched() -> None:
         with pytest.raises(UserError, match=sentence):
             train("run", "run.steps=4", override, resume=True)
     assert {str(path): path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-    with pytest.raises(UserError, match="exists and is not an empty folder"):
+    with pytest.raises(UserError, match="holds a run; add --resume to continue it"):
         train("run")
 
 

@@ -202,7 +202,7 @@ def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:
     page = Path(json.loads(done.out)["report"]).read_text()
     assert len(page.encode()) < 2_000_000 and page.count("<svg") >= 5 and "alert(1)" not in page
     assert not re.search(r"""(?:src|href|action|srcset)\s*=|url\(|@import|https?:|["'(]//""", page)
-    wrong = cli("report", str(job), "--cluster", "8xh100")
+    wrong = cli("report", str(job), "--cluster", "8xh100", "--force")
     assert wrong.code == 2 and "layout needs 16 ranks" in wrong.err
     assert cli("report", str(tmp_path), "--cluster", "8xh100").code == 2
     assert not list(tmp_path.glob(".*.new"))
