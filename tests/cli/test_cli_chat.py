@@ -113,8 +113,8 @@ def test_the_exported_folder_says_the_same_in_transformers(cli: Any, run: Path, 
     assert cli("checkpoint", "export", "run", "out").code == 0
     assert cli("chat", "out", "--once", "after apple?", *GREEDY).out == "bread\n"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    prompt = tokenizer.apply_chat_template(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    prompt: Any = tokenizer.apply_chat_template(
         [turn("user", "after apple?")], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     written = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
