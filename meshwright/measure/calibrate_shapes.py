@@ -171,8 +171,14 @@ _STREAMS = ((512, 256), (4096, 1024), (64, 64), (1024, 768), (512, 1024), (4096,
 _INNER = ((512, 1024), (4096, 3072), (64, 128), (4096, 256), (64, 4096))
 _ROTATED = ((8192, 64), (49152, 64), (256, 16), (4096, 32), (2048, 128), (16384, 16), (512, 64))
 _MATRICES = ((4096, 768), (32768, 768), (512, 64), (8192, 256))
-_ON_STREAMS: tuple[OperationName, ...] = ("rmsnorm", "layernorm", "sum", "bias")
-_SELDOM: tuple[OperationName, ...] = ("dropout", "scale", "embedding")
+_OPERATIONS: tuple[tuple[tuple[OperationName, ...], tuple[tuple[int, int], ...]], ...] = (
+    (("rmsnorm", "layernorm", "sum", "bias"), _STREAMS),
+    (("dropout", "scale", "embedding"), _STREAMS[:4]),
+    (("swiglu", "gelu"), _INNER),
+    (("rotary",), _ROTATED),
+    (("rmsnorm",), _ROTATED[:2]),
+    (("fill", "scale", "sum"), _MATRICES),
+)
 _CPU = Shapes(
     dtypes=("fp32",),
     tokens=(64, 256, 1024, 4096),
@@ -200,14 +206,7 @@ _CPU = Shapes(
     operations=tuple(
         (name, *sizes[place])
         for place in range(8)
-        for names, sizes in (
-            (_ON_STREAMS, _STREAMS),
-            (_SELDOM, _STREAMS[:4]),
-            (("swiglu", "gelu"), _INNER),
-            (("rotary",), _ROTATED),
-            (("rmsnorm",), _ROTATED[:2]),
-            (("fill", "scale", "sum"), _MATRICES),
-        )
+        for names, sizes in _OPERATIONS
         if place < len(sizes)
         for name in names
     ),

@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import Profile, profile_of, write_profile
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.plan import machine_of, parse_cluster, predict
+from meshwright.plan import compare_with_plan, machine_of, parse_cluster, predict
 
 MODEL = {"vocab_size": 512, "width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_width": 192}
 NAMES = (
@@ -159,6 +159,8 @@ def test_memory_is_tensors_and_the_program(profiles: Path) -> None:
     write_profile(profile(), profiles / "cpu.json")
     [rank] = predict(job(), Cluster(gpu="cpu")).memory
     assert rank.outside == 3e8 and rank.device == pytest.approx(rank.reserved + 3e8)
+    terms = {term.name: term for term in compare_with_plan(job(), "CPU", 1, 1.0, 1e9)}
+    assert terms["peak memory"].predicted == rank.device and terms["step"].measured == 1.0
 
 
 def test_a_cpu_is_called_a_cpu(profiles: Path) -> None:
