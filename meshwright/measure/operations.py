@@ -45,7 +45,7 @@ def measured_operation(name: OperationName, dtype: str, rows: int, width: int, g
         forward_s, backward_s = _alone_s(name, form, rows, width, goal_s)
     else:
         forward_s, backward_s = _chain_s(*_calls(name, form, rows, width), goal_s=goal_s)
-    return Operation(name=name, dtype=dtype, rows=rows, width=width, forward_s=forward_s, backward_s=backward_s)  # type: ignore[arg-type]
+    return Operation(name=name, dtype=dtype, rows=rows, width=width, forward_s=forward_s, backward_s=backward_s)
 
 
 def _calls(name: OperationName, form: torch.dtype, rows: int, width: int) -> tuple[Tensor, list[Call], list[Tensor]]:
@@ -120,12 +120,14 @@ def _alone_s(name: str, form: torch.dtype, rows: int, width: int, goal_s: float)
 
 def _medians(once: Callable[[], tuple[float, float]], calls: int, goal_s: float) -> tuple[float, float]:
     once()
-    taken, began = [], time.perf_counter()
+    taken: list[tuple[float, float]] = []
+    began = time.perf_counter()
     while len(taken) < _REPEATS or time.perf_counter() - began < goal_s:
         taken.append(once())
         if len(taken) >= 2 and time.perf_counter() - began > 4 * goal_s:
             break
-    return tuple(statistics.median(times) / calls for times in zip(*taken, strict=True))  # type: ignore[return-value]
+    forwards, backwards = zip(*taken, strict=True)
+    return statistics.median(forwards) / calls, statistics.median(backwards) / calls
 
 
 def update_call(parameters: int, tensors: int) -> Callable[[int], object]:
@@ -178,4 +180,5 @@ def _decoder_s(job: Job, world: World) -> tuple[float, float]:
         weights.collect_gradients()
         taken.append((middle - began, time.perf_counter() - middle))
         weights.zero_gradients()
-    return tuple(statistics.median(times) for times in zip(*taken[3:], strict=True))  # type: ignore[return-value]
+    forwards, backwards = zip(*taken[3:], strict=True)
+    return statistics.median(forwards), statistics.median(backwards)
