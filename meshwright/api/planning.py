@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.jobs import JobLike, load_job
+from meshwright.job import model_presets
 
 if TYPE_CHECKING:
-    from meshwright.job import Job, Model
+    from meshwright.job import Job
     from meshwright.job.devices import Cluster
     from meshwright.plan import Prediction, Search
 
@@ -100,15 +102,24 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search looked for, and found."""
+class Question:
+    """What a search is about."""
 
-    search: Search
+    job: Job
+    """With the batch and the sequence length of the search; its layout and memory are for the search to choose."""
     machines: Cluster
-    sequence: int
-    batch: int
     practice: str
     """Where the batch is from, if nobody said."""
+    notes: tuple[str, ...]
+    """How what was asked was understood, where it had to be."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A question and what was found."""
+
+    question: Question
+    search: Search
 
 
 def plan(
@@ -122,94 +133,117 @@ def plan(
 ) -> Plan:
     """The fastest layouts of a job that fit a cluster (`8xh100`, `16x8xa100-80gb`, `16xleonardo`; else the job's own).
 
-    Batch, sequence length and precision.compute are the job's where it sets them; else models of this size are taken as
-    they are usually trained, in bf16. Needs no torch.
+    A job file is planned as it is. In a job from elsewhere, as from a preset, what is not set is taken as usual: batch
+    and sequence length for models of this size, bf16, compiled blocks. Needs no torch.
     """
-    from meshwright.plan import why_not
+    from meshwright.plan import predict, why_not
 
     own = load_job(job, trust=True)  # nothing of it is run
-    if sequence_length is None and "sequence_length" in own.batch.model_fields_set:
-        sequence_length = own.batch.sequence_length
-    if batch_tokens is None and "global_batch" in own.batch.model_fields_set:
-        batch_tokens = own.batch.global_batch * (sequence_length or own.batch.sequence_length)
-    compute = own.precision.compute if "compute" in own.precision.model_fields_set else "bf16"
-    found = find_layouts(own.model, own, cluster, sequence_length, batch_tokens, top, allow, compute)
-    layouts = [_applied(own, candidate.job, found.machines) for candidate in found.search.best]
+    exact = isinstance(job, str | Path) and str(job) not in model_presets()
+    asked = question(own, cluster, exact=exact, sequence_length=sequence_length, batch_tokens=batch_tokens)
+    found = find_layouts(asked, top, allow)
+    jobs = [_validated(candidate.job, asked.machines) for candidate in found.search.best]
+    layouts = [PlannedLayout(one, predict(one, asked.machines)) for one in jobs]
     fitting = sorted((one for one in layouts if one.prediction.fits), key=lambda one: one.step_s)
     if not fitting:
-        raise _refusal(own.model, found, "the job")
+        raise _refusal(found, "the job")
     misses = tuple(why_not(miss, found.search) for miss in found.search.misses)
-    return Plan(tuple(fitting), misses, found.machines)
+    return Plan(tuple(fitting), misses, asked.machines)
 
 
-def find_layouts(
-    model: Model,
-    job: Job | None,
+def question(
+    job: Job,
     cluster: str | Cluster | None,
-    sequence_length: int | None,
-    batch_tokens: int | None,
-    top: int,
-    allow: Collection[str],
-    compute: str = "bf16",
+    *,
+    exact: bool,
+    sequence_length: int | None = None,
+    batch_tokens: int | None = None,
     mtbf_hours: float | None = None,
-    called: str = "the model",
-) -> Found:
-    """Search the layouts of a model, with what a job and a caller say of it; refused where none fits."""
-    from meshwright.cost import parameter_count
-    from meshwright.plan import batch_sequences, search
+    longest: bool = False,
+) -> Question:
+    """A job on machines, with the batch and the sequence length to plan for.
 
-    machines = _machines(cluster, job)
-    sequence = sequence_length or min(4096, model.max_sequence_length)
+    If `exact`, what the job leaves out has its default, as in a training; else it is as usual for models of this size.
+    `longest` takes the model's longest sequences where nobody gives a length.
+    """
+    from meshwright.plan import target_of
+
+    machines, note = target_of(job, cluster)
     if mtbf_hours is not None:
         machines = machines.model_copy(update={"mtbf_hours": mtbf_hours})
+    most, said = job.model.max_sequence_length, job.batch.model_fields_set
+    sequence = sequence_length
+    if sequence is None:
+        own = exact or "sequence_length" in said
+        sequence = job.batch.sequence_length if own else most if longest else min(4096, most)
+    if not exact:
+        job = _as_usual(job)
     gpus = machines.nodes * machines.gpus_per_node
-    batch, practice = batch_sequences(parameter_count(model), sequence, gpus, batch_tokens)
-    found = Found(
-        search(model, machines, sequence, batch, compute, top=top, allow=allow), machines, sequence, batch, practice
-    )
+    batch, practice, rounded = _batch(job, sequence, gpus, batch_tokens, own=exact or "global_batch" in said)
+    sizes = {"sequence_length": sequence, "global_batch": batch, "micro_batch": 1}
+    sized = job.model_copy(update={"batch": job.batch.model_copy(update=sizes)})
+    return Question(sized, machines, practice, tuple(words for words in (note, rounded) if words))
+
+
+def _as_usual(job: Job) -> Job:
+    """A job in which nobody chose them in bf16 and compiled."""
+    update: dict[str, Any] = {}
+    if "compute" not in job.precision.model_fields_set:
+        update["precision"] = job.precision.model_copy(update={"compute": "bf16"})
+    if "compile" not in job.run.model_fields_set:
+        update["run"] = job.run.model_copy(update={"compile": True})
+    return job.model_copy(update=update)
+
+
+def _batch(job: Job, sequence: int, gpus: int, batch_tokens: int | None, *, own: bool) -> tuple[int, str, str]:
+    """Sequences a step; where they are from if nobody said; and how a request was rounded if it was."""
+    from meshwright.cost import parameter_count
+    from meshwright.errors import UserError
+    from meshwright.plan import batch_sequences, fine_tuning_batch
+
+    if batch_tokens is None and own:
+        return job.batch.global_batch, "", ""
+    practice = ""
+    wanted = batch_tokens
+    if batch_tokens is None and job.model.init_from is not None:
+        sequences, practice = fine_tuning_batch()
+        wanted = sequences * sequence
+    if wanted is not None and wanted < sequence:
+        raise UserError(
+            f"--batch-tokens = {wanted} is less than one sequence of {sequence} tokens; give a multiple of {sequence}, "
+            "or a shorter --seq"
+        )
+    batch, usual = batch_sequences(parameter_count(job.model), sequence, gpus, wanted)
+    rounded = ""
+    if batch_tokens is not None and batch * sequence != batch_tokens:
+        shared = f"{batch} sequences, which {gpus} GPUs can share"
+        rounded = f"--batch-tokens = {batch_tokens} is taken as {batch * sequence}: {shared}"
+    return batch, usual or practice, rounded
+
+
+def find_layouts(asked: Question, top: int, allow: Collection[str], called: str = "the model") -> Found:
+    """Search the layouts of a question; refused where none fits."""
+    from meshwright.plan import search
+
+    found = Found(asked, search(asked.job, asked.machines, top=top, allow=allow))
     if not found.search.best:
-        raise _refusal(model, found, called)
+        raise _refusal(found, called)
     return found
 
 
-def _refusal(model: Model, found: Found, called: str) -> Exception:
+def _refusal(found: Found, called: str) -> Exception:
     from meshwright.errors import UserError
     from meshwright.plan import spelled, what_would_fit, why_not
 
-    misses = found.search.misses
+    misses, asked = found.search.misses, found.question
     reason = f" ({why_not(misses[0], found.search)})" if misses else ""
-    remedy = what_would_fit(model, found.machines, found.sequence, found.batch) or "more or larger GPUs"
-    return UserError(f"no layout of {called} fits on --cluster = {spelled(found.machines)}{reason}; give {remedy}")
+    remedy = what_would_fit(asked.job, asked.machines) or "more or larger GPUs"
+    return UserError(f"no layout of {called} fits on --cluster = {spelled(asked.machines)}{reason}; give {remedy}")
 
 
-def _machines(cluster: str | Cluster | None, job: Job | None) -> Cluster:
-    """Those a caller names, else those a job's own section says."""
-    from meshwright.errors import UserError
-    from meshwright.hardware import completed
-    from meshwright.plan import parse_cluster
-
-    if isinstance(cluster, str):
-        return parse_cluster(cluster)
-    if cluster is not None:
-        return completed(cluster)
-    if job is None or (job.cluster.name or job.cluster.gpu) is None:
-        raise UserError(
-            "--cluster is missing, and a search needs it; write --cluster 8xh100 or 16x8xa100-80gb, or search for a "
-            "job with a [cluster]"
-        )
-    return completed(job.cluster)
-
-
-def _applied(job: Job, planned: Job, machines: Cluster) -> PlannedLayout:
-    """The job in a layout that a search found, predicted with all that the job says beside it, as its optimizer."""
+def _validated(job: Job, machines: Cluster) -> Job:
+    """A layout of a search as a job that was checked as any other."""
     from meshwright.job import job_of_table
-    from meshwright.plan import predict
 
-    own = job.model_dump(mode="json", exclude_unset=True)
-    found = planned.model_dump(mode="json", exclude_unset=True)
-    table = own | {"layout": found["layout"], "memory": found["memory"]}
-    table["cluster"] = machines.model_dump(mode="json", exclude_unset=True)
-    for section in ("batch", "precision", "run"):
-        table[section] = own.get(section, {}) | found[section]
-    applied = job_of_table(table, "job")
-    return PlannedLayout(applied, predict(applied, machines))
+    table = job.model_dump(mode="json", exclude_unset=True)
+    return job_of_table(table | {"cluster": machines.model_dump(mode="json", exclude_unset=True)}, "job")

@@ -11,16 +11,21 @@ from meshwright.cli.job import FORCE, JSON, SET
 if TYPE_CHECKING:
     from meshwright.plan import Prediction
 
+JOB = typer.Argument(
+    None, metavar="[JOB]", help="Find layouts for this job file, recipe or preset; after --compare, further clusters."
+)
 CHECK = typer.Option(None, "--check", metavar="JOB", help="Explain one job: memory and time, term by term.")
 CLUSTER = typer.Option(
-    None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo; by default the job's [cluster]."
+    None, "--cluster", help="Where it runs: 8xh100, 64xh100, 16x8xa100-80gb, 16xleonardo; else the job's [cluster]."
 )
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be repeated.")
-MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, a Hugging Face folder or org/name.")
+MODEL = typer.Option(None, "--model", help="The same for a preset, a job, a Hugging Face folder or org/name.")
 SEQ = token_option(None, "--seq", "Tokens per sequence; by default the job's, 4096, or the model's limit.", length=True)
 BATCH = token_option(None, "--batch-tokens", "Tokens per step, e.g. 4M; by default typical for the model's size.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
-WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
+WRITE = typer.Option(
+    None, "--write", metavar="OUT.toml", help="Write the job with the best layout, otherwise as it is."
+)
 ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try any of fp8, offload and zero-bubble.")
 TOKENS = token_option(
     None, "--tokens", "Tokens of the whole training, e.g. 15T or 2e12: adds days, GPU-hours and cost."
@@ -29,6 +34,11 @@ PRICE = typer.Option(None, "--price", help="Price of a GPU-hour; by default clus
 MTBF = typer.Option(
     None, "--mtbf-hours", help="Mean time between failures of the cluster; by default cluster.mtbf_hours."
 )
+COMPARE = typer.Option(
+    [], "--compare", metavar="CLUSTER...", help="The job on several clusters: --compare 64xh100@2.5 32xb200@4 (price)."
+)
+DAYS = typer.Option(None, "--days", help="How many nodes of --cluster end the training of --tokens within these days.")
+BUDGET = typer.Option(None, "--budget", help="How many nodes of --cluster this pays for, with --price per GPU-hour.")
 SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the same job on other numbers of GPUs.")
 AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are sizes of this axis (tp, cp, pp, dp_shard …).")
 WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays fixed.")
@@ -41,6 +51,7 @@ _FEW_GROUPS = 10
 
 
 def plan(
+    given: list[str] | None = JOB,
     model: str | None = MODEL,
     cluster: str | None = CLUSTER,
     seq: int | None = SEQ,
@@ -52,6 +63,9 @@ def plan(
     tokens: int | None = TOKENS,
     price: float | None = PRICE,
     mtbf_hours: float | None = MTBF,
+    compare: list[str] = COMPARE,
+    days: float | None = DAYS,
+    budget: float | None = BUDGET,
     check: str | None = CHECK,
     scale: str | None = SCALE,
     axis: str | None = AXIS,
@@ -68,25 +82,50 @@ def plan(
 
     for option, path in (("--write", write), ("--svg", svg), ("--markdown", markdown)):
         require_new(path, option, force)
-    if sum(map(bool, (model, check, validate))) != 1:
-        raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
+    job, clusters = _arguments(given or [], model, compare)
+    if sum(map(bool, (job, model, check, validate))) != 1:
+        raise UserError(
+            "plan needs a JOB to find layouts for, --model NAME, --check JOB or --validate ROWS.csv; give exactly one "
+            "of them"
+        )
+    source = job or model
+    if write is not None and not source:
+        raise UserError(f"--write = {write} writes the layout that a search finds; give it with JOB or --model NAME")
     if markdown is not None and not validate:
         raise UserError(f"--markdown = {markdown} writes the table of --validate; give --validate or leave it out")
     if scale is not None and not check:
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
         raise UserError(f"--svg = {svg} draws one job; give it with --check JOB, without --scale, or leave it out")
-    for option, value in (("--price", price), ("--mtbf-hours", mtbf_hours)):
+    amounts = {"--price": price, "--mtbf-hours": mtbf_hours, "--days": days, "--budget": budget}
+    for option, value in amounts.items():
         if value is not None and not value > 0:
             raise UserError(f"{option} = {value:g} must be greater than 0; correct it or leave it out")
-    if price is not None and tokens is None:
+    asks_machines = {"--compare": clusters, "--days": days, "--budget": budget}
+    for option, given_value in asks_machines.items():
+        if given_value and (not source or write is not None):
+            raise UserError(
+                f"{option} asks about machines for a job; give it with JOB or --model NAME, without --write"
+            )
+    if price is not None and tokens is None and not any(asks_machines.values()):
         raise UserError(f"--price = {price:g} prices the whole training; give its length with --tokens")
-    if model:
+    if source:
         from meshwright.cli.plan_search import Training, show_search
 
         training = Training(None if tokens is None else float(tokens), price, mtbf_hours)
         words = [word for word in allow.split(",") if word]
-        show_search(model, cluster, overrides, seq, batch_tokens, top, write, words, training, as_json)
+        if clusters:
+            from meshwright.cli.plan_machines import show_comparison
+
+            show_comparison(source, overrides, seq, batch_tokens, clusters, words, training, as_json)
+            return
+        if days is not None or budget is not None:
+            from meshwright.cli.plan_machines import show_size
+
+            sizes = (seq, batch_tokens, words, training, days, budget)
+            show_size(source, cluster, overrides, *sizes, as_json)
+            return
+        show_search(source, cluster, overrides, seq, batch_tokens, top, write, words, training, as_json)
     elif check and scale is not None:
         from meshwright.cli.plan_scale import show_scale
 
@@ -97,13 +136,24 @@ def plan(
         _validate(validate, markdown, as_json)
 
 
+def _arguments(given: list[str], model: str | None, compare: list[str]) -> tuple[str | None, list[str]]:
+    """The job, and the clusters to compare: `--compare A B C` leaves all but the first to the arguments."""
+    from meshwright.errors import UserError
+
+    job, more = (None, given) if model or not given else (given[0], given[1:])
+    if more and not compare:
+        raise UserError(f"{more[0]} is one argument too many; give one JOB, or clusters to --compare")
+    return job, [name for each in (*compare, *more) for name in each.split(",") if name]
+
+
 def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import load_job
-    from meshwright.plan import machines_of, predict
+    from meshwright.plan import check_target, predict
 
     job = load_job(source, overrides, trust=True).job  # none of its code is run
-    prediction = predict(job, machines_of(job, cluster))
+    machines, note = check_target(job, cluster)
+    prediction = predict(job, machines)
     if svg is not None:
         from meshwright.studio import write_plan_svg
 
@@ -114,7 +164,7 @@ def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | N
     console = stdout_console()
     for table in (_phase_table(prediction), _memory_table(prediction)):
         console.print(table)
-    for line in _summary(prediction):
+    for line in [*([note] if note else []), *_summary(prediction)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

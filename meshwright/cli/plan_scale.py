@@ -12,22 +12,21 @@ def show_scale(
     """Predict the job at every size and draw the results."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
-    from meshwright.hardware import completed
     from meshwright.job import load_job
-    from meshwright.plan import parse_cluster, scale, scale_lines
+    from meshwright.plan import check_target, scale, scale_lines
 
     numbers = [int(word) for word in sizes.split(",") if word.strip().isdigit() and int(word) > 0]
     if not numbers or len(numbers) != len(sizes.split(",")):
         raise UserError(f"--scale = {sizes} is not a list of numbers; write e.g. 8,16,32")
     job = load_job(source, overrides, trust=True).job  # none of its code is run
-    machine = parse_cluster(cluster) if cluster else completed(job.cluster)
+    machine, note = check_target(job, cluster)
     points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
     guessed = list(dict.fromkeys(guess for one in points if one.prediction for guess in one.prediction.guessed))
     if as_json:
         rows = [_row(one, axis) for one in points]
         print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": rows, "guessed": guessed})
         return
-    for line in [*scale_lines(points, axis), *(f"guessed: {guess}" for guess in guessed)]:
+    for line in [*([note] if note else []), *scale_lines(points, axis), *(f"guessed: {guess}" for guess in guessed)]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,15 +1,19 @@
-"""`meshwright plan --model`: the fastest layouts that fit, and why the nearest others do not."""
+"""`meshwright plan JOB`: the fastest layouts that fit, and why the nearest others do not."""
 
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.job import Job, Model
+    from meshwright.api.planning import Found
+    from meshwright.job import Job, LoadedJob
     from meshwright.job.devices import Cluster
-    from meshwright.plan import Candidate, Economy, Search
+    from meshwright.plan import Candidate, Economy
 
 GIB = 2**30
+_PLANNED = ("layout", "memory", "batch", "precision", "run", "cluster")
+"""Sections in which a plan may change something."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,17 @@ class Training:
     tokens: float | None = None
     price: float | None = None
     mtbf_hours: float | None = None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What `plan` was given."""
+
+    job: "Job"
+    file: "LoadedJob | None"
+    """Its file or recipe; None for a model, of which there is no job yet."""
+    longest: bool = False
+    """Whether the model's longest sequence was set, and so is what is asked about."""
 
 
 def show_search(
@@ -34,87 +49,142 @@ def show_search(
     as_json: bool,
 ) -> None:
     """Search, print and, if asked, write the best layout."""
-    from meshwright.api.planning import find_layouts
+    from meshwright.api.planning import find_layouts, question
     from meshwright.cli.output import print_json, stdout_console, write_file
-    from meshwright.plan import job_text, spelled, why_not
 
-    model, job = _model(source, overrides)
-    looked = find_layouts(
-        model,
-        job,
+    opened = opened_job(source, overrides)
+    asked = question(
+        opened.job,
         cluster,
-        seq or (job.batch.sequence_length if job else None),
-        batch_tokens,
-        top,
-        allow,
+        exact=opened.file is not None,
+        sequence_length=seq,
+        batch_tokens=batch_tokens,
         mtbf_hours=training.mtbf_hours,
-        called=source,
+        longest=opened.longest,
     )
-    found, machines, sequence, batch = looked.search, looked.machines, looked.sequence, looked.batch
-    practice = looked.practice
+    found = find_layouts(asked, top, allow, called=source)
     if write is not None:
-        heading = f"planned for {spelled(machines)}: {_line(found.best[0])}"
-        best = found.best[0].job.model_copy(update={"cluster": machines})
-        write_file(write, job_text(best, heading), "--write")
+        write_file(write, _written(opened, found, overrides, training, moved=cluster is not None), "--write")
     if as_json:
-        print_json(_as_json(found, sequence, batch, practice, machines, training))
+        print_json(_as_json(found, training))
         return
     console = stdout_console()
-    console.print(_table(found, machines, training))
-    if practice:
-        console.print(practice, markup=False, highlight=False, soft_wrap=True)
-    predicted = f"{found.predicted} predicted" + ("" if found.exact else " (the limit)")
-    console.print(
-        f"{found.bounded} layouts bounded in {found.bound_s:.2f} s, {predicted}; "
-        f"{batch} sequences of {sequence} tokens per step",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-    for line in _whole(found.best[0], machines, training):
+    console.print(_table(found, training))
+    for line in _lines(found, training):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for guess in found.best[0].prediction.guessed:
-        console.print(f"guessed: {guess}", markup=False, highlight=False, soft_wrap=True)
-    for miss in found.misses:
-        console.print(f"faster but too large: {why_not(miss, found)}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
-    """The model shape behind a preset, a Hugging Face folder, config or name, or a job; for a job, the job too."""
+def opened_job(source: str, overrides: list[str]) -> Opened:
+    """The job behind a job file or recipe, a preset, a Hugging Face folder, config or name, with what is set over it."""
     from meshwright.errors import UserError
-    from meshwright.job import (
-        Model,
-        folder_of,
-        hub_name,
-        is_model_folder,
-        load_job,
-        model_of_folder,
-        model_preset,
-        model_presets,
-        preset_named,
-        recipes,
-        unknown_model,
-    )
-    from meshwright.job.hub import pinned
+    from meshwright.job import Job, changed_job, load_job, model_presets, preset_named, recipes, unknown_model
 
-    preset = source if source in model_presets() or Path(source).exists() else preset_named(source)
-    if preset in model_presets():
-        return Model.model_validate({"preset": preset, **model_preset(preset)}), None
-    if source.endswith(".json"):
-        from meshwright.job import model_of_config
-        from meshwright.job.reading import json_table, read_settings_text
-
-        path, remedy = Path(source), "give --model a Hugging Face config.json"
-        return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source), None
-    if is_model_folder(source):
-        return model_of_folder(Path(source).expanduser()), None
-    if hub_name(source) is not None and not source.endswith(".toml"):
-        return model_of_folder(folder_of(pinned(source, f"--model {source}"))), None
-    if not (Path(source).exists() or source.endswith(".toml") or source in recipes()):
+    longest = any(each.split("=")[0].strip() == "model.max_sequence_length" for each in overrides)
+    chosen = ["batch.micro_batch=1", *overrides]  # which the search chooses, so that any batch may be set
+    known = source in recipes() or Path(source).exists()
+    preset = source if source in model_presets() or known else preset_named(source)
+    if preset in model_presets() and not known:
+        return Opened(changed_job(Job(), [f"model.preset={preset}", *chosen]), None, longest)
+    if (model := _foreign_model(source)) is not None:
+        return Opened(changed_job(Job(model=model), chosen), None, longest)
+    if not (known or source.endswith(".toml")):
         other = "give a job, a Hugging Face folder or config.json, or a name as org/name"
         raise UserError(unknown_model(f"--model {source}", source, other))
-    job = load_job(source, overrides, trust=True).job  # none of its code is run
-    return job.model, job
+    loaded = load_job(source, overrides, trust=True)  # none of its code is run
+    return Opened(loaded.job, loaded)
+
+
+def _foreign_model(source: str) -> Any:
+    """The model of a Hugging Face folder, config.json or name; None for anything else."""
+    from meshwright.job import folder_of, hub_name, is_model_folder, model_of_config, model_of_folder
+    from meshwright.job.hub import pinned
+    from meshwright.job.reading import json_table, read_settings_text
+
+    if source.endswith(".json") and Path(source).name != "job.resolved.json":
+        path, remedy = Path(source), "give --model a Hugging Face config.json"
+        return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source)
+    if is_model_folder(source):
+        return model_of_folder(Path(source).expanduser())
+    if hub_name(source) is not None and not source.endswith(".toml") and not Path(source).is_dir():
+        return model_of_folder(folder_of(pinned(source, f"--model {source}")))
+    return None
+
+
+def _written(opened: Opened, found: "Found", overrides: list[str], training: Training, *, moved: bool) -> str:
+    """The best layout as a job file: the user's own with what the plan changes, or a new one for a model."""
+    from meshwright.job import job_text, override_fields, planned_text
+    from meshwright.plan import spelled
+
+    best, machines = found.search.best[0], found.question.machines
+    job = best.job
+    if training.tokens is not None:
+        run = job.run.model_copy(update={"steps": ceil(training.tokens / job.tokens_per_step)})
+        job = job.model_copy(update={"run": run})
+    if opened.file is None:
+        heading = f"planned for {spelled(machines)}: {_line(best)}"
+        return job_text(job.model_copy(update={"cluster": machines}), heading)
+    if moved:
+        job = job.model_copy(update={"cluster": machines})
+    changed = [
+        f"{section}.{field}"
+        for section in _PLANNED
+        for field in type(getattr(job, section)).model_fields
+        if getattr(getattr(job, section), field) != getattr(getattr(opened.job, section), field)
+    ]
+    return planned_text(opened.file, job, dict.fromkeys([*override_fields(overrides), *changed]))
+
+
+def _lines(found: "Found", training: Training) -> list[str]:
+    """What is said below the table."""
+    from meshwright.plan import alike, small_batch, why_not
+
+    search, asked = found.search, found.question
+    best, job = search.best[0], asked.job
+    predicted = f"{search.predicted} predicted" + ("" if search.exact else " (the limit)")
+    lines = [*asked.notes, *([asked.practice] if asked.practice else [])]
+    lines.append(
+        f"{search.bounded} layouts bounded in {search.bound_s:.2f} s, {predicted}; {job.batch.global_batch} sequences "
+        f"of {job.batch.sequence_length} tokens per step"
+    )
+    lines += _mfu_lines(best, asked.machines)
+    if (near := alike(search.best)) > 1:
+        lines.append(f"the first {near} are within 5% of each other, which predictions do not tell apart")
+    gpus = asked.machines.nodes * asked.machines.gpus_per_node
+    if warning := small_batch(best.job, best.prediction, gpus):
+        lines.append(f"warning: {warning}")
+    lines += _host_lines(best, asked.machines)
+    lines += _whole(best, asked.machines, training)
+    lines += [f"guessed: {guess}" for guess in best.prediction.guessed]
+    return lines + [f"faster but too large: {why_not(miss, search)}" for miss in search.misses]
+
+
+def _mfu_lines(best: "Candidate", machines: "Cluster") -> list[str]:
+    """What the MFU is a share of, and how much it is with only the pairs that a causal mask leaves."""
+    from meshwright.cost import flops_per_token
+
+    prediction, job = best.prediction, best.job
+    if prediction.mfu is None:
+        return []
+    sequence, compute = job.batch.sequence_length, job.precision.compute
+    causal = flops_per_token(job.model, sequence, "causal") / flops_per_token(job.model, sequence, "full")
+    peak = prediction.model_flops_per_s_per_gpu / prediction.mfu / 1e12
+    form = "bf16 peak, for fp8 too" if compute == "fp8" else f"{compute} peak"
+    over = f"over {peak:,.0f} TFLOP/s, {machines.gpu}'s dense {form}"
+    return [f"MFU: {over}; attention over every pair, {prediction.mfu * causal:.1%} with the causal half alone"]
+
+
+def _host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
+    """What a layout keeps in the memory of its hosts."""
+    held = max(rank.host for rank in best.prediction.memory) * machines.gpus_per_node / GIB
+    if not held:
+        return []
+    there = best.prediction.host_capacity_bytes
+    if there is None:
+        return [
+            f"host memory: {held:,.0f} GiB per node; whether a node has as much is not known, give it with --set "
+            "cluster.host_memory_gib=N"
+        ]
+    return [f"host memory: {held:,.0f} GiB per node of {there * machines.gpus_per_node / GIB:,.0f} GiB"]
 
 
 def _economy(one: "Candidate", cluster: "Cluster", training: Training) -> "Economy | None":
@@ -132,30 +202,47 @@ def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[st
         return []
     line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} {best.prediction.per}-hours"
     line += "" if report.cost is None else f", cost {report.cost:,.0f}"
+    steps = ceil(report.tokens / best.job.tokens_per_step)
+    lines = [f"{line}, {steps:,} steps"]
+    size = f"a checkpoint of {report.checkpoint_bytes / 1e9:,.0f} GB blocks training for {report.save_s:.2f} s"
+    size += f" and is written in {report.write_s:,.0f} s"
+    if report.storage_guessed:
+        size += " (guessed: 1 GB/s per node; --set cluster.storage_gb_s=N)"
+    lines.append(size)
     if report.goodput is None or report.save_every_s is None:
-        return [line, "failures are not counted; give --mtbf-hours to count them"]
-    saves = f"a checkpoint of {report.save_s:.1f} s every {report.save_every_s / 60:.0f} minutes"
-    return [line, f"goodput {report.goodput:.1%}: {saves}, each failure loses half of that interval and a restart"]
+        return [*lines, "failures are not counted; give --mtbf-hours to count them"]
+    saves = f"a checkpoint every {_duration(report.save_every_s)}"
+    return [
+        *lines,
+        f"goodput {report.goodput:.1%}: {saves}; each failure loses half of that, what is being written, and a restart",
+    ]
 
 
-def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
+
+
+def _table(found: "Found", training: Training) -> Any:
     from rich.table import Table
 
-    from meshwright.plan import layout_words, limit
+    from meshwright.plan import layout_words, limit, simplest
 
+    best, machines = found.search.best, found.question.machines
     table = Table(box=None, pad_edge=False, header_style="bold")
-    rate = f"tokens/s per {found.best[0].prediction.per}"
+    rate = f"tokens/s per {best[0].prediction.per}"
     columns = ["layout", rate, "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
     for name in [*columns, "limited by"]:
         table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
-    for one in found.best:
+    plain = simplest(best)
+    for place, one in enumerate(best):
         prediction = one.prediction
+        words = layout_words(one.job) + (" (simplest)" if place == plain else "")
         mfu = "–" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         size = f"{prediction.fullest.device / GIB:.1f}"
         rate = f"{prediction.tokens_per_s_per_gpu:,.0f}"
-        report = _economy(one, cluster, training)
+        report = _economy(one, machines, training)
         days = [] if report is None else [f"{report.days:,.1f}"]
-        table.add_row(layout_words(one.job), rate, mfu, f"{prediction.step_s:.3g}", size, *days, limit(prediction))
+        table.add_row(words, rate, mfu, f"{prediction.step_s:.3g}", size, *days, limit(prediction))
     return table
 
 
@@ -166,34 +253,43 @@ def _line(one: "Candidate") -> str:
     return f"{layout_words(one.job)}; {rate}, {one.prediction.fullest.device / GIB:.1f} GiB predicted"
 
 
-def _as_json(
-    found: "Search", sequence: int, batch: int, practice: str, cluster: "Cluster", training: Training
-) -> dict[str, Any]:
-    from meshwright.plan import limit, why_not
+def _as_json(found: "Found", training: Training) -> dict[str, Any]:
+    from meshwright.plan import limit, simplest, small_batch, why_not
 
-    def row(one: "Candidate") -> dict[str, Any]:
+    search, asked = found.search, found.question
+    machines, plain = asked.machines, simplest(search.best)
+
+    def row(place: int, one: "Candidate") -> dict[str, Any]:
         named = ("batch", "layout", "memory", "precision")
         sections = {name: getattr(one.job, name).model_dump(mode="json") for name in named}
-        report = _economy(one, cluster, training)
+        report = _economy(one, machines, training)
         return {
             **sections,
             "step_s": one.prediction.step_s,
             "tokens_per_s_per_gpu": one.prediction.tokens_per_s_per_gpu,
             "mfu": one.prediction.mfu,
             "device_bytes": one.prediction.fullest.device,
+            "host_bytes_per_node": max(rank.host for rank in one.prediction.memory) * machines.gpus_per_node,
             "limited_by": limit(one.prediction),
+            "simplest": place == plain,
             "training": None if report is None else asdict(report),
         }
 
+    best = search.best[0]
+    warning = small_batch(best.job, best.prediction, machines.nodes * machines.gpus_per_node)
     return {
-        "sequence_length": sequence,
-        "global_batch": batch,
-        "batch_from": practice,
-        "bounded": found.bounded,
-        "predicted": found.predicted,
-        "bound_s": found.bound_s,
-        "exact": found.exact,
-        "layouts": [row(one) for one in found.best],
-        "misses": [why_not(one, found) for one in found.misses],
-        "guessed": list(found.best[0].prediction.guessed),
+        "sequence_length": asked.job.batch.sequence_length,
+        "global_batch": asked.job.batch.global_batch,
+        "batch_from": asked.practice,
+        "notes": list(asked.notes),
+        "warning": warning,
+        "nodes": machines.nodes,
+        "gpus_per_node": machines.gpus_per_node,
+        "bounded": search.bounded,
+        "predicted": search.predicted,
+        "bound_s": search.bound_s,
+        "exact": search.exact,
+        "layouts": [row(place, one) for place, one in enumerate(search.best)],
+        "misses": [why_not(one, search) for one in search.misses],
+        "guessed": list(best.prediction.guessed),
     }

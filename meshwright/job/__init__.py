@@ -23,6 +23,8 @@ from meshwright.job.load import (
     job_of_table,
     job_schema,
     load_job,
+    override_fields,
+    planned_text,
     updated_text,
 )
 from meshwright.job.model import Model, RopeScaling
@@ -60,7 +62,9 @@ __all__ = [
     "model_preset",
     "model_presets",
     "model_to_hf_config",
+    "override_fields",
     "pinned_start",
+    "planned_text",
     "preset_named",
     "read_hf_config",
     "recipes",

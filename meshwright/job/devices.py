@@ -145,7 +145,9 @@ class Cluster(Section):
     links: dict[str, Annotated[PositiveFloat, Field(le=1e9)]] | None = None
     """Measured bandwidths in GB/s, one direction: node (a GPU to the others of its node), network (a whole node)."""
     host_memory_gib: PositiveFloat | None = Field(default=None, le=1e9)
-    """Memory of one machine."""
+    """Memory of one machine; what is offloaded has to fit into it."""
+    storage_gb_s: PositiveFloat | None = Field(default=None, le=1e9)
+    """GB/s that the storage of checkpoints takes from all machines together."""
     mtbf_hours: PositiveFloat | None = Field(default=None, le=1e9)
     """Mean time between failures of the whole allocation."""
     price: NonNegativeFloat | None = Field(default=None, le=1e9)

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
+from meshwright.job.edit import edited_text
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
 from meshwright.job.presets import model_preset, nearest, preset_named, recipe_path, unknown_job
@@ -106,6 +107,25 @@ def updated_text(text: str, changed: Mapping[str, Any], job: Job) -> str:
     except (UserError, ValueError, AttributeError, TypeError):  # altered by hand since
         return job_text(job, heading)
     return new if _settings(same) == _settings(job) else job_text(job, heading)
+
+
+def planned_text(loaded: LoadedJob, job: Job, fields: Iterable[str]) -> str:
+    """The text of a job's file with the values that `job` has in these `section.field`, and nothing else changed.
+
+    It is read again: if it were any other job than this one, a UserError says so.
+    """
+    values = job.model_dump(mode="json", exclude_none=True)
+    changes = {name: values[name.partition(".")[0]].get(name.partition(".")[2]) for name in fields}
+    text = edited_text(loaded.raw, changes, loaded.name)
+    same = _resolved(toml_table(text), {}, Path(loaded.name))[0]
+    for section in type(job).model_fields:
+        if (now := getattr(same, section)) != (wanted := getattr(job, section)):
+            different = [name for name in type(now).model_fields if getattr(now, name) != getattr(wanted, name)]
+            raise UserError(
+                f"{loaded.name} with another layout would be another job, with {section}.{different[0]} = "
+                f"{getattr(now, different[0])}; report it, and change the layout by hand"
+            )
+    return text
 
 
 def _settings(job: Job) -> Table:
@@ -277,6 +297,11 @@ def _merge(base: Table, over: Table) -> None:
             _merge(base[key], value)
         else:
             base[key] = dict(value) if isinstance(value, dict) else value
+
+
+def override_fields(overrides: Overrides) -> list[str]:
+    """The `section.field` that overrides change."""
+    return list(_leaves(_parse_overrides(overrides)))
 
 
 def _leaves(table: Table) -> Iterator[str]:

@@ -36,7 +36,7 @@ def toml_value(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
         given = {name: inner for name, inner in value.items() if inner is not None}

@@ -3,7 +3,7 @@
 from meshwright.layout.activations import holdings_of_rank, kv_copies, kv_heads_of, saved_by_name, stages_of_rank
 from meshwright.layout.derived import derived_values
 from meshwright.layout.formats import FP8_MULTIPLE
-from meshwright.layout.recompute import budget_span, recompute_modes
+from meshwright.layout.recompute import budget_span, recompute_modes, sure_budget
 from meshwright.layout.rules import (
     axes,
     gradient_format,
@@ -35,6 +35,7 @@ __all__ = [
     "saved_by_name",
     "split_layers",
     "stages_of_rank",
+    "sure_budget",
     "table_of",
     "updates_in_one_pass",
 ]

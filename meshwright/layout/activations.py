@@ -1,10 +1,11 @@
 """What a rank keeps of a micro-batch from forward to backward: the model's own count, as the layout shards it."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import lcm
 
 from meshwright.cost import MODES, Mode, block_cost, decoder_cost, remade_bytes
-from meshwright.job import Job
+from meshwright.job import Job, Model
 from meshwright.layout.budget import BlockBytes, Holding, StageBytes
 from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Kind, Table
@@ -44,6 +45,12 @@ def holdings_of_rank(table: Table | None, rank: int) -> list[Holding]:
     """The moments at which a rank holds the most micro-batches, as the number that each stage holds."""
     if table is None:
         return [(1,)]
+    if rank not in table.holdings:
+        table.holdings[rank] = _holdings(table, rank)
+    return table.holdings[rank]
+
+
+def _holdings(table: Table, rank: int) -> list[Holding]:
     stages = table.stages_of(rank)
     held, seen = [0] * len(stages), set[Holding]()
     for action in table.orders[rank]:
@@ -62,6 +69,32 @@ def _covers(more: Holding, less: Holding) -> bool:
 
 
 def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
+    layout, batch = job.layout, job.batch
+    cut = (layout.tp, layout.sp, layout.cp, layout.cp_method)
+    sizes = (job.model, batch.micro_batch, batch.sequence_length, job.precision.compute)
+    modes, fixed = _block_of_stage(*sizes, cut, first, last)
+    return StageBytes(blocks, modes, fixed)
+
+
+@lru_cache(maxsize=1024)
+def _block_of_stage(
+    model: Model,
+    micro_batch: int,
+    sequence: int,
+    compute: str,
+    cut: tuple[int, bool, int, str],
+    first: bool,
+    last: bool,
+) -> tuple[Mapping[Mode, BlockBytes], int]:
+    """A block in every mode, and what its stage holds beside its blocks; a search asks for the same many times."""
+    bare = Job()
+    sections = {
+        "batch": {"micro_batch": micro_batch, "sequence_length": sequence},
+        "layout": dict(zip(("tp", "sp", "cp", "cp_method"), cut, strict=True)),
+        "precision": {"compute": compute},
+    }
+    update = {name: getattr(bare, name).model_copy(update=fields) for name, fields in sections.items()}
+    job = bare.model_copy(update={"model": model} | update)
     per_mode = {mode: saved_by_name(job, mode, first=first, last=last) for mode in MODES}
     block = {mode: {name: size for (place, name), size in sizes.items() if place} for mode, sizes in per_mode.items()}
     fixed = sum(size for (place, _), size in per_mode["none"].items() if not place)
@@ -72,7 +105,7 @@ def _stage(job: Job, blocks: int, *, first: bool, last: bool) -> StageBytes:
         )
         for mode, kept in block.items()
     }
-    return StageBytes(blocks, modes, fixed + sent)
+    return modes, fixed + sent
 
 
 def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[tuple[str, str], int]:

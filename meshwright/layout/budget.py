@@ -58,8 +58,28 @@ def cheapest(stages: Sequence[StageBytes], holdings: Sequence[Holding], budget: 
 
     Least is fewest FLOPs, and among equals fewest recomputed bytes.
     """
-    ways = [way for way in _ways(stages, holdings) if peak_bytes(stages, way, holdings) <= budget]
-    return min(ways, key=lambda way: work(stages, way), default=None)
+    total = sum(stage.blocks for stage in stages)
+    allowed = stages[0].modes
+    # With fewer blocks kept whole there is more to restore at once: at most this is gained by keeping some.
+    restored = max(mode.remade for stage in stages for mode in stage.modes.values())
+    best: list[Counts] | None = None
+    for full in range(total + 1 if "full" in allowed else 1):
+        rest = total - full if "selective" in allowed else 0
+        if best is not None and work(stages, _way(stages, holdings, full, 0))[0] > work(stages, best)[0]:
+            break  # more blocks in full only add
+        if peak_bytes(stages, _way(stages, holdings, full, rest), holdings) - restored > budget:
+            continue
+        for selective in range(rest + 1):  # each recomputes more than the one before
+            way = _way(stages, holdings, full, selective)
+            if peak_bytes(stages, way, holdings) <= budget:
+                best = way if best is None else min(best, way, key=lambda one: work(stages, one))
+                break
+    return best
+
+
+def most_recomputed_bytes(stages: Sequence[StageBytes], holdings: Sequence[Holding]) -> int:
+    """The peak with every block recomputed in full: a budget of so many bytes can be met."""
+    return peak_bytes(stages, [(stage.blocks, 0, 0) for stage in stages], holdings)
 
 
 def least_bytes(stages: Sequence[StageBytes], holdings: Sequence[Holding]) -> int:
@@ -87,21 +107,29 @@ def work(stages: Sequence[StageBytes], way: Sequence[Counts]) -> tuple[int, int]
 
 def _ways(stages: Sequence[StageBytes], holdings: Sequence[Holding]) -> Iterator[list[Counts]]:
     """Every number of the rank's blocks in each mode, shared evenly by its stages."""
-    sizes, total = [stage.blocks for stage in stages], sum(stage.blocks for stage in stages)
-    # The remainder is recomputed where it frees most: in the stages that hold most micro-batches.
-    fullest = sorted(range(len(stages)), key=lambda place: -max(holding[place] for holding in holdings))
+    total = sum(stage.blocks for stage in stages)
     allowed = stages[0].modes
     for full in range(total + 1 if "full" in allowed else 1):
-        fulls = _shared(full, sizes, fullest)
-        left = [size - count for size, count in zip(sizes, fulls, strict=True)]
         for selective in range(total - full + 1) if "selective" in allowed else (0,):
-            selectives = _shared(selective, left, fullest)
-            nones = [size - count for size, count in zip(left, selectives, strict=True)]
-            yield list(zip(fulls, selectives, nones, strict=True))
+            yield _way(stages, holdings, full, selective)
+
+
+def _way(stages: Sequence[StageBytes], holdings: Sequence[Holding], full: int, selective: int) -> list[Counts]:
+    """So many of the rank's blocks in these modes, shared evenly by its stages."""
+    sizes = [stage.blocks for stage in stages]
+    # The remainder is recomputed where it frees most: in the stages that hold most micro-batches.
+    fullest = sorted(range(len(stages)), key=lambda place: -max(holding[place] for holding in holdings))
+    fulls = _shared(full, sizes, fullest)
+    left = [size - count for size, count in zip(sizes, fulls, strict=True)]
+    selectives = _shared(selective, left, fullest)
+    nones = [size - count for size, count in zip(left, selectives, strict=True)]
+    return list(zip(fulls, selectives, nones, strict=True))
 
 
 def _shared(count: int, room: Sequence[int], order: Sequence[int]) -> list[int]:
     """`count` blocks over stages as evenly as their room allows, the first of the order first."""
+    if len(room) == 1:
+        return [min(count, room[0])]
     shares = [0] * len(room)
     while count:
         for place in order:

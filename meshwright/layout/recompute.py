@@ -9,7 +9,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Budget, Every, Segments
 from meshwright.layout.activations import holdings_of_rank, stages_of_rank
-from meshwright.layout.budget import ORDER, StageBytes, cheapest, least_bytes, peak_bytes
+from meshwright.layout.budget import ORDER, StageBytes, cheapest, least_bytes, most_recomputed_bytes, peak_bytes
 from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Table
 
@@ -83,6 +83,8 @@ def require_recompute(job: Job, table: Table | None) -> None:
             'calls its blocks itself; set memory.recompute = "full"'
         )
     if isinstance(asked, Budget):
+        if asked.budget_gib * GIB >= sure_budget(job, table)[0]:
+            return
         least, _ = budget_span(job, table)
         if asked.budget_gib * GIB < least:
             lower = " or lower batch.micro_batch" if job.batch.micro_batch > 1 else ""
@@ -98,6 +100,17 @@ def budget_span(job: Job, table: Table | None) -> tuple[int, int]:
     for rank in range(table.ranks if table else 1):
         stages, holdings = [stage for _, stage in _stages(job, table, rank)], holdings_of_rank(table, rank)
         least = max(least, least_bytes(stages, holdings))
+        most = max(most, peak_bytes(stages, [(0, 0, stage.blocks) for stage in stages], holdings))
+    return least, most
+
+
+def sure_budget(job: Job, table: Table | None) -> tuple[int, int]:
+    """Bytes of activations the fullest rank holds with every block recomputed, and with none: what is between them can
+    be met. Quicker than `budget_span`, whose least may be a little less."""
+    least = most = 0
+    for rank in range(table.ranks if table else 1):
+        stages, holdings = [stage for _, stage in _stages(job, table, rank)], holdings_of_rank(table, rank)
+        least = max(least, most_recomputed_bytes(stages, holdings))
         most = max(most, peak_bytes(stages, [(0, 0, stage.blocks) for stage in stages], holdings))
     return least, most
 

@@ -44,6 +44,11 @@ class Table:
     """Forward and backward of different micro-batches, neighbours in a rank's order, meant to run at the same time."""
 
     @cached_property
+    def holdings(self) -> dict[int, list[tuple[int, ...]]]:
+        """Per rank, how many micro-batches its stages hold when they hold most; kept here by what counts them."""
+        return {}
+
+    @cached_property
     def first_stages(self) -> frozenset[int]:
         """The stages micro-batches enter at."""
         return frozenset(chain[0] for chain in self.chains)
@@ -58,7 +63,7 @@ class Table:
         """How many stages there are over all ranks, copies included."""
         return len(self.stage_ranks)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward runs as two halves."""
         return any(action.kind is Kind.INPUT for order in self.orders for action in order)

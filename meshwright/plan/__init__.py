@@ -3,16 +3,27 @@
 from meshwright.calls import callable_as
 from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows, guessed_rows
-from meshwright.plan.bound import ALLOWED
 from meshwright.plan.compare import Term, compare_with_plan
 from meshwright.plan.economy import Economy, economy
-from meshwright.plan.explain import batch_sequences, layout_words, limit, usual_batch_tokens, why_not
+from meshwright.plan.explain import (
+    alike,
+    batch_sequences,
+    fine_tuning_batch,
+    layout_words,
+    limit,
+    simplest,
+    small_batch,
+    usual_batch_tokens,
+    why_not,
+)
 from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, predict, timeline
 from meshwright.plan.scale import Point, scale, scale_lines
 from meshwright.plan.search import Candidate, Search, search, what_would_fit
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
+from meshwright.plan.space import ALLOWED
+from meshwright.plan.target import check_target, target_of
 from meshwright.plan.validate import Validation, validate
 
 __all__ = [
@@ -31,9 +42,12 @@ __all__ = [
     "Validation",
     "accuracy_page",
     "accuracy_rows",
+    "alike",
     "batch_sequences",
+    "check_target",
     "compare_with_plan",
     "economy",
+    "fine_tuning_batch",
     "guessed_rows",
     "job_text",
     "layout_words",
@@ -45,7 +59,10 @@ __all__ = [
     "scale",
     "scale_lines",
     "search",
+    "simplest",
+    "small_batch",
     "spelled",
+    "target_of",
     "timeline",
     "usual_batch_tokens",
     "validate",

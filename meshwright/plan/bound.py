@@ -1,233 +1,323 @@
-"""Every valid layout of a model on a machine, with the least time and memory each can take, as arrays over all of them.
+"""Every valid layout of a job on a machine, with the least time and memory each can take, as arrays over all of them.
 
-A bound leaves out what can only add (exposed transfers once a step, uneven stages, updates, recomputation): a
-layout whose bound is slower than another's prediction cannot be the faster one.
+A bound leaves out what can only add: sends between stages, launches, bubbles beyond filling and draining a pipeline,
+recomputed tensors, the loss. So a layout whose bound is slower than another's prediction cannot be the faster one.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from meshwright.cost import MASTER_BYTES, layer_parameters, state_bytes
-from meshwright.job import Job, Model
-from meshwright.plan.compute import block_work, head_work, products_of
-from meshwright.plan.kernels import device_of, matmul_at_once
+from meshwright.cost import MASTER_BYTES, state_bytes
+from meshwright.job import Job
+from meshwright.plan.communication import all_gather_s, all_reduce_s
+from meshwright.plan.families import Family, families_of
+from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import CONTEXT_BYTES, block_bytes, side_by_side
-from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
-from meshwright.plan.step import STRAGGLERS, groups_of, tensor_s
+from meshwright.plan.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTS
+from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
+from meshwright.plan.step import STRAGGLERS, groups_of
+from meshwright.plan.update import update_s
 
-MODES = ("none", "selective", "full")
-ALLOWED = ("fp8", "offload", "zero-bubble")
-"""What a search tries only on request: other arithmetic, the host's memory, schedules that cannot be
-compiled."""
-_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
-_ZERO_BUBBLE = (("zb-h1", 1), ("zb-v", 2))
-_MOST_CONTEXT = 16
-_LEAST_TOKENS = 2048
-"""Fewest tokens of a sequence on a context-parallel rank."""
-_MOST_MICRO_BATCH = 64
-
-
-@dataclass(frozen=True)
-class Family:
-    """What is the same for all layouts with these degrees, this micro-batch and this arithmetic."""
-
-    tp: int
-    cp: int
-    micro_batch: int
-    compute: str
-    compiled: bool
-    forward_s: float
-    """A block's, with its transfers."""
-    backward_s: tuple[float, ...]
-    """By mode."""
-    head_s: float
-    kept_bytes: tuple[float, ...]
-    layer_elements: float
-    table_elements: float
+_ROUNDING = 1 - 1e-6
+"""Bytes are whole numbers, and sums of floats differ in their last digits."""
+WORTH = 0.002
+"""Share of a step that hybrid sharding must save over sharding over all replicas, which takes less memory."""
+_CONTENTION = 1.06
+"""What a second of transfers may add to a step, at most."""
+_BY_ROW = (
+    "f",
+    "p",
+    "z",
+    "tp",
+    "cp",
+    "pp",
+    "virtual",
+    "splits",
+    "zero",
+    "shard",
+    "dp",
+    "times",
+    "owners",
+    "backward",
+    "kept",
+)
 
 
 @dataclass(frozen=True)
 class Layouts:
     """All layouts: parallel arrays with one entry per layout."""
 
+    job: Job
     families: list[Family]
-    schedules: tuple[tuple[str, int], ...]
+    pipes: list[Pipe]
+    shardings: list[tuple[int, int]]
+    gpus: int
     time_s: Any
     memory_bytes: Any
     family: Any
-    pp: Any
-    zero: Any
+    pipe: Any
+    sharding: Any
     mode: Any
-    schedule: Any
     offload: Any
 
     def __len__(self) -> int:
         return len(self.time_s)
 
+    def is_budget(self, index: int) -> bool:
+        """Whether a layout's recomputation is to be as little as fits."""
+        return bool(self.mode[index] == BUDGET)
 
-def families_of(
-    model: Model, machine: Machine, sequence: int, batch: int, compute: str, allow: frozenset[str]
-) -> Iterator[Family]:
-    """Every degree of tensor and context parallelism and every micro-batch that divides the model."""
-    ways = [(compute, True)]
-    ways += [("fp8", True)] if "fp8" in allow and compute != "fp8" and _takes_fp8(model) else []
-    ways += [(way, False) for way, _ in ways] if "zero-bubble" in allow else []
-    for way, compiled in ways:
-        yield from _families(model, machine, sequence, batch, way, compiled)
-
-
-def _takes_fp8(model: Model) -> bool:
-    sides = (model.width, model.ffn_width, model.heads * model.head_dim, model.kv_heads * model.head_dim)
-    return not any(side % 16 for side in sides)
-
-
-def _families(
-    model: Model, machine: Machine, sequence: int, batch: int, compute: str, compiled: bool
-) -> Iterator[Family]:
-    device = device_of(machine.gpu, machine.rates, compute, machine.measured)
-    software = MESHWRIGHT_COMPILED if compiled else MESHWRIGHT
-    jobs = list(_jobs(model, machine.gpus, sequence, batch, compute))
-    for kind in ("forward", "input", "weight"):
-        sizes = [size for job in jobs for size in products_of(job, software)]
-        turned = {"forward": (0, 1, 2), "input": (0, 2, 1), "weight": (1, 2, 0)}[kind]
-        matmul_at_once(device, kind, [(size[turned[0]], size[turned[1]], size[turned[2]]) for size in sizes])
-    kept: dict[int, list[float]] = {}
-    for job in jobs:
-        tp, cp, micro = job.layout.tp, job.layout.cp, job.batch.micro_batch
-        if tp not in kept:  # what a block keeps grows with the tokens of a rank, but for copies of weights
-            alone = job.model_copy(update={"layout": job.layout.model_copy(update={"cp": 1})})
-            copies = {"none": side_by_side(alone, software)}
-            kept[tp] = [(block_bytes(alone, software, mode)[0] - copies.get(mode, 0.0)) / micro for mode in MODES]
-        groups = groups_of(job, machine.wires.gpus_per_node)
-        works = [block_work(job, device, software, mode) for mode in MODES]
-        sent = [tensor_s(job, software, machine.wires, groups, mode) for mode in MODES]
-        head = head_work(job, device, software)
-        yield Family(
-            tp,
-            cp,
-            micro,
-            compute,
-            compiled,
-            works[0].forward + sent[0][0],
-            tuple(work.backward + backward for work, (_, backward) in zip(works, sent, strict=True)),
-            head.forward + head.backward,
-            tuple(micro / cp * size for size in kept[tp]),
-            layer_parameters(job),
-            model.vocab_size * model.width / tp,
+    def job_at(self, index: int) -> Job:
+        """One of the layouts as a job; without recomputation where a budget decides."""
+        own, pipe = self.families[self.family[index]].job, self.pipes[self.pipe[index]]
+        degrees, (zero, shard) = own.layout, self.shardings[self.sharding[index]]
+        replicate = self.gpus // (degrees.tp * degrees.cp * pipe.pp * shard)
+        way = with_way(self.job, own.precision.compute, own.run.compile)
+        made = with_layout(
+            way, pipe, degrees.tp, degrees.cp, own.batch.micro_batch, zero, shard, replicate, int(self.mode[index])
         )
+        if self.offload[index]:
+            made = made.model_copy(update={"memory": made.memory.model_copy(update={"offload": ("optimizer",)})})
+        return made
 
 
-def _jobs(model: Model, gpus: int, sequence: int, batch: int, compute: str) -> Iterator[Job]:
-    bare = Job()
-    precision = bare.precision.model_copy(update={"compute": compute})
-    for tp, cp in product(powers(gpus), powers(_MOST_CONTEXT)):
-        divides = not any(size % tp for size in (model.heads, model.kv_heads, model.ffn_width))
-        uneven = tp * cp > 1 and sequence % (2 * cp * tp)
-        if not divides or tp * cp > gpus or uneven or (cp > 1 and sequence // cp < _LEAST_TOKENS):
-            continue
-        layout = bare.layout.model_copy(update={"tp": tp, "cp": cp})
-        for micro in powers(min(_MOST_MICRO_BATCH, batch)):
-            sizes = {"sequence_length": sequence, "global_batch": micro, "micro_batch": micro}
-            sized = bare.batch.model_copy(update=sizes)
-            yield bare.model_copy(update={"model": model, "batch": sized, "layout": layout, "precision": precision})
+def bounded(job: Job, machine: Machine, allow: frozenset[str], room_bytes: float) -> Layouts:
+    """Least seconds and least bytes of every valid layout; a budget's seconds are those within `room_bytes`."""
+    families = list(families_of(job, machine, allow))
+    pipes, shardings = pipes_of(job, machine.gpus, allow), shardings_of(machine.gpus)
+    rows = _Rows(job, machine, families, pipes, shardings)
+    time, memory = rows.bounds(room_bytes, offload="offload" in allow)
+    shape = time.shape
+    family, pipe, sharding = (np.broadcast_to(one[:, None, None], shape) for one in (rows.f, rows.p, rows.z))
+    mode = np.broadcast_to(np.arange(shape[1])[None, :, None], shape)
+    offload = np.broadcast_to(np.arange(shape[2])[None, None, :], shape)
+    parts = (one[np.isfinite(time)] for one in (time, memory, family, pipe, sharding, mode, offload))
+    return Layouts(job, families, pipes, shardings, machine.gpus, *parts)
 
 
-def bounded(model: Model, machine: Machine, families: list[Family], batch: int, allow: frozenset[str]) -> Layouts:
-    """Least seconds and least bytes of every valid layout."""
-    schedules = (*_SCHEDULES, *(_ZERO_BUBBLE if "zero-bubble" in allow else ()))
-    pps = np.array([pp for pp in powers(machine.gpus) if pp <= model.layers])
-    offloads = 2 if "offload" in allow else 1
-    sizes = (len(families), len(pps), 4, len(MODES), len(schedules), offloads)
-    grid = np.meshgrid(*map(np.arange, sizes), indexing="ij", copy=False)
-    family, place, zero, mode, schedule, offload = (axis.ravel() for axis in grid)
+class _Rows:
+    """The valid combinations of a family, a pipeline and a sharding, and what they take in each mode."""
 
-    def of(name: str) -> Any:
-        return np.array([getattr(one, name) for one in families], dtype=float)
+    def __init__(
+        self, job: Job, machine: Machine, families: list[Family], pipes: list[Pipe], shardings: list[tuple[int, int]]
+    ) -> None:
+        self.job, self.machine, self.families, self.pipes = job, machine, families, pipes
+        self.f, self.p, self.z = self._valid(shardings)
+        self.tp, self.cp = (
+            np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f] for axis in ("tp", "cp")
+        )
+        self.pp, self.virtual = (
+            np.array([getattr(pipe, name) for pipe in pipes])[self.p] for name in ("pp", "virtual")
+        )
+        self.splits = np.array([pipe.splits_backward for pipe in pipes])[self.p]
+        self.zero, self.shard = (np.array(one)[self.z] for one in zip(*shardings, strict=True))
+        self.dp = machine.gpus // (self.tp * self.cp * self.pp)
+        micro = np.array([one.job.batch.micro_batch for one in families], dtype=int)[self.f]
+        self.times = job.batch.global_batch // (micro * self.dp)  # micro-batches a step
+        self.owners = np.where(self.zero > 0, self.shard * self.cp, 1)
+        self.backward = np.array([one.backward_s for one in families]).reshape(-1, len(KINDS))[self.f]
+        self.kept = np.array([one.kept_bytes for one in families]).reshape(-1, len(KINDS))[self.f]
 
-    pp = pps[place]
-    virtual = np.array([v for _, v in schedules])[schedule]
-    splits = np.array([name.startswith("zb") for name, _ in schedules])[schedule]
-    tp, cp, micro = of("tp")[family], of("cp")[family], of("micro_batch")[family]
-    dp = machine.gpus / (tp * cp * pp)
-    accumulation = batch / (micro * dp)
-    sharers = dp * cp
-    valid = (dp >= 1) & (dp % 1 == 0) & (accumulation >= 1) & (accumulation % 1 == 0)
-    valid &= np.where(pp == 1, schedule == 0, pp * virtual <= model.layers)
-    valid &= (virtual == 1) | splits | (accumulation % pp == 0)
-    valid &= np.where(sharers == 1, zero == 0, True) & ~((zero == 0) & (cp > 1))
-    valid &= ~((zero == 2) & (pp > 1))  # where gradients stay whole until the step's end, it is zero 1
-    # Halves of a backward are not compiled, keep nothing selectively, and need their parameters in between.
-    valid &= np.where(of("compiled")[family] == 1, ~splits, splits & (zero < 3) & (mode != MODES.index("selective")))
-    keep = np.flatnonzero(valid)
-    family, zero, mode, schedule, offload = family[keep], zero[keep], mode[keep], schedule[keep], offload[keep]
-    pp, virtual, splits = pp[keep], virtual[keep], splits[keep]
-    accumulation, sharers = accumulation[keep], sharers[keep]
+    def _valid(self, shardings: list[tuple[int, int]]) -> tuple[Any, ...]:
+        gpus, batch = self.machine.gpus, self.job.batch.global_batch
+        layouts = [one.job.layout for one in self.families]
+        group = np.array([one.tp * one.cp for one in layouts], dtype=int)[:, None]
+        cp = np.array([one.cp for one in layouts], dtype=int)[:, None, None]
+        micro = np.array([one.job.batch.micro_batch for one in self.families], dtype=int)[:, None]
+        compiled = np.array([one.job.run.compile for one in self.families], dtype=bool)[:, None]
+        pp = np.array([pipe.pp for pipe in self.pipes])[None, :]
+        loops = np.array([pipe.schedule == "interleaved" for pipe in self.pipes])[None, :]
+        splits = np.array([pipe.splits_backward for pipe in self.pipes])[None, :]
+        dp = np.maximum(1, gpus // (group * pp))
+        pairs = (gpus % (group * pp) == 0) & (batch % (micro * dp) == 0)
+        pairs &= ~loops | (batch // (micro * dp) % pp == 0)
+        # Halves of a backward are not compiled; what is not compiled for their sake runs nothing else.
+        pairs &= np.where(splits, ~compiled, compiled == self.job.run.compile)
+        zero, shard = (np.array(one)[None, None, :] for one in zip(*shardings, strict=True))
+        valid = pairs[:, :, None] & (dp[:, :, None] % shard == 0)
+        valid &= np.where(zero == 0, cp == 1, shard * cp > 1)
+        valid &= ~((zero == 2) & (pp[:, :, None] > 1))  # where gradients stay whole until the step's end, it is zero 1
+        valid &= ~(splits[:, :, None] & (zero == 3))  # halves of a backward need their parameters in between
+        return np.nonzero(valid)
 
-    backward = np.array([one.backward_s for one in families])[family, mode]
-    kept = np.array([one.kept_bytes for one in families])[family, mode]
-    stage_layers = model.layers / pp
-    block_s = of("forward_s")[family] + backward
-    rank_s = stage_layers * block_s + of("head_s")[family] / pp
-    elements = (
-        stage_layers * of("layer_elements")[family] + of("table_elements")[family] * (1 if model.tied else 2) / pp
-    )
-    time = accumulation * rank_s + np.where(splits | (virtual > 1), 0.0, (pp - 1) * rank_s)
-    # With several stages a rank, the last rank, which may have a block less than others, waits for one stage of each.
-    waits = (pp - 1) * np.floor(stage_layers / virtual) * block_s
-    time = np.where(~splits & (virtual > 1), np.maximum(time, accumulation * (rank_s - block_s) + waits), time)
-    ring = _fastest_ring(machine)
-    gathered = np.where(zero == 3, 8.0 * elements * accumulation, 0.0) * (sharers - 1) / sharers / ring
-    time = np.maximum(time, gathered) * (1 + STRAGGLERS * np.log2(machine.nodes))
+    def _drop(self, keep: Any) -> None:
+        """Leave out rows."""
+        for name in _BY_ROW:
+            setattr(self, name, getattr(self, name)[keep])
 
-    shared = np.where(zero > 0, sharers, 1.0)
-    whole = (zero == 1) & (accumulation > 1) | (zero > 0) & (zero < 3) & (pp > 1)
-    kept_per_entry = MASTER_BYTES + state_bytes(Job(), 1.0, 0.0)  # the optimizer of the resulting jobs
-    states = elements * kept_per_entry / shared + np.where(accumulation > 1, 4.0 * elements / shared, 0.0)
-    states += np.where(whole, 4.0 * elements, 0.0)
-    states = np.where(offload == 1, 0.0, states) + np.where(zero < 3, 2.0 * elements, 0.0)
-    flying = np.minimum(accumulation, np.where(splits & (virtual > 1), 1.0, pp))
-    activations = flying * stage_layers * kept
-    # Full recomputation stands for segments of k blocks too, which keep 1/k of that and recompute k blocks at once: at
-    # best as much of either. Only where it is more than two blocks' can that be less.
-    whole = np.array([one.kept_bytes for one in families])[family, MODES.index("none")]
-    segments = (mode == MODES.index("full")) & (activations > 2 * whole)
-    memory = states + np.where(segments, np.sqrt(activations * whole), activations) + CONTEXT_BYTES
-    return Layouts(families, schedules, time, memory, family, pp, zero, mode, schedule, offload)
+    def _of(self, name: str, place: int | None = None) -> Any:
+        """A number of every family, by row."""
+        values = [getattr(one, name) for one in self.families]
+        return np.array([value if place is None else value[place] for value in values], dtype=float)[self.f]
 
+    def _of_pipe(self, values: list[float]) -> Any:
+        return np.array(values, dtype=float)[self.p]
 
-def _fastest_ring(machine: Machine) -> float:
-    """The most that any group's ring may carry."""
-    wires = machine.wires
-    return max(wires.node_bytes_per_s, wires.network_bytes_per_s * wires.gpus_per_node)
+    def bounds(self, room_bytes: float, *, offload: bool) -> tuple[Any, Any]:
+        """Seconds and bytes, by row, mode and offload; infinite seconds where a mode does not exist."""
+        links, saved = self._links()
+        whole = self._seconds(links, self.backward[:, 0], self.backward[:, 0])[:, 0]
+        keep = (self.zero == 0) | (self.shard == self.dp) | (_CONTENTION * saved > WORTH * whole)
+        self._drop(keep)
+        links = {name: values[keep] for name, values in links.items()}
+        base, blocks, sends = self._held()
+        sent = sends * self.kept[:, KINDS.index("full")]  # a block's input
+        sizes = (len(self.f), len(MODES), 2 if offload else 1)
+        time, memory = np.full(sizes, np.inf), np.full(sizes, np.inf)
+        for mode, kind in enumerate(KINDS):
+            activations = blocks * self.kept[:, mode]
+            if kind == "full":
+                # This stands for segments of k blocks too, which keep 1/k of that and recompute k blocks at once: at
+                # best as much of either. Only where it is more than two blocks' can that be less.
+                whole = self.kept[:, 0]
+                activations = np.where(activations > 2 * whole, np.sqrt(activations * whole), activations)
+            # Without a pipeline, what is offloaded may be fullest when the last gradient is there and no activation is.
+            there = np.stack([activations + sent, np.where(self.pp == 1, 0.0, activations + sent)], axis=1)
+            memory[:, mode] = (base + there * (1 + FRAGMENTS))[:, : sizes[2]] * _ROUNDING
+            time[:, mode] = self._seconds(links, self.backward[:, mode], self.backward[:, mode])[:, : sizes[2]]
+        time[self.splits, KINDS.index("selective")] = np.inf  # halves of a backward keep nothing selectively
+        memory[:, BUDGET] = room_bytes
+        for place in range(sizes[2]):
+            may_keep = ((room_bytes - base[:, place]) / (1 + FRAGMENTS) - sent) / blocks
+            needed = (may_keep >= self.kept[:, 2]) & (may_keep < self.kept[:, 0]) & (self.pp == 1)
+            mixed = self._mixed(may_keep)
+            seconds = self._seconds(links, mixed, self.backward[:, 0])[:, place]
+            time[:, BUDGET, place] = np.where(needed, seconds, np.inf)
+        return time, memory
 
+    def _mixed(self, may_keep: Any) -> Any:
+        """A block's backward on average where blocks may keep so many bytes on average: no mixture of the three kinds
+        of recomputation is below the lines between them."""
+        none, selective, full = (self.kept[:, kind] for kind in range(3))
+        fast, between, slow = (self.backward[:, kind] for kind in range(3))
+        line = fast + (slow - fast) * (none - may_keep) / np.maximum(none - full, 1.0)
+        upper = fast + (between - fast) * (none - may_keep) / np.maximum(none - selective, 1.0)
+        lower = between + (slow - between) * (selective - may_keep) / np.maximum(selective - full, 1.0)
+        by_two = np.where(may_keep >= selective, upper, lower)
+        return np.clip(np.minimum(line, by_two), fast, None)
 
-def powers(most: int) -> list[int]:
-    """Powers of two up to a number."""
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+    def _held(self) -> tuple[Any, Any, Any]:
+        """Bytes of the first rank without activations, as it is and with offload; and what `_flying` says."""
+        alone = self.pp == 1
+        layers = self._of_pipe([pipe.ranks[0] for pipe in self.pipes])
+        ends = [self._of("ends_elements", place) for place in range(3)]
+        turns = self._of_pipe([pipe.schedule == "zb-v" for pipe in self.pipes])  # and so has the head too
+        blocks, others = layers * self._of("layer_elements"), np.where(alone, ends[2], ends[0] + turns * ends[1])
+        elements, precision = blocks + others, self.job.precision
+        gradient = min(precision.gradient_bytes, precision.number_bytes)
+        moments = state_bytes(self.job, 1.0, 0.0) * blocks + state_bytes(self.job, 0.0, 1.0) * others
+        summed = np.where((self.times > 1) | ~alone, gradient * elements, 0.0)
+        whole = (self.zero > 0) & (self.zero < 3) & ~alone | (self.zero == 1) & (self.times > 1)
+        states = (MASTER_BYTES * elements + moments + summed) / self.owners + np.where(whole, gradient * elements, 0.0)
+        narrow = 2.0 if precision.number_bytes < MASTER_BYTES else 0.0
+        working = np.where(self.zero < 3, narrow * elements, 0.0)
+        axes = sum((one > 1).astype(float) for one in (self.tp, self.cp, self.pp, self.dp))
+        outside = CONTEXT_BYTES + axes * COMMUNICATOR_BYTES
+        base = np.stack([states + working, working], axis=1) * (1 + FRAGMENTS) + outside[:, None]
+        return base, *self._flying()
 
+    def _flying(self) -> tuple[Any, Any]:
+        """Of how many blocks, and of how many stages that send their result on, the first rank holds a micro-batch
+        when it begins its first backward."""
+        stages = max(pipe.virtual for pipe in self.pipes)
+        looped = np.minimum(self.times * self.virtual, (self.virtual + 1) * self.pp - 1)
+        down = np.minimum(self.times, np.where(self.splits & (self.virtual > 1), 2, 1) * self.pp)  # the way down a V
+        rounds, rest = np.divmod(looped, self.pp * self.virtual)
+        blocks = np.zeros(len(self.f))
+        for place in range(stages):
+            layers = self._of_pipe([(*pipe.counts[:: pipe.pp], *[0] * stages)[place] for pipe in self.pipes])
+            held = rounds * self.pp + np.clip(rest - place * self.pp, 0, self.pp)
+            straight = down if place == 0 else 0
+            blocks += np.where((self.virtual > 1) & ~self.splits, held, straight) * layers
+        return blocks, np.where(self.pp == 1, 0, np.where((self.virtual > 1) & ~self.splits, looped, down))
 
-def job_at(model: Model, layouts: Layouts, index: int, gpus: int, sequence: int, batch: int) -> Job:
-    """One of the layouts as a job."""
-    family, pp, zero = layouts.families[layouts.family[index]], int(layouts.pp[index]), int(layouts.zero[index])
-    schedule, virtual = layouts.schedules[layouts.schedule[index]]
-    data = gpus // (family.tp * family.cp * pp)
-    layout: dict[str, Any] = {"tp": family.tp, "cp": family.cp, "pp": pp, "zero": zero}
-    layout["dp_shard" if zero else "dp_replicate"] = data
-    if pp > 1:
-        layout |= {"schedule": schedule} | ({"virtual_stages": virtual} if schedule == "interleaved" else {})
-    memory: dict[str, Any] = {"recompute": MODES[layouts.mode[index]]}
-    return Job.model_validate(
-        {
-            "model": model.model_dump(exclude_unset=True),
-            "batch": {"sequence_length": sequence, "global_batch": batch, "micro_batch": family.micro_batch},
-            "layout": layout,
-            "memory": memory | ({"offload": ["optimizer"]} if layouts.offload[index] else {}),
-            "precision": {"compute": family.compute},
-            "run": {"compile": family.compiled},
+    def _seconds(self, links: dict[str, Any], backward: Any, elsewhere: Any) -> Any:
+        """Seconds if a block's backward takes so many on the first rank, and `elsewhere` on the others; as it is and
+        with offload."""
+        forward = self._of("forward_s")
+        ends = [self._of("ends_s", place) for place in range(4)]
+        places = [_places(pipe) for pipe in self.pipes]
+        least = np.zeros(len(self.f))
+        for rank in range(3):  # every rank does all of its work, after those before it began and before they end
+            layers, before, first, head = (self._of_pipe([place[rank][part] for place in places]) for part in range(4))
+            own = np.where(first > 0, backward, elsewhere)
+            ahead = np.maximum(layers * forward + first * ends[0] + head * ends[2], layers * links["gather"])
+            back = np.maximum(layers * own + first * ends[1] + head * ends[3], layers * links["scatter"])
+            fill = before * np.maximum(forward, links["gather"])
+            drain = np.where(self.splits, 0.0, before * np.maximum(elsewhere, links["scatter"]))
+            least = np.maximum(least, self.times * (ahead + back) + fill + drain)
+        # What is exchanged once a step can hide behind the passes of one micro-batch.
+        most = self._of_pipe([max(pipe.ranks) for pipe in self.pipes])
+        longest = most * np.maximum(backward, elsewhere) + ends[1] + ends[3]
+        least += np.maximum(0.0, links["reduce"] - longest)
+        least += np.maximum(0.0, links["regather"] - (most * forward + ends[0] + ends[2])) + self._of("step_s")
+        both = np.stack([least + links["update"], least], axis=1)
+        return both * (1 + STRAGGLERS * np.log2(self.machine.nodes)) * _ROUNDING
+
+    def _links(self) -> tuple[dict[str, Any], Any]:
+        """Transfers of a block's parameters and gradients with every micro-batch, and of a rank's once a step; and how
+        many seconds of them sharding over all replicas would take more."""
+        fewest: dict[int, int] = {}
+        for pipe in self.pipes:
+            fewest[pipe.pp] = min(fewest.get(pipe.pp, pipe.counts[0]), *pipe.ranks)
+        by_tp = {one.job.layout.tp: one for one in self.families}
+        sizes = (self.machine.gpus + 1,) * 4
+        keys = [np.ravel_multi_index((self.tp, self.cp, self.pp, shard), sizes) for shard in (self.shard, self.dp)]
+        unique, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+        degrees = zip(*(one.tolist() for one in np.unravel_index(unique, sizes)), strict=True)
+        found = np.array([self._exchanged(each, by_tp[each[0]], fewest) for each in degrees])
+        found = found.reshape(-1, 5)[inverse]
+        own, all_shared = found[: len(self.f)].T, found[len(self.f) :].T
+        gather, scatter, reduce, regather, replicas = own
+        third, per_micro = self.zero == 3, (self.zero == 3) | (self.zero == 2) & (self.pp == 1)
+        elements = self._of_pipe([fewest[pipe.pp] for pipe in self.pipes]) * self._of("layer_elements")
+        links = {
+            "gather": np.where(third, gather, np.where(per_micro, gather / self.times, 0.0)),
+            "scatter": np.where(per_micro, scatter + np.where(third, gather, 0.0), 0.0),
+            "reduce": np.where(per_micro, 0.0, np.where(self.zero == 0, replicas, reduce)),
+            "regather": np.where(per_micro | (self.zero == 0), 0.0, regather),
+            "update": self._update_rate() * elements / self.owners,
         }
-    )
+        more = np.maximum(0.0, all_shared - own)
+        most = self._of_pipe([max(pipe.ranks) for pipe in self.pipes])
+        by_layer = most * (self.times * more[1] + np.where(third, 2 * self.times, 1) * more[0])
+        once = (more[2] + more[3]) * most / self._of_pipe([fewest[pipe.pp] for pipe in self.pipes])
+        tables = 1 + self._of("ends_elements", 2) / (most * self._of("layer_elements"))
+        return links, np.where(per_micro, by_layer, once) * tables
+
+    def _exchanged(self, sizes: tuple[int, ...], family: Family, fewest: dict[int, int]) -> tuple[float, ...]:
+        tp, cp, pp, shard = sizes
+        replicate = self.machine.gpus // (tp * cp * pp * shard)
+        degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_shard": shard, "dp_replicate": replicate}
+        wires = self.machine.wires
+        job = self.job.model_copy(update={"layout": layout_with(self.job.layout, degrees)})
+        groups = groups_of(job, wires.gpus_per_node)
+        wide, block = self.job.precision.gradient_bytes, family.layer_elements
+        rank = fewest[pp] * block
+
+        def reduced(elements: float) -> float:
+            among = all_reduce_s(wires, groups.replicate, wide * elements / groups.shard.size)
+            return all_gather_s(wires, groups.shard, wide * elements) + among
+
+        gather = all_gather_s(wires, groups.shard, 2.0 * block)
+        regather = all_gather_s(wires, groups.shard, 2.0 * rank)
+        return gather, reduced(block), reduced(rank), regather, all_reduce_s(wires, groups.data, wide * rank)
+
+    def _update_rate(self) -> float:
+        """Seconds for each further parameter that a rank updates."""
+        machine, many = self.machine, 1e9
+        device = device_of(machine.gpu, machine.rates, self.job.precision.compute, machine.measured)
+        spread = self.job.model_copy(update={"layout": layout_with(self.job.layout, {"dp_shard": machine.gpus})})
+        took = [update_s(spread, device, size, 2, own=True) for size in (many, 2 * many)]
+        return max(0.0, took[1] - took[0]) / many
+
+
+def _places(pipe: Pipe) -> list[tuple[float, float, bool, bool]]:
+    """Of the first rank, the last, and the one of most layers between them: its layers, those of the stages that a
+    micro-batch passes before it, and whether it has the embedding and the head."""
+    ranks = pipe.ranks
+    between = max(range(pipe.pp), key=lambda rank: (0 < rank < pipe.pp - 1, ranks[rank], rank))
+    head = 0 if pipe.schedule == "zb-v" else pipe.pp - 1
+    return [(ranks[rank], sum(pipe.counts[:rank]), rank == 0, rank == head) for rank in (0, between, pipe.pp - 1)]

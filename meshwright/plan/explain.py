@@ -1,5 +1,7 @@
 """Explains a search: what limits a layout, and why the nearest misses do not fit."""
 
+from collections.abc import Sequence
+from itertools import groupby
 from math import log2
 from typing import Any
 
@@ -22,6 +24,20 @@ _PRACTICE = (
 def usual_batch_tokens(parameters: float) -> tuple[int, str]:
     """Tokens per step that models of this size are trained with, and the source."""
     return next((int(tokens), where) for most, tokens, where in _PRACTICE if parameters < most)
+
+
+_FINE_TUNING = 64
+"""Sequences per step of a fine-tuning whose job says nothing: Llama 2-Chat's (arXiv 2307.09288)."""
+_DISTINCT = 0.05
+"""Rows nearer than this to the fastest are not told apart: predictions err by more."""
+_SMALL_MFU = 0.25
+_SMALL_TOKENS = 8192
+"""Tokens of a step per GPU below which a low MFU is the batch's fault."""
+
+
+def fine_tuning_batch() -> tuple[int, str]:
+    """Sequences per step for a model that starts from weights, and the source."""
+    return _FINE_TUNING, f"a batch of {_FINE_TUNING} sequences, as Llama 2's fine-tuning: model.init_from is set"
 
 
 def batch_sequences(parameters: float, sequence: int, gpus: int, batch_tokens: int | None) -> tuple[int, str]:
@@ -56,13 +72,62 @@ def layout_words(job: Job) -> str:
     """A layout in a line."""
     layout = job.layout
     parts = [f"dp {job.data_parallel}", f"zero {layout.zero_stage}"]
+    if layout.dp_replicate > 1 and layout.zero_stage:
+        parts[0] += f" ({layout.dp_replicate} replicas of {layout.dp_shard} shards)"
     parts += [f"{name} {size}" for name, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if size > 1]
     if layout.pp > 1:
         parts.append(layout.schedule + (f" ×{layout.virtual_stages}" if layout.virtual_stages else ""))
+        if layout.split and len(set(layout.split)) > 1:
+            parts.append(f"split {layers_in_words(layout.split)}")
     parts += [f"micro-batch {job.batch.micro_batch}", f"recompute {job.memory.recompute}"]
     if job.memory.offload:
         parts.append(f"offload {' and '.join(job.memory.offload)}")
     return ", ".join([*parts, *(["fp8"] if job.precision.compute == "fp8" else [])])
+
+
+def layers_in_words(split: tuple[int, ...]) -> str:
+    """Layers per stage, equal neighbours together: `5×13 6×2 3`."""
+    runs = [(count, len(list(same))) for count, same in groupby(split)]
+    return " ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in runs)
+
+
+def alike(best: Sequence[Candidate]) -> int:
+    """How many rows are not told apart from the fastest, itself included."""
+    return sum(one.prediction.step_s <= (1 + _DISTINCT) * best[0].prediction.step_s for one in best)
+
+
+def simplest(best: Sequence[Candidate]) -> int | None:
+    """Of the rows that are not told apart from the fastest, the place of the simplest; None if there is one alone."""
+    near = best[: alike(best)]
+    if len(near) < 2:
+        return None
+    return min(range(len(near)), key=lambda place: (_complexity(near[place].job), place))
+
+
+def _complexity(job: Job) -> int:
+    """How much there is to set up, understand and debug in a layout."""
+    layout, recompute = job.layout, job.memory.recompute
+    axes = 3 * (layout.tp > 1) + 3 * (layout.cp > 1) + 4 * (layout.pp > 1)
+    pipeline = 2 * (layout.schedule != "1f1b" and layout.pp > 1) + 2 * (layout.split is not None)
+    sharding = (
+        min(layout.zero_stage, 1) + (layout.zero_stage == 3) + 2 * bool(layout.zero_stage and layout.dp_replicate > 1)
+    )
+    memory = 0 if recompute == "none" else 1 if isinstance(recompute, str) else 3
+    return axes + pipeline + sharding + memory + 4 * bool(job.memory.offload)
+
+
+def small_batch(job: Job, prediction: Prediction, gpus: int) -> str:
+    """That the batch is too small for so many GPUs, where a low MFU comes from it; else nothing."""
+    tokens = job.tokens_per_step / gpus
+    if prediction.mfu is None or prediction.mfu >= _SMALL_MFU or tokens >= _SMALL_TOKENS:
+        return ""
+    batch, sequence = job.batch.global_batch, job.batch.sequence_length
+    wanted = max(1, round(_SMALL_TOKENS / sequence)) * gpus
+    return (
+        f"the batch is small for {gpus:,} GPUs: {batch} sequences of {sequence} tokens leave each {tokens:,.0f} tokens "
+        f"a step, and the MFU is {prediction.mfu:.1%}; use fewer GPUs, or --batch-tokens {wanted * sequence} and more "
+        "if training allows"
+    )
 
 
 def why_not(miss: Candidate, search: Search) -> str:
@@ -87,6 +152,8 @@ def _settings(job: Job) -> dict[str, Any]:
     layout = job.layout
     return {
         "layout.zero": layout.zero_stage,
+        "layout.dp_shard": layout.dp_shard if layout.dp_replicate > 1 and layout.zero_stage else None,
+        "layout.split": layout.split,
         "layout.tp": layout.tp,
         "layout.cp": layout.cp,
         "layout.pp": layout.pp,

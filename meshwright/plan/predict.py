@@ -166,7 +166,7 @@ def _modes(job: Job, layers: list[int]) -> list[str]:
     if isinstance(asked, Segments):
         modes_of = recompute_modes(job, table_for(job), 0)  # for every rank alike
         return [modes_of[layer] for layer in range(job.model.layers)]
-    table = table_of(job) if job.layout.pp > 1 else None
+    table = _whole_table(job)
     starts = [sum(layers[:place]) for place in range(len(layers) + 1)]
     modes = ["none"] * job.model.layers
     for rank in range(job.layout.pp):
@@ -175,3 +175,8 @@ def _modes(job: Job, layers: list[int]) -> list[str]:
         for layer in (layer for place in held for layer in range(starts[place], starts[place + 1])):
             modes[layer] = chosen[layer]
     return modes
+
+
+def _whole_table(job: Job) -> Table | None:
+    """The table whose holdings decide a budget: gpipe holds every micro-batch, others soon hold all they ever do."""
+    return table_of(job) if job.layout.pp > 1 and job.layout.schedule == "gpipe" else table_for(job)

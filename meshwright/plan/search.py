@@ -1,27 +1,37 @@
-"""The fastest layouts of a model on a machine: a bound for all of them, a prediction for those that may be the best."""
+"""The fastest layouts of a job on a machine: a bound for all of them, a prediction for those that may be the best."""
 
-from bisect import insort
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
 from math import sqrt
 from time import process_time
+from typing import Any
 
 import numpy as np
 
 from meshwright.errors import UserError
-from meshwright.job import Job, Model
-from meshwright.job.devices import Cluster, Segments
+from meshwright.job import Job
+from meshwright.job.devices import Budget, Cluster, Segments
 from meshwright.layout import require_layout
-from meshwright.plan.bound import ALLOWED, Layouts, bounded, families_of, job_at
-from meshwright.plan.machine import machine_of
+from meshwright.plan.bound import Layouts, bounded
+from meshwright.plan.budgets import within
+from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.memory import block_bytes
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
+from meshwright.plan.space import ALLOWED
 
 SAFE = 0.95
 """Fraction of a GPU's memory a layout may be predicted to use: predictions err, and drivers reserve some of it."""
-_PREDICTED = 200
+_EFFORT = 1000
+"""The limit of a search, and of its budgets again, in predictions without a pipeline: about two seconds."""
+_ACTIONS = 400
+"""Actions of a schedule that take as long to simulate as one prediction without a pipeline."""
+_BLOCKS = 5
+"""Blocks whose budget takes as long to find."""
 _MISSES = 3
+_SMALLEST = 50
+_BUDGETS = 6
+"""Pipelines that do not fit for which a budget is looked for: every one takes as long as dozens of predictions."""
 
 
 @dataclass(frozen=True)
@@ -53,82 +63,164 @@ class Search:
 
 
 def search(
-    model: Model,
+    job: Job,
     cluster: Cluster,
-    sequence: int,
-    batch: int,
-    compute: str = "bf16",
     top: int = 10,
     allow: Collection[str] = (),
     enough: Callable[[], bool] = lambda: False,
 ) -> Search:
-    """The fastest layouts for `batch` sequences a step that fit, and the nearest that do not.
+    """The fastest layouts of a job that fit, and the nearest that do not: its layout, recomputation, offload and
+    micro-batch are chosen, all else is the job's own.
 
-    `allow` adds what is not tried by default: fp8, offload, zero-bubble. `enough` is called before every prediction
-    once one layout fits; if it returns true, the search ends with what it has.
+    `allow` adds what is not tried by default: fp8, offload, zero-bubble; what the job itself has is always tried.
+    `enough` is called before every prediction once one layout fits; if it returns true, the search ends with what it
+    has.
     """
-    machine, allowed = machine_of(cluster), _allowed(allow)
-    if sequence > model.max_sequence_length:
+    machine, allowed = machine_of(cluster), _allowed(allow) | _own(job)
+    room = SAFE * machine.memory_bytes
+    sequence, most = job.batch.sequence_length, job.model.max_sequence_length
+    if sequence > most:
         raise UserError(
-            f"--seq = {sequence} is longer than the model's max_sequence_length = {model.max_sequence_length} allows; "
-            "give a shorter one"
+            f"--seq = {sequence} is longer than the model's max_sequence_length = {most} allows; give a shorter one, "
+            f"or set model.max_sequence_length = {sequence}"
         )
     begun = process_time()
-    families = list(families_of(model, machine, sequence, batch, compute, allowed))
-    layouts = bounded(model, machine, families, batch, allowed)
+    layouts = bounded(job, machine, allowed, room)
     bound_s = process_time() - begun
     if not len(layouts):
         raise UserError(
-            f"--batch-tokens gives {batch} sequences a step, which no layout spreads evenly over {machine.gpus} GPUs; "
-            f"give a multiple of {machine.gpus * sequence}"
+            f"--batch-tokens gives {job.batch.global_batch} sequences a step, which no layout spreads evenly over "
+            f"{machine.gpus} GPUs; give a multiple of {machine.gpus * sequence}, or batch.global_batch a multiple of "
+            f"{machine.gpus}"
         )
-
-    def job_of(index: int) -> Job:
-        return job_at(model, layouts, index, machine.gpus, sequence, batch)
 
     def candidate(job: Job) -> Candidate:
         return Candidate(job, predict(job, cluster, every_rank=False))
 
-    room = SAFE * machine.memory_bytes
     order = np.argsort(layouts.time_s, kind="stable")
     order = order[layouts.memory_bytes[order] <= room]
-    fitting: list[Candidate] = []
+    found = _Best(top, machine)
     over: list[tuple[float, int]] = []
-    steps: list[float] = []
     looked, exact, whole = 0, True, True
-    for index in map(int, order):
-        if len(steps) >= top and layouts.time_s[index] >= steps[top - 1]:
-            break
-        if looked == _PREDICTED:
-            exact = False
-            break
-        if steps and enough():
-            exact = whole = False
-            break
-        job = job_of(index)
-        looked += 1
-        held, on_host = _held(job)  # memory first: a pipeline takes much longer to simulate
-        if held > room and job.memory.recompute == "full":  # segments take longer: tried only where it does not fit
-            job = _in_segments(job)
-            held, on_host = _held(job)
-        if held > room:
-            over.append((held, index))
-            continue
-        if machine.host_bytes is not None and on_host > machine.host_bytes:
-            continue
-        fitting.append(candidate(job))
-        insort(steps, fitting[-1].prediction.step_s)
-    fitting.sort(key=lambda one: one.prediction.step_s)
-    best = list(islice((one for one in fitting if _runs(one.job, machine.gpus)), top))
+    # Budgets last: they take longest, and by then most of them are known to be slower than what was found.
+    budgeted = np.array([layouts.is_budget(index) for index in order], dtype=bool)
+    for turn in (order[~budgeted], order[budgeted]):
+        effort = 0
+        for index in map(int, turn):
+            if not whole or layouts.time_s[index] >= found.slowest_s:
+                break
+            if effort > _EFFORT:
+                exact = False
+                break
+            if found.best and enough():
+                exact = whole = False
+                break
+            looked += 1
+            made, held, on_host = _fitted(layouts, index, room)
+            effort += 1 + _to_find(made)
+            if held > room:
+                over.append((held, index))
+            else:
+                effort += _to_simulate(made)
+                found.offer(made, on_host, candidate)
+    budgets = _to_budget(layouts, [index for _, index in over]) if whole else []
+    for job_over in budgets:
+        if (smaller := within(job_over, room, held_of)) is not None:
+            found.offer(smaller, held_of(smaller)[1], candidate)
+    best = found.best
     fastest = best[0].prediction.step_s if best else float("inf")
     nearest = _nearest(layouts, room, fastest) if whole else []
-    over += [(_held(job_of(index))[0], index) for index in nearest]
-    may_be_faster = (job_of(index) for _, index in sorted(over) if whole and layouts.time_s[index] < fastest)
-    misses = islice((one for one in map(candidate, may_be_faster) if one.prediction.step_s < fastest), _MISSES)
-    return Search(tuple(best), tuple(misses), len(layouts), looked + len(nearest), bound_s, exact, whole)
+    over += [(held_of(layouts.job_at(index))[0], index) for index in nearest]
+    may_be_faster = [layouts.job_at(index) for _, index in sorted(over) if whole and layouts.time_s[index] < fastest]
+    kinds = {_kind(made): made for made in reversed(may_be_faster)}  # of each kind the smallest
+    smallest = (made for made in may_be_faster if kinds[_kind(made)] is made)
+    misses = islice((one for one in map(candidate, smallest) if one.prediction.step_s < fastest), _MISSES)
+    looked += len(nearest) + len(budgets)
+    return Search(tuple(best), tuple(misses), len(layouts), looked, bound_s, exact, whole)
 
 
-def _held(job: Job) -> tuple[float, float]:
+def _to_find(job: Job) -> int:
+    """How long a layout's budget took to find, in predictions without a pipeline."""
+    return job.model.layers // _BLOCKS if isinstance(job.memory.recompute, Budget) else 0
+
+
+def _to_simulate(job: Job) -> int:
+    """How much longer a layout takes to predict for its pipeline, in predictions without one."""
+    layout = job.layout
+    stages = layout.pp * (layout.virtual_stages or 1)
+    return 0 if layout.pp == 1 else 2 * stages * min(job.accumulation, 4 * layout.pp) // _ACTIONS
+
+
+def _to_budget(layouts: Layouts, over: list[int]) -> list[Job]:
+    """Pipelines that do not fit, without recomputation, the fastest first and one of a kind."""
+    jobs = (recomputing(layouts.job_at(index), "none") for index in over)
+    kinds: dict[tuple[Any, ...], Job] = {}
+    for job in jobs:
+        if job.layout.pp > 1 and not job.layout.schedule.startswith("zb"):
+            kinds.setdefault(_kind(job), job)
+    return list(kinds.values())[:_BUDGETS]
+
+
+class _Best:
+    """The fastest layouts so far: of those that differ only in where shards and stages end, the fastest alone."""
+
+    def __init__(self, top: int, machine: Machine) -> None:
+        self._top, self._machine = top, machine
+        self._by_kind: dict[tuple[Any, ...], Candidate] = {}
+
+    @property
+    def best(self) -> list[Candidate]:
+        """Fastest first."""
+        return sorted(self._by_kind.values(), key=lambda one: one.prediction.step_s)[: self._top]
+
+    @property
+    def slowest_s(self) -> float:
+        """What another layout must take less than to be among them."""
+        best = self.best
+        return best[-1].prediction.step_s if len(best) == self._top else float("inf")
+
+    def offer(self, job: Job, on_host: float, candidate: Callable[[Job], Candidate]) -> None:
+        """Predict a layout that fits its devices, and keep it if its host has room, it runs and it is fast enough."""
+        if self._machine.host_bytes is not None and on_host > self._machine.host_bytes:
+            return
+        one = candidate(job)
+        kind = _kind(job)
+        before = self._by_kind.get(kind)
+        slowest = self.slowest_s if before is None else before.prediction.step_s
+        if one.prediction.step_s < slowest and _runs(job, self._machine.gpus):
+            self._by_kind[kind] = one
+
+
+def _kind(job: Job) -> tuple[Any, ...]:
+    """A layout without what it is not chosen by: how many replicas share states, and which stage has a layer more."""
+    layout, recompute = job.layout, job.memory.recompute
+    degrees = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.zero)
+    way = (job.precision.compute, job.run.compile, job.memory.offload)
+    return *degrees, job.batch.micro_batch, recompute if isinstance(recompute, str) else type(recompute), *way
+
+
+def _fitted(layouts: Layouts, index: int, room: float) -> tuple[Job, float, float]:
+    """A layout with as much recomputation as its mode needs to fit, and its bytes on the device and on the host."""
+    job = layouts.job_at(index)
+    held, on_host = held_of(job)
+    if held > room and layouts.is_budget(index):
+        if held_of(recomputing(job, "full"))[0] > room:  # no budget is below that
+            return job, held, on_host
+        job = within(job, room, held_of) or job
+    elif held > room and job.memory.recompute == "full":  # segments take longer: tried only where it does not fit
+        job = _in_segments(job)
+    else:
+        return job, held, on_host
+    return (job, *held_of(job))
+
+
+def _own(job: Job) -> frozenset[str]:
+    """What a job has already, and so allows."""
+    words = {"offload": bool(job.memory.offload), "zero-bubble": job.layout.schedule.startswith("zb")}
+    return frozenset(word for word, given in words.items() if given)
+
+
+def held_of(job: Job) -> tuple[float, float]:
     """Most bytes of a rank on its device, and on its host."""
     ranks = memory_of(job, own_software(job), every_rank=False)
     return max(rank.device for rank in ranks), max(rank.host for rank in ranks)
@@ -146,10 +238,11 @@ def _in_segments(job: Job) -> Job:
     if worth <= 2:  # two blocks restored instead of one are more than the half of the inputs
         return job
     lengths = sorted({int(sqrt(worth)), int(sqrt(worth)) + 1} - {1})
-    return min((_recomputing(job, Segments(segments=each)) for each in lengths), key=lambda way: _held(way)[0])
+    return min((recomputing(job, Segments(segments=each)) for each in lengths), key=lambda way: held_of(way)[0])
 
 
-def _recomputing(job: Job, recompute: Segments) -> Job:
+def recomputing(job: Job, recompute: Segments | str) -> Job:
+    """The job with other recomputation."""
     return job.model_copy(update={"memory": job.memory.model_copy(update={"recompute": recompute})})
 
 
@@ -175,25 +268,34 @@ def _runs(job: Job, gpus: int) -> bool:
     return True
 
 
-def what_would_fit(model: Model, cluster: Cluster, sequence: int, batch: int, compute: str = "bf16") -> str | None:
-    """The smallest change that makes a model fit: the host's memory, or a multiple of the GPUs."""
-    try:
-        found = search(model, cluster, sequence, batch, compute, top=1, allow=("offload",))
-    except UserError:
-        return None
-    if found.best:
+def what_would_fit(job: Job, cluster: Cluster) -> str | None:
+    """The smallest change that makes a job fit: the host's memory, or a multiple of the GPUs."""
+    if _anything_fits(job, cluster, frozenset({"offload"})):
         return "--allow offload, which keeps optimizer states in the host's memory"
     for times in (2, 4, 8, 16, 32, 64):
-        within = min(8, cluster.gpus_per_node * times)
-        larger = _resized(cluster, cluster.nodes * cluster.gpus_per_node * times // within, within)
-        sequences = max(batch, within * larger.nodes)
-        try:
-            found = search(model, larger, sequence, sequences, compute, top=1)
-        except UserError:
-            continue
-        if found.best:
-            return f"--cluster {larger.nodes}x{within}x{cluster.gpu}, {times} times the GPUs"
+        within_node = min(8, cluster.gpus_per_node * times)
+        larger = _resized(cluster, cluster.nodes * cluster.gpus_per_node * times // within_node, within_node)
+        sequences = max(job.batch.global_batch, within_node * larger.nodes)
+        batch = job.batch.model_copy(update={"global_batch": sequences})
+        if _anything_fits(job.model_copy(update={"batch": batch}), larger, frozenset()):
+            return f"--cluster {larger.nodes}x{within_node}x{cluster.gpu}, {times} times the GPUs"
     return None
+
+
+def _anything_fits(job: Job, cluster: Cluster, allow: frozenset[str]) -> bool:
+    """Whether one of the layouts that need least fits."""
+    machine = machine_of(cluster)
+    room = SAFE * machine.memory_bytes
+    layouts = bounded(job, machine, allow, room)
+    fewest = [index for index in map(int, np.argsort(layouts.memory_bytes)) if not layouts.is_budget(index)]
+    for index in fewest[:_SMALLEST]:
+        if layouts.memory_bytes[index] > room:
+            return False
+        made, held, on_host = _fitted(layouts, index, room)
+        roomy = machine.host_bytes is None or on_host <= machine.host_bytes
+        if held <= room and roomy and _runs(made, machine.gpus):
+            return True
+    return False
 
 
 def _resized(cluster: Cluster, nodes: int, gpus_per_node: int) -> Cluster:

@@ -54,6 +54,16 @@ class Asked:
         """In total."""
         return self.cluster.nodes * self.cluster.gpus_per_node
 
+    @property
+    def job(self) -> "Job":
+        """What is searched for: the model as it is usually trained, in bf16 and compiled."""
+        from meshwright.job import Job
+
+        usual = Job.model_validate({"precision": {"compute": "bf16"}, "run": {"compile": True}})
+        sizes = {"sequence_length": self.sequence, "global_batch": self.batch, "micro_batch": 1}
+        batch = usual.batch.model_copy(update=sizes)  # which the search refuses if they do not go with the model
+        return usual.model_copy(update={"model": self.model, "batch": batch})
+
     def picked(self, words: str) -> "Job":
         """The job with the layout that a row of the table names."""
         from pydantic import ValidationError

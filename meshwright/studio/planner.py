@@ -92,10 +92,8 @@ class Planner:
             return self._searches[key], True
         until = process_time() + QUICK_S  # CPU time, so that a busy machine answers later but just as well
         found = search(
-            question.model,
+            question.job,
             question.cluster,
-            question.sequence,
-            question.batch,
             top=_TOP if full else _QUICK_TOP,
             allow=_allowed(state),
             enough=self._interrupted if full else lambda: process_time() > until,
@@ -128,7 +126,7 @@ def _nothing(question: Asked, found: "Search", hinted: bool) -> str:
     gpus = "one GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
     hint = None
     if hinted:
-        hint = what_would_fit(question.model, question.cluster, question.sequence, question.batch)
+        hint = what_would_fit(question.job, question.cluster)
     remedy = f"try {in_page_words(hint)}" if hint else "use more or larger ones, or a smaller model"
     return f"No layout fits on {gpus} of this kind; {remedy}."
 

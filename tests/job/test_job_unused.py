@@ -22,7 +22,7 @@ READ_ELSEWHERE = {
     "run.on_bad_step": "when a step is bad",
     "data.stages": "with data.weights, without which it is refused",
     **dict.fromkeys(["cluster.name", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"], "by plan and submit"),
-    **dict.fromkeys(["cluster.links", "cluster.host_memory_gib", "cluster.price"], "by plan"),
+    **dict.fromkeys(["cluster.links", "cluster.host_memory_gib", "cluster.storage_gb_s", "cluster.price"], "by plan"),
 }
 
 

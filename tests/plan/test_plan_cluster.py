@@ -174,10 +174,11 @@ def test_what_is_offloaded_must_fit_the_host() -> None:
     )
     assert roomy.fits and roomy.host_over_bytes == 0.0
     assert not tight.fits and 10 * 2**30 < tight.host_over_bytes < 12 * 2**30
-    model, two = job.model, parse_cluster("2xrtx-3090")
+    sized = job.batch.model_copy(update={"sequence_length": 2048, "global_batch": 8})
+    small, two = job.model_copy(update={"batch": sized}), parse_cluster("2xrtx-3090")
     for gib, found in ((256.0, True), (64.0, False)):
         cluster = two.model_copy(update={"host_memory_gib": gib})
-        assert bool(search(model, cluster, 2048, 8, top=1, allow=("offload",)).best) == found
+        assert bool(search(small, cluster, top=1, allow=("offload",)).best) == found
 
 
 def test_a_plan_that_cannot_be_written_and_a_sequence_of_nothing_are_refused(cli) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_jobs import asked
 from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.hardware import gpu_by_key, known_gpus, known_sites
-from meshwright.job import Model, model_preset
 from meshwright.job.devices import Cluster
 from meshwright.plan import accuracy_page, machine_of, parse_cluster, search, validate
 
@@ -31,8 +31,7 @@ def invoke(*arguments: str) -> str:
 
 @pytest.mark.parametrize("site", known_sites())
 def test_every_site_can_be_planned(site: str) -> None:
-    model = Model.model_validate(model_preset("llama-3.2-1b"))
-    found = search(model, parse_cluster(site), sequence=2048, batch=64, top=1)
+    found = search(asked("llama-3.2-1b", 2048, 64), parse_cluster(site), top=1)
     best = found.best[0].prediction
     assert best.fits and best.mfu is not None and 0.2 < best.mfu < 0.7
     assert best.guessed or known_sites()[site].gpu == "h200", "which has a profile"

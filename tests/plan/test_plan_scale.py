@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from plan_jobs import llama, nodes
+from plan_jobs import asked, llama, nodes
 from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import UserError
-from meshwright.job import Model, load_job, model_preset
+from meshwright.job import load_job
 from meshwright.plan import economy, predict, scale, scale_lines, search
 from meshwright.plan.economy import goodput_of
 
@@ -66,16 +66,17 @@ def test_accumulation_follows_from_batch_and_ranks() -> None:
 
 
 def test_what_is_allowed_may_win() -> None:
-    model = Model.model_validate(model_preset("llama-2-7b"))
-    plain = search(model, nodes(1), 4096, 64, top=1)
-    eight = search(model, nodes(1), 4096, 64, top=1, allow=("fp8",))
+    job = asked("llama-2-7b", 4096, 64)
+    plain = search(job, nodes(1), top=1)
+    eight = search(job, nodes(1), top=1, allow=("fp8",))
     assert eight.best[0].job.precision.compute == "fp8"
     assert eight.best[0].prediction.step_s < plain.best[0].prediction.step_s
     small = nodes(1, "rtx-3090").model_copy(update={"gpus_per_node": 1, "host_memory_gib": 256.0})
-    assert not search(model, small, 2048, 8, top=1).best
-    assert search(model, small, 2048, 8, top=1, allow=("offload",)).best[0].job.memory.offload == ("optimizer",)
+    fewer = asked("llama-2-7b", 2048, 8)
+    assert not search(fewer, small, top=1).best
+    assert search(fewer, small, top=1, allow=("offload",)).best[0].job.memory.offload == ("optimizer",)
     with pytest.raises(UserError, match="--allow has 'fp4'"):
-        search(model, nodes(1), 4096, 64, allow=("fp4",))
+        search(job, nodes(1), allow=("fp4",))
 
 
 def test_the_command_shows_all_of_it() -> None:

@@ -4,50 +4,47 @@ import json
 from pathlib import Path
 
 import pytest
-from plan_jobs import nodes
+from plan_jobs import asked, nodes
 from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import UserError
-from meshwright.job import Job, Model, load_job, model_preset
+from meshwright.job import Job, load_job, model_preset
 from meshwright.job.devices import Segments
 from meshwright.layout import require_layout, saved_by_name
 from meshwright.plan import batch_sequences, parse_cluster, predict, search
 from meshwright.plan.explain import layout_words
-
-
-def shape(name: str) -> Model:
-    return Model.model_validate(model_preset(name))
+from meshwright.plan.space import degrees_of
 
 
 def test_a_small_model_is_replicated() -> None:
     """Data parallelism alone where everything fits."""
-    best = search(shape("llama-3.2-1b"), nodes(1), 4096, 128).best[0].job
+    best = search(asked("llama-3.2-1b", 4096, 128), nodes(1)).best[0].job
     assert (best.layout.tp, best.layout.pp, best.layout.cp, best.memory.recompute) == (1, 1, 1, "none")
 
 
 def test_175b_on_1024_lands_near_what_was_run() -> None:
-    """Data × tensor × pipeline of 16 × 8 × 8 is among the first three; the best has tp in a node."""
-    found = search(shape("gpt3-175b"), nodes(128, "a100-80gb"), 2048, 1536, top=3)
+    """Data × tensor × pipeline of 16 × 8 × 8 is among the first, and all have tp in a node."""
+    found = search(asked("gpt3-175b", 2048, 1536), nodes(128, "a100-80gb"))
     degrees = [(one.job.data_parallel, one.job.layout.tp, one.job.layout.pp) for one in found.best]
     assert (16, 8, 8) in degrees
-    assert degrees[0][1] in (4, 8)
+    assert all(tp <= 8 for _, tp, _ in degrees)
     assert found.bounded > 1000
 
 
 def test_segments_are_found_where_full_recomputation_does_not_fit() -> None:
     """A 70B model on sixteen GPUs: a larger micro-batch fits if every second block's input is kept."""
-    found = search(shape("llama-3-70b"), nodes(2), 8192, 256, top=5)
+    found = search(asked("llama-3-70b", 8192, 256), nodes(2))
     [one, *_] = [one for one in found.best if isinstance(one.job.memory.recompute, Segments)]
     full = one.job.model_copy(update={"memory": one.job.memory.model_copy(update={"recompute": "full"})})
     room = 0.95 * one.prediction.capacity_bytes
     assert one.prediction.fullest.device <= room < predict(full, nodes(2)).fullest.device
-    assert found.exact and f"recompute {one.job.memory.recompute}" in layout_words(one.job)
+    assert f"recompute {one.job.memory.recompute}" in layout_words(one.job)
     assert load_job("demo", [f"memory.recompute={one.job.memory.recompute}"]).job.memory == one.job.memory
 
 
 def test_the_best_are_those_predicted_fastest_and_run() -> None:
-    found = search(shape("llama-2-7b"), parse_cluster("4xa100-80gb"), 2048, 32)
+    found = search(asked("llama-2-7b", 2048, 32), parse_cluster("4xa100-80gb"))
     steps = [one.prediction.step_s for one in found.best]
     assert steps == sorted(steps)
     for one in found.best:
@@ -57,32 +54,10 @@ def test_the_best_are_those_predicted_fastest_and_run() -> None:
         assert miss.prediction.step_s < steps[0]
 
 
-def test_the_bound_is_below_every_prediction() -> None:
-    """No layout is predicted faster than the bound that ranked it."""
-    from meshwright.plan import machine_of
-    from meshwright.plan.bound import ALLOWED, bounded, families_of, job_at
-
-    model, cluster, allow = shape("llama-3-8b"), nodes(1), frozenset(ALLOWED)
-    machine = machine_of(cluster)
-    layouts = bounded(model, machine, list(families_of(model, machine, 4096, 64, "bf16", allow)), 64, allow)
-    seen = set()
-    for index in range(0, len(layouts), 37):
-        job = job_at(model, layouts, index, 8, 4096, 64)
-        seen |= {job.layout.schedule, job.precision.compute, *job.memory.offload}
-        prediction = predict(job, cluster)
-        assert layouts.time_s[index] <= 1.0001 * prediction.step_s, job.layout
-        assert layouts.memory_bytes[index] <= 1.0001 * prediction.fullest.device, job.layout
-    assert seen >= {"1f1b", "interleaved", "zb-h1", "zb-v", "fp8", "optimizer"}
-
-
 def test_a_width_that_ranks_do_not_divide_is_no_hindrance() -> None:
     """Tensor parallelism is tried as for any other width."""
-    from meshwright.plan import machine_of
-    from meshwright.plan.bound import families_of
-
-    odd = shape("qwen3-0.6b").model_copy(update={"width": 1023})
-    families = families_of(odd, machine_of(nodes(1)), 4096, 8, "bf16", frozenset())
-    assert {family.tp for family in families} == {1, 2, 4, 8}
+    odd = asked("qwen3-0.6b", 4096, 8, model={"width": 1023})
+    assert {tp for tp, _ in degrees_of(odd, 8)} == {1, 2, 4, 8}
 
 
 def test_copied_keys_are_counted() -> None:
@@ -109,16 +84,16 @@ def test_the_written_job_loads_and_checks(tmp_path: Path) -> None:
 
 
 def test_an_odd_sequence_is_planned_without_cutting_it() -> None:
-    found = search(shape("gpt2"), parse_cluster("8xh100"), 1023, 512)
+    found = search(asked("gpt2", 1023, 512), parse_cluster("8xh100"))
     assert found.best and {one.job.layout.tp * one.job.layout.cp for one in found.best} == {1}
 
 
 @pytest.mark.parametrize("cluster", ["3x8xh100", "6xh100", "5x4xh100", "96x8xh100"])
 def test_the_usual_batch_is_one_that_the_machines_share(cluster: str) -> None:
     """Nobody asked for it, so it must not be what stands in the way; where they are a power of two, nor is it moved."""
-    model, machines = shape("llama-3.2-1b"), parse_cluster(cluster)
+    machines = parse_cluster(cluster)
     batch, practice = batch_sequences(1.2e9, 4096, machines.nodes * machines.gpus_per_node, None)
-    assert practice and 128 <= batch <= 512 and search(model, machines, 4096, batch, top=1).best
+    assert practice and 128 <= batch <= 512 and search(asked("llama-3.2-1b", 4096, batch), machines, top=1).best
     assert batch_sequences(1.2e9, 4096, 16, None)[0] == 256
 
 

@@ -1,0 +1,157 @@
+"""Which layouts a search tries: degrees, pipelines, sharding and recomputation, and each of them as a job."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import Any, Literal
+
+from meshwright.job import Job
+from meshwright.job.devices import Layout, Memory
+from meshwright.job.training import Batch
+from meshwright.layout.stages import balanced_counts
+
+ALLOWED = ("fp8", "offload", "zero-bubble")
+"""What a search tries only on request: other arithmetic, the host's memory, schedules that cannot be compiled."""
+MODES = ("none", "selective", "full", "budget")
+"""Recomputation; full includes segments of several blocks, budget any mixture of the other three."""
+BUDGET = MODES.index("budget")
+KINDS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+"""Recomputation of one block."""
+_SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
+_ZERO_BUBBLE = (("zb-h1", 1), ("zb-v", 2))
+_MOST_CONTEXT = 16
+_LEAST_TOKENS = 2048
+"""Fewest tokens of a sequence on a context-parallel rank."""
+_MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_SEARCHED = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "schedule", "virtual_stages", "split")
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipeline: its schedule, and the layers of each of its stages."""
+
+    pp: int
+    schedule: str
+    virtual: int
+    counts: tuple[int, ...]
+    """Layers per stage."""
+    given: bool
+    """Whether the job has to name them in layout.split: they are not the balanced ones."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward runs as two halves."""
+        return self.schedule.startswith("zb")
+
+    @property
+    def ranks(self) -> list[int]:
+        """Layers per rank."""
+        if self.schedule == "zb-v":
+            return [self.counts[rank] + self.counts[-1 - rank] for rank in range(self.pp)]
+        return [sum(self.counts[rank :: self.pp]) for rank in range(self.pp)]
+
+
+def pipes_of(job: Job, gpus: int, allow: frozenset[str]) -> list[Pipe]:
+    """Every pipeline over a divisor of the GPUs: balanced by cost, and with its last stage lighter or heavier."""
+    schedules = (*_SCHEDULES, *(_ZERO_BUBBLE if "zero-bubble" in allow else ()))
+    pipes = [Pipe(1, "1f1b", 1, (job.model.layers,), given=False)]
+    for pp in divisors(gpus)[1:]:
+        for schedule, virtual in schedules:
+            if pp * virtual <= job.model.layers:
+                balanced = balanced_counts(job.model, job.batch.sequence_length, pp * virtual)
+                pipes += [Pipe(pp, schedule, virtual, counts, counts != balanced) for counts in _splits(balanced)]
+    return pipes
+
+
+def _splits(balanced: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The stages as balanced, and with one layer less or more in the last of them, which has the head."""
+    layers, others = sum(balanced), len(balanced) - 1
+    ways = [balanced]
+    for last in (balanced[-1] - 1, balanced[-1] + 1):
+        each, more = divmod(layers - last, others)
+        if last >= 1 and each >= 1:
+            ways.append((*[each] * (others - more), *[each + 1] * more, last))
+    return list(dict.fromkeys(ways))
+
+
+def shardings_of(gpus: int) -> list[tuple[int, int]]:
+    """Every zero stage with every dp_shard; what is left of the data-parallel ranks are replicas."""
+    return [(0, 1), *product((1, 2, 3), divisors(gpus))]
+
+
+def degrees_of(job: Job, gpus: int) -> Iterator[tuple[int, int]]:
+    """Tensor and context parallelism that divide the model and the sequence."""
+    model, sequence = job.model, job.batch.sequence_length
+    shared = gcd(model.heads, model.ffn_width, model.heads if job.layout.kv_replicate else model.kv_heads)
+    for tp, cp in product(divisors(gcd(shared, gpus)), divisors(gpus)):
+        uneven = tp * cp > 1 and sequence % (2 * cp * tp)
+        if not (cp > _MOST_CONTEXT or gpus % (tp * cp) or uneven or (cp > 1 and sequence // cp < _LEAST_TOKENS)):
+            yield tp, cp
+
+
+def micro_batches_of(batch: int) -> list[int]:
+    """Sequences per micro-batch that divide the batch."""
+    return [size for size in _MICRO_BATCHES if batch % size == 0]
+
+
+def ways_of(job: Job, allow: frozenset[str]) -> list[tuple[str, bool]]:
+    """Formats of compute, and whether blocks are compiled."""
+    ways: list[tuple[str, bool]] = [(job.precision.compute, job.run.compile)]
+    if "fp8" in allow and job.precision.compute != "fp8" and _takes_fp8(job):
+        ways.append(("fp8", job.run.compile))
+    if "zero-bubble" in allow and job.run.compile:
+        ways += [(way, False) for way, _ in ways]
+    return ways
+
+
+def _takes_fp8(job: Job) -> bool:
+    model = job.model
+    sides = (model.width, model.ffn_width, model.heads * model.head_dim, model.kv_heads * model.head_dim)
+    return not any(side % 16 for side in sides)
+
+
+def with_way(job: Job, compute: str, compiled: bool) -> Job:
+    """The job in another format, or not compiled; itself if it is so already."""
+    if (compute, compiled) == (job.precision.compute, job.run.compile):
+        return job
+    precision = job.precision.model_copy(update={"compute": compute})
+    return job.model_copy(update={"precision": precision, "run": job.run.model_copy(update={"compile": compiled})})
+
+
+def with_degrees(job: Job, tp: int, cp: int, micro_batch: int) -> Job:
+    """The job on one tensor- and context-parallel group, with one micro-batch a step."""
+    length = job.batch.sequence_length
+    batch = Batch.model_construct(sequence_length=length, global_batch=micro_batch, micro_batch=micro_batch)
+    return job.model_copy(update={"batch": batch, "layout": layout_with(job.layout, {"tp": tp, "cp": cp})})
+
+
+def with_layout(
+    job: Job, pipe: Pipe, tp: int, cp: int, micro_batch: int, zero: int, shard: int, replicate: int, mode: int
+) -> Job:
+    """The job in one of the layouts, with its own batch; a budget is for the search to choose."""
+    chosen: dict[str, Any] = {"tp": tp, "cp": cp, "pp": pipe.pp, "zero": zero}
+    chosen |= {"dp_shard": shard} if zero else {}
+    chosen |= {"dp_replicate": replicate} if replicate > 1 or not zero else {}
+    if pipe.pp > 1:
+        chosen["schedule"] = pipe.schedule
+        chosen |= {"virtual_stages": pipe.virtual} if pipe.schedule == "interleaved" else {}
+        chosen |= {"split": pipe.counts} if pipe.given else {}
+    layout = layout_with(job.layout, chosen)
+    batch = job.batch.model_copy(update={"micro_batch": micro_batch})
+    memory = Memory.model_construct(recompute="none" if mode == BUDGET else KINDS[mode])
+    return job.model_copy(update={"layout": layout, "batch": batch, "memory": memory})
+
+
+def layout_with(own: Layout, chosen: dict[str, Any]) -> Layout:
+    """A layout's own settings, as its order and its prefetch, with what a search chooses."""
+    dropped = set(_SEARCHED)
+    if chosen.get("dp_replicate", 1) == 1:  # there is nothing to compress between
+        dropped |= {name for name in Layout.model_fields if name.startswith("compress")}
+    kept = {name: getattr(own, name) for name in own.model_fields_set - dropped}
+    return Layout.model_construct(**(kept | chosen))
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor, from one."""
+    return [each for each in range(1, number + 1) if number % each == 0]
