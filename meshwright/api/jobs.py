@@ -26,7 +26,7 @@ def loaded(source: JobLike, set: Overrides = (), *, trust: bool = False) -> Load
         return source
     if isinstance(source, str | Path):
         name = str(source)
-        if not _is_preset(name):
+        if not is_preset(name):
             return load_file(name, set, trust=trust)
         job = _of_preset(name, set)
     elif isinstance(source, Job | LoadedJob):
@@ -47,5 +47,6 @@ def _of_preset(name: str, set: Overrides) -> Job:
     return changed_job(Job(), [f"model.preset={name}", *set])
 
 
-def _is_preset(name: str) -> bool:
+def is_preset(name: str) -> bool:
+    """Whether a name stands for a model preset, and not for a recipe or a file."""
     return preset_named(name) is not None and name not in recipes() and not Path(name).exists()

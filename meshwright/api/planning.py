@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.jobs import JobLike, load_job
-from meshwright.job import model_presets
+from meshwright.api.jobs import JobLike, is_preset, load_job
 
 if TYPE_CHECKING:
     from meshwright.job import Job
@@ -139,7 +138,7 @@ def plan(
     from meshwright.plan import predict, why_not
 
     own = load_job(job, trust=True)  # nothing of it is run
-    exact = isinstance(job, str | Path) and str(job) not in model_presets()
+    exact = isinstance(job, str | Path) and not is_preset(str(job))
     asked = question(own, cluster, exact=exact, sequence_length=sequence_length, batch_tokens=batch_tokens)
     found = find_layouts(asked, top, allow)
     jobs = [_validated(candidate.job, asked.machines) for candidate in found.search.best]

@@ -75,7 +75,7 @@ def show_search(
 
 
 def opened_job(source: str, overrides: list[str]) -> Opened:
-    """The job behind a job file or recipe, a preset, a Hugging Face folder, config or name, with what is set over it."""
+    """The job behind a job file or recipe, a preset, a Hugging Face folder, config or name, with what is set."""
     from meshwright.errors import UserError
     from meshwright.job import Job, changed_job, load_job, model_presets, preset_named, recipes, unknown_model
 
