@@ -176,7 +176,7 @@ def question(
         own = exact or "sequence_length" in said
         sequence = job.batch.sequence_length if own else most if longest else min(4096, most)
     if not exact:
-        job = _as_usual(job)
+        job = _as_usual(job, machines)
     gpus = machines.nodes * machines.gpus_per_node
     batch, practice, rounded = _batch(job, sequence, gpus, batch_tokens, own=exact or "global_batch" in said)
     sizes = {"sequence_length": sequence, "global_batch": batch, "micro_batch": 1}
@@ -184,11 +184,15 @@ def question(
     return Question(sized, machines, practice, tuple(words for words in (note, rounded) if words))
 
 
-def _as_usual(job: Job) -> Job:
-    """A job in which nobody chose them in bf16 and compiled."""
+def _as_usual(job: Job, machines: Cluster) -> Job:
+    """A job in bf16, or fp16 on older GPUs, and compiled, where it does not say otherwise."""
+    from meshwright.plan import machine_of
+
     update: dict[str, Any] = {}
     if "compute" not in job.precision.model_fields_set:
-        update["precision"] = job.precision.model_copy(update={"compute": "bf16"})
+        peak = machine_of(machines).gpu.peak
+        narrow = "fp16" if "fp16" in peak and "bf16" not in peak else "bf16"
+        update["precision"] = job.precision.model_copy(update={"compute": narrow})
     if "compile" not in job.run.model_fields_set:
         update["run"] = job.run.model_copy(update={"compile": True})
     return job.model_copy(update=update)

@@ -214,7 +214,7 @@ class _Rows:
         narrow = 2.0 if precision.number_bytes < MASTER_BYTES else 0.0
         working = np.where(self.zero < 3, narrow * elements, 0.0)
         axes = sum((one > 1).astype(float) for one in (self.tp, self.cp, self.pp, self.dp))
-        outside = CONTEXT_BYTES + axes * COMMUNICATOR_BYTES
+        outside = np.where(self.machine.on_cpu, 0.0, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES)
         base = np.stack([states + working, working], axis=1) * (1 + FRAGMENTS) + outside[:, None]
         return base, *self._flying()
 

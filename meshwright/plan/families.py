@@ -38,7 +38,7 @@ class Family:
 def families_of(job: Job, machine: Machine, allow: frozenset[str]) -> Iterator[Family]:
     """Every degree of tensor and context parallelism, every micro-batch and format that the job may take."""
     micros = micro_batches_of(job.batch.global_batch)
-    for compute, compiled in ways_of(job, allow):
+    for compute, compiled in ways_of(job, machine.gpu, allow):
         way = with_way(job, compute, compiled)
         device = device_of(machine.gpu, machine.rates, compute, machine.measured)
         software = MESHWRIGHT_COMPILED if compiled else MESHWRIGHT

@@ -6,6 +6,7 @@ from itertools import product
 from math import gcd
 from typing import Any, Literal
 
+from meshwright.hardware import Gpu
 from meshwright.job import Job
 from meshwright.job.devices import Layout, Memory
 from meshwright.job.training import Batch
@@ -95,10 +96,10 @@ def micro_batches_of(batch: int) -> list[int]:
     return [size for size in _MICRO_BATCHES if batch % size == 0]
 
 
-def ways_of(job: Job, allow: frozenset[str]) -> list[tuple[str, bool]]:
-    """Formats of compute, and whether blocks are compiled."""
+def ways_of(job: Job, gpu: Gpu, allow: frozenset[str]) -> list[tuple[str, bool]]:
+    """Formats of compute that the GPU has, and whether blocks are compiled."""
     ways: list[tuple[str, bool]] = [(job.precision.compute, job.run.compile)]
-    if "fp8" in allow and job.precision.compute != "fp8" and _takes_fp8(job):
+    if "fp8" in allow and job.precision.compute != "fp8" and "fp8" in gpu.peak and _takes_fp8(job):
         ways.append(("fp8", job.run.compile))
     if "zero-bubble" in allow and job.run.compile:
         ways += [(way, False) for way, _ in ways]
