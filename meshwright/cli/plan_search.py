@@ -86,7 +86,7 @@ def opened_job(source: str, overrides: list[str]) -> Opened:
     if preset in model_presets() and not known:
         return Opened(changed_job(Job(), [f"model.preset={preset}", *chosen]), None, longest)
     if (model := _foreign_model(source)) is not None:
-        return Opened(changed_job(Job(model=model), chosen), None, longest)
+        return Opened(changed_job(Job().model_copy(update={"model": model}), chosen), None, longest)
     if not (known or source.endswith(".toml")):
         other = "give a job, a Hugging Face folder or config.json, or a name as org/name"
         raise UserError(unknown_model(f"--model {source}", source, other))

@@ -216,3 +216,12 @@ def test_tables_within_sections_are_replaced_and_removed() -> None:
     new = edited_text(text, {"cluster.links": {"network": 50.0}, "memory.recompute": "full", "run.steps": None})
     assert tomllib.loads(new) == {"cluster": {"links": {"network": 50.0}}, "memory": {"recompute": "full"}, "run": {}}
     assert "# of the next" in new
+
+
+def test_a_recipe_is_planned_and_written_as_its_author_wrote_it(cli: Callable[..., Any]) -> None:
+    assert cli("plan", "finetune-7b-4xa100", "--cluster", "8xa100-80gb", "--write", "mine.toml", "--top", "1").code == 0
+    before, after = load_job("finetune-7b-4xa100").job, load_job("mine.toml").job
+    assert after.model == before.model and after.data == before.data and after.optimizer == before.optimizer
+    assert after.batch.global_batch == before.batch.global_batch and after.cluster.gpus_per_node == 8
+    again = cli("plan", "finetune-7b-4xa100", "--cluster", "8xa100-80gb", "--write", "mine.toml")
+    assert again.code == 2 and "--force" in again.err
