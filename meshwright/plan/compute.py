@@ -103,7 +103,7 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
 
-_USUAL_LAUNCH_S = 4.5e-6
+USUAL_LAUNCH_S = 4.5e-6
 """A bare operation's launch on a usual host, and on those whose programs' launches are in `software`."""
 
 
@@ -115,7 +115,7 @@ def host_waits(
     Ranks that share every product meet at each collective, where sometimes one's host is late and sometimes another's
     device: there neither hides behind the other in full.
     """
-    bare_s = _USUAL_LAUNCH_S
+    bare_s = USUAL_LAUNCH_S
     if device.measured is not None and device.measured.profile.launch_s is not None:
         if device.measured.on_cpu:
             return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
@@ -123,7 +123,7 @@ def host_waits(
     if software.own:
         forward, backward = (count * bare_s for count in own_launches(job, software, mode))
     else:
-        forward = kernels_of(job, software) * software.launch_s * bare_s / _USUAL_LAUNCH_S
+        forward = kernels_of(job, software) * software.launch_s * bare_s / USUAL_LAUNCH_S
         backward = (3 if mode in REPEATED else 2) * forward
     waits = []
     for device_s, host_s in ((forward_s, forward), (backward_s, backward)):

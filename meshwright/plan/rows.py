@@ -130,13 +130,14 @@ def _run(row: Fields) -> Case:
         raise Unpredicted("does not say its sequence length")
     software = software_of(row, assumed)
     schedule, virtual = schedule_of(row, pp, assumed)
-    micro = int(row["micro_batch"] or 0)
+    micro, batch = int(row["micro_batch"] or 0), int(row["global_batch_seqs"] or 0)
     if not micro:
         micro = 1
-        assumed.append("micro-batch 1")
+        if software.selective == "half" and pp > 1 and batch >= dp * pp:
+            micro = batch // (dp * pp)  # torchtitan's default is one micro-batch a pipeline rank
+        assumed.append(f"micro-batch {micro}")
     if "offload" in row["zero_stage_or_fsdp"]:
         raise Unpredicted("offloads optimizer and activations to the host in its own way")
-    batch = int(row["global_batch_seqs"] or 0)
     if not batch:
         batch = micro * dp * (max(1, 8 * pp) if pp > 1 else 4)
         assumed.append(f"global batch {batch}")

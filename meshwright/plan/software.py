@@ -33,6 +33,14 @@ class Software:
     """Parameters are gathered while other layers run."""
     tensor_overlap: float = 0.0
     """Share of tensor-parallel transfers hidden behind the products they belong to."""
+    messages: Literal["layers", "buckets", "whole", "owners"] = "layers"
+    """How a step's gradients, and parameters under zero 1 and 2, are cut for their collectives: by layer as FSDP does;
+    into Megatron's buckets; not at all, which is Megatron without overlap; or by tensor, each reduced to the one rank
+    that owns it and broadcast by it."""
+    gathers: Literal["layer", "weight"] = "layer"
+    """What is gathered at once under zero 3. By weight is DeepSpeed of 2021: before its use in the forward, when the
+    forward is repeated and in the backward, over a list of as many tensors as there are ranks, each copied on its
+    own."""
     regather: bool = False
     """Sequence parallelism keeps its inputs sharded and gathers them again in the backward."""
     scatter_sends: bool = False
@@ -67,18 +75,22 @@ MEGATRON = Software(
     gradient_overlap=False,
     parameter_overlap=False,
     scatter_sends=True,
+    messages="whole",
+    regather=True,
     reduced_bytes=2,
     logit_bytes=10.0,
     weights_apart=True,
     narrow_gradients=True,
     launch_s=30e-6,
 )
+DEEPSPEED_3 = replace(MEGATRON, name="DeepSpeed's ZeRO-3 of 2021", gathers="weight")
 MEGATRON_CORE = Software(
     "Megatron core with Transformer Engine",
     flash_generation=3,
     fusion="fused",
     selective="attention",
     tensor_overlap=0.5,
+    messages="buckets",
     regather=True,
     scatter_sends=True,
     logit_bytes=10.0,
@@ -93,6 +105,7 @@ FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", log
 ZERO = Software(
     "ZeRO of 2023, eager, with the first fused attention",
     flash_generation=1,
+    messages="owners",
     reduced_bytes=2,
     logit_bytes=12.0,
     weights_apart=True,
@@ -100,6 +113,8 @@ ZERO = Software(
 PLAIN = Software(
     "fused attention, nothing hidden behind compute",
     fusion="fused",
+    messages="whole",
+    regather=True,
     gradient_overlap=False,
     parameter_overlap=False,
     logit_bytes=10.0,

@@ -2,13 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from math import ceil, log2
 
-from meshwright.cost import REPEATED, stage_parameters
+from meshwright.cost import REPEATED, stage_parameters, tensor_count
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
-from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, send_s
-from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, tokens_of
+from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, broadcast_s, group_of, send_s
+from meshwright.plan.compute import (
+    USUAL_LAUNCH_S,
+    Work,
+    block_work,
+    embedding_work,
+    head_work,
+    host_waits,
+    products_of,
+    tokens_of,
+)
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
@@ -24,6 +33,8 @@ _UNKNOWN_HOST_LINK = 12e9
 """Bytes per second where the GPU's link to its host is not known: PCIe 3."""
 STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
+_LISTED_LAUNCHES = 2
+"""The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
 _CONTENTION = 0.06
 """What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
 
@@ -105,7 +116,8 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
         stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in set(busy)
     )
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
-    phases |= _once_a_step(job, machine, software, device, groups, held, *window)
+    blocks = sum(layers[place] for place in set(busy))
+    phases |= _once_a_step(job, machine, software, device, groups, held, blocks, *window)
     if job.memory.offload:
         owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
@@ -196,12 +208,17 @@ def _gather_s(
     """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
     if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
         return 0.0, 0.0
-    wide = _wire_bytes(job, software)
-    gather = all_gather_s(wires, groups.shard, 2.0 * parameters / layers) * layers
-    scatter = all_gather_s(wires, groups.shard, wide * parameters / layers) * layers
-    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
+    wide, parts, host = _wire_bytes(job, software), layers, 0.0
+    if software.gathers == "weight":
+        parts = layers * len(list(products_of(job, software)))
+        host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
+    gather = host + all_gather_s(wires, groups.shard, 2.0 * parameters / parts) * parts
+    scatter = host + all_gather_s(wires, groups.shard, wide * parameters / parts) * parts
+    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / parts / groups.shard.size) * parts
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
     again = gather if job.layout.zero_stage == 3 else 0.0
+    if software.gathers == "weight" and job.memory.recompute == "full":
+        again *= 2
     ahead = job.layout.prefetch > 0  # else every block waits for its own parameters
     forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, ahead and software.parameter_overlap)
     beside = scatter + (again if ahead else 0.0)
@@ -217,6 +234,15 @@ def _reduces_every_micro_batch(job: Job) -> bool:
 def _wire_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient while it is reduced."""
     return software.reduced_bytes or job.precision.gradient_bytes
+
+
+def _messages(job: Job, software: Software, groups: Groups, parameters: float, layers: int) -> int:
+    """Into how many collectives a step's gradients are cut."""
+    if software.messages == "buckets":  # Megatron's sizes, made so that a ring's chunks stay large in wide groups
+        return max(1, ceil(parameters / max(40e6, 1e6 * groups.data.size)))
+    if software.messages == "owners":
+        return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.layers))
+    return 1 if software.messages == "whole" else max(1, layers)
 
 
 def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
@@ -290,6 +316,7 @@ def _once_a_step(
     device: Device,
     groups: Groups,
     parameters: float,
+    layers: int,
     backward: float,
     forward: float,
 ) -> Mapping[str, float]:
@@ -297,15 +324,19 @@ def _once_a_step(
     layout, wires = job.layout, machine.wires
     wide = _wire_bytes(job, software)
     reduce = gather = 0.0
+    parts = _messages(job, software, groups, parameters, layers)
     if not _reduces_every_micro_batch(job):
-        if layout.zero_stage >= 1 and groups.shard.size > 1:
-            reduce = all_gather_s(wires, groups.shard, wide * parameters)
-            reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
-            gather = all_gather_s(wires, groups.shard, 2.0 * parameters)
+        share, sharers = wide * parameters / parts, groups.shard
+        if layout.zero_stage >= 1 and sharers.size > 1:
+            owners = software.messages == "owners"
+            reduce = broadcast_s(wires, sharers, share) if owners else all_gather_s(wires, sharers, share)
+            reduce += all_reduce_s(wires, groups.replicate, share / sharers.size)
+            share = 2.0 * parameters / parts
+            gather = broadcast_s(wires, sharers, share) if owners else all_gather_s(wires, sharers, share)
         else:
-            reduce = all_reduce_s(wires, groups.data, wide * parameters)
-    reduce = _hidden(reduce, backward, 8, software.gradient_overlap) if reduce else 0.0
-    gather = _hidden(gather, forward, 8, software.parameter_overlap) if gather else 0.0
+            reduce = all_reduce_s(wires, groups.data, share)
+    reduce = _hidden(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
+    gather = _hidden(parts * gather, forward, parts, software.parameter_overlap) if gather else 0.0
     owners = groups.shard.size if layout.zero_stage >= 1 else 1
     tied = 0.0
     if job.model.tied and layout.pp > 1:
