@@ -218,6 +218,11 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
             for name in ("attention.input", "ffn.input", "ffn.product"):
                 edited[name] = edited.get(name, 0.0) / 2
             edited["attention.out"] *= 1.5
+    if not software.own and software.fp8_scales == "delayed" and job.precision.compute == "fp8":
+        # Transformer Engine keeps the inputs of products as it cast them.
+        for name in ("attention.input", "ffn.input", "ffn.product"):
+            edited[name] = edited.get(name, 0.0) / 2
+        edited["attention.out"] = edited.get("attention.out", 0.0) * 1.5
     if software.regather and job.layout.sp:
         for name in ("attention.input", "ffn.input"):
             edited[name] /= job.layout.tp

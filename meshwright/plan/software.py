@@ -31,8 +31,9 @@ class Software:
     """Gradients are reduced while the backward of other layers runs."""
     parameter_overlap: bool = True
     """Parameters are gathered while other layers run."""
-    tensor_overlap: float = 0.0
-    """Share of tensor-parallel transfers hidden behind the products they belong to."""
+    tensor_overlap: bool = False
+    """Tensor-parallel transfers run in as many pieces as there are ranks, beside the products they belong to
+    (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism)."""
     messages: Literal["layers", "buckets", "whole", "owners"] = "layers"
     """How a step's gradients, and parameters under zero 1 and 2, are cut for their collectives: by layer as FSDP does;
     into Megatron's buckets; not at all, which is Megatron without overlap; or by tensor, each reduced to the one rank
@@ -89,7 +90,7 @@ MEGATRON_CORE = Software(
     flash_generation=3,
     fusion="fused",
     selective="attention",
-    tensor_overlap=0.5,
+    tensor_overlap=True,
     messages="buckets",
     regather=True,
     scatter_sends=True,
@@ -100,8 +101,12 @@ MEGATRON_CORE = Software(
 FSDP = Software(
     "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, logit_bytes=12.0
 )
-FSDP_EAGER = Software("FSDP, eager, with torch's fused attention", selective="half", logit_bytes=12.0)
-FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", logit_bytes=12.0, launch_s=4e-6)
+FSDP_EAGER = Software(
+    "FSDP, eager, with torch's fused attention", selective="half", fp8_scales="dynamic", logit_bytes=12.0
+)
+FSDP_COMPILED = Software(
+    "FSDP, compiled", fusion="fused", selective="half", fp8_scales="dynamic", logit_bytes=12.0, launch_s=4e-6
+)
 ZERO = Software(
     "ZeRO of 2023, eager, with the first fused attention",
     flash_generation=1,

@@ -39,6 +39,9 @@ _CONTENTION = 0.06
 """What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
 
 
+_NO_WORK = Work()
+
+
 @dataclass(frozen=True)
 class Groups:
     """The ranks a rank shares each axis with."""
@@ -144,7 +147,7 @@ def _stages(
     blocks, tensor = {}, {}
     for mode in set(modes):
         work = block_work(job, device, software, mode)
-        forward, backward = tensor_s(job, software, wires, groups, mode)
+        forward, backward = tensor_s(job, software, wires, groups, mode, work)
         waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
@@ -173,18 +176,25 @@ def _stages(
     return stages
 
 
-def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
-    """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
+def tensor_s(
+    job: Job, software: Software, wires: Wires, groups: Groups, mode: str, work: Work = _NO_WORK
+) -> tuple[float, float]:
+    """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them: of its
+    `work`, where the program overlaps them."""
     layout, tokens = job.layout, tokens_of(job)
     size = 2.0 * tokens * job.model.width
     # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
     once = 2 * all_reduce_s(wires, groups.tp, size)
-    exposed = 1 - software.tensor_overlap
-    forward, backward = once * exposed, once * exposed
-    if layout.sp and software.regather and layout.tp > 1:
-        backward += 2 * all_gather_s(wires, groups.tp, size) * exposed * 0.5
-    if mode in REPEATED:
-        backward += once * exposed
+    forward, backward, repeated = once, once, once if mode in REPEATED else 0.0
+    if software.tensor_overlap:
+        forward = _piecewise(forward, work.forward_matmul, layout.tp)
+        backward = _piecewise(backward, work.input_matmul, layout.tp)
+        repeated = _piecewise(repeated, work.forward_matmul, layout.tp)
+    if layout.sp and software.regather:
+        # What was scattered is gathered again for the weights' gradients while those of the inputs are computed.
+        again = 2 * all_gather_s(wires, groups.tp, size)
+        backward += max(0.0, again - work.input_matmul) + _CONTENTION * min(again, work.input_matmul)
+    backward += repeated
     if layout.cp > 1:
         keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp
         ring = all_gather_s(wires, groups.cp, keys)
@@ -192,6 +202,13 @@ def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: s
         forward += attention_share * ring
         backward += 2 * attention_share * ring
     return forward, backward
+
+
+def _piecewise(transfer: float, product: float, pieces: int) -> float:
+    """What is left of transfers that run in pieces beside a product: the first of them, or what the product is too
+    short for."""
+    hidden = min(transfer * (1 - 1 / pieces), product)
+    return transfer - hidden + _CONTENTION * hidden
 
 
 def _gather_s(

@@ -122,12 +122,15 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     own_kernels = re.search(r"\bTE\b|cuDNN", attention) is not None
     if _is_fsdp(sharded) and not (own_kernels and int(row["tp"] or 1) * int(row["pp"] or 1) > 1):
         if row["compile"] == "yes":
-            return programs.FSDP_COMPILED
+            return replace(programs.FSDP_COMPILED, tensor_overlap=re.search(r"async\s?TP", notes, re.I) is not None)
         return programs.FSDP_EAGER if own_kernels or "SDPA" in attention else programs.FSDP
     if own_kernels:
         if "overlap OFF" in notes:
-            return replace(programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=0.0)
-        return programs.MEGATRON_CORE
+            return replace(
+                programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=False
+            )
+        # NeMo's and Megatron-Bridge's recipes for fp8 sum and reduce gradients in 16 bits (grad_reduce_in_fp32 = False).
+        return replace(programs.MEGATRON_CORE, reduced_bytes=2) if row["precision"] == "fp8" else programs.MEGATRON_CORE
     if attention not in ("", "no"):
         chunked = "Liger" in notes  # its loss never holds all logits
         return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
