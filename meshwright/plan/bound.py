@@ -18,7 +18,7 @@ from meshwright.plan.kernels import device_of, matmul_at_once
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import CONTEXT_BYTES, block_bytes, side_by_side
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
-from meshwright.plan.step import STRAGGLERS, groups_of, tensor_s
+from meshwright.plan.step import STRAGGLERS, groups_of, shared_s
 
 MODES = ("none", "selective", "full")
 ALLOWED = ("fp8", "offload", "zero-bubble")
@@ -105,7 +105,10 @@ def _families(
             kept[tp] = [(block_bytes(alone, software, mode)[0] - copies.get(mode, 0.0)) / micro for mode in MODES]
         groups = groups_of(job, machine.wires.gpus_per_node)
         works = [block_work(job, device, software, mode) for mode in MODES]
-        sent = [tensor_s(job, software, machine.wires, groups, mode) for mode in MODES]
+        sent = [
+            shared_s(job, device, software, machine.wires, groups, mode, work)
+            for mode, work in zip(MODES, works, strict=True)
+        ]
         head = head_work(job, device, software)
         yield Family(
             tp,

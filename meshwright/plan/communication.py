@@ -69,6 +69,14 @@ def broadcast_s(wires: Wires, group: Group, size_bytes: float) -> float:
     return _latency_s(wires, group, rounds=1) + size_bytes / _bandwidth(wires, group)
 
 
+def all_to_all_s(wires: Wires, group: Group, size_bytes: float) -> float:
+    """Every rank sends each other one its part of size_bytes, over its own links."""
+    if group.size == 1 or size_bytes == 0:
+        return 0.0
+    bandwidth = wires.node_bytes_per_s if group.nodes == 1 else wires.network_bytes_per_s
+    return _latency_s(wires, group, rounds=1) + (group.size - 1) / group.size * size_bytes / bandwidth
+
+
 def send_s(wires: Wires, size_bytes: float, *, within_node: bool) -> float:
     """One rank to another."""
     if within_node:

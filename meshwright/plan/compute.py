@@ -207,12 +207,15 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
     if software.attention == "flash":
         seen = window * (1 - window / (2 * sequence))
         flops = 4.0 * queries * seen * heads * model.head_dim
+        # Ulysses gives a rank whole sequences of fewer heads, the others blocks as long as a rank's slice.
+        spread = cp if job.layout.cp_method == "ulysses" else 1
+        length = sequence if spread == cp else sequence // cp
         if device.measured is not None:
-            rows, groups = job.batch.micro_batch * heads, heads / (kv_heads_of(job) * kv_copies(job))
-            found = device.measured.attention_s(flops, model.head_dim, sequence, rows, groups)
+            rows, groups = job.batch.micro_batch * heads / spread, heads / (kv_heads_of(job) * kv_copies(job))
+            found = device.measured.attention_s(flops, model.head_dim, length, rows, groups)
             if found is not None:
                 return found
-        about = model.head_dim, sequence, software.flash_generation
+        about = model.head_dim, length, software.flash_generation
         return attention_s(device, flops, *about), attention_s(device, 2.5 * flops, *about)
     batch = job.batch.micro_batch * heads
     scores = batch * sequence * sequence

@@ -101,6 +101,8 @@ MEGATRON_CORE = Software(
 FSDP = Software(
     "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, logit_bytes=12.0
 )
+# FlashAttention's package brought a loss that keeps 16-bit logits and writes their gradient in 16 bits too.
+FSDP_FLASH = replace(FSDP, name="FSDP of 2023, eager, with FlashAttention and its loss", logit_bytes=4.0)
 FSDP_EAGER = Software(
     "FSDP, eager, with torch's fused attention", selective="half", fp8_scales="dynamic", logit_bytes=12.0
 )

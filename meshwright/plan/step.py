@@ -18,6 +18,7 @@ from meshwright.plan.compute import (
     products_of,
     tokens_of,
 )
+from meshwright.plan.context import context_s
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
@@ -37,9 +38,6 @@ _LISTED_LAUNCHES = 2
 """The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
 _CONTENTION = 0.06
 """What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
-
-
-_NO_WORK = Work()
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def _stages(
     blocks, tensor = {}, {}
     for mode in set(modes):
         work = block_work(job, device, software, mode)
-        forward, backward = tensor_s(job, software, wires, groups, mode, work)
+        forward, backward = shared_s(job, device, software, wires, groups, mode, work)
         waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
@@ -176,16 +174,18 @@ def _stages(
     return stages
 
 
-def tensor_s(
-    job: Job, software: Software, wires: Wires, groups: Groups, mode: str, work: Work = _NO_WORK
+def shared_s(
+    job: Job, device: Device, software: Software, wires: Wires, groups: Groups, mode: str, work: Work
 ) -> tuple[float, float]:
-    """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them: of its
-    `work`, where the program overlaps them."""
+    """What tensor and context parallelism add to a block's forward and backward: transfers, as far as its `work` does
+    not hide them, and what is merged."""
     layout, tokens = job.layout, tokens_of(job)
     size = 2.0 * tokens * job.model.width
     # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
     once = 2 * all_reduce_s(wires, groups.tp, size)
     forward, backward, repeated = once, once, once if mode in REPEATED else 0.0
+    if mode == "selective" and software.selective == "half" and layout.sp:
+        repeated = once / 2  # what is scattered is kept, and gathered again
     if software.tensor_overlap:
         forward = _piecewise(forward, work.forward_matmul, layout.tp)
         backward = _piecewise(backward, work.input_matmul, layout.tp)
@@ -195,13 +195,9 @@ def tensor_s(
         again = 2 * all_gather_s(wires, groups.tp, size)
         backward += max(0.0, again - work.input_matmul) + _CONTENTION * min(again, work.input_matmul)
     backward += repeated
-    if layout.cp > 1:
-        keys = 2 * 2.0 * tokens * job.model.kv_heads * job.model.head_dim / layout.tp * layout.cp
-        ring = all_gather_s(wires, groups.cp, keys)
-        attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the previous chunk
-        forward += attention_share * ring
-        backward += 2 * attention_share * ring
-    return forward, backward
+    attention = work.forward_attention, work.backward_attention
+    ahead, back = context_s(job, device, wires, groups.cp, attention, _CONTENTION)
+    return forward + ahead, backward + back + (ahead if mode in REPEATED else 0.0)
 
 
 def _piecewise(transfer: float, product: float, pieces: int) -> float:
@@ -257,6 +253,8 @@ def _messages(job: Job, software: Software, groups: Groups, parameters: float, l
     """Into how many collectives a step's gradients are cut."""
     if software.messages == "buckets":  # Megatron's sizes, made so that a ring's chunks stay large in wide groups
         return max(1, ceil(parameters / max(40e6, 1e6 * groups.data.size)))
+    if software.own and job.layout.zero_stage == 0:
+        return max(1, ceil(_wire_bytes(job, software) * parameters / (1e6 * job.layout.bucket_mb)))
     if software.messages == "owners":
         return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.layers))
     return 1 if software.messages == "whole" else max(1, layers)
