@@ -149,9 +149,11 @@ def _is_fsdp(text: str) -> bool:
     return re.search(r"(?<!Megatron-)FSDP(?!=0)|HSDP", text) is not None
 
 
-def data_layout(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[str, Any]:
+def data_layout(
+    row: Fields, dp: int, cp: int, per_node: int, software: Software, assumed: list[str]
+) -> dict[str, Any]:
     """Data parallelism as the row describes its sharding."""
-    text = row["zero_stage_or_fsdp"]
+    text, pp = row["zero_stage_or_fsdp"], int(row["pp"] or 1)
     if dp * cp == 1:
         return {"zero": 0}
     if "HYBRID" in text or "HSDP" in text:
@@ -166,6 +168,9 @@ def data_layout(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[s
     if _is_fsdp(text) or "Megatron-FSDP" in text:
         return {"zero": 3 if pp == 1 else 2, "dp_shard": dp}
     if "istributed" in text or "param-gather" in row["notes"]:
+        return {"zero": 1, "dp_shard": dp}
+    if not text and software.messages == "buckets":
+        assumed.append("states sharded, as this program's recipes do")
         return {"zero": 1, "dp_shard": dp}
     return {"zero": 0, "dp_replicate": dp}
 
