@@ -16,8 +16,8 @@ from meshwright.job import Job, Model
 from meshwright.plan.compute import block_work, head_work, products_of
 from meshwright.plan.kernels import device_of, matmul_at_once
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import CONTEXT_BYTES, block_bytes, side_by_side
-from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
+from meshwright.plan.memory import block_bytes, side_by_side
+from meshwright.plan.software import CONTEXT_BYTES, MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.plan.step import STRAGGLERS, groups_of, shared_s
 
 MODES = ("none", "selective", "full")

@@ -181,7 +181,7 @@ def _run(row: Fields) -> Case:
         step_s=None if died else measured_step_s(row, job, gpus),
         memory_bytes=float(row["peak_mem_gb"]) * 2**30 if row["peak_mem_gb"] else None,
         memory_kind="peak of a run",
-        memory_counted=counted_by(row["notes"]),
+        memory_counted=counted_by(row),
         memory_of_last_rank=False,
         ran=not died,
         group=f"{_source(row['id'])} {shape} on {place}",

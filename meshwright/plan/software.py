@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 
+CONTEXT_BYTES = 0.6e9
+"""What the driver takes for itself as soon as a process uses the device, where kernels are loaded when first used."""
+
+
 @dataclass(frozen=True)
 class Software:
     """How a program runs a job."""
@@ -57,6 +61,10 @@ class Software:
     (fp16)."""
     workspace_bytes: float = 0.25e9
     """What libraries keep allocated permanently: matrix products, attention, casts."""
+    bucket_bytes: float = 0.0
+    """What sharded states keep for gradients on their way into a collective."""
+    context_bytes: float = CONTEXT_BYTES
+    """What the driver takes for itself, kernels included."""
     launch_s: float = 6e-6
     """Host time to launch one kernel; a device that waits for its host takes this long per kernel. Ours is counted by
     block instead (`own_launches`)."""
@@ -68,6 +76,9 @@ MESHWRIGHT = Software(
     "meshwright", own=True, flash_generation=3, fp8_scales="dynamic", workspace_bytes=0.03e9, step_s=0.7e-3
 )
 MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused")
+_EVERY_KERNEL = 1.4e9
+"""Before CUDA 11.7 a process loaded every kernel of its libraries when it started: 1343 MB with torch's alone, as
+Hugging Face's guide to training on one GPU measured."""
 MEGATRON = Software(
     "Megatron-LM or Megatron-DeepSpeed before fused attention",
     attention="fused-softmax",
@@ -82,6 +93,8 @@ MEGATRON = Software(
     logit_bytes=10.0,
     weights_apart=True,
     narrow_gradients=True,
+    bucket_bytes=1e9,  # DeepSpeed's 5e8 gradients of 16 bits
+    context_bytes=_EVERY_KERNEL,
     launch_s=30e-6,
 )
 DEEPSPEED_3 = replace(MEGATRON, name="DeepSpeed's ZeRO-3 of 2021", gathers="weight")
@@ -126,4 +139,5 @@ PLAIN = Software(
     parameter_overlap=False,
     logit_bytes=10.0,
     weights_apart=True,
+    narrow_gradients=True,
 )

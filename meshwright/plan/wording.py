@@ -149,9 +149,7 @@ def _is_fsdp(text: str) -> bool:
     return re.search(r"(?<!Megatron-)FSDP(?!=0)|HSDP", text) is not None
 
 
-def data_layout(
-    row: Fields, dp: int, cp: int, per_node: int, software: Software, assumed: list[str]
-) -> dict[str, Any]:
+def data_layout(row: Fields, dp: int, cp: int, per_node: int, software: Software, assumed: list[str]) -> dict[str, Any]:
     """Data parallelism as the row describes its sharding."""
     text, pp = row["zero_stage_or_fsdp"], int(row["pp"] or 1)
     if dp * cp == 1:
@@ -254,6 +252,9 @@ def _counted_flops(row: Fields, job: Job) -> float:
     return flops_per_token(job.model, job.batch.sequence_length, "causal" if causal else "full")
 
 
-def counted_by(notes: str) -> Literal["allocated", "reserved", "device"]:
-    """How a run's memory was counted: by the device if with nvidia-smi, else by the allocator."""
-    return "device" if "nvidia-smi" in notes else "allocated"
+def counted_by(row: Fields) -> Literal["allocated", "reserved", "device"]:
+    """How a run's memory was counted: by the device if with nvidia-smi, as reserved by the allocator where torchtitan
+    printed it, else as allocated."""
+    if "nvidia-smi" in row["notes"]:
+        return "device"
+    return "reserved" if "torchtitan" in row["source"] else "allocated"
