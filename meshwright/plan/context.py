@@ -7,7 +7,7 @@ from meshwright.plan.compute import tokens_of
 from meshwright.plan.kernels import Device, memory_s
 
 _MERGED_BYTES = 26.0
-"""Moved for each entry of a block's result that is merged in 32 bits: scaled, and the sum so far scaled and added to."""
+"""Moved for each entry of a block's result that is merged in 32 bits: scaled, and added to the scaled sum so far."""
 _ADDED_BYTES = 10.0
 """Moved for each entry of a gradient that is added to its sum in 32 bits."""
 _MET = 0.75

@@ -150,8 +150,8 @@ def _run(row: Fields) -> Case:
         recompute = "none"
         assumed.append("no recomputation")
     layout = {
-        **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed), "tp": tp, "pp": pp, "cp": cp, "schedule": schedule,
-        "virtual_stages": virtual,
+        **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed),
+        "tp": tp, "pp": pp, "cp": cp, "schedule": schedule, "virtual_stages": virtual,
         "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
         "split": split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
     }  # fmt: skip

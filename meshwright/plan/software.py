@@ -8,7 +8,6 @@ source.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-
 CONTEXT_BYTES = 0.6e9
 """What the driver takes for itself as soon as a process uses the device, where kernels are loaded when first used."""
 

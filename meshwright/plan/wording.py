@@ -131,7 +131,7 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
             return replace(
                 programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=False
             )
-        # NeMo's and Megatron-Bridge's recipes for fp8 sum and reduce gradients in 16 bits (grad_reduce_in_fp32 = False).
+        # NeMo's and Megatron-Bridge's recipes for fp8 sum and reduce gradients in 16 bits: grad_reduce_in_fp32 = False
         return replace(programs.MEGATRON_CORE, reduced_bytes=2) if row["precision"] == "fp8" else programs.MEGATRON_CORE
     if attention not in ("", "no"):
         chunked = "Liger" in notes  # its loss never holds all logits
