@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost import MASTER_BYTES, layer_parameters, state_bytes
+from meshwright.hardware import is_known
 from meshwright.job import Job, Model
 from meshwright.plan.compute import block_work, head_work, products_of
 from meshwright.plan.kernels import device_of, matmul_at_once
@@ -74,6 +75,8 @@ def families_of(
     model: Model, machine: Machine, sequence: int, batch: int, compute: str, allow: frozenset[str]
 ) -> Iterator[Family]:
     """Every degree of tensor and context parallelism and every micro-batch that divides the model."""
+    if compute == "bf16" and is_known(machine.gpu) and "bf16" not in machine.gpu.peak:
+        compute = "fp16"  # cards before Ampere: the default is for those that have it
     ways = [(compute, True)]
     ways += [("fp8", True)] if "fp8" in allow and compute != "fp8" and _takes_fp8(model) else []
     ways += [(way, False) for way, _ in ways] if "zero-bubble" in allow else []

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.hardware import Gpu, peak_flops
+from meshwright.errors import UserError
+from meshwright.hardware import Gpu, is_known, peak_flops
 from meshwright.hardware.profile import ProductKind
 from meshwright.plan.measured import Measured
 from meshwright.plan.rates import Rates
@@ -55,7 +56,13 @@ class Device:
 
 
 def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = None) -> Device:
-    """The GPU in a compute format; one without a rate runs as the nearest wider one."""
+    """The GPU in a compute format; a UserError where it has none. A device known only by its profile runs a format that
+    was not measured as the nearest wider one."""
+    if is_known(gpu) and compute not in gpu.peak:
+        raise UserError(
+            f"precision.compute = {compute} is not a format of {gpu.key}, which has {', '.join(sorted(set(gpu.peak) - {'tf32'}))}; set it to "
+            "one of those or name another GPU"
+        )
     moved = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy
     wide = peak_flops(gpu, "bf16" if compute == "fp8" else compute) or peak_flops(gpu, "fp16") or gpu.peak["fp32"]
     narrow = peak_flops(gpu, "fp8") if compute == "fp8" else None

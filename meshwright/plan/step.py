@@ -253,8 +253,6 @@ def _messages(job: Job, software: Software, groups: Groups, parameters: float, l
     """Into how many collectives a step's gradients are cut."""
     if software.messages == "buckets":  # Megatron's sizes, made so that a ring's chunks stay large in wide groups
         return max(1, ceil(parameters / max(40e6, 1e6 * groups.data.size)))
-    if software.own and job.layout.zero_stage == 0:
-        return max(1, ceil(_wire_bytes(job, software) * parameters / (1e6 * job.layout.bucket_mb)))
     if software.messages == "owners":
         return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.layers))
     return 1 if software.messages == "whole" else max(1, layers)
