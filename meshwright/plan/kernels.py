@@ -59,9 +59,10 @@ def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = 
     """The GPU in a compute format; a UserError where it has none. A device known only by its profile runs a format that
     was not measured as the nearest wider one."""
     if is_known(gpu) and compute not in gpu.peak:
+        formats = ", ".join(name for name in gpu.peak if name != "tf32")
         raise UserError(
-            f"precision.compute = {compute} is not a format of {gpu.key}, which has {', '.join(sorted(set(gpu.peak) - {'tf32'}))}; set it to "
-            "one of those or name another GPU"
+            f"precision.compute = {compute} is not a format of {gpu.key}, which has {formats}; set it to one of those "
+            "or name another GPU"
         )
     moved = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy
     wide = peak_flops(gpu, "bf16" if compute == "fp8" else compute) or peak_flops(gpu, "fp16") or gpu.peak["fp32"]

@@ -123,7 +123,9 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     if _is_fsdp(sharded) and not (own_kernels and int(row["tp"] or 1) * int(row["pp"] or 1) > 1):
         if row["compile"] == "yes":
             return replace(programs.FSDP_COMPILED, tensor_overlap=re.search(r"async\s?TP", notes, re.I) is not None)
-        if own_kernels or "SDPA" in attention:
+        if own_kernels:
+            return replace(programs.FSDP_EAGER, fp8_scales="delayed")  # Transformer Engine's
+        if "SDPA" in attention:
             return programs.FSDP_EAGER
         return programs.FSDP_FLASH if attention not in ("", "no") else programs.FSDP
     if own_kernels:
