@@ -100,17 +100,17 @@ def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *,
     new = [size for size in dict.fromkeys(sizes) if size not in known]
     if not new:
         return
-    seconds = _tiled_s(device, wide, np.array(new))
+    seconds = _tiled_s(device, wide, kind, np.array(new))
     if device.measured is not None:
         dtype = device.wide if wide else device.compute
-        factors = device.measured.product_factors(dtype, kind, new, partial(_tiled_s, device, wide))
+        factors = device.measured.product_factors(dtype, kind, new, partial(_tiled_s, device, wide, kind))
         seconds = seconds * factors
     elif kind != "forward" and not wide:
         seconds = seconds / device.backward
     known.update(zip(new, seconds.tolist(), strict=True))
 
 
-def _tiled_s(device: Device, wide: bool, sizes: Any) -> Any:
+def _tiled_s(device: Device, wide: bool, kind: ProductKind, sizes: Any) -> Any:
     """Seconds of products given as (rows, columns, inner), each with the best of the available tiles and splits."""
     ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
     per_unit = ceiling / device.multiprocessors
@@ -122,7 +122,10 @@ def _tiled_s(device: Device, wide: bool, sizes: Any) -> Any:
     seconds = rounds * 2.0 * height * width * (depth + _FILL) / (per_unit * share)
     # Partial sums of a split product are written and added in float32.
     seconds = seconds + np.where(split > 1, 8.0 * split * rows * columns / device.bytes_per_s, 0.0)
-    aligned = np.array([_alignment(min(_power(int(size[1])), _power(int(size[2])))) for size in sizes])
+    # What lies side by side in memory: outputs and inputs of the projection. The tokens, which a weight's gradient is
+    # summed over, do not.
+    beside = (0, 1) if kind in ("weight", "weight sum") else (1, 2)
+    aligned = np.array([_alignment(min(_power(int(size[place])) for place in beside)) for size in sizes])
     moved = 2.0 * (rows * inner + inner * columns + rows * columns)[:, 0] / device.bytes_per_s
     return np.maximum(seconds.min(axis=1) / aligned, moved) + device.kernel_s
 
