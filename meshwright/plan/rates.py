@@ -59,7 +59,7 @@ _CDNA2 = Rates(110, 0.56, 0.56, 0.95, (0.29, 0.29, 0.29), 0.80, 0.74, 4e-6)
 _AMD = {
     "mi250x": replace(
         _CDNA2,
-        guess="guessed from one run of LUMI's own tests; six others there took from 2% to 38% longer than predicted",
+        guess="guessed from one run of LUMI's own tests; six others there took from 1% to 36% longer than predicted",
     ),
     "mi300x": replace(
         _CDNA3,
