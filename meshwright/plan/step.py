@@ -136,7 +136,8 @@ def _host_rates(machine: Machine) -> tuple[float, float]:
     link = machine.gpu.host_link.bytes_per_s if machine.gpu.host_link else _UNKNOWN_HOST_LINK
     profile = machine.measured.profile if machine.measured else None
     between = (profile and profile.to_device_bytes_per_s) or link * _HOST_SHARE
-    return between, (profile and profile.host_update_bytes_per_s) or HOST_UPDATE_BYTES_PER_S
+    usual = HOST_UPDATE_BYTES_PER_S["desktop" if machine.gpu.key.startswith("rtx") else "server"]
+    return between, (profile and profile.host_update_bytes_per_s) or usual
 
 
 def _stages(
