@@ -342,11 +342,10 @@ def _once_a_step(
     if not _reduces_every_micro_batch(job):
         share, sharers = wide * parameters / parts, groups.shard
         if layout.zero_stage >= 1 and sharers.size > 1:
-            owners = software.messages == "owners"
-            reduce = broadcast_s(wires, sharers, share) if owners else all_gather_s(wires, sharers, share)
+            collective_s = broadcast_s if software.messages == "owners" else all_gather_s
+            reduce = collective_s(wires, sharers, share)
             reduce += all_reduce_s(wires, groups.replicate, share / sharers.size)
-            share = 2.0 * parameters / parts
-            gather = broadcast_s(wires, sharers, share) if owners else all_gather_s(wires, sharers, share)
+            gather = collective_s(wires, sharers, 2.0 * parameters / parts)
         else:
             reduce = all_reduce_s(wires, groups.data, share)
     reduce = _hidden(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
