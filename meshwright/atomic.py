@@ -38,6 +38,20 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def write_atomic_in(folder: int, name: str, content: bytes) -> None:
+    """The same in a folder that is open: whatever its path leads to by now, nothing else is written."""
+    draft = _draft(Path(name)).name
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=folder)
+        raise
+
+
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """An empty folder to fill; it becomes `path` on success and is removed otherwise, with any new parents."""

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "meshwright"
 ORDER = [
     "version",
     "errors",
+    "amounts",
     "atomic",
     "ranks",
     "calls",

@@ -20,7 +20,7 @@ READERS: list[tuple[str, ...]] = [
     ("plan", "--check", "FILE", "--scale", "8,16", "--cluster", "8xh100"),
     ("submit", "FILE", "--site", "vega", "--time", "10", "--dry-run", "--json"),
     ("submit", "FILE", "--site", "leonardo", "--time", "10", "--account", "a", "--ladder", "--dry-run", "--json"),
-    ("report", "FILE", "--out", "plan.html"),
+    ("report", "FILE", "--out", "plan.html", "--force"),
 ]
 SLOW: list[tuple[str, ...]] = [("plan", "--model", "FILE", "--cluster", "8xh100", "--top", "1")]
 """A search takes seconds, many on a busy machine."""
@@ -50,6 +50,22 @@ TRAINER: dict[str, Any] = {
     "bf16": True, "fsdp": "full_shard", "fsdp_config": {"min_num_params": 0}, "save_strategy": "steps", "save_steps": 5,
     "eval_strategy": "steps", "eval_steps": 5, "logging_steps": 5, "report_to": [], "seed": 1, "output_dir": "x",
 }  # fmt: skip
+
+TITAN: dict[str, Any] = {
+    "job": {"dump_folder": "x"}, "metrics": {"log_freq": 5, "enable_wandb": True},
+    "model": {"name": "llama3", "flavor": "debugmodel", "converters": ["quantize.linear.float8"]},
+    "optimizer": {"name": "AdamW", "lr": 3e-4, "beta1": 0.9}, "lr_scheduler": {"warmup_steps": 5, "decay_ratio": 0.5},
+    "training": {"local_batch_size": 4, "seq_len": 128, "steps": 20, "dataset": "c4"},
+    "parallelism": {"data_parallel_shard_degree": 2, "pipeline_parallel_degree": 2, "context_parallel_degree": 1},
+    "checkpoint": {"enable": True, "interval": 5}, "activation_checkpoint": {"mode": "selective"},
+    "validation": {"enable": True, "steps": 3, "freq": 5, "seq_len": 128},
+}  # fmt: skip
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("from-deepspeed", DEEPSPEED),
+    ("from-hf-trainer", TRAINER),
+    ("from-hf-trainer", {**TRAINER, "fsdp": "", "max_length": 64, "packing": True, "deepspeed": DEEPSPEED}),
+    ("from-torchtitan", TITAN),
+]
 
 
 def draw(chance: random.Random) -> Iterator[Case]:
@@ -89,12 +105,13 @@ def draw(chance: random.Random) -> Iterator[Case]:
             content = damaged(MEGATRON.encode(), chance)
             yield Case(f"{number} {which}: a damaged script", partial(_theirs, which, content))
         else:
-            theirs = copy.deepcopy(DEEPSPEED if kind == 6 else TRAINER)
+            which, settings = chance.choice(OTHERS)
+            theirs = copy.deepcopy(settings)
             done = [mutate(theirs, chance) for _ in range(chance.choice([1, 1, 2]))]
-            content = json.dumps(theirs).encode()
+            text = _toml(theirs) if which == "from-torchtitan" else json.dumps(theirs)
+            content = text.encode("utf-8", "surrogatepass")
             if chance.random() < 0.2:
                 content = damaged(content, chance)
-            which = "from-deepspeed" if kind == 6 else "from-hf-trainer"
             yield Case(f"{number} {which}: {', '.join(done)[:60]}", partial(_theirs, which, content))
 
 

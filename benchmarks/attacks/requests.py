@@ -15,6 +15,7 @@ from attacks.small_run import finished_run
 
 PATHS = ["/", "/api/runs", "/api/run?run=run", "/api/curves?run=run", "/api/log?run=run&log=rank-0.err", "/api/choices"]
 PATHS += ["/api/page?page=README", "/api/guide", "/static/app.js", "/guide/x", "/api/plan", "/api/predicted?run=.."]
+PATHS += ["/api/settings?run=run&run=..", "/api/note"]
 PATHS += [
     "/../../etc/passwd",
     "/static/../server.py",
@@ -56,6 +57,7 @@ HEADERS += ["Transfer-Encoding: chunked", "Content-Type: application/json", "Coo
 HEADERS += ["Cookie: \x00;;;=", "Sec-Fetch-Site: cross-site", "Connection: keep-alive", "Expect: 100-continue"]
 HEADERS += ["Range: bytes=0-1", "X: " + "a" * 40_000, " folded", "no colon", "\x00: \x00", "Upgrade: h2c"]
 BODIES = [b"", b"{}", b"[" * 50_000, b"\xff" * 100, b'{"part": "search"', b"GET / HTTP/1.1\r\n\r\n", b"0\r\n\r\n"]
+BODIES += [b'{"run": "..", "text": [], "before": 1}', b'{"run": "run", "text": "\\ud800", "before": ""}']
 
 
 def fetch(port: int, path: str) -> tuple[int, str]:

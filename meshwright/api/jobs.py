@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.job import Job, LoadedJob, Overrides, changed_job, job_text, model_preset, model_presets, recipes
+from meshwright.job import Job, LoadedJob, Overrides, changed_job, job_text, preset_named, recipes
 from meshwright.job import load_job as load_file
 
 JobLike = Job | LoadedJob | str | Path
@@ -42,15 +41,11 @@ def loaded(source: JobLike, set: Overrides = (), *, trust: bool = False) -> Load
 
 
 def _of_preset(name: str, set: Overrides) -> Job:
-    """A job of defaults with a preset's shape, its sequences no longer than that takes."""
-    first: dict[str, Any] = {"model.preset": name}
-    longest = model_preset(name).get("max_sequence_length", Job().batch.sequence_length)
-    if longest < Job().batch.sequence_length:
-        first["batch.sequence_length"] = longest
+    """A job of defaults with a preset's shape."""
     if isinstance(set, Mapping):
-        return changed_job(Job(), first | dict(set))
-    return changed_job(Job(), [*(f"{field}={value}" for field, value in first.items()), *set])
+        return changed_job(Job(), {"model.preset": name} | dict(set))
+    return changed_job(Job(), [f"model.preset={name}", *set])
 
 
 def _is_preset(name: str) -> bool:
-    return name in model_presets() and name not in recipes() and not Path(name).exists()
+    return preset_named(name) is not None and name not in recipes() and not Path(name).exists()

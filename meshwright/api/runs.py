@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from meshwright.job import Job
     from meshwright.reading import Row
+    from meshwright.runs.chat import Chat
     from meshwright.runs.folder import State
 
 
@@ -100,6 +101,22 @@ class Run:
         from meshwright.runs.generate import generate_from_run
 
         return generate_from_run(self.path, prompt, tokens, temperature, top_p, seed, device)[0]
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tokens: int = 512,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        seed: int = 0,
+        device: str = "auto",
+    ) -> Chat:
+        """A conversation with the newest weights, which stay loaded: `ask(question)` is the answer, `stream(question)`
+        gives it part by part, `messages` is all that was said."""
+        from meshwright.runs.chat import open_chat
+
+        return open_chat(self.path, device, system, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
 
     def report(self) -> Path:
         """Write the run's page and return its path."""

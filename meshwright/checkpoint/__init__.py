@@ -11,7 +11,14 @@ from meshwright.checkpoint.catalogue import (
     remove,
     surplus,
 )
-from meshwright.checkpoint.hf_files import keep_companions
+from meshwright.checkpoint.hf_files import (
+    GENERATION,
+    Generation,
+    chat_template_of,
+    generation_of,
+    keep_companions,
+    learned_generation,
+)
 from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.hf_write import Export, Exported
@@ -20,9 +27,10 @@ from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
 from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
 from meshwright.checkpoint.saver import Saver
-from meshwright.checkpoint.weights import StoredWeights, load_weights, require_shapes
+from meshwright.checkpoint.weights import StoredWeights, load_hf_weights, load_weights, require_shapes
 
 __all__ = [
+    "GENERATION",
     "Backup",
     "Checkpoint",
     "Damaged",
@@ -30,6 +38,7 @@ __all__ = [
     "Exported",
     "Facts",
     "Fenced",
+    "Generation",
     "HfWeights",
     "Lease",
     "Part",
@@ -38,11 +47,15 @@ __all__ = [
     "StoredWeights",
     "backup_target",
     "backups",
+    "chat_template_of",
     "checkpoint_path",
     "checkpoints",
     "differences",
+    "generation_of",
     "import_weights",
     "keep_companions",
+    "learned_generation",
+    "load_hf_weights",
     "load_weights",
     "newest",
     "newest_weights",

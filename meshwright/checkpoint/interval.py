@@ -19,13 +19,13 @@ class Interval:
 
     def due_at(self, step: int) -> bool:
         """Whether the step's number calls for a checkpoint."""
-        every = self._settings.every_steps
-        return every is not None and step % every == 0
+        every = self._settings.every_steps or 0
+        return bool(every) and step % every == 0
 
     def due_by_time(self) -> bool:
         """Whether enough time has passed since the last save."""
         waited_s = time.monotonic() - self._last
-        if self._settings.every_minutes is not None:
+        if self._settings.every_minutes:
             return waited_s >= 60.0 * self._settings.every_minutes
         return self._settings.auto and waited_s >= self._auto_s
 

@@ -6,8 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.catalogue import newest_weights
+from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.reading import Checkpoint
 from meshwright.errors import UserError
+from meshwright.model import Decoder
+
+_ROWS = 4096
+"""Read at a time, so that no whole table is held twice."""
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> int:
@@ -18,6 +23,18 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> int:
         for name, parameter in parameters.items():
             parameter.copy_(checkpoint.whole(f"model/{name}"))
     return checkpoint.facts.step
+
+
+def load_hf_weights(folder: Path, model: Decoder) -> None:
+    """Fill a model's parameters from a Hugging Face folder; incomplete weights are refused."""
+    source = HfWeights(folder, model.shape)
+    source.require()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            size = tuple(parameter.shape)
+            for start in range(0, size[0], _ROWS):
+                rows = slice(start, min(start + _ROWS, size[0]))
+                parameter[rows] = source.rows(name, size, rows).to(parameter.device)
 
 
 class StoredWeights:

@@ -10,6 +10,7 @@ import typer
 from meshwright.cli import (
     bench,
     calibrate,
+    chat,
     checkpoint,
     data,
     doctor,
@@ -51,6 +52,7 @@ app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
 app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
 app.command("replay")(replay.replay)
 app.command("report")(report.report)
 app.command("studio")(studio.studio)
@@ -63,7 +65,7 @@ app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 
-RUNS_TORCH = {"train", "verify", "bench", "tune", "eval", "generate", "calibrate", "replay"}
+RUNS_TORCH = {"train", "verify", "bench", "tune", "eval", "generate", "chat", "calibrate", "replay"}
 """Commands that warn about a torch release newer than the newest one tested."""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JSON
+from meshwright.cli.job import FORCE, JSON
 
 if TYPE_CHECKING:
     from meshwright.hardware import Profile
@@ -18,14 +18,17 @@ OUT = typer.Option(None, "--out", metavar="FILE", help="Write the profile here i
 
 def calibrate(
     out: Path | None = OUT,
+    force: bool = FORCE,
     quick: bool = typer.Option(False, "--quick", help="Fewer repeats: half a minute instead of two."),
     nproc: int | None = typer.Option(None, "--nproc", min=2, help="Measure collectives too, over this many ranks."),
     device: str = typer.Option("auto", "--device", help="auto, cpu or cuda."),
     as_json: bool = JSON,
 ) -> None:
     """Measure this machine's kernels, memory and links; later plans and benches use the profile."""
+    from meshwright.cli.output import require_new
     from meshwright.ranks import own_place
 
+    require_new(out, "--out", force)
     place = own_place()
     if place is None and nproc is not None:
         _with_ranks(out, quick, nproc, device, as_json)
@@ -44,7 +47,7 @@ def _with_ranks(out: Path | None, quick: bool, nproc: int, device: str, as_json:
     job = Job.model_validate({"run": {"device": device}})
     require_devices(job, nproc)
     words = ["calibrate", "--device", device, *(["--quick"] if quick else []), *(["--json"] if as_json else [])]
-    words += [] if out is None else ["--out", str(out)]
+    words += [] if out is None else ["--out", str(out), "--force"]
     with TemporaryDirectory() as folder, rank_failures_told():
         run_under_agent(job, Path(folder), nproc, words)
 
@@ -68,7 +71,7 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
             profile = measure_profile(chosen, place, quick=quick, report=report)
     if profile is None:
         return
-    path = out or profiles_folder() / f"{profile.gpu}.json"
+    path = out or profiles_folder() / profile.file_name
     write_profile(profile, path)
     if as_json:
         print_json({"file": str(path), **summary(profile)})
@@ -87,8 +90,11 @@ def summary(profile: Profile) -> dict[str, Any]:
     wide = [one for one in profile.collectives if one.kind == "all-reduce"]
     top = max(wide, key=lambda one: (one.ranks, one.size_bytes), default=None)
     return {
+        "kind": profile.kind,
         "gpu": profile.gpu,
         "device": profile.device,
+        "ranks": profile.ranks,
+        "threads": profile.units if profile.on_cpu else None,
         "date": profile.date,
         "torch": profile.torch,
         "took_s": profile.took_s,
@@ -101,10 +107,18 @@ def summary(profile: Profile) -> dict[str, Any]:
         if top is None
         else 2.0 * (top.ranks - 1) / top.ranks * top.size_bytes / top.seconds,
         "counts": {
-            name: len(getattr(profile, name)) for name in ("products", "attentions", "copies", "losses", "collectives")
+            name: len(getattr(profile, name))
+            for name in ("products", "attentions", "operations", "copies", "losses", "collectives")
         },
         "skipped": list(profile.skipped),
     }
+
+
+def _device(profile: Profile) -> str:
+    """The device in words; a CPU's name says that it is one."""
+    if not profile.on_cpu:
+        return f"{profile.device} ({profile.gpu})"
+    return profile.device + (f" in each of {profile.ranks} ranks" if profile.ranks > 1 else "")
 
 
 def _lines(profile: Profile, path: Path) -> list[tuple[str, str]]:
@@ -112,16 +126,18 @@ def _lines(profile: Profile, path: Path) -> list[tuple[str, str]]:
     rates = ", ".join(f"{dtype} {rate / 1e12:,.3g}" for dtype, rate in figures["best_product_flops_per_s"].items())
     counts = figures["counts"]
     lines = [
-        ("device", f"{profile.device} ({profile.gpu}), torch {profile.torch}"),
+        ("device", f"{_device(profile)}, torch {profile.torch}"),
         ("products", f"{counts['products']} measured; the fastest {rates} TFLOP/s"),
         ("attention", f"{counts['attentions']} measured"),
-        ("copies", f"{figures['copy_bytes_per_s'] / 1e9:,.0f} GB/s, read and written"),
+        ("copies", f"{figures['copy_bytes_per_s'] / 1e9:,.3g} GB/s, read and written"),
     ]
+    if counts["operations"]:
+        lines.append(("other operations", f"{counts['operations']} measured"))
     if profile.to_device_bytes_per_s and profile.to_host_bytes_per_s:
         both = f"{profile.to_device_bytes_per_s / 1e9:.1f} GB/s in, {profile.to_host_bytes_per_s / 1e9:.1f} out"
         lines.append(("link to the host", both))
     if profile.launch_s:
-        lines.append(("kernel launch", f"{1e6 * profile.launch_s:.1f} µs"))
+        lines.append(("least operation" if profile.on_cpu else "kernel launch", f"{1e6 * profile.launch_s:.1f} µs"))
     if figures["all_reduce_bytes_per_s"]:
         rate = f"{figures['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s over the links in all-reduce"
         lines.append(("collectives", f"{counts['collectives']} measured; {rate}"))

@@ -192,17 +192,25 @@ def diff(first: Path = ONE, second: Path = ONE, as_json: bool = JSON) -> None:
 def prune(
     run: Path = RUN,
     keep_last: int = typer.Option(2, "--keep-last", min=1, help="Newest complete checkpoints to keep."),
-    keep_every: int | None = typer.Option(None, "--keep-every", min=1, help="Keep multiples of this many steps too."),
+    keep_every: int | None = typer.Option(
+        None,
+        "--keep-every",
+        min=0,
+        help="Keep multiples of this many steps too; by default of the job's checkpoint.keep_every, 0 keeps none.",
+    ),
     damaged: bool = typer.Option(False, "--damaged", help="Also remove incomplete checkpoints."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Only print what would be removed."),
     as_json: bool = JSON,
 ) -> None:
-    """Remove checkpoints that need not be kept; the newest intact one is always kept."""
+    """Remove checkpoints that need not be kept; the newest intact one and those that the job's checkpoint.keep_every
+    keeps for good stay."""
     from meshwright.checkpoint import remove, surplus
     from meshwright.errors import UserError
     from meshwright.runs import RunFolder
 
-    RunFolder.open(run)
+    folder = RunFolder.open(run)
+    if keep_every is None:
+        keep_every = folder.keep_every()
     paths = surplus(run, keep_last, keep_every, damaged=damaged, verify=True)
     if not dry_run:
         try:

@@ -14,7 +14,7 @@ import typer
 from meshwright.cli.job import JSON
 
 if TYPE_CHECKING:
-    from meshwright.data.prepared import Manifest, Progress
+    from meshwright.data.prepared import Manifest, Progress, Sampled
 
 
 class Content(enum.Enum):
@@ -26,7 +26,9 @@ class Content(enum.Enum):
 
 app = typer.Typer(help="Prepare text for training, inspect and verify what was prepared.", no_args_is_help=True)
 
-SOURCES = typer.Argument(help="Files, folders, patterns or addresses (s3://…, https://…), or builtin:stdlib.")
+SOURCES = typer.Argument(
+    help="Files, folders, patterns or addresses (s3://…, https://…), builtin:stdlib, or NAME:ARGUMENT of your own."
+)
 FOLDER = typer.Argument(help="A prepared folder.")
 TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; by default a BPE is trained on the sources.")
 FORMAT = typer.Option("text", "--format", help="What the fields hold: a text, or a conversation in a common shape.")
@@ -36,6 +38,9 @@ JOIN = typer.Option(
 )
 WORKERS = typer.Option(None, "--workers", min=1, help="Processes; by default one per CPU core.")
 MAX_BAD = typer.Option(0.05, "--max-bad", min=0.0, max=1.0, help="Stop if more than this fraction is unusable.")
+SAMPLE = typer.Option(
+    None, "--sample", min=0, help="Documents to decode and show; by default 1 of conversations, else none."
+)
 HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Fraction of the documents held out.")
 
 
@@ -85,18 +90,18 @@ def prepare(
 @app.command()
 def inspect(
     folder: Path = FOLDER,
-    sample: int = typer.Option(0, "--sample", min=0, help="Documents to decode and show."),
+    sample: int | None = SAMPLE,
     as_json: bool = JSON,
 ) -> None:
-    """Show what a prepared folder contains: documents, tokens, lengths, and some documents as text."""
+    """Show what a prepared folder contains: documents, tokens, lengths, and some texts with what counts in the loss."""
     from dataclasses import asdict
 
-    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.cli.output import print_json
     from meshwright.data.prepared import inspect as look_into
 
     look = look_into(folder, sample)
     if as_json:
-        samples = [asdict(one) for one in look.samples]
+        samples = [asdict(one) | {"parts": [part._asdict() for part in one.parts]} for one in look.samples]
         lengths = [{"at_most": limit, "documents": count} for limit, count in look.histogram]
         more = {"lengths": lengths, "longest": look.longest, "samples": samples}
         print_json({"folder": str(folder), **_summary(look.manifest), **more})
@@ -106,10 +111,31 @@ def inspect(
     print(f"  document lengths in tokens (longest {look.longest:,}):")
     for limit, count in look.histogram:
         print(f"    up to {limit:>9,}  {count:>12,}  {'█' * max(1, round(40 * count / most))}")
+    _print_samples(look.samples)
+
+
+def _print_samples(samples: list[Sampled]) -> None:
+    """Documents with what counts in the loss in another colour, or in brackets where there are no colours."""
+    from rich.text import Text
+
+    from meshwright.cli.output import harmless, stdout_console
+
     console = stdout_console()
-    for one in look.samples:
-        console.rule(f"document {one.number}, {one.tokens:,} tokens", align="left")
-        console.print(one.text, markup=False, highlight=False, soft_wrap=True)
+    coloured = console.is_terminal and not console.no_color
+    if any(one.loss_tokens < one.tokens for one in samples):
+        how = "green" if coloured else "between ⟦ and ⟧"
+        print(f"  what counts in the loss is {how}")
+    for one in samples:
+        counted = "" if one.loss_tokens == one.tokens else f", {one.loss_tokens:,} count in the loss"
+        console.rule(f"document {one.number}, {one.tokens:,} tokens{counted}", align="left")
+        text = Text()
+        for part in one.parts:
+            marked = part.counts and bool(counted)
+            shown = harmless(part.text)
+            if marked and not coloured:
+                shown = f"⟦{shown}⟧"
+            text.append(shown, style="bold green" if marked else "")
+        console.print(text, soft_wrap=True)
 
 
 @app.command()

@@ -4,27 +4,34 @@ from pathlib import Path
 
 import typer
 
+from meshwright.cli.amounts import token_option
 from meshwright.cli.job import JSON
+
+TOKENS = token_option(128, "--tokens", "Maximum number of tokens to generate.")
+TEMPERATURE = typer.Option(0.8, "--temperature", min=0.0, help="0 always picks the most likely token.")
+TOP_P = typer.Option(
+    0.95, "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability."
+)
+SEED = typer.Option(0, "--seed", min=0, help="Same seed, same text.")
+DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
 
 
 def generate(
-    run: Path = typer.Argument(help="A run folder."),
-    prompt: str = typer.Option("", "--prompt", help="Text to continue."),
-    tokens: int = typer.Option(128, "--tokens", min=1, help="Maximum number of tokens to generate."),
-    temperature: float = typer.Option(0.8, "--temperature", min=0.0, help="0 always picks the most likely token."),
-    top_p: float = typer.Option(
-        0.95, "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability."
-    ),
-    seed: int = typer.Option(0, "--seed", min=0, help="Same seed, same text."),
-    device: str = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N."),
+    run: Path = typer.Argument(help="A run folder or a Hugging Face folder."),
+    prompt: str = typer.Option("", "--prompt", help="Text to continue; names of special tokens are read as such."),
+    tokens: int = TOKENS,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    seed: int = SEED,
+    device: str = DEVICE,
     as_json: bool = JSON,
 ) -> None:
-    """Generate text with a run's newest weights."""
-    from meshwright.cli.output import print_json
+    """Generate text with a run's newest weights, up to a stop token of the model."""
+    from meshwright.cli.output import print_json, print_written
     from meshwright.runs.generate import generate_from_run
 
     text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device)
     if as_json:
         print_json({"run": str(run), "step": step, "prompt": prompt, "text": text})
     else:
-        print(text)
+        print_written(text)

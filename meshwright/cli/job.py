@@ -17,33 +17,21 @@ SET = typer.Option([], "--set", metavar="SECTION.FIELD=VALUE", help="Override a 
 TRUST = typer.Option(False, "--trust", help="Run the code that a run folder names (model.file); read it first.")
 JSON = typer.Option(False, "--json", help="Print JSON.")
 RANKS = typer.Option(None, "--ranks", min=1, help="Data-parallel ranks; by default what the batch sizes imply, or 1.")
+FORCE = typer.Option(False, "--force", help="Overwrite an existing file.")
 OUT = typer.Option(None, "--out", metavar="JOB.toml", help="Write the job here instead of printing it.")
 
 
 @app.command()
-def explain(job: str = JOB, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+def explain(
+    job: str = JOB,
+    overrides: list[str] = SET,
+    changed: bool = typer.Option(False, "--changed", help="Only fields that differ from the defaults."),
+    as_json: bool = JSON,
+) -> None:
     """Print every field of a job: value, where it came from, what it means."""
-    from meshwright.cli.output import print_json, stdout_console
-    from meshwright.job import job_fields, load_job
+    from meshwright.cli.explain import show_explained
 
-    loaded = load_job(job, overrides, trust=True)  # none of its code is run
-    values = loaded.job.model_dump(mode="json")
-    rows = []
-    for name, meaning in job_fields():
-        section, field = name.split(".")
-        rows.append({"field": name, "value": values[section][field], "origin": loaded.origin(name), "meaning": meaning})
-    if as_json:
-        print_json({"job": loaded.name, "accumulation": loaded.job.accumulation, "fields": rows})
-        return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("field", "value", "origin", "meaning"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        style = None if row["origin"] == "default" else "bold"
-        table.add_row(row["field"], _shown(row["value"]), row["origin"], row["meaning"], style=style)
-    stdout_console().print(table)
+    show_explained(job, overrides, changed, as_json)
 
 
 @app.command()
@@ -60,25 +48,49 @@ def from_deepspeed(
     config: Path = typer.Argument(help="A ds_config.json."),
     ranks: int | None = RANKS,
     out: Path | None = OUT,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Convert a DeepSpeed configuration to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_deepspeed
 
-    _converted(job_from_deepspeed(config, ranks), f"from {config.name}, a DeepSpeed configuration", out, as_json)
+    _converted(job_from_deepspeed(config, ranks), f"from {config.name}, a DeepSpeed configuration", out, force, as_json)
 
 
 @app.command("from-hf-trainer")
 def from_hf_trainer(
-    arguments: Path = typer.Argument(help="TrainingArguments as JSON (to_json_string)."),
+    arguments: Path = typer.Argument(help="TrainingArguments or SFTConfig as JSON (to_json_string), or the command."),
+    deepspeed: Path | None = typer.Option(
+        None, "--deepspeed", metavar="DS.json", help="The DeepSpeed configuration; by default what the arguments name."
+    ),
+    examples: int | None = typer.Option(
+        None, "--examples", min=1, help="Training examples, to count epochs in steps; the Trainer logs Num examples."
+    ),
     ranks: int | None = RANKS,
     out: Path | None = OUT,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Convert Hugging Face Trainer arguments to a job; settings without a counterpart are rejected by name."""
     from meshwright.job import job_from_hf_trainer
 
-    _converted(job_from_hf_trainer(arguments, ranks), f"from {arguments.name}, TrainingArguments", out, as_json)
+    converted = job_from_hf_trainer(arguments, ranks, deepspeed=deepspeed, examples=examples)
+    files = arguments.name if deepspeed is None else f"{arguments.name} and {deepspeed.name}"
+    _converted(converted, f"from {files}, TrainingArguments", out, force, as_json)
+
+
+@app.command("from-torchtitan")
+def from_torchtitan(
+    config: Path = typer.Argument(help="A job configuration of torchtitan 0.2, in TOML."),
+    gpus: int | None = typer.Option(None, "--gpus", min=1, help="GPUs in all, if the file leaves them to the start."),
+    out: Path | None = OUT,
+    force: bool = FORCE,
+    as_json: bool = JSON,
+) -> None:
+    """Convert a torchtitan configuration to a job; settings without a counterpart are rejected by name."""
+    from meshwright.job import job_from_torchtitan
+
+    _converted(job_from_torchtitan(config, gpus), f"from {config.name}, torchtitan", out, force, as_json)
 
 
 @app.command("from-megatron")
@@ -86,18 +98,20 @@ def from_megatron(
     script: Path = typer.Argument(help="A script that starts Megatron-LM, or a file with its arguments."),
     gpus: int | None = typer.Option(None, "--gpus", min=1, help="GPUs in all; by default what the script starts."),
     out: Path | None = OUT,
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Convert Megatron-LM's arguments to a job; the script is read and never run. Unmatched ones are rejected."""
     from meshwright.job import job_from_megatron
 
-    _converted(job_from_megatron(script, gpus), f"from {script.name}, Megatron-LM's arguments", out, as_json)
+    _converted(job_from_megatron(script, gpus), f"from {script.name}, Megatron-LM's arguments", out, force, as_json)
 
 
-def _converted(converted: Converted, heading: str, out: Path | None, as_json: bool) -> None:
-    from meshwright.cli.output import print_json, write_file
+def _converted(converted: Converted, heading: str, out: Path | None, force: bool, as_json: bool) -> None:
+    from meshwright.cli.output import print_json, require_new, write_file
     from meshwright.job import job_text
 
+    require_new(out, "--out", force)
     text = job_text(converted.job, "\n".join([heading, *(f"note: {note}" for note in converted.notes)]))
     if out is not None:
         write_file(out, text, "--out")
@@ -108,7 +122,3 @@ def _converted(converted: Converted, heading: str, out: Path | None, as_json: bo
         print(text, end="")
     else:
         print(f"{out}: {len(converted.fields)} fields, {len(converted.notes)} notes at its top")
-
-
-def _shown(value: object) -> str:
-    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

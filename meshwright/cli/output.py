@@ -35,6 +35,14 @@ def rank_failures_told() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
+def require_new(path: Path | None, option: str, force: bool) -> None:
+    """Refuse to overwrite the file that an option names, before any work is done for it."""
+    from meshwright.errors import UserError
+
+    if path is not None and path.is_file() and not force:
+        raise UserError(f"{option} = {path} exists; add --force to overwrite it, or name another file")
+
+
 def write_file(path: Path, text: str, option: str) -> None:
     """Write the file that an option names; if that fails, raise an error of one sentence."""
     from meshwright.errors import UserError
@@ -45,6 +53,19 @@ def write_file(path: Path, text: str, option: str) -> None:
         raise UserError(
             f"{option} = {path} cannot be written ({error.strerror}); name a file in an existing folder"
         ) from error
+
+
+def print_written(text: str, end: str = "\n") -> None:
+    """Print what a model wrote at once; on a terminal without the control characters that could command it."""
+    print(harmless(text), end=end, flush=True)
+
+
+def harmless(text: str) -> str:
+    """A text from elsewhere for standard output: on a terminal without the control characters that could command it."""
+    return text.translate(_CONTROL) if sys.stdout.isatty() else text
+
+
+_CONTROL = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
 
 def print_json(value: Any) -> None:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JSON, SET
+from meshwright.cli.amounts import token_option
+from meshwright.cli.job import FORCE, JSON, SET
 
 if TYPE_CHECKING:
     from meshwright.plan import Prediction
@@ -15,13 +16,15 @@ CLUSTER = typer.Option(
     None, "--cluster", help="Where it runs: 8xh100, 16x8xa100-80gb, 16xleonardo; by default the job's [cluster]."
 )
 VALIDATE = typer.Option([], "--validate", metavar="ROWS.csv", help="Predict measured rows; may be repeated.")
-MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, a Hugging Face config.json or org/name.")
-SEQ = typer.Option(None, "--seq", min=1, help="Tokens per sequence; by default the job's, 4096, or the model's limit.")
-BATCH = typer.Option(None, "--batch-tokens", min=1, help="Tokens per step; by default typical for the model's size.")
+MODEL = typer.Option(None, "--model", help="Find layouts for a preset, a job, a Hugging Face folder or org/name.")
+SEQ = token_option(None, "--seq", "Tokens per sequence; by default the job's, 4096, or the model's limit.", length=True)
+BATCH = token_option(None, "--batch-tokens", "Tokens per step, e.g. 4M; by default typical for the model's size.")
 TOP = typer.Option(10, "--top", min=1, help="Layouts shown.")
 WRITE = typer.Option(None, "--write", metavar="JOB.toml", help="Write the best layout as a job.")
 ALLOW = typer.Option("", "--allow", metavar="WORDS", help="Also try any of fp8, offload and zero-bubble.")
-TOKENS = typer.Option(None, "--tokens", help="Tokens of the whole training, e.g. 15e12: adds days, GPU-hours and cost.")
+TOKENS = token_option(
+    None, "--tokens", "Tokens of the whole training, e.g. 15T or 2e12: adds days, GPU-hours and cost."
+)
 PRICE = typer.Option(None, "--price", help="Price of a GPU-hour; by default cluster.price.")
 MTBF = typer.Option(
     None, "--mtbf-hours", help="Mean time between failures of the cluster; by default cluster.mtbf_hours."
@@ -44,8 +47,9 @@ def plan(
     batch_tokens: int | None = BATCH,
     top: int = TOP,
     write: Path | None = WRITE,
+    force: bool = FORCE,
     allow: str = ALLOW,
-    tokens: float | None = TOKENS,
+    tokens: int | None = TOKENS,
     price: float | None = PRICE,
     mtbf_hours: float | None = MTBF,
     check: str | None = CHECK,
@@ -59,8 +63,11 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     """Find the fastest layout that fits, explain one job, or compare predictions with published runs."""
+    from meshwright.cli.output import require_new
     from meshwright.errors import UserError
 
+    for option, path in (("--write", write), ("--svg", svg), ("--markdown", markdown)):
+        require_new(path, option, force)
     if sum(map(bool, (model, check, validate))) != 1:
         raise UserError("plan needs --model NAME, --check JOB or --validate ROWS.csv; give exactly one of them")
     if markdown is not None and not validate:
@@ -69,7 +76,7 @@ def plan(
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
         raise UserError(f"--svg = {svg} draws one job; give it with --check JOB, without --scale, or leave it out")
-    for option, value in (("--tokens", tokens), ("--price", price), ("--mtbf-hours", mtbf_hours)):
+    for option, value in (("--price", price), ("--mtbf-hours", mtbf_hours)):
         if value is not None and not value > 0:
             raise UserError(f"{option} = {value:g} must be greater than 0; correct it or leave it out")
     if price is not None and tokens is None:
@@ -77,7 +84,7 @@ def plan(
     if model:
         from meshwright.cli.plan_search import Training, show_search
 
-        training = Training(tokens, price, mtbf_hours)
+        training = Training(None if tokens is None else float(tokens), price, mtbf_hours)
         words = [word for word in allow.split(",") if word]
         show_search(model, cluster, overrides, seq, batch_tokens, top, write, words, training, as_json)
     elif check and scale is not None:
@@ -113,6 +120,7 @@ def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | N
 
 def _as_json(prediction: "Prediction") -> dict[str, Any]:
     return {
+        "kind": "CPU" if prediction.on_cpu else "GPU",
         "step_s": prediction.step_s,
         "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
         "mfu": prediction.mfu,
@@ -162,10 +170,15 @@ def _memory_table(prediction: "Prediction") -> Any:
         table.add_row(name, *(f"{rank.terms.get(name, 0.0) / GIB:.2f}" for rank in prediction.memory))
     table.add_row("allocated", *(f"{rank.allocated / GIB:.2f}" for rank in prediction.memory), style="bold")
     table.add_row("rounding and holes", *(f"{rank.fragments / GIB:.2f}" for rank in prediction.memory))
-    table.add_row("driver and communicators", *(f"{rank.outside / GIB:.2f}" for rank in prediction.memory))
+    outside = "Python and its libraries" if prediction.on_cpu else "driver and communicators"
+    table.add_row(outside, *(f"{rank.outside / GIB:.2f}" for rank in prediction.memory))
     if any(rank.host for rank in prediction.memory):
         table.add_row("in the host's memory", *(f"{rank.host / GIB:.2f}" for rank in prediction.memory))
-    table.add_row("on the device", *(f"{rank.device / GIB:.2f}" for rank in prediction.memory), style="bold")
+    table.add_row(
+        "in all" if prediction.on_cpu else "on the device",
+        *(f"{rank.device / GIB:.2f}" for rank in prediction.memory),
+        style="bold",
+    )
     return table
 
 
@@ -176,7 +189,7 @@ def _summary(prediction: "Prediction") -> list[str]:
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"fits with {-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB over"
     lines = [
-        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU{mfu}",
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {prediction.per}{mfu}",
         f"{room} on pipeline rank {prediction.fullest.rank} of {prediction.capacity_bytes / GIB:.0f} GiB",
     ]
     if prediction.host_over_bytes:

@@ -80,20 +80,39 @@ def show_search(
 
 
 def _model(source: str, overrides: list[str]) -> "tuple[Model, Job | None]":
-    """The model shape behind a preset, a Hugging Face config or name, or a job; for a job, the job too."""
-    from meshwright.job import Model, folder_of, hub_name, load_job, model_of_folder, model_preset, model_presets
+    """The model shape behind a preset, a Hugging Face folder, config or name, or a job; for a job, the job too."""
+    from meshwright.errors import UserError
+    from meshwright.job import (
+        Model,
+        folder_of,
+        hub_name,
+        is_model_folder,
+        load_job,
+        model_of_folder,
+        model_preset,
+        model_presets,
+        preset_named,
+        recipes,
+        unknown_model,
+    )
     from meshwright.job.hub import pinned
 
-    if source in model_presets():
-        return Model.model_validate({"preset": source, **model_preset(source)}), None
+    preset = source if source in model_presets() or Path(source).exists() else preset_named(source)
+    if preset in model_presets():
+        return Model.model_validate({"preset": preset, **model_preset(preset)}), None
     if source.endswith(".json"):
         from meshwright.job import model_of_config
         from meshwright.job.reading import json_table, read_settings_text
 
         path, remedy = Path(source), "give --model a Hugging Face config.json"
         return model_of_config(json_table(path, read_settings_text(path, remedy), remedy), source), None
+    if is_model_folder(source):
+        return model_of_folder(Path(source).expanduser()), None
     if hub_name(source) is not None and not source.endswith(".toml"):
         return model_of_folder(folder_of(pinned(source, f"--model {source}"))), None
+    if not (Path(source).exists() or source.endswith(".toml") or source in recipes()):
+        other = "give a job, a Hugging Face folder or config.json, or a name as org/name"
+        raise UserError(unknown_model(f"--model {source}", source, other))
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     return job.model, job
 
@@ -111,7 +130,7 @@ def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[st
     report = _economy(best, cluster, training)
     if report is None:
         return []
-    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} GPU-hours"
+    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} {best.prediction.per}-hours"
     line += "" if report.cost is None else f", cost {report.cost:,.0f}"
     if report.goodput is None or report.save_every_s is None:
         return [line, "failures are not counted; give --mtbf-hours to count them"]
@@ -125,7 +144,8 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
     from meshwright.plan import layout_words, limit
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ["layout", "tokens/s per GPU", "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
+    rate = f"tokens/s per {found.best[0].prediction.per}"
+    columns = ["layout", rate, "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
     for name in [*columns, "limited by"]:
         table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
     for one in found.best:
@@ -142,7 +162,7 @@ def _table(found: "Search", cluster: "Cluster", training: Training) -> Any:
 def _line(one: "Candidate") -> str:
     from meshwright.plan import layout_words
 
-    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"
+    rate = f"{one.prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {one.prediction.per}"
     return f"{layout_words(one.job)}; {rate}, {one.prediction.fullest.device / GIB:.1f} GiB predicted"
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JSON
+from meshwright.cli.job import FORCE, JSON
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,13 +43,15 @@ def show(
         help="DualPipe's overlapped pairs: time relative to the sum of both; by default not overlapped.",
     ),
     svg: Path | None = typer.Option(None, "--svg", help="Write a picture here."),
+    force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
     """Draw a pipeline schedule, or all of them, and print what it costs; times are in any unit."""
-    from meshwright.cli.output import print_json, stdout_console, write_file
+    from meshwright.cli.output import print_json, require_new, stdout_console, write_file
     from meshwright.errors import UserError
     from meshwright.pipeline import SCHEDULES, build_table, gantt_svg, share_times, simulate
 
+    require_new(svg, "--svg", force)
     given = {"--forward": forward, "--backward": backward, "--input": input_, "--weight": weight, "--overlap": overlap}
     for flag, value in given.items():
         if value is not None and not 0 < value < float("inf"):

@@ -16,7 +16,7 @@ def studio(
     token: str | None = typer.Option(None, "--token", help="The token that --host requires; generated if not given."),
     as_json: bool = JSON,
 ) -> None:
-    """Explore plans and watch runs in a browser; nothing on the page changes a run."""
+    """Explore plans and watch runs in a browser; of a run, the page changes only your note."""
     from meshwright.errors import UserError
     from meshwright.studio import Studio
 

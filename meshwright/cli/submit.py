@@ -80,7 +80,7 @@ def submit(
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell, overrides)
+    plan = plan_submission(job, loaded, profile, request, chain, ladder, budget, tell, overrides, dry_run)
     if dry_run:
         scripts = plan.scripts()
         if as_json:
@@ -125,16 +125,17 @@ def logs(
     follow: bool = typer.Option(False, "--follow", help="Keep printing new lines until the run ends."),
     as_json: bool = JSON,
 ) -> None:
-    """Print what a run's jobs and ranks wrote."""
+    """Print what a run's jobs and ranks wrote; of a run on this machine, what rank 0 recorded."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
-    from meshwright.launch.slurm import NoAnswer, end_of, log_files, status_of
+    from meshwright.launch.slurm import NoAnswer, RecordedLog, end_of, files_log, is_recorded, log_files, status_of
     from meshwright.launch.slurm import follow as read
 
+    recorded = RecordedLog(run) if is_recorded(run, rank) else None
     if as_json:
         if follow:
             raise UserError("--json prints one document and cannot follow; leave out --json or --follow")
-        texts = {str(path): end_of(path) for path in log_files(run, rank)}
+        texts = {str(path): end_of(path) for path in log_files(run, rank)} if recorded is None else recorded.texts()
         print_json({"run": str(run), "files": texts})
         return
 
@@ -157,7 +158,7 @@ def logs(
                 return []  # a pending job has written nothing yet
             raise
 
-    for text in read(found, alive):
+    for text in read(files_log(found) if recorded is None else recorded.new, alive):
         print(text, end="", flush=True)
 
 

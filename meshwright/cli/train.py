@@ -12,7 +12,7 @@ from meshwright.cli.job import JOB, JSON, SET, TRUST
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from meshwright.job import LoadedJob
+    from meshwright.job import Job, LoadedJob
     from meshwright.ranks import Place
     from meshwright.runs.lifecycle import Finished
     from meshwright.train import TraceSteps
@@ -113,7 +113,7 @@ def _alone(asked: _Asked, console: "Console", as_json: bool) -> None:
 
     trace = asked.steps(loaded)
     finished = run_job(loaded, console, on_end=write_report, resume=asked.resume, trace=trace)
-    _show(finished, console, as_json)
+    _show(finished, loaded.job, console, as_json)
     if finished.outcome.reason == "interrupted":
         raise typer.Exit(exit_code(finished.signal))
 
@@ -184,12 +184,12 @@ def _as_rank(asked: _Asked, place: "Place", console: "Console", as_json: bool) -
             raise typer.Exit(code) from None
         raise
     if place.rank == 0:
-        _show(finished, console, as_json)
+        _show(finished, loaded.job, console, as_json)
     if finished.outcome.reason == "interrupted" and not launched:  # launchers treat any other exit code as a failure
         raise typer.Exit(exit_code(finished.signal))
 
 
-def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
+def _show(finished: "Finished", job: "Job", console: "Console", as_json: bool) -> None:
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json
@@ -214,17 +214,26 @@ def _show(finished: "Finished", console: "Console", as_json: bool) -> None:
         + (f" · {outcome.tokens_per_s:,.0f} tokens/s" if outcome.tokens_per_s else "")
         + f"\nreport   {report}"
         + (f"\ntraces   {traces[0].parent}, for {VIEWERS}" if traces else "")
-        + (f"\ncontinue {command}" if (command := _next(finished)) else ""),
+        + (f"\ncontinue {command}" if (command := _next(finished, job)) else ""),
         markup=False,
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _next(finished: "Finished") -> str | None:
-    """The command to continue with; a run on tokens without text cannot generate."""
+def _next(finished: "Finished", job: "Job") -> str | None:
+    """The command to continue with; a run on tokens without text has none."""
+    from meshwright.job import code_of
+    from meshwright.layout import ranks_of
+
+    run, ranks = shlex.quote(str(finished.folder)), ranks_of(job.layout)
+    trust = " --trust" if code_of(job) else ""  # which only the folder names from now on
     if finished.outcome.reason == "interrupted":
-        return f"meshwright train {shlex.quote(str(finished.folder))} --resume"
-    if (finished.folder / "tokenizer.json").is_file():
-        return f"meshwright generate {shlex.quote(str(finished.folder))} --prompt 'class '"
-    return None
+        return f"meshwright train {run} --resume{f' --nproc {ranks}' if ranks > 1 else ''}{trust}"
+    if not (finished.folder / "tokenizer.json").is_file():
+        return None
+    if job.model.file is not None:  # which cannot generate
+        return None if finished.outcome.val_loss is None else f"meshwright eval {run}{trust}"
+    if (finished.folder / "chat_template.jinja").is_file():
+        return f"meshwright chat {run}"
+    return f"meshwright generate {run} --prompt 'class '"

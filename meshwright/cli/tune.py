@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.cli.job import JOB, JSON, SET, TRUST
+from meshwright.cli.job import FORCE, JOB, JSON, SET, TRUST
 
 if TYPE_CHECKING:
     from meshwright.measure import Tried
@@ -24,6 +24,7 @@ def tune(
     warmup: int = typer.Option(3, "--warmup", min=1, help="Warm-up steps, not timed."),
     nproc: int | None = typer.Option(None, "--nproc", min=1, help="Ranks per run."),
     write: Path | None = WRITE,
+    force: bool = FORCE,
     out: Path | None = OUT,
     trust: bool = TRUST,
     as_json: bool = JSON,
@@ -31,12 +32,13 @@ def tune(
     """Find the micro-batch, recomputation and loader that are fastest here, by prediction and then by short runs."""
     from dataclasses import asdict
 
-    from meshwright.cli.output import print_json, stderr_console, stdout_console, write_file
+    from meshwright.cli.output import print_json, require_new, stderr_console, stdout_console, write_file
     from meshwright.job import load_job
     from meshwright.measure import tune as measured
     from meshwright.plan import job_text
     from meshwright.train import choose_device, device_name
 
+    require_new(write, "--write", force)
     loaded = load_job(job, overrides, trust=trust)
     device = choose_device(loaded.job)
     console = stderr_console() if as_json else stdout_console()

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.conversations import BadConversation, Conversation
+from meshwright.data.conversations import BadConversation, Conversation, Message
 from meshwright.data.files import read_json, read_text
 from meshwright.data.lines import LONGEST_RECORD_BYTES
-from meshwright.data.tokenizer import Spans, load_tokenizer
+from meshwright.data.tokenizer import Spans, Tokenizer, load_tokenizer
 from meshwright.errors import UserError
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -25,6 +25,7 @@ MEMORY_BYTES = 1 << 30
 _MARKS = ("\ufdd0", "\ufdd1")
 """What `render.py` marks the assistant's parts with."""
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+_PROBE = "answer"
 
 
 class Overran(Exception):
@@ -63,19 +64,47 @@ class ChatTemplate:
             text = prompt + messages[-1].content
             self._require_unreserved(text)
             return text, ((len(prompt), len(text) + 1),)  # the end of text behind it is to be learned too
-        return self._rendered([message._asdict() for message in messages])
+        answer = self._asked({"messages": [message._asdict() for message in messages]})
+        return answer["text"], [(first, last) for first, last in answer["spans"]]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a template's text."""
+        return self._source is not None
+
+    def files(self) -> dict[str, str]:
+        """What to write next to a tokenizer.json for `load_chat_template` to find this template there, by name."""
+        return {} if self._source is None else {TEMPLATE: self._source, CONFIG: json.dumps(self._special) + "\n"}
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """A conversation up to where the assistant is to answer, as text."""
+        for message in messages:
+            self._require_unreserved(message.content)
+        return self._ongoing(messages, prompts=True)
+
+    def end_of_turn(self) -> str:
+        """What ends every answer of the assistant's, as text; empty where the template does not tell."""
+        try:
+            text = self._ongoing([Message("user", "question"), Message("assistant", _PROBE)], prompts=False)
+        except (BadConversation, Overran):
+            return ""
+        return text.rpartition(_PROBE)[2] if _PROBE in text else ""
+
+    def _ongoing(self, messages: Sequence[Message], *, prompts: bool) -> str:
+        text: str = self._asked({"messages": [message._asdict() for message in messages], "prompts": prompts})["text"]
+        return text
 
     def _require_unreserved(self, text: str) -> None:
         for token in self._reserved:
             if token in text:
                 raise BadConversation(f"holds the special token {token} amid a text")
 
-    def _rendered(self, messages: list[dict[str, str]]) -> tuple[str, Spans]:
+    def _asked(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._source is not None
         if self._renderer is None or self._renderer.owner != os.getpid():
             self._renderer = _Renderer(self._source, self._special, self._origin)
         try:
-            answer = self._renderer.ask(messages)
+            answer = self._renderer.ask(what)
         except Overran as error:
             self._renderer = None
             raise Overran(f"cannot be written: the chat template of {self._origin} {error}; fix the template") from None
@@ -83,7 +112,7 @@ class ChatTemplate:
             raise BadConversation(f"is refused by the chat template of {self._origin} ({answer['refused']})")
         if "unclear" in answer:
             raise BadConversation(f"is written by the chat template of {self._origin} {answer['unclear']}")
-        return answer["text"], [(first, last) for first, last in answer["spans"]]
+        return answer
 
 
 class _Renderer:
@@ -179,28 +208,41 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
 
 
 def load_chat_template(tokenizer: Path | None, given: str | None, named: str = "data.chat_template =") -> ChatTemplate:
-    """The template in a given file, which errors name so, else the one beside a tokenizer.json."""
-    config = _config(tokenizer.parent / CONFIG) if tokenizer is not None else {}
-    special = {name: _token(token) for name, token in config.items() if name in _NAMED and token}
-    reserved = [] if tokenizer is None else load_tokenizer(tokenizer).control_names
-    source, origin = _find(tokenizer, given, config, named)
-    return ChatTemplate(source, special, reserved, origin)
-
-
-def _find(tokenizer: Path | None, given: str | None, config: dict[str, Any], named: str) -> tuple[str | None, str]:
-    """The text of the template, if there is one, and where it is from."""
+    """The template in a given file, which errors name so, else the one beside a tokenizer.json of data.tokenizer."""
+    config, reserved = dict[str, Any](), list[str]()
+    if tokenizer is not None:
+        config = _config(tokenizer.parent / CONFIG, "data.tokenizer: ")
+        reserved = load_tokenizer(tokenizer).control_names
     if given is not None:
-        return _text(Path(given).expanduser(), f"{named} {given}"), str(Path(given).expanduser())
+        path = Path(given).expanduser()
+        return ChatTemplate(_text(path, f"{named} {given}"), _special(config), reserved, str(path))
     if tokenizer is None:
-        return None, "a tokenizer trained here"
-    beside = tokenizer.parent / TEMPLATE
-    if beside.exists():
-        return _text(beside, f"data.tokenizer: {beside}"), str(beside)
+        return ChatTemplate(None, {}, [], "a tokenizer trained here")
+    source, origin = _beside(tokenizer.parent, config, "data.tokenizer: ")
+    return ChatTemplate(source, _special(config), reserved, origin)
+
+
+def chat_template_in(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template that a folder has for its tokenizer."""
+    config = _config(folder / CONFIG)
+    source, origin = _beside(folder, config)
+    return ChatTemplate(source, _special(config), tokenizer.control_names, origin)
+
+
+def _special(config: dict[str, Any]) -> dict[str, str]:
+    return {name: _token(token) for name, token in config.items() if name in _NAMED and token}
+
+
+def _beside(folder: Path, config: dict[str, Any], named: str = "") -> tuple[str | None, str]:
+    """The text of the template in a folder, if there is one, and where it is from."""
+    path = folder / TEMPLATE
+    if path.exists():
+        return _text(path, f"{named}{path}"), str(path)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         default = (entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default")
         found = next(default, {}).get("template")
-    return found if isinstance(found, str) else None, str(tokenizer.parent / CONFIG)
+    return found if isinstance(found, str) else None, str(folder / CONFIG)
 
 
 def _text(path: Path, named: str) -> str:
@@ -210,13 +252,13 @@ def _text(path: Path, named: str) -> str:
         raise UserError(f"{named} cannot be read ({error}); correct the path, or fix the file") from error
 
 
-def _config(path: Path) -> dict[str, Any]:
+def _config(path: Path, named: str = "") -> dict[str, Any]:
     try:
         config = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"data.tokenizer: {path} cannot be read ({error}); fix or remove it") from error
+        raise UserError(f"{named}{path} cannot be read ({error}); fix or remove it") from error
     return config if isinstance(config, dict) else {}
 
 

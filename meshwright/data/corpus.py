@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.data.chat import ChatTemplate
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import Tokenizer
 
@@ -27,6 +28,9 @@ class Corpus:
 
     flow: "Flow | None" = None
     """Where training is read from when nothing was prepared; there are no training tokens then."""
+
+    chat: ChatTemplate | None = None
+    """What wrote the conversations, where that is known."""
 
     @property
     def bounds(self) -> tuple[int, ...]:

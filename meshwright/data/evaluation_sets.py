@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from meshwright.data.prepare import prepare
 from meshwright.data.prepared import is_prepared, open_prepared
 from meshwright.data.prepared.folder import SPLITS, ShardedTokens
@@ -10,6 +12,7 @@ from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 from meshwright.job.data import Data
+from meshwright.job.sanitize import without_secrets
 
 
 def evaluation_windows(
@@ -35,5 +38,8 @@ def _store(named: str, source: str, tokenizer: Tokenizer, data: Data, vocab_size
                 "again with the run's tokenizer.json"
             )
         return ShardedTokens([part for split in SPLITS for part in prepared.store(split).parts])
-    alone = Data(sources=(source,), text_field=data.text_field, validation_fraction=0.0, cache=data.cache)
-    return prepare(alone, vocab_size, tokenizer=tokenizer).train
+    try:
+        alone = Data(sources=(source,), text_field=data.text_field, validation_fraction=0.0, cache=data.cache)
+    except ValidationError as error:
+        raise UserError(f"{named} = {without_secrets(source)!r}: {error.errors()[0]['msg']}") from None
+    return prepare(alone, vocab_size, tokenizer=tokenizer, field=named).train

@@ -4,17 +4,24 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 
 from meshwright.data.cache import building, cache_root, sweep
-from meshwright.data.chat import load_chat_template
+from meshwright.data.chat import chat_template_in, load_chat_template
 from meshwright.data.corpus import Corpus
 from meshwright.data.own_sources import with_files
 from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
-from meshwright.data.prepared.folder import PARTIAL, Manifest, Prepared, ShardedTokens, is_prepared, open_prepared
+from meshwright.data.prepared.folder import (
+    PARTIAL,
+    Manifest,
+    Prepared,
+    ShardedTokens,
+    is_prepared,
+    open_prepared,
+)
 from meshwright.data.raw import SYNTHETIC, BadDocuments, Taking, list_inputs
 from meshwright.data.store import SyntheticTokens, TokenStore, token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, require_trainable
@@ -23,16 +30,21 @@ from meshwright.job.data import Data
 
 FORMAT = 3
 """Of what is kept in the cache; 2 was that of version 0.1."""
-_NAMED = 3
-"""So many of the files that were not taken are named."""
 
 Report = Callable[[str, float], None]
 
 
-def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokenizer: Tokenizer | None = None) -> Corpus:
+def prepare(
+    data: Data,
+    vocab_size: int,
+    report: Report | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    field: str = "data.sources",
+) -> Corpus:
     """The corpus of a job's data section, tokenised now or taken from the cache; report(stage, fraction) follows it.
 
-    A tokenizer that is given stands in the place of the section's own.
+    A tokenizer that is given stands in the place of the section's own. `field` is what names the sources in errors.
     """
     if SYNTHETIC in data.sources:
         return _synthetic(data, vocab_size)
@@ -49,14 +61,14 @@ def prepare(data: Data, vocab_size: int, report: Report | None = None, *, tokeni
         join=data.join,
         validation_fraction=data.validation_fraction,
     )
-    with _named_as("data.sources"):
+    with _named_as(field):
         order = order_for(wishes, given, taking)
     root = cache_root(data.cache)
     folder = root / f"tokens-{_key(order)}"
     sweep(root)
     if not _is_complete(folder):
         try:
-            with building(folder, _is_complete) as draft, _named_as("data.sources"):
+            with building(folder, _is_complete) as draft, _named_as(field):
                 fill(draft, order, None, lambda progress: report(progress.stage, progress.share) if report else None)
                 shutil.rmtree(draft / PARTIAL)
         except OSError as error:
@@ -88,7 +100,8 @@ def _open(folder: Path, order: Order) -> Corpus:
         _plain(prepared.store("validation")),
         folder,
         (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
-        tuple(_notes(manifest, order.inputs.left_out)),
+        (*_bad(manifest), *order.inputs.notes),
+        chat=order.taking.chat,
     )
 
 
@@ -97,15 +110,12 @@ def _plain(store: ShardedTokens) -> TokenStore:
     return store.parts[0] if len(store.parts) == 1 else store
 
 
-def _notes(manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
-    """What was not taken of the sources, so that nothing is missing silently."""
+def _bad(manifest: Manifest) -> list[str]:
+    """A sentence about documents that cannot be used, if there are any."""
     bad = BadDocuments(dict(manifest.bad))
-    if bad.against_limit:
-        yield f"left out of data.sources, since they cannot be used: {bad.sentence()}"
-    if left_out:
-        more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
-        names = ", ".join(left_out[:_NAMED])
-        yield f"left out of data.sources, being of no known kind or of another split: {names}{more}"
+    if not bad.against_limit:
+        return []
+    return [f"left out of data.sources, since they cannot be used: {bad.sentence()}"]
 
 
 def read_anew(data: Data) -> str:
@@ -162,7 +172,9 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
     bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
     # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
     alone = len(folders) == 1
-    return Corpus(first.tokenizer, train, validation, first.folder if alone else None, () if alone else bounds)
+    chat = chat_template_in(first.folder, first.tokenizer) if data.format == "conversations" else None
+    place = first.folder if alone else None
+    return Corpus(first.tokenizer, train, validation, place, () if alone else bounds, chat=chat)
 
 
 def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int) -> None:

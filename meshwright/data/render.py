@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -68,10 +69,7 @@ def rendered(
     """A conversation as text, and the parts of it that the assistant writes."""
 
     def apply(some: list[dict[str, str]], prompts: bool = False) -> str:
-        text = template(messages=some, add_generation_prompt=prompts, **special)
-        if len(text) > longest:
-            raise Overran(f"writes {len(text):,} characters of it, more than {longest:,}")
-        return text
+        return _bounded(template(messages=some, add_generation_prompt=prompts, **special), longest)
 
     text, spans = _without_marks(apply(messages))
     if spans:
@@ -87,6 +85,27 @@ def rendered(
             )
         spans.append((len(before), len(after)))
     return text, spans
+
+
+def prompted(
+    template: Template, messages: list[dict[str, str]], special: dict[str, str], longest: int, prompts: bool
+) -> tuple[str, Spans]:
+    """A conversation that is still going on as text, with the beginning of the assistant's answer if asked for.
+
+    Some templates write today's date; training data gets none, so that the same files always give the same tokens.
+    """
+    given = {"tools": None, "documents": None, "strftime_now": _now, **special}  # as transformers gives them
+    return _without_marks(_bounded(template(messages=messages, add_generation_prompt=prompts, **given), longest))[0], []
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _bounded(text: str, longest: int) -> str:
+    if len(text) > longest:
+        raise Overran(f"writes {len(text):,} characters of it, more than {longest:,}")
+    return text
 
 
 def _without_marks(marked: str) -> tuple[str, Spans]:
@@ -111,9 +130,12 @@ def _without_marks(marked: str) -> tuple[str, Spans]:
     return "".join(text), spans
 
 
-def _answer(template: Template, messages: Any, special: dict[str, str], longest: int) -> dict[str, Any]:
+def _answer(template: Template, asked: Any, special: dict[str, str], longest: int) -> dict[str, Any]:
     try:
-        text, spans = rendered(template, messages, special, longest)
+        if "prompts" in asked:
+            text, spans = prompted(template, asked["messages"], special, longest, asked["prompts"])
+        else:
+            text, spans = rendered(template, asked["messages"], special, longest)
     except Refused as error:
         return {"unclear": str(error)}
     except TemplateError as error:
@@ -163,8 +185,8 @@ def main() -> None:
     while line := sys.stdin.buffer.readline():
         _bound_time(told["seconds"])
         try:
-            messages = json.loads(line)
-            answer = _answer(template, messages, told["special"], told["longest"])
+            asked = json.loads(line)
+            answer = _answer(template, asked, told["special"], told["longest"])
             say(answer)
         except MemoryError:
             say({"overran": "needs too much memory"})

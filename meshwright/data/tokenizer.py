@@ -49,7 +49,7 @@ def _note_threads() -> None:
 
 
 class Tokenizer:
-    """Encodes plain text (names of special tokens in it are text too) and decodes tokens."""
+    """Encodes documents (names of special tokens in them are text too) and prompts, and decodes tokens."""
 
     def __init__(self, inner: tokenizers.Tokenizer, end_of_text: int) -> None:
         self._inner = inner
@@ -112,16 +112,36 @@ class Tokenizer:
 
     def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
         """The tokens of each text, names of special tokens taken as such, and whether each begins in a marked part."""
+        reader = self._reader_of_names()
+        _note_threads()
+        found = reader.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, _within(encoding.offsets, spans)) for encoding, spans in zip(found, marks, strict=True)]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of what a chat template wrote: names of special tokens are the tokens, and nothing is added."""
+        ids: list[int] = self._reader_of_names().encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a text to continue, as transformers encodes it: names of special tokens are the tokens, and the
+        beginning that some tokenizers add is there once, even if the text has it."""
+        ids = self.encode_rendered(text)
+        whole: list[int] = self._reader_of_names().encode(text, add_special_tokens=True).ids
+        return ids if ids[:1] == whole[:1] else whole
+
+    def first_control(self, text: str) -> int | None:
+        """The first control token that a text names."""
+        return next((token for token in self.encode_rendered(text) if token in self._control), None)
+
+    def _reader_of_names(self) -> tokenizers.Tokenizer:
         if self._marked is None:
             self._marked = tokenizers.Tokenizer.from_str(self._inner.to_str())
             self._marked.encode_special_tokens = False
-        _note_threads()
-        found = self._marked.encode_batch(list(texts), add_special_tokens=False)
-        return [(encoding.ids, _within(encoding.offsets, spans)) for encoding, spans in zip(found, marks, strict=True)]
+        return self._marked
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens, special ones by name."""
-        text: str = self._inner.decode(list(tokens), skip_special_tokens=False)
+    def decode(self, tokens: Sequence[int], *, names: bool = True) -> str:
+        """The text of the tokens, special ones by name or not at all."""
+        text: str = self._inner.decode(list(tokens), skip_special_tokens=not names)
         return text
 
     def byte_lengths(self) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
@@ -17,6 +17,11 @@ from meshwright.hardware.gpus import Dtype, Fact, Gpu, known_gpus
 FOLDER_VARIABLE = "MESHWRIGHT_PROFILES"
 ProductKind = Literal["forward", "input", "weight", "weight sum"]
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+OperationName = Literal[
+    "rmsnorm", "layernorm", "rotary", "swiglu", "gelu", "bias", "dropout", "sum", "scale", "fill", "embedding"
+]
+CPU = "cpu"
+"""The key of a profile of a CPU."""
 
 
 class Product(Fact):
@@ -87,8 +92,47 @@ class Update(Fact):
 
     parameters: PositiveInt
     """Updated at once."""
+    tensors: PositiveInt = 4
+    """They are in so many, equally large."""
+    clipped: bool = False
+    """Whether the gradients' norm and their scaling are included."""
     seconds: PositiveFloat
     """Median."""
+
+
+class Operation(Fact):
+    """One operation that is neither a product nor attention, as the trainer runs it on a CPU: in a chain, so that
+    results are in new memory and stay until the backward."""
+
+    name: OperationName
+    """Which."""
+    dtype: Dtype
+    """Format."""
+    rows: PositiveInt
+    """Of its result."""
+    width: PositiveInt
+    """Entries of a row."""
+    forward_s: PositiveFloat
+    """Median of the forward."""
+    backward_s: NonNegativeFloat
+    """Median of the backward."""
+
+
+class Decoder(Fact):
+    """One micro-batch of a small decoder as the trainer runs it: what calls take beyond the operations they make."""
+
+    model: dict[str, int | str | bool]
+    """Its shape, as in a job."""
+    sequence_length: PositiveInt
+    """Tokens of its one sequence."""
+    recompute: str
+    """memory.recompute."""
+    zero: int | None = None
+    """layout.zero, where all measured ranks share it; None without data parallelism."""
+    forward_s: PositiveFloat
+    """Median of the forward, the loss included."""
+    backward_s: PositiveFloat
+    """Median of the backward, up to the gradients in the masters."""
 
 
 class Collective(Fact):
@@ -122,7 +166,11 @@ class Profile(Fact):
     memory_gib: PositiveFloat
     """Memory of the device."""
     units: PositiveInt
-    """Multiprocessors, or the threads of a CPU."""
+    """Multiprocessors, or the threads of one rank on a CPU."""
+    ranks: PositiveInt = 1
+    """Ranks that measured at the same time: those on a CPU share its cores."""
+    process_bytes: PositiveFloat | None = None
+    """Memory of a rank's program before it has tensors, on a CPU."""
     took_s: PositiveFloat
     """Seconds the measuring took."""
     products: tuple[Product, ...] = ()
@@ -135,6 +183,10 @@ class Profile(Fact):
     """Losses."""
     updates: tuple[Update, ...] = ()
     """Optimizer steps on the device."""
+    operations: tuple[Operation, ...] = ()
+    """Operations between products and attention, on a CPU."""
+    decoders: tuple[Decoder, ...] = ()
+    """Small decoders, on a CPU."""
     to_device_bytes_per_s: PositiveFloat | None = None
     """Page-locked host memory to the device."""
     to_host_bytes_per_s: PositiveFloat | None = None
@@ -149,6 +201,30 @@ class Profile(Fact):
     """Collectives."""
     skipped: tuple[str, ...] = Field(default=())
     """What could not be measured, and why."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device is a CPU."""
+        return self.gpu == CPU
+
+    @property
+    def kind(self) -> Literal["CPU", "GPU"]:
+        """What the device is."""
+        return "CPU" if self.on_cpu else "GPU"
+
+    @property
+    def file_name(self) -> str:
+        """Where plans look for it: a CPU has a profile for each number of ranks that share it."""
+        return _file_name(self.gpu, self.ranks)
+
+    def shared_by(self, ranks: int) -> "Profile":
+        """A CPU's profile for another number of ranks than measured it, if each gets its part of the cores."""
+        slower = ranks / self.ranks
+        if slower == 1.0:
+            return self
+        timed = ("products", "attentions", "copies", "losses", "updates", "operations")
+        rows = {name: tuple(_slowed(one, slower) for one in getattr(self, name)) for name in timed}
+        return self.model_copy(update={"ranks": ranks, **rows})
 
     def as_gpu(self) -> Gpu:
         """What is known of a device missing from the hardware table: its memory, but no peak."""
@@ -167,6 +243,12 @@ class Profile(Fact):
         )
 
 
+def _slowed(row: Fact, times: float) -> Fact:
+    """A row whose seconds are multiplied."""
+    seconds = {name: times * value for name, value in row if name in ("seconds", "forward_s", "backward_s")}
+    return row.model_copy(update=seconds)
+
+
 def profiles_folder() -> Path:
     """Where this user's profiles are stored."""
     if named := os.environ.get(FOLDER_VARIABLE):
@@ -174,13 +256,20 @@ def profiles_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "meshwright" / "profiles"
 
 
-def profile_of(key: str) -> Profile | None:
-    """The profile of a GPU: this user's, else one that comes with Meshwright, else None."""
-    name = f"{key}.json"
-    own = profiles_folder() / name
-    if own.is_file():
-        return _read(own, own.stat().st_mtime_ns)
-    return _shipped(name)
+def profile_of(key: str, ranks: int = 1) -> Profile | None:
+    """The profile of a device: this user's, else one that comes with Meshwright, else None.
+
+    Of a CPU preferably the one that as many ranks measured together, sharing its cores.
+    """
+    names = [f"{key}.json"]
+    if key == CPU:
+        others = sorted(path.name for path in profiles_folder().glob(f"{CPU}-*-ranks.json"))
+        names = [_file_name(key, ranks), *names, *others]
+    for name in names:
+        own = profiles_folder() / name
+        if own.is_file():
+            return _read(own, own.stat().st_mtime_ns)
+    return _shipped(f"{key}.json")
 
 
 def read_profile(path: Path) -> Profile:
@@ -209,6 +298,10 @@ def today() -> str:
 def is_known(gpu: Gpu) -> bool:
     """Whether a GPU is in the hardware table."""
     return any(known.key == gpu.key for known in known_gpus())
+
+
+def _file_name(key: str, ranks: int) -> str:
+    return f"{key}.json" if key != CPU or ranks == 1 else f"{key}-{ranks}-ranks.json"
 
 
 @lru_cache(maxsize=8)

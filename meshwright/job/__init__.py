@@ -4,6 +4,7 @@ from meshwright.job.convert import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.from_megatron import job_from_megatron
+from meshwright.job.from_torchtitan import job_from_torchtitan
 from meshwright.job.hf_config import (
     model_from_hf_config,
     model_of_config,
@@ -14,10 +15,19 @@ from meshwright.job.hf_config import (
 from meshwright.job.hub import folder_of, hub_name
 from meshwright.job.init_from import fetch_start, pinned_start, start_folder
 from meshwright.job.job import Job
-from meshwright.job.load import LoadedJob, Overrides, changed_job, job_fields, job_of_table, job_schema, load_job
+from meshwright.job.load import (
+    LoadedJob,
+    Overrides,
+    changed_job,
+    job_fields,
+    job_of_table,
+    job_schema,
+    load_job,
+    updated_text,
+)
 from meshwright.job.model import Model, RopeScaling
-from meshwright.job.presets import model_preset, model_presets, recipes
-from meshwright.job.text import job_text
+from meshwright.job.presets import is_model_folder, model_preset, model_presets, preset_named, recipes, unknown_model
+from meshwright.job.text import job_text, toml_value
 from meshwright.job.training import FORMAT_BYTES
 from meshwright.job.trust import code_of, require_trust
 
@@ -34,10 +44,12 @@ __all__ = [
     "fetch_start",
     "folder_of",
     "hub_name",
+    "is_model_folder",
     "job_fields",
     "job_from_deepspeed",
     "job_from_hf_trainer",
     "job_from_megatron",
+    "job_from_torchtitan",
     "job_of_table",
     "job_schema",
     "job_text",
@@ -49,8 +61,12 @@ __all__ = [
     "model_presets",
     "model_to_hf_config",
     "pinned_start",
+    "preset_named",
     "read_hf_config",
     "recipes",
     "require_trust",
     "start_folder",
+    "toml_value",
+    "unknown_model",
+    "updated_text",
 ]

@@ -13,7 +13,8 @@ from meshwright.errors import UserError
 from meshwright.job.job import Job
 from meshwright.job.load import field_names, job_of_table
 from meshwright.job.model import Model
-from meshwright.job.reading import json_table, read_settings_text
+from meshwright.job.presets import model_preset
+from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
 
 ONE_RANK = "one rank is assumed: give --ranks if several share the batch"
 Settings = Mapping[str, Any]
@@ -52,7 +53,12 @@ class Noted:
     note: str
 
 
-Rule = Field | Passed | Noted
+@dataclass(frozen=True)
+class Ignored:
+    """A setting that changes no number, whatever its value; one line at the top of the job lists those given."""
+
+
+Rule = Field | Passed | Noted | Ignored
 
 
 @dataclass(frozen=True)
@@ -78,16 +84,30 @@ class Conversion:
     taken: set[str] = field(default_factory=set)
     auto: list[str] = field(default_factory=list)
     """Settings that left their value to the program that reads them."""
+    ignored: list[str] = field(default_factory=list)
+    """Settings that change no number."""
+    beside: list[str] = field(default_factory=list)
+    """Sentences on what another file rejected."""
 
-    def drop_auto(self) -> None:
-        """Treat "auto" as not given, and say so."""
+    def drop_auto(self, remedy: str) -> None:
+        """Treat "auto" as not given, and say so and what resolves it."""
         self.auto = [name for name, value in self.settings.items() if value == "auto"]
         for name in self.auto:
             del self.settings[name]
         if self.auto:
             self.notes.append(
-                f'"auto" leaves a value to another program and counts as not given: {", ".join(self.auto)}'
+                f'"auto" leaves a value to another program and counts as not given, {remedy}: {", ".join(self.auto)}'
             )
+
+    def absorb(self, other: "Conversion", where: str) -> None:
+        """Take over what a second file says: its fields replace ours, lists are joined, rejections name the file."""
+        for name, value in other.fields.items():
+            mine = self.fields.get(name)
+            joined = isinstance(value, list) and name in ("memory.offload", "log.sinks")
+            self.fields[name] = list(dict.fromkeys([*(mine or []), *value])) if joined else value
+        self.notes += other.notes
+        self.ignored += other.ignored
+        self.beside += other.sentences(where)
 
     def ours(self, name: str) -> None:
         """Say that a field keeps its default here, as the settings do not give it."""
@@ -166,6 +186,7 @@ class Conversion:
         for name, value in self.settings.items():
             if name in self.taken or (value in (None, {}) and name not in rules):
                 continue  # null and an empty section have no effect
+            self.taken.add(name)
             rule = rules.get(name)
             if rule is None:
                 self.refuse(name, "remove it if the run does not need it", "is not a setting known here")
@@ -173,28 +194,46 @@ class Conversion:
                 if not rule.passes(value):
                     self.refuse(name, rule.instead)
             elif isinstance(rule, Noted):
-                self.notes.append(f"{name} = {_shown(value)}: {rule.note}")
+                self.notes += [f"{name} = {_shown(value)}: {rule.note}"] if value not in (None, False) else []
+            elif isinstance(rule, Ignored):
+                self.ignored += [name] if value not in (None, False) else []
             elif (mine := self.take(name)) is not None:
                 try:
                     self.fields[rule.ours] = rule.of(mine)
                 except (ArithmeticError, KeyError, TypeError, ValueError):
                     self.refuse(name, "correct it", f"is not a valid value for {rule.ours}")
 
+    def sentences(self, where: str) -> list[str]:
+        """One sentence per rejected setting."""
+        return [f"{where}: {sentence}" for sentence in self.refusals.values()]
+
     def finish(self, where: str) -> Converted:
         """The job, or one error that lists every rejected setting, one sentence each."""
-        if self.refusals:
-            raise UserError("\n".join(f"{where}: {sentence}" for sentence in self.refusals.values()))
+        if rejected := [*self.sentences(where), *self.beside]:
+            raise UserError("\n".join(rejected))
+        if self.ignored:
+            self.notes.append(f"without effect on any number, and ignored: {', '.join(self.ignored)}")
         order = field_names()
         ordered = dict(sorted(self.fields.items(), key=lambda item: order.index(item[0])))
         table: dict[str, dict[str, Any]] = {}
         for name, value in ordered.items():
             section, key = name.split(".")
             table.setdefault(section, {})[key] = value
-        job = job_of_table(table, where)
-        if "model.init_from" in ordered:  # which gives the shape when the job is loaded
-            shape = Model.model_construct(_fields_set={"init_from"}, **dict(job.model))
-            job = job.model_copy(update={"model": shape})
-        return Converted(job, ordered, self.notes)
+        return Converted(_checked(table, where), ordered, self.notes)
+
+
+def _checked(table: dict[str, dict[str, Any]], where: str) -> Job:
+    """The job of these tables, in which only what they give is set; its model may come from elsewhere."""
+    given = table.get("model", {})
+    shape = {**(model_preset(given["preset"]) if "preset" in given else {}), **given}
+    length = table.get("batch", {}).get("sequence_length")
+    if not shape.keys() - {"init_from"} and type(length) is int and Model().max_sequence_length < length <= _LARGEST:
+        shape["max_sequence_length"] = length  # the model to come decides
+    job = job_of_table({**table, "model": shape} if shape else table, where)
+    if not shape:
+        return job
+    model = Model.model_construct(_fields_set=set(given), **dict(job.model if given else Model()))
+    return job.model_copy(update={"model": model})
 
 
 def _shown(value: Any) -> str:
@@ -205,7 +244,20 @@ def _shown(value: Any) -> str:
 def read_settings(path: Path, whole: Collection[str] = ()) -> dict[str, Any]:
     """The settings of a JSON file, nested tables as dotted names; those named in `whole` stay tables."""
     remedy = "give the settings file itself"
-    table = json_table(path, read_settings_text(path, remedy), remedy)
+    return flat_settings(json_table(path, read_settings_text(path, remedy), remedy), whole)
+
+
+def read_toml_settings(path: Path) -> dict[str, Any]:
+    """The settings of a TOML file, nested tables as dotted names."""
+    text = read_settings_text(path, "give the settings file itself")
+    try:
+        return flat_settings(toml_table(text))
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read as TOML ({reason(error)}); give the settings file itself") from None
+
+
+def flat_settings(table: Settings, whole: Collection[str] = ()) -> dict[str, Any]:
+    """Nested tables as dotted names; those named in `whole` stay tables."""
     return dict(_flat(table, "", frozenset(whole)))
 
 
@@ -220,6 +272,6 @@ def _flat(table: Settings, prefix: str, whole: frozenset[str]) -> list[tuple[str
     return pairs
 
 
-def switched_off(settings: Settings, section: str) -> bool:
-    """Whether a section's own `enabled` is off, so that nothing in it has an effect."""
-    return settings.get(f"{section}.enabled", False) is False
+def switched_off(settings: Settings, section: str, switch: str = "enabled") -> bool:
+    """Whether a section's own switch is off, so that nothing in it has an effect."""
+    return settings.get(f"{section}.{switch}", False) is False

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from meshwright.job.section import Section
+from meshwright.job.tokens import TokenCount
 
 Weight = Annotated[float, Field(le=1e12)]
 
@@ -12,8 +13,8 @@ Weight = Annotated[float, Field(le=1e12)]
 class Stage(Section):
     """Weights that apply from some point of the run on."""
 
-    tokens: PositiveInt = Field(le=10**18)
-    """Tokens of the stream (sequences × batch.sequence_length) after which the stage begins."""
+    tokens: TokenCount
+    """Tokens of the stream (sequences × batch.sequence_length) after which the stage begins; `"1.5T"` works, too."""
     weights: tuple[Weight, ...]
     """How often each source is sampled from there on."""
 

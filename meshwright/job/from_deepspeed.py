@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration (ds_config.json) as a job: their setting → ours."""
+"""A DeepSpeed configuration (ds_config.json) as a job: their setting → ours; `hf_deepspeed` shares its parts."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from meshwright.job.convert import (
     Conversion,
     Converted,
     Field,
+    Ignored,
     Passed,
     Rule,
     read_settings,
@@ -15,9 +16,15 @@ from meshwright.job.convert import (
 )
 from meshwright.job.training import Batch
 
-_SPEED = "it tunes how DeepSpeed moves data and changes no results: remove it"
 _CODE = "set memory.recompute in the job"
 _ZERO = "zero_optimization"
+_MOVES = """
+allgather_partitions allgather_bucket_size contiguous_gradients log_trace_cache_warnings overlap_comm
+parameter_alignment reduce_bucket_size reduce_scatter round_robin_gradients stage3_max_live_parameters
+stage3_max_reuse_distance stage3_module_granularity_threshold stage3_param_persistence_threshold
+stage3_prefetch_bucket_size sub_group_size
+"""
+"""How ZeRO moves data: buckets, overlap, what stays gathered."""
 
 RULES: dict[str, Rule] = {
     # the same under another name
@@ -26,32 +33,17 @@ RULES: dict[str, Rule] = {
     "seed": Field("run.seed"),
     "data_types.grad_accum_dtype": Field("precision.gradients", lambda name: {"fp32": "fp32", "bf16": "bf16"}[name]),
     # always the case here
-    f"{_ZERO}.contiguous_gradients": Passed(ANY),
     f"{_ZERO}.load_from_fp32_weights": Passed([True], "masters are fp32 in every checkpoint here: remove it"),
     f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": Passed(ANY),  # `checkpoint export` gathers from any layout
     f"{_ZERO}.ignore_unused_parameters": Passed(ANY),  # a decoder uses all of them
     f"{_ZERO}.elastic_checkpoint": Passed(ANY),  # any layout loads any checkpoint
+    f"{_ZERO}.compute_grad_norm": Passed([True], "the norm is always computed: remove it"),
     "zero_allow_untested_optimizer": Passed(ANY),
     "zero_force_ds_cpu_optimizer": Passed(ANY),
     "dataloader_drop_last": Passed(ANY),  # every batch is complete, since a run counts steps
-    # defaults of settings that only move data differently
-    f"{_ZERO}.allgather_partitions": Passed([True], _SPEED),
-    f"{_ZERO}.allgather_bucket_size": Passed([5e8], _SPEED),
-    f"{_ZERO}.compute_grad_norm": Passed([True], "the norm is always computed: remove it"),
-    f"{_ZERO}.overlap_comm": Passed([True, False, None], _SPEED),
-    f"{_ZERO}.reduce_scatter": Passed([True], _SPEED),
-    f"{_ZERO}.reduce_bucket_size": Passed([5e8], _SPEED),
-    f"{_ZERO}.round_robin_gradients": Passed([False], _SPEED),
-    f"{_ZERO}.parameter_alignment": Passed([False], _SPEED),
-    f"{_ZERO}.stage3_max_live_parameters": Passed([1e9], "layout.prefetch sets how many blocks are gathered ahead"),
-    f"{_ZERO}.stage3_max_reuse_distance": Passed([1e9], _SPEED),
-    f"{_ZERO}.stage3_prefetch_bucket_size": Passed(
-        [5e8, 5e7], "layout.prefetch sets how many blocks are gathered ahead"
-    ),
-    f"{_ZERO}.stage3_param_persistence_threshold": Passed([1e5, 1e6], "every parameter is sharded here: remove it"),
-    f"{_ZERO}.stage3_module_granularity_threshold": Passed([0], _SPEED),
-    f"{_ZERO}.sub_group_size": Passed([1e9], _SPEED),
-    f"{_ZERO}.log_trace_cache_warnings": Passed([False], _SPEED),
+    # only move data, or only report
+    **{f"{_ZERO}.{name}": Ignored() for name in _MOVES.split()},
+    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_allgather"), Ignored()),
     # ZeRO++ and NVMe
     f"{_ZERO}.zero_hpz_partition_size": Passed(
         [1], "layout.dp_replicate gives hybrid sharding, which is something else"
@@ -68,19 +60,15 @@ RULES: dict[str, Rule] = {
     "managed_gradient_accumulation": Passed([True], "accumulation follows from the job: remove it"),
     "activation_checkpointing.partition_activations": Passed([False], "layout.tp with layout.sp shards them instead"),
     "activation_checkpointing.cpu_checkpointing": Passed([False], 'memory.offload = ["activations"] does this here'),
-    "activation_checkpointing.contiguous_memory_optimization": Passed([False], _SPEED),
+    "activation_checkpointing.contiguous_memory_optimization": Ignored(),
     "activation_checkpointing.number_checkpoints": Passed([None], _CODE),
-    "activation_checkpointing.synchronize_checkpoint_boundary": Passed([False], _SPEED),
-    "activation_checkpointing.profile": Passed([False], "use meshwright bench --profile"),
-    "wall_clock_breakdown": Passed([False], "meshwright bench measures the phases of a step"),
-    "memory_breakdown": Passed([False], "every report shows memory by kind"),
-    "dump_state": Passed([False], "the run folder contains the resolved job: remove it"),
-    "disable_allgather": Passed([False], _SPEED),
+    "activation_checkpointing.synchronize_checkpoint_boundary": Ignored(),
+    "activation_checkpointing.profile": Ignored(),
     "checkpoint.tag_validation": Passed(ANY),
     "checkpoint.load_universal": Passed([False], "any layout loads any checkpoint here: remove it"),
     "checkpoint.use_node_local_storage": Passed([False], "checkpoint.backup_to copies to a second location"),
     "tensor_parallel.preset_model": Passed(ANY),  # the model's own sharding table says how it is split
-    "tensor_parallel.tp_overlap_comm": Passed([False], _SPEED),
+    "tensor_parallel.tp_overlap_comm": Ignored(),
     "compile.deepcompile": Passed([False], "run.compile compiles every block"),
 }
 SECTIONS = (
@@ -89,6 +77,7 @@ SECTIONS = (
 )  # fmt: skip
 """Sections without a counterpart, accepted as long as their `enabled` is false."""
 SINKS = ("wandb", "tensorboard")
+TOGETHER = "convert this file with the Trainer's arguments (job from-hf-trainer ARGS.json --deepspeed)"
 FP16_NOTE = (
     "fp16: the scale starts at 2^16 as in DeepSpeed, but is halved at every overflow (no hysteresis) and doubled "
     "after 2000 steps without one"
@@ -98,13 +87,22 @@ FP16_NOTE = (
 def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
     """The job of a ds_config.json on this many data-parallel ranks; a setting without a counterpart is an error."""
     conversion = Conversion(read_settings(path))
-    conversion.drop_auto()
-    _precision(conversion)
+    conversion.drop_auto(f"unless you {TOGETHER}")
+    convert_precision(conversion)
+    if conversion.fields["precision.compute"] == "fp32":
+        conversion.notes.append("neither bf16 nor fp16 is enabled: precision.compute is fp32")
     ranks = _batch(conversion, ranks)
-    _zero(conversion, ranks)
-    _optimizer(conversion)
-    _schedule(conversion)
-    _switches(conversion)
+    convert_zero(conversion, ranks)
+    if gives(conversion, "optimizer"):
+        convert_optimizer(conversion)
+        if conversion.fields.get("optimizer.weight_decay"):
+            conversion.notes.append("weight decay skips norms, biases and vectors; in DeepSpeed the script decides")
+    else:
+        conversion.notes.append("the file sets no optimizer: [optimizer] keeps its defaults")
+    if gives(conversion, "scheduler"):
+        convert_schedule(conversion)
+    else:
+        conversion.notes.append("the file sets no scheduler: [schedule] keeps its defaults")
     if conversion.settings.get("gradient_clipping") is None:
         conversion.settings.pop("gradient_clipping", None)
         conversion.ours("optimizer.clip")  # whose default there differs between versions
@@ -115,11 +113,17 @@ def job_from_deepspeed(path: Path, ranks: int | None = None) -> Converted:
         *(["run.steps"] if "run.steps" not in conversion.fields else []),
     ]
     conversion.notes.append(f"{', '.join(missing)} are not in the file; set them")
+    convert_switches(conversion)
     conversion.apply(RULES)
     return conversion.finish(str(path))
 
 
-def _precision(conversion: Conversion) -> None:
+def gives(conversion: Conversion, section: str) -> bool:
+    """Whether the settings have a section of this name with anything in it."""
+    return any(name.startswith(f"{section}.") for name in conversion.settings)
+
+
+def convert_precision(conversion: Conversion) -> None:
     """bf16.enabled and fp16.enabled → precision.compute."""
     bf16 = conversion.switch("bf16.enabled", conversion.switch("bfloat16.enabled", False))
     fp16 = conversion.switch("fp16.enabled", False)
@@ -142,8 +146,6 @@ def _precision(conversion: Conversion) -> None:
     if fp16:
         conversion.notes.append(FP16_NOTE)
     conversion.fields["precision.compute"] = "bf16" if bf16 else "fp16" if fp16 else "fp32"
-    if not (bf16 or fp16):
-        conversion.notes.append("neither bf16 nor fp16 is enabled: precision.compute is fp32")
     if bf16 and "data_types.grad_accum_dtype" not in conversion.settings:
         conversion.notes.append('gradients are accumulated in fp32; precision.gradients = "bf16" makes that 16 bits')
 
@@ -187,7 +189,7 @@ def _usual_batch(conversion: Conversion, accumulation: int | None, ranks: int) -
     return usual.micro_batch, whole
 
 
-def _zero(conversion: Conversion, ranks: int) -> None:
+def convert_zero(conversion: Conversion, ranks: int) -> None:
     """zero_optimization and tensor_parallel → layout and memory.offload."""
     stage = conversion.take(f"{_ZERO}.stage", 0)
     conversion.taken.add(_ZERO)
@@ -227,11 +229,8 @@ def _zero(conversion: Conversion, ranks: int) -> None:
         conversion.fields["layout.tp"], conversion.fields["layout.sp"] = tensor, False
 
 
-def _optimizer(conversion: Conversion) -> None:
+def convert_optimizer(conversion: Conversion) -> None:
     """optimizer.type and its params → optimizer."""
-    if not any(name.startswith("optimizer.") for name in conversion.settings):
-        conversion.notes.append("the file sets no optimizer: [optimizer] keeps its defaults")
-        return
     kind, given = str(conversion.take("optimizer.type", "")), "optimizer.params."
     name = {"adam": "adamw", "adamw": "adamw", "lion": "lion"}.get(kind.lower())
     if name is None:
@@ -259,15 +258,10 @@ def _optimizer(conversion: Conversion) -> None:
         conversion.fields["optimizer.betas"] = betas
     if name == "adamw" and f"{given}eps" not in conversion.auto:
         conversion.fields["optimizer.eps"] = float(conversion.number(f"{given}eps", 1e-8))
-    if conversion.fields.get("optimizer.weight_decay"):
-        conversion.notes.append("weight decay skips norms, biases and vectors; in DeepSpeed the script decides")
 
 
-def _schedule(conversion: Conversion) -> None:
+def convert_schedule(conversion: Conversion) -> None:
     """scheduler.type and its params → schedule."""
-    if not any(name.startswith("scheduler.") for name in conversion.settings):
-        conversion.notes.append("the file sets no scheduler: [schedule] keeps its defaults")
-        return
     kind, given = str(conversion.take("scheduler.type", "")), "scheduler.params."
     kinds = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "cosine"}
     if kind not in kinds:
@@ -278,10 +272,11 @@ def _schedule(conversion: Conversion) -> None:
     warmup = conversion.number(f"{given}warmup_num_steps", 1000)
     if f"{given}warmup_num_steps" not in conversion.auto:
         conversion.fields["schedule.warmup_steps"] = warmup
-    if conversion.take(f"{given}warmup_type", "log") != "linear":
-        conversion.refuse(
-            f"{given}warmup_type", 'the warm-up is linear here: write "linear" (the default there is "log")'
-        )
+    form = conversion.take(f"{given}warmup_type")
+    if form is None and warmup:
+        conversion.notes.append("the warm-up is linear here; without a warmup_type DeepSpeed's is logarithmic")
+    elif form not in (None, "linear"):
+        conversion.refuse(f"{given}warmup_type", 'the warm-up is linear here: write "linear"')
     for lowest in ("warmup_min_lr", "warmup_min_ratio"):
         if conversion.take(given + lowest, 0):
             conversion.refuse(given + lowest, "the warm-up starts at 0 here: write 0")
@@ -295,7 +290,7 @@ def _schedule(conversion: Conversion) -> None:
         total = conversion.number(f"{given}total_num_steps")
         if total is None:
             if f"{given}total_num_steps" not in conversion.settings:
-                conversion.refuse(f"{given}total_num_steps", "write the number of steps")
+                conversion.refuse(f"{given}total_num_steps", f"write the number of steps, or {TOGETHER}")
             return
         conversion.fields["run.steps"] = total
         if kind == "WarmupDecayLR":
@@ -305,7 +300,7 @@ def _schedule(conversion: Conversion) -> None:
     conversion.notes.append("rates match DeepSpeed's up to a step or two: here the first step has a rate above 0")
 
 
-def _switches(conversion: Conversion) -> None:
+def convert_switches(conversion: Conversion) -> None:
     """Sections with an `enabled`: metric sinks, and sections that are rejected unless off."""
     settings = conversion.settings
     sinks = [sink for sink in SINKS if conversion.switch(f"{sink}.enabled", False)]

@@ -7,8 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from meshwright.errors import UserError
-from meshwright.job.hf_known import require_known_fields
+from meshwright.job.hf_known import require_family, require_known_fields
 from meshwright.job.model import Model
+from meshwright.job.presets import weights_named
 from meshwright.job.reading import json_table, read_settings_text
 
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -18,7 +19,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     """The config.json of a Hugging Face folder."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; download the model and give its folder, or a name as org/name")
+        hub = weights_named(str(folder))
+        name = "a name as org/name" if hub is None else f"its name, {hub}"
+        raise UserError(f"{folder} is not a folder; download the model and give its folder, or {name}")
     if not path.exists():
         raise UserError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     return json_table(path, read_settings_text(path, "download it again"), "download it again")
@@ -43,8 +46,9 @@ def model_of_config(config: Mapping[str, Any], name: str = "config.json") -> Mod
 def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The [model] fields of a Hugging Face config.json; its dropout rates are ignored, as ours are off by default.
 
-    Whatever Meshwright cannot compute is rejected by the field's name.
+    Whatever Meshwright cannot compute is rejected: another family by its model_type, the rest by the field's name.
     """
+    require_family(config)
     require_known_fields(config)
     try:
         return _fields(config)
@@ -54,11 +58,9 @@ def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    family = config.get("model_type")
+    family = config["model_type"]
     if family == "gpt2":
         return _from_gpt2(config)
-    if family not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise UserError(f"model_type = {family!r} is not supported; use a llama, mistral, qwen2, qwen3 or gpt2 model")
     _expect(config, "hidden_act", ("silu",), "silu")
     width, heads = _needed(config, "hidden_size"), _needed(config, "num_attention_heads")
     bias = _biases(config)

@@ -1,10 +1,15 @@
-"""Every field of a Hugging Face config.json by how it is handled: a field in no list is rejected by name."""
+"""What of a Hugging Face config.json is known: the families, and every field by how it is handled; the rest is
+rejected by name."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.job.presets.spelling import is_mixture
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+"""The values of model_type that the decoder covers."""
+_EXPERTS = "num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size moe_num_experts"
 _READ = """
 model_type vocab_size tie_word_embeddings
 hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
@@ -36,6 +41,24 @@ IRRELEVANT = frozenset(_IRRELEVANT.split())
 tokenizer's files; the rest is bookkeeping, or computes the same arithmetic another way."""
 
 
+def require_family(config: Mapping[str, Any]) -> None:
+    """Reject by its model_type a model of a family that the decoder does not cover, and any mixture of experts."""
+    family = config.get("model_type")
+    remedy = f"use a {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]} model"
+    if family is None:
+        raise UserError(f"config.json has no model_type, by which a model's family is known; {remedy}")
+    inner = config.get("text_config")  # of a model that reads images, too
+    fields = {**(inner if isinstance(inner, dict) else {}), **config}
+    experts = next((key for key in _EXPERTS.split() if fields.get(key)), None)
+    shown = f"config.json has model_type = {_shown(family)}"
+    if experts is not None and family in FAMILIES:
+        shown += f" and {experts}"
+    if experts is not None or is_mixture(str(family).replace("_", "-")):
+        raise UserError(f"{shown}, a mixture of experts, which Meshwright does not support yet; {remedy}")
+    if family not in FAMILIES:
+        raise UserError(f"{shown}, a family that Meshwright does not support; {remedy}")
+
+
 def require_known_fields(config: Mapping[str, Any]) -> None:
     """Reject by name a field that might change the model and that is not supported.
 
@@ -49,8 +72,11 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
                 "config.json has quantization_config, and quantized weights cannot be trained; use the folder of the "
                 "model they were quantized from"
             )
-        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
         raise UserError(
-            f"config.json has {key} = {shown}, which Meshwright does not support; use another model, or remove it "
-            "if the model works the same without it"
+            f"config.json has {key} = {_shown(value)}, which Meshwright does not support; use another model, or "
+            "remove it if the model works the same without it"
         )
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."

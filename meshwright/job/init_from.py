@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
 from meshwright.job.hf_config import model_of_folder
 from meshwright.job.hub import Tell, fetch_weights, folder_of, pinned, shadowed
@@ -83,10 +84,10 @@ def _field(name: str) -> str:
 
 
 def _complete(field: str, value: Any) -> Any:
-    """A table's value with its defaults; anything else is left to validation."""
-    if field != "rope_scaling" or not isinstance(value, dict):
-        return value
+    """A value as the shape has it, a table with its defaults; what is invalid is left to validation."""
     try:
-        return RopeScaling(**value).model_dump(mode="json")
-    except ValidationError:
+        if field == "rope_scaling" and isinstance(value, dict):
+            return RopeScaling(**value).model_dump(mode="json")
+        return length(value) if field in ("max_sequence_length", "sliding_window") and value is not None else value
+    except (ValidationError, NoAmount):
         return value

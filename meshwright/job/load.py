@@ -9,13 +9,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
 from meshwright.job.devices import Cluster
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
-from meshwright.job.presets import model_preset, nearest, recipe_path, recipes
+from meshwright.job.presets import model_preset, nearest, preset_named, recipe_path, unknown_job
 from meshwright.job.reading import json_table, read_settings_text, reason, toml_table
 from meshwright.job.sanitize import odd_character, without_secrets
+from meshwright.job.text import job_text, table_text
+from meshwright.job.training import Batch
 from meshwright.job.trust import require_trust
 from meshwright.job.unused import UnusedFieldWarning, unused_fields
 
@@ -31,12 +34,14 @@ class LoadedJob:
     job: Job
     name: str
     raw: str
-    """The job file's text as read, with the overrides appended as comments."""
+    """The job file's text as written."""
     origins: dict[str, str]
     """Dotted field name → file, preset, init_from or override; a field not listed has its default."""
 
     from_run: bool = False
     """Whether the job was read from a run folder, which someone else may have created."""
+    merged: str | None = None
+    """A job file that loads as this job, if the one that was read does not: with the overrides as values."""
 
     def origin(self, field: str) -> str:
         """Where a field's value came from."""
@@ -68,8 +73,44 @@ def load_job(source: str, overrides: Overrides = (), *, trust: bool = False) -> 
     from_run = path.parent.joinpath(RESOLVED).is_file()
     if from_run and not trust:
         require_trust(job, str(path.parent), frozenset(_leaves(from_overrides)))
-    comments = "".join(f"# --set {_in_one_line(override)}\n" for override in _as_words(overrides))
-    return LoadedJob(job, path.stem, text + ("\n" + comments if comments else ""), origins, from_run)
+    raw = table_text(from_file, f"from {path}") if path.name == RESOLVED else text
+    return LoadedJob(job, path.stem, raw, origins, from_run, _merged(from_file, from_overrides, job))
+
+
+def _merged(from_file: Table, from_overrides: Table, job: Job) -> str | None:
+    """The file's fields and those over them as a job file; None if the file alone gives the job."""
+    start = job.model.init_from
+    if not from_overrides and start == _model_name("init_from", from_file):
+        return None
+    merged: Table = {}
+    # The commit that a Hugging Face name stood for, since the name may stand for another one later.
+    for table in (from_file, from_overrides, {"model": {"init_from": start}} if start else {}):
+        _merge(merged, table)
+    return table_text(merged, "the job that ran, overrides included; job.original.toml is the file as written")
+
+
+def updated_text(text: str, changed: Mapping[str, Any], job: Job) -> str:
+    """A job file with other values in some fields, loading as this job, in which they have these values.
+
+    If more than these fields differ, as in the run folders of versions before 0.3, it lists every field.
+    """
+    heading = "the job as last resumed; job.original.toml is the file it started from"
+    try:
+        table = toml_table(text)
+        for name, value in changed.items():
+            section, field = name.split(".")
+            if name != "run.folder":  # where it was started, if anywhere in particular
+                table.setdefault(section, {})[field] = value
+        new = table_text(table, heading)
+        same = _resolved(toml_table(new), {}, Path("job.toml"))[0]
+    except (UserError, ValueError, AttributeError, TypeError):  # altered by hand since
+        return job_text(job, heading)
+    return new if _settings(same) == _settings(job) else job_text(job, heading)
+
+
+def _settings(job: Job) -> Table:
+    """Every field but the folder: a run folder may be moved."""
+    return job.model_dump(exclude={"run": {"folder"}})
 
 
 def changed_job(job: Job, overrides: Overrides) -> Job:
@@ -84,6 +125,7 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     """The job of a file's fields and of those over them, and where each came from."""
     preset = _model_name("preset", from_file, from_overrides)
     from_preset: Table = {"model": model_preset(preset)} if preset else {}
+    preset = preset_named(preset) if preset else preset
     folder = _model_name("init_from", from_file, from_overrides)
     if folder:
         folder = pinned_start(folder)
@@ -97,11 +139,28 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     for table, origin in (*tables, (from_file, "file"), (from_overrides, "override")):
         _merge(merged, table)
         origins.update(dict.fromkeys(_leaves(table), origin))
+    if preset:
+        merged["model"]["preset"] = preset  # however it was spelled
     if folder:
         merged["model"]["init_from"] = folder
         require_tokenizer(folder, merged)
+    _derive_length(merged, origins)
 
     return _validate(merged, origins, path), origins
+
+
+def _derive_length(merged: Table, origins: dict[str, str]) -> None:
+    """Sequences that nobody gave a length are no longer than the model takes."""
+    model, batch = merged.get("model", {}), merged.get("batch", {})
+    if not isinstance(model, dict) or not isinstance(batch, dict) or "sequence_length" in batch:
+        return
+    try:
+        longest = length(model.get("max_sequence_length"))
+    except NoAmount:  # not given, or left to validation
+        return
+    if 0 < longest < Batch().sequence_length:
+        merged["batch"] = {**batch, "sequence_length": longest}
+        origins["batch.sequence_length"] = "model.max_sequence_length"
 
 
 def job_of_table(table: Table, name: str) -> Job:
@@ -142,9 +201,7 @@ def _find(source: str) -> Path:
         return recipe
     if (path / RESOLVED).is_file():
         return path / RESOLVED
-    if path.is_dir():
-        raise UserError(f"{source} is a folder; give a job file such as {source.rstrip('/')}/job.toml")
-    raise UserError(f"{source} is neither a file nor a recipe; {nearest(source, recipes())}")
+    raise UserError(unknown_job(source))
 
 
 def _parsed(path: Path, text: str) -> Table:
@@ -194,13 +251,6 @@ def _parse_overrides(overrides: Overrides) -> Table:
     return table
 
 
-def _as_words(overrides: Overrides) -> Sequence[str]:
-    """As they would be given on the command line."""
-    if not isinstance(overrides, Mapping):
-        return overrides
-    return [f"{name}={json.dumps(value, default=str)}" for name, value in overrides.items()]
-
-
 def _value(text: str) -> Any:
     """The value after the equals sign of a --set."""
     try:
@@ -209,10 +259,6 @@ def _value(text: str) -> Any:
         table = {}
     # A bare word is a string: shells strip the quotes that TOML needs.
     return table["value"] if table.keys() == {"value"} else text.strip()
-
-
-def _in_one_line(override: str) -> str:
-    return override if odd_character(override) is None else json.dumps(override)
 
 
 def _model_name(field: str, *tables: Table) -> str | None:

@@ -6,6 +6,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.names import LossName
 from meshwright.job.section import Section
+from meshwright.job.tokens import SequenceLength
 
 _WIDEST = 10**6
 
@@ -19,7 +20,7 @@ class RopeScaling(Section):
     """Wavelengths above original_max_sequence_length / this are scaled in full."""
     high_freq_factor: PositiveFloat = Field(default=4.0, le=1e6)
     """Wavelengths below original_max_sequence_length / this stay unchanged."""
-    original_max_sequence_length: PositiveInt = Field(default=8192, le=10**8)
+    original_max_sequence_length: SequenceLength = 8192
     """The context the unscaled frequencies were trained for."""
 
 
@@ -47,7 +48,7 @@ class Model(Section):
     """Size of one head; default width / heads."""
     ffn_width: PositiveInt = Field(default=1024, le=10**7)
     """Inner size of the feed-forward; default 4 × width."""
-    max_sequence_length: PositiveInt = Field(default=2048, le=10**8)
+    max_sequence_length: SequenceLength = 2048
     """The longest supported sequence (and the number of learned positions)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation: RMSNorm (scale only) or LayerNorm (scale and shift)."""
@@ -67,7 +68,7 @@ class Model(Section):
     """Bias on the attention output and feed-forward projections (GPT-2)."""
     qk_norm: bool = False
     """RMSNorm on every query and key head before the rotation (Qwen3)."""
-    sliding_window: PositiveInt | None = Field(default=None, le=10**8)
+    sliding_window: SequenceLength | None = None
     """Sliding window: each token attends to at most this many last tokens, itself included (Mistral); default all."""
     tied: bool = False
     """The output head shares the embedding's weights."""

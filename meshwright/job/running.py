@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from meshwright.job.names import SinkName
 from meshwright.job.section import Section
@@ -39,16 +39,16 @@ class Run(Section):
 class Checkpoint(Section):
     """When the full state is saved, in the background, and how many are kept; the end of a run always saves."""
 
-    every_steps: PositiveInt | None = Field(default=None, le=10**12)
-    """Steps between checkpoints."""
-    every_minutes: PositiveFloat | None = Field(default=None, le=1e7)
-    """Minutes between checkpoints."""
+    every_steps: NonNegativeInt | None = Field(default=None, le=10**12)
+    """Steps between checkpoints; 0 is never, so that only the end is saved."""
+    every_minutes: NonNegativeFloat | None = Field(default=None, le=1e7)
+    """Minutes between checkpoints; 0 is never."""
     auto: bool = False
     """Choose the interval that loses the least time, from the measured cost of a save and cluster.mtbf_hours."""
     keep_last: PositiveInt = Field(default=2, le=10**6)
     """Number of newest checkpoints to keep."""
-    keep_every: PositiveInt | None = Field(default=None, le=10**12)
-    """Checkpoints at multiples of this many steps are never deleted."""
+    keep_every: NonNegativeInt | None = Field(default=None, le=10**12)
+    """Checkpoints at multiples of this many steps are never deleted; 0 keeps none of them."""
     backup_to: str | None = Field(default=None, min_length=1)
     """A second place to copy every checkpoint to: a folder or any address fsspec supports, e.g. `s3://bucket/runs`."""
 
@@ -64,7 +64,7 @@ class Checkpoint(Section):
 class Log(Section):
     """What is printed, and where else the metrics are sent."""
 
-    every_steps: PositiveInt = Field(default=10, le=10**12)
-    """Steps between printed lines; every step is recorded in metrics.jsonl."""
+    every_steps: NonNegativeInt = Field(default=10, le=10**12)
+    """Steps between printed lines, 0 for none; every step is recorded in metrics.jsonl."""
     sinks: tuple[SinkName, ...] = ()
     """Where else to send the same stream of metrics: wandb, tensorboard, mlflow, or your own."""

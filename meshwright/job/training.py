@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshwright.job.names import OptimizerName, ScheduleName, Settings
 from meshwright.job.section import Section
+from meshwright.job.tokens import SampleTokens, SequenceLength
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -16,7 +17,7 @@ FORMAT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "int8": 1}
 class Batch(Section):
     """How much text one optimizer step processes; accumulation is derived, never set."""
 
-    sequence_length: PositiveInt = Field(default=512, le=10**8)
+    sequence_length: SequenceLength = 512
     """Tokens in one sequence."""
     global_batch: PositiveInt = Field(default=16, le=10**7)
     """Sequences in one optimizer step, over all devices."""
@@ -97,5 +98,5 @@ class Evaluation(Section):
     """Other texts to evaluate on, by name: each a prepared folder or a source, as `{wiki = "prepared/wiki"}`."""
     sample_prompt: str = "def "
     """Prompt of the text samples."""
-    sample_tokens: NonNegativeInt = Field(default=128, le=10**6)
+    sample_tokens: SampleTokens = 128
     """Tokens in the sample generated at each evaluation; 0 for none."""

@@ -1,6 +1,7 @@
 """What a failed rank writes to its error file, and how all of these become one sentence."""
 
 import json
+import logging
 import os
 import sys
 import time
@@ -17,11 +18,19 @@ import meshwright
 from meshwright.atomic import write_atomic
 from meshwright.data import WorkerDied
 from meshwright.errors import UserError
-from meshwright.train import OutOfMemory
+from meshwright.job import Job
+from meshwright.parallel import fails_without_table, table_error, uses_own_table
+from meshwright.train import Activity, OutOfMemory
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 # gloo raises plain RuntimeErrors, which can only be recognized by their text.
 _LOST_PEER = ("by peer", "Connection refused", "Broken pipe", "connectFullMesh", "Timed out", "pair closure")
+
+
+_COMPUTING = ("building the model", "evaluation", "forward and backward")
+"""Phases in which a wrong sharding table shows."""
+_LOGS_TRACEBACKS = "torch._subclasses.fake_tensor"
+"""Shapes that do not match are logged here before they are raised."""
 
 
 class RankFailure(Exception):
@@ -60,6 +69,30 @@ def failures_written_down() -> Iterator[None]:
     except Exception as error:
         write_failure(error)
         raise
+
+
+@contextmanager
+def table_errors_explained(job: Job, activity: Activity) -> Iterator[None]:
+    """Turn an error before the first step is done into a sentence about the model's own sharding table.
+
+    Not if another rank or the system caused it, or if the model fails without the table, too.
+    """
+    if not uses_own_table(job):
+        yield
+        return
+    logger = logging.getLogger(_LOGS_TRACEBACKS)
+    logger.disabled = True
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        early = not activity.warm and activity.phase in _COMPUTING
+        if not early or _lost_peer(error) or fails_without_table(job):
+            raise
+        raise table_error(job, error) from error
+    finally:
+        logger.disabled = False
 
 
 def write_failure(error: Exception) -> None:

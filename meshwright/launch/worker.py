@@ -17,7 +17,7 @@ from meshwright.data import Corpus
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.devices import with_own_device
-from meshwright.launch.failures import NoMeetingPoint
+from meshwright.launch.failures import NoMeetingPoint, table_errors_explained
 from meshwright.launch.signals import stop_on_signal
 from meshwright.launch.watchdog import signs_of_life
 from meshwright.layout import ranks_of, require_layout
@@ -114,7 +114,7 @@ def run_job(
                 while True:
                     try:
                         to_all = reports(folder, job, corpus, start, console, callbacks)
-                        with to_all as to, memory_errors_explained(job, world):
+                        with to_all as to, memory_errors_explained(job, world), table_errors_explained(job, activity):
                             loader = training_loader(job, corpus, world, start.position, start.cursors())
                             with closing(loader):
                                 loader.start()  # its workers read ahead while the model is built

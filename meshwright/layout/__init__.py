@@ -1,6 +1,7 @@
 """What a layout may be and what each of its ranks holds, by arithmetic alone, without torch."""
 
 from meshwright.layout.activations import holdings_of_rank, kv_copies, kv_heads_of, saved_by_name, stages_of_rank
+from meshwright.layout.derived import derived_values
 from meshwright.layout.formats import FP8_MULTIPLE
 from meshwright.layout.recompute import budget_span, recompute_modes
 from meshwright.layout.rules import (
@@ -20,6 +21,7 @@ __all__ = [
     "FP8_MULTIPLE",
     "axes",
     "budget_span",
+    "derived_values",
     "gradient_format",
     "holdings_of_rank",
     "is_asynchronous",

@@ -14,6 +14,8 @@ import torch
 from meshwright.cost import Mode, decoder_cost, flops_per_token
 from meshwright.data import Corpus
 from meshwright.errors import UserError
+from meshwright.hardware import profile_of
+from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.layout import is_asynchronous, recompute_modes, table_of
 from meshwright.measure.kernels import Kernels, KernelTimes
@@ -98,6 +100,8 @@ class Bench:
     predicted: list[dict[str, Any]]
     """The planner's predictions of the step, its parts and its memory, with the measured values; empty if it cannot
     predict the job."""
+    prediction_note: str | None = None
+    """How the CPU's profile was measured, if not as this run uses the CPU."""
 
 
 def bench(
@@ -227,6 +231,20 @@ def _summary(
         kernels=None if watch.kernels is None else watch.kernels.times,
         traces=traces,
         predicted=_predicted(job, world, spread.median, timed[-1]["memory_bytes"], watch.phases),
+        prediction_note=_profiled_otherwise(world),
+    )
+
+
+def _profiled_otherwise(world: World) -> str | None:
+    """Whether the profile that a prediction for this CPU uses is of other ranks or threads than these."""
+    profile = profile_of(CPU, world.size) if world.device.type == "cpu" else None
+    threads = torch.get_num_threads()
+    if profile is None or (profile.ranks, profile.units) == (world.size, threads):
+        return None
+    nproc = f" --nproc {world.size}" if world.size > 1 else ""
+    return (
+        f"predicted from a profile of {profile.ranks} × {profile.units} threads of this CPU, but this run has "
+        f"{world.size} × {threads}; meshwright calibrate{nproc}, with the same OMP_NUM_THREADS, measures that"
     )
 
 

@@ -1,10 +1,12 @@
-"""Measure this device: products, attention, copies, the loss, updates, launches and its link to the host.
+"""Measure this device: products, attention, copies, the loss, updates, launches and its link to the host; on a CPU the
+operations between them too.
 
 Operands are random and together larger than the device's caches, and times are medians. What does not fit in memory or
 is not supported is skipped and listed; if time runs out, the coarse shapes are measured and the finer ones are not.
 """
 
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,23 +18,30 @@ import torch.nn.functional as F
 from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, find_gpu, today
-from meshwright.hardware.profile import Attention, Copy, Loss, Product, ProductKind, Update
+from meshwright.hardware.profile import CPU, Attention, Copy, Decoder, Loss, Operation, Product, ProductKind, Update
 from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
 from meshwright.measure.collectives import collectives
+from meshwright.measure.operations import measured_decoder, measured_operation, update_call
 from meshwright.measure.stopwatch import Stopwatch
-from meshwright.model import attend
+from meshwright.model import CausalAttend, attend
 from meshwright.model.head import add_product, loss_of_logits
 from meshwright.model.numbers import DTYPES
 from meshwright.parallel.fp8 import FORWARD, GRADIENT
 from meshwright.ranks import Place
+from meshwright.runs.provenance import cpu_name
 from meshwright.torch_private.arithmetic import scaled_mm
 from meshwright.train.kernels import BACKENDS
+from meshwright.train.memory_usage import resident_bytes
 
 LIMIT_S = 100.0
 QUICK_LIMIT_S = 25.0
 _CACHE_BYTES = 256 * 2**20
 """Bytes of operands that calls cycle through: several times the cache of any GPU."""
 _UPDATE_ENTRIES = 16 * 2**20
+_CPU_LONGEST_S = 0.1
+"""Limit on one product in a format that a CPU computes slowly: such products take as long as their FLOPs."""
+_CPU_TENSORS = 16
+"""Tensors of an update on a CPU, where each costs some calls."""
 
 Report = Callable[[str], None]
 
@@ -52,13 +61,20 @@ class Calibration:
     def profile(self) -> Profile:
         """Measure everything; about two minutes at most."""
         self.report("launches and copies")
-        fields: dict[str, Any] = {"copies": tuple(self._copies()), "updates": tuple(self._updates())}
+        fields: dict[str, Any] = {"process_bytes": None if self.cuda else resident_bytes()}
+        fields |= {"copies": tuple(self._copies()), "updates": tuple(self._updates())}
         fields |= self._launches() | self._host()
         # Each part may use the time left up to its own share; attention and the loss are few and come first.
+        later = 0.0
+        if not self.cuda:
+            self.report("operations")
+            later = 0.2
+            fields["operations"] = tuple(self._until(0.30, self._operations()))
+            fields["decoders"] = tuple(self._decoders())
         self.report("attention")
-        fields["attentions"] = tuple(self._until(0.30, self._attentions()))
+        fields["attentions"] = tuple(self._until(0.30 + later, self._attentions()))
         self.report("loss")
-        fields["losses"] = tuple(self._until(0.45, self._losses()))
+        fields["losses"] = tuple(self._until(0.45 + later, self._losses()))
         self.report("products")
         fields["products"] = tuple(self._until(1.0, self._products()))
         if not fields["products"] or not fields["copies"]:
@@ -107,9 +123,17 @@ class Calibration:
 
     def _updates(self) -> Iterator[Update]:
         for entries in self.shapes.updates:
-            found = self._try(f"an update of {entries}", self._update_s, entries, self.device)
+            if self.cuda:
+                found = self._try(f"an update of {entries}", self._update_s, entries, self.device)
+                fields: dict[str, Any] = {}
+            else:
+                found = self._try(f"an update of {entries}", self._clipped_update_s, entries)
+                fields = {"tensors": _CPU_TENSORS, "clipped": True}
             if found is not None:
-                yield Update(parameters=entries, seconds=found)
+                yield Update(parameters=entries, seconds=found, **fields)
+
+    def _clipped_update_s(self, entries: int) -> float:
+        return self.watch.median_s(update_call(entries, _CPU_TENSORS))
 
     def _update_s(self, entries: int, device: torch.device) -> float:
         masters = [torch.nn.Parameter(torch.randn(entries // 4, device=device)) for _ in range(4)]
@@ -162,17 +186,34 @@ class Calibration:
             {} if update is None else {"host_update_bytes_per_s": ADAMW_MOVED_BYTES * _UPDATE_ENTRIES / update}
         )
 
+    def _operations(self) -> Iterator[Operation]:
+        for dtype in self.shapes.dtypes:
+            sizes = self.shapes.operations
+            if dtype != self.shapes.dtypes[0]:
+                sizes = tuple({name: (name, rows, width) for name, rows, width in reversed(sizes)}.values())
+            for name, rows, width in sizes:
+                what = f"{name} of {rows} × {width} in {dtype}"
+                found = self._try(what, measured_operation, name, dtype, rows, width, self.watch.goal_s)
+                if found is not None:
+                    yield found
+
+    def _decoders(self) -> Iterator[Decoder]:
+        for model, recompute in self.shapes.decoders:
+            yield measured_decoder(model, recompute, None, 1, self.device)
+
     def _attentions(self) -> Iterator[Attention]:
         for one in self.shapes.attentions:
-            ways = [(name, groups) for name in (BACKENDS if self.cuda else ("cpu",)) for groups in _groups(one)]
-            for kernel, groups in ways:
+            if not self.cuda:
+                yield from self._cpu_attentions(one)
+                continue
+            for kernel, groups in [(name, groups) for name in BACKENDS for groups in _groups(one)]:
                 what = f"{kernel} attention, {groups} groups, heads of {one.head_dim}, {one.sequence} tokens"
                 found = self._try(what, self._attention_s, one, kernel, groups)
                 if found is not None:
                     yield one.measured(f"{kernel}, {groups}", *found)
 
     def _attention_s(self, one: AttentionShape, kernel: str, groups: str) -> tuple[float, float]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.attention import sdpa_kernel
 
         dtype = DTYPES[one.dtype]
 
@@ -188,11 +229,30 @@ class Calibration:
             grouped = keys.shape[1] != one.heads
             return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=grouped)
 
-        with sdpa_kernel(BACKENDS[kernel] if self.cuda else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel(BACKENDS[kernel]):
             ahead = self.watch.median_s(forward)
             out = forward(0)
             back = self.watch.median_s(lambda _: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
             return ahead, back
+
+    def _cpu_attentions(self, one: AttentionShape) -> Iterator[Attention]:
+        """The one kernel of a CPU as a model calls it, causal and with a mask, which costs it the whole square."""
+        for kernel, window in (("cpu", None), ("cpu, masked", one.sequence // 2)):
+            what = f"{kernel} attention, heads of {one.head_dim}, {one.sequence} tokens"
+            found = self._try(what, self._cpu_attention_s, one, CausalAttend(window))
+            if found is not None:
+                yield one.measured(kernel, *found)
+
+    def _cpu_attention_s(self, one: AttentionShape, call: CausalAttend) -> tuple[float, float]:
+        def drawn(count: int) -> torch.Tensor:
+            made = torch.randn(one.batch, one.sequence, count, one.head_dim, dtype=DTYPES[one.dtype])
+            return made.requires_grad_()
+
+        q, k, v = drawn(one.heads), drawn(one.kv_heads), drawn(one.kv_heads)
+        ahead = self.watch.median_s(lambda _: call(q, k, v, None, None))
+        out, _ = call(q, k, v, None, None)
+        grad = torch.randn_like(out)
+        return ahead, self.watch.median_s(lambda _: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
 
     def _losses(self) -> Iterator[Loss]:
         for rows, vocabulary in self.shapes.losses:
@@ -212,12 +272,17 @@ class Calibration:
         warm = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device) if self.cuda else None
         if warm is not None:
             self.watch.busy(lambda _: warm @ warm, 1.0)
+        fastest: dict[str, float] = {}
         for dtype, kind, rows, columns, inner in self.shapes.products():
             if dtype == "fp8" and not self._has_fp8():
+                continue
+            flops = 2.0 * rows * columns * inner
+            if dtype != self.shapes.dtypes[0] and not self.cuda and flops > _CPU_LONGEST_S * fastest.get(dtype, flops):
                 continue
             what = f"a {dtype} product ({kind}) of {rows} × {columns} × {inner}"
             found = self._try(what, self._product_s, dtype, kind, rows, columns, inner)
             if found is not None:
+                fastest[dtype] = max(flops / found, fastest.get(dtype, 0.0))
                 yield Product(dtype=dtype, kind=kind, rows=rows, columns=columns, inner=inner, seconds=found)
 
     def _has_fp8(self) -> bool:
@@ -290,16 +355,15 @@ def identity(device: torch.device) -> dict[str, Any]:
             "units": properties.multi_processor_count,
         }
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return common | {"gpu": "cpu", "memory_gib": round(memory, 2), "units": torch.get_num_threads()}
+    return common | {"gpu": CPU, "memory_gib": round(memory, 2), "units": torch.get_num_threads()}
 
 
 def device_words(device: torch.device) -> str:
     """The device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    import platform
-
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU {cpu_name() or platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def measure_profile(device: torch.device, place: Place | None, *, quick: bool, report: Report) -> Profile | None:
@@ -307,10 +371,17 @@ def measure_profile(device: torch.device, place: Place | None, *, quick: bool, r
     if place is None:
         return Calibration(device, quick, report).profile()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    profile = Calibration(device, quick, report).profile() if place.rank == 0 else None
+    # Ranks on a CPU share its cores, caches and memory: what each reaches is measured while the others do the same.
+    measures = place.rank == 0 or device.type == "cpu"
+    profile = Calibration(device, quick, report).profile() if measures else None
     dist.barrier()  # nothing else may run while links are measured
     local = place.local_size or int(os.environ.get("SLURM_NTASKS_PER_NODE", place.size))
     report("collectives")
     found = collectives(device, lambda ranks: len({rank // local for rank in ranks}))
+    ways = shapes_for(device).sharded
+    sharded = tuple(measured_decoder(model, "none", zero, place.size, device) for model, zero in ways)
     dist.destroy_process_group()
-    return None if profile is None else profile.model_copy(update={"collectives": tuple(found)})
+    if profile is None or place.rank > 0:
+        return None
+    update: dict[str, Any] = {"collectives": tuple(found), "decoders": profile.decoders + sharded}
+    return profile.model_copy(update=update | ({"ranks": local} if profile.on_cpu else {}))

@@ -15,15 +15,15 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, goal_s: float) -> None:
         self.device = device
-        self._goal_s = goal_s
+        self.goal_s = goal_s
         """Seconds spent on one measurement."""
 
     def median_s(self, call: Callable[[int], object]) -> float:
         """Median seconds of one call; `call` gets a running number, to use different memory each time."""
         call(0)
         once = self._span(call, 1)
-        calls = max(1, min(_MOST_CALLS, int(self._goal_s / GROUPS / max(once, 1e-7))))
-        groups = GROUPS if once * GROUPS < 4 * self._goal_s else 2
+        calls = max(1, min(_MOST_CALLS, int(self.goal_s / GROUPS / max(once, 1e-7))))
+        groups = GROUPS if once * GROUPS < 4 * self.goal_s else 2
         return statistics.median(self._span(call, calls) for _ in range(groups)) / calls
 
     def busy(self, call: Callable[[int], object], seconds: float) -> None:

@@ -15,6 +15,10 @@ class KVCache:
         """Tokens seen so far by the layers that have run."""
         return next((keys.shape[1] for keys, _ in self._layers.values()), 0)
 
+    def crop(self, length: int) -> None:
+        """Keep only the first tokens of what was seen."""
+        self._layers = {layer: (k[:, :length], v[:, :length]) for layer, (k, v) in self._layers.items() if length}
+
     def append(self, layer: int, k_BSKE: Tensor, v_BSKE: Tensor) -> tuple[Tensor, Tensor]:
         """Add a step's keys and values to a layer's and return all of them."""
         if layer in self._layers:

@@ -13,7 +13,7 @@ from meshwright.cost import parameter_count
 from meshwright.errors import UserError
 from meshwright.job import Model
 from meshwright.model.decoder import Decoder
-from meshwright.model.sharding import DECODER_SHARDING, ROLES, role_of
+from meshwright.model.sharding import DECODER_SHARDING, ROLES, line_of, role_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Architecture:
     def role(self, module: str) -> str | None:
         """A module's role by its dotted name."""
         return role_of(self.sharding, module)
+
+    def line(self, module: str) -> str | None:
+        """The line of the table that gives a module its role."""
+        return line_of(self.sharding, module)
 
     def only(self, role: str, *, required: bool = True) -> str:
         """The name of the one module with a role; empty where a pipeline stage, which does not require it, has none."""

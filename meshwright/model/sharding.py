@@ -44,9 +44,15 @@ DECODER_SHARDING = {
 }
 
 
+def line_of(sharding: Mapping[str, str], module: str) -> str | None:
+    """The first line of a table that matches a module's dotted name."""
+    return next((pattern for pattern in sharding if _compiled(pattern).fullmatch(module)), None)
+
+
 def role_of(sharding: Mapping[str, str], module: str) -> str | None:
     """A module's role by its dotted name: that of the first line that matches."""
-    return next((role for pattern, role in sharding.items() if _compiled(pattern).fullmatch(module)), None)
+    line = line_of(sharding, module)
+    return None if line is None else sharding[line]
 
 
 @lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ from meshwright.parallel.engine import Engine, OneStage, Range
 from meshwright.parallel.live_tensors import live_gradients, live_parameters
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights
+from meshwright.parallel.own_table import fails_without_table, table_error, uses_own_table
 from meshwright.parallel.pipelining.pipedream import PipeDream
 from meshwright.parallel.shard_index import ShardIndex
 from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
@@ -25,10 +26,13 @@ __all__ = [
     "WholeWeights",
     "World",
     "build",
+    "fails_without_table",
     "host_buffer",
     "join_world",
     "live_gradients",
     "live_parameters",
     "one_pass_here",
+    "table_error",
     "take_traffic",
+    "uses_own_table",
 ]

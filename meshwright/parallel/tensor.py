@@ -17,8 +17,12 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import padded_vocabulary
 from meshwright.model import Architecture
+from meshwright.model.sharding import LOOKED_UP, PROJECTIONS
 from meshwright.parallel.vocabulary import VocabularyParallelHead
 from meshwright.torch_private.sharding import AsyncCollectiveTensor
+
+_KINDS = {**dict.fromkeys(LOOKED_UP, nn.Embedding), **dict.fromkeys(PROJECTIONS, nn.Linear)}
+"""The modules that can have a role; others can be on any."""
 
 
 def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh) -> None:
@@ -41,9 +45,15 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
 
 
 def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
-    """Every module's dotted name with its role; a module with its own parameters and no role is an error."""
+    """Every module's dotted name with its role; one of the wrong kind, or with its own parameters and no role, is an
+    error."""
     for name, module in architecture.model.named_modules():
         if (role := architecture.role(name)) is not None:
+            if not isinstance(module, _KINDS.get(role, nn.Module)):
+                raise UserError(
+                    f'model.file: SHARDING["{architecture.line(name)}"] = "{role}", but {name} is a '
+                    f"{type(module).__name__}, and this role is for nn.{_KINDS[role].__name__}; correct this line"
+                )
             yield name, role
         elif any(True for _ in module.parameters(recurse=False)):
             raise UserError(f'model.file: SHARDING gives no role to "{name}", which has parameters; add a line for it')

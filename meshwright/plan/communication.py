@@ -24,6 +24,8 @@ class Wires:
     network_latency_s: float
     start_s: float = 0.0
     """From the call of a collective to its first hop."""
+    scatter: float = 1.0
+    """How many times as long as an all-gather a reduce-scatter takes, where it is no ring."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,13 @@ def all_reduce_s(wires: Wires, group: Group, size_bytes: float) -> float:
 
 
 def all_gather_s(wires: Wires, group: Group, size_bytes: float) -> float:
-    """Every rank ends with all shards, size_bytes together; a reduce-scatter takes as long. Only rings do this."""
+    """Every rank ends with all shards, size_bytes together. Only rings do this."""
     return _ring_s(wires, group, size_bytes, rounds=1)
+
+
+def reduce_scatter_s(wires: Wires, group: Group, size_bytes: float) -> float:
+    """Every rank ends with its shard of the sum of what all had, size_bytes each: by rings as long as an all-gather."""
+    return wires.scatter * _ring_s(wires, group, size_bytes, rounds=1)
 
 
 def broadcast_s(wires: Wires, group: Group, size_bytes: float) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import UserError
 from meshwright.hardware import completed, find_gpu, gpu_by_key, profile_of
+from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan.compute import head_work
@@ -36,7 +37,7 @@ class Term:
 def cluster_here(job: Job, device: str, devices: int) -> Cluster | None:
     """The machine a run was on, by its device's name; None if neither the table nor a profile has it."""
     gpu = find_gpu(device)
-    key = gpu.key if gpu else ("cpu" if device == "CPU" and profile_of("cpu") else None)
+    key = gpu.key if gpu else (CPU if device == "CPU" and profile_of(CPU, devices) else None)
     if key is None:
         return None
     meant = _meant(job.cluster, key)
@@ -79,8 +80,10 @@ def compare_with_plan(
         Term("step", "s", prediction.step_s, step_s),
         Term("throughput", "tokens/s", tokens / prediction.step_s, tokens / step_s),
     ]
-    if peak_bytes and device != "CPU":
+    if peak_bytes and not prediction.on_cpu:
         terms.append(Term("peak memory", "bytes", prediction.fullest.allocated, peak_bytes))
+    elif peak_bytes and prediction.fullest.outside:  # of a CPU's process the whole is measured
+        terms.append(Term("peak memory", "bytes", prediction.fullest.device, peak_bytes))
     expected = _parts(job, cluster, prediction) if job.layout.pp == 1 else {"optimizer": prediction.phases["optimizer"]}
     measured = dict(parts_s or {})
     if devices == 1 and "optimizer" in measured:

@@ -195,8 +195,9 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, products: list
     wide = job.precision.gradient_bytes
     moved = 2.0 * wide * parameters
     if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
-        first = 0 if job.accumulation == 1 else 2 + wide
-        moved = parameters * (first + (2 + 2 * wide) * (job.accumulation - 1)) / job.accumulation
+        each = job.precision.number_bytes
+        first = 0 if job.accumulation == 1 or each == wide else each + wide
+        moved = parameters * (first + (each + 2 * wide) * (job.accumulation - 1)) / job.accumulation
     if job.layout.zero_stage == 3:
         moved += parameters * 8
     return memory_s(device, moved, 1)
@@ -215,7 +216,10 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
         length = sequence if spread == cp else sequence // cp
         if device.measured is not None:
             rows, groups = job.batch.micro_batch * heads / spread, heads / (kv_heads_of(job) * kv_copies(job))
-            found = device.measured.attention_s(flops, model.head_dim, length, rows, groups)
+            masked = device.operations is not None and (job.data.mask_documents or window < sequence)
+            if masked:  # a mask hides scores that a CPU has computed: measured over causal FLOPs
+                flops = 2.0 * queries * sequence * heads * model.head_dim
+            found = device.measured.attention_s(flops, model.head_dim, length, rows, groups, masked=masked)
             if found is not None:
                 return found
         about = model.head_dim, length, software.flash_generation
@@ -248,6 +252,8 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
     """Norms, residuals, rotation and activation: passes over the stream, the queries and keys, and the inner width."""
     model, tp = job.model, job.layout.tp
     tokens = tokens_of(job)
+    if device.operations is not None and software.fusion == "eager":
+        return device.operations.block(job, tokens)
     stream = 2.0 * tokens * model.width / (tp if job.layout.sp else 1)
     turned = 2.0 * tokens * (model.heads // tp + kv_heads_of(job)) * model.head_dim
     inner = 2.0 * tokens * model.ffn_width / tp
@@ -294,7 +300,7 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     chunks, rows = 1, tokens
     if software.logit_bytes is None:
         chunks, rows = loss_chunks(job)
-    if software.own:
+    if software.own and device.operations is None:
         vocabulary = in_whole_lines(vocabulary)
     product = matmul_s(device, rows, vocabulary, model.width, wide=True)
     inputs = matmul_s(device, rows, model.width, vocabulary, wide=True, kind="input")
@@ -306,13 +312,17 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     loss = memory_s(device, forward_bytes * logits, 4)
     if device.measured is not None and software.logit_bytes is None:
         loss = device.measured.loss_s(rows, vocabulary) or loss
-    return Work(
+    work = Work(
         forward_matmul=chunks * product,
         forward_elementwise=chunks * loss,
         input_matmul=chunks * inputs,
         weight_matmul=chunks * weights,
         backward_elementwise=memory_s(device, backward_bytes * logits * chunks, 3),
     )
+    if device.operations is not None:
+        forward, backward = device.operations.head(job, tokens, vocabulary)
+        work += Work(forward_elementwise=forward, backward_elementwise=backward)
+    return work
 
 
 def loss_chunks(job: Job) -> tuple[int, int]:
@@ -324,6 +334,9 @@ def loss_chunks(job: Job) -> tuple[int, int]:
 
 def embedding_work(job: Job, device: Device) -> Work:
     """Looking tokens up, and adding their gradients to the table's."""
+    if device.operations is not None:
+        forward, backward = device.operations.embedding(job, tokens_of(job))
+        return Work(forward_elementwise=forward, backward_elementwise=backward)
     entries = tokens_of(job) * job.model.width
     return Work(
         forward_elementwise=memory_s(device, 4.0 * entries, 2), backward_elementwise=memory_s(device, 8.0 * entries, 3)

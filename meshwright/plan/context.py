@@ -27,10 +27,10 @@ def context_s(
         return 0.0, 0.0
     tokens, heads, kv_heads = tokens_of(job), model.heads // layout.tp, kv_heads_of(job)
     if layout.cp_method == "ulysses":  # queries, keys and values to their heads' ranks, and the result back
-        moved = 2.0 * tokens * (2 * heads + 2 * kv_heads * kv_copies(job)) * model.head_dim
+        moved = job.precision.number_bytes * tokens * (2 * heads + 2 * kv_heads * kv_copies(job)) * model.head_dim
         once = all_to_all_s(wires, group, moved)
         return once, once
-    keys = 2.0 * 2 * tokens * kv_heads * model.head_dim
+    keys = job.precision.number_bytes * 2 * tokens * kv_heads * model.head_dim
     transfers = all_gather_s(wires, group, keys * ranks)
     forward, backward = transfers, _BACKWARD * transfers
     if layout.cp_method == "ring":  # a block's keys travel during the attention over those before

@@ -1,4 +1,4 @@
-"""How long one kernel takes on a GPU: matrix products by their tiles, fused attention, and work bounded by memory."""
+"""How long one kernel takes: matrix products by a GPU's tiles, fused attention, and work bounded by memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import Gpu, is_known, peak_flops
 from meshwright.hardware.profile import ProductKind
 from meshwright.plan.measured import Measured
+from meshwright.plan.operations import Operations
 from meshwright.plan.rates import Rates
 
 # Output tiles cuBLAS chooses from and the share of the ceiling a full multiprocessor reaches with each: a smaller tile
@@ -48,6 +49,11 @@ class Device:
     """From a kernel's start to its first useful work and from its last to the next kernel, on the device alone."""
     measured: Measured | None = None
     """A calibration profile, which overrides the rates."""
+
+    @property
+    def operations(self) -> Operations | None:
+        """What its profile says of the operations between products, if it is a CPU."""
+        return None if self.measured is None else self.measured.operations
 
     @property
     def wide(self) -> str:
@@ -100,14 +106,23 @@ def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *,
     new = [size for size in dict.fromkeys(sizes) if size not in known]
     if not new:
         return
-    seconds = _tiled_s(device, wide, kind, np.array(new))
+    formula = partial(_plain_s if device.operations is not None else _tiled_s, device, wide, kind)
+    seconds = formula(np.array(new))
     if device.measured is not None:
         dtype = device.wide if wide else device.compute
-        factors = device.measured.product_factors(dtype, kind, new, partial(_tiled_s, device, wide, kind))
+        factors = device.measured.product_factors(dtype, kind, new, formula)
         seconds = seconds * factors
     elif kind != "forward" and not wide:
         seconds = seconds / device.backward
     known.update(zip(new, seconds.tolist(), strict=True))
+
+
+def _plain_s(device: Device, wide: bool, kind: ProductKind, sizes: Any) -> Any:
+    """Seconds of products on a CPU, whose cores share them without tiles: arithmetic, memory and a call, in turn."""
+    rows, columns, inner = (sizes[:, place].astype(float) for place in range(3))
+    ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
+    moved = 4.0 * (rows * inner + inner * columns + rows * columns)
+    return 2.0 * rows * columns * inner / ceiling + moved / device.bytes_per_s + device.kernel_s
 
 
 def _tiled_s(device: Device, wide: bool, kind: ProductKind, sizes: Any) -> Any:

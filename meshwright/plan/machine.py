@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu, completed, gpu_by_key, is_known, known_sites, profile_of
+from meshwright.hardware import Gpu, Profile, completed, gpu_by_key, is_known, known_sites, profile_of
+from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.layout import ranks_of
@@ -55,8 +56,13 @@ class Machine:
     """Memory of one node's host; None where it is not known."""
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether ranks run on a CPU, sharing its cores and memory."""
+        return self.measured is not None and self.measured.on_cpu
+
+    @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """GPUs in all, or ranks on CPUs."""
         return self.nodes * self.wires.gpus_per_node
 
     @property
@@ -68,8 +74,9 @@ class Machine:
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one GPU: as the driver reported it to the profile, else the nominal size."""
-        return (self.measured.profile.memory_gib if self.measured else self.gpu.memory_gib) * 2**30
+        """Memory of one GPU: as the driver reported it to the profile, else nominal; of a CPU a rank's part."""
+        whole = (self.measured.profile.memory_gib if self.measured else self.gpu.memory_gib) * 2**30
+        return whole / self.wires.gpus_per_node if self.on_cpu else whole
 
 
 def parse_cluster(spelling: str) -> Cluster:
@@ -91,7 +98,10 @@ def parse_cluster(spelling: str) -> Cluster:
 
 def _require_some(spelling: str, name: str, *numbers: int) -> None:
     if 0 in numbers:
-        raise UserError(f"--cluster = {spelling} has no GPU; write at least one node and one GPU per node, as 1x{name}")
+        one = "rank" if name == CPU else "GPU"
+        raise UserError(
+            f"--cluster = {spelling} has no {one}; write at least one node and one {one} per node, as 1x{name}"
+        )
 
 
 def spelled(cluster: Cluster) -> str:
@@ -116,10 +126,12 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
             "--cluster 8xh100"
         )
     gpu, links = _gpu(cluster.gpu), cluster.links or {}
-    profile = profile_of(gpu.key) if profiled else None
-    measured = None if profile is None else measured_of(profile)
+    profile = profile_of(gpu.key, cluster.gpus_per_node) if profiled else None
+    measured = None if profile is None else measured_of(profile, cluster.gpus_per_node)
+    if measured is not None and measured.on_cpu:
+        gpu = measured.profile.as_gpu()  # as this many ranks share it
     rates = measured_rates(profile) if profile and not is_known(gpu) else rates_of(gpu)
-    guessed = [] if profile else _guesses(gpu, rates)
+    guessed = _guesses(gpu, rates) if profile is None else _of_other_ranks(profile, cluster.gpus_per_node)
     if unknown := sorted(set(links) - {"node", "network"}):
         raise UserError(
             f"cluster.links has {unknown[0]!r}, which is not a link; give node (GB/s per GPU) or network (GB/s per "
@@ -131,6 +143,16 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
         said = {link: why for link, why in said.items() if link not in known}
     node_bytes = None if cluster.host_memory_gib is None else cluster.host_memory_gib * 2**30
     return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured, node_bytes)
+
+
+def _of_other_ranks(profile: Profile, ranks: int) -> list[str]:
+    """What a CPU's profile does not say of this number of ranks, which share its cores."""
+    if not profile.on_cpu or profile.ranks == ranks:
+        return []
+    nproc = f" --nproc {ranks}" if ranks > 1 else ""
+    had = "1 rank has" if profile.ranks == 1 else f"{profile.ranks} ranks have"
+    remedy = f"meshwright calibrate{nproc} measures them"
+    return [f"rates of {ranks} rank{'s' if ranks > 1 else ''} on this CPU: from those that {had}; {remedy}"]
 
 
 def _guesses(gpu: Gpu, rates: Rates) -> list[str]:
@@ -155,6 +177,10 @@ def _gpu(key: str) -> Gpu:
         profile = profile_of(key)
         if profile is not None:
             return profile.as_gpu()
+        if key == CPU:
+            raise UserError(
+                "cpu has no calibration profile, and a plan for a CPU needs one; run meshwright calibrate on it"
+            ) from None
         near = str(error).partition("; ")[2].partition(", or")[0]
         raise UserError(
             f"the GPU {key!r} is not in the hardware table and has no calibration profile; {near}, or run meshwright "
@@ -169,6 +195,13 @@ def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, s
         node = links["node"] * 1e9
     elif gpu.gpu_link is not None:
         node = gpu.gpu_link.bytes_per_s * rates.collective
+    elif gpu.key == CPU:
+        # Through memory: a message is copied into it and out again.
+        node = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) / 4
+        guessed["node"] = (
+            "links between ranks: a quarter of a copy's rate; meshwright calibrate --nproc "
+            f"{cluster.gpus_per_node} measures them"
+        )
     else:
         # Through the host's bridge: both directions of the card's own lanes, shared with what the host does.
         node = (gpu.host_link.bytes_per_s if gpu.host_link else 12e9) * 0.5
@@ -177,6 +210,8 @@ def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, s
         network = links["network"] * 1e9 / cluster.gpus_per_node * _NETWORK_SHARE
     else:
         usual, why = next((v for k, v in _USUAL_NETWORK.items() if gpu.key.startswith(k)), _FALLBACK_NETWORK)
+        if gpu.key == CPU:
+            usual, why = usual / cluster.gpus_per_node, "25 Gb/s for each machine, as nothing is known"
         network = usual * 1e9 * _NETWORK_SHARE
         if cluster.nodes > 1:
             guessed["network"] = f"network between nodes: {why}"

@@ -11,11 +11,15 @@ from numpy.typing import NDArray
 from meshwright.hardware import Profile
 from meshwright.hardware.profile import Collective
 from meshwright.plan.communication import Wires
+from meshwright.plan.operations import Operations
 
 _NEAR = 6
 """Measured shapes that a figure is interpolated from."""
 _FAR = 1.5
 """Doublings of a size beyond the measured range after which a figure is reported as a guess."""
+
+_LARGE = 2**20
+"""Bytes from which a message's rate counts more than its latency."""
 
 Floats = NDArray[np.float64]
 
@@ -54,7 +58,9 @@ class Measured:
         self.profile = profile
         self._attention = _attention_clouds(profile)
         self._products: dict[tuple[str, str], Cloud | None] = {}
-        self.on_cpu = profile.gpu == "cpu"
+        self.on_cpu = profile.on_cpu
+        self.operations = Operations(profile) if profile.on_cpu and profile.operations else None
+        """What a CPU's profile says of the operations between products; None for a GPU, and in profiles of before."""
         largest = max(profile.copies, key=lambda one: one.moved_bytes)
         self.copy_bytes_per_s = largest.moved_bytes / largest.seconds
         update = max(profile.updates, key=lambda one: one.parameters, default=None)
@@ -96,15 +102,15 @@ class Measured:
         ]
 
     def attention_s(
-        self, forward_flops: float, head_dim: int, sequence: int, heads: float, groups: float
+        self, forward_flops: float, head_dim: int, sequence: int, heads: float, groups: float, *, masked: bool = False
     ) -> tuple[float, float] | None:
         """Forward and backward of the kernel that takes least for both; None where none was measured.
 
-        `heads` are all that run at once, those of every sequence.
+        `heads` are all that run at once, those of every sequence; `masked` is a CPU's attention with a mask.
         """
         taken = []
-        for (_, grouped), (forward, backward) in self._attention.items():
-            if grouped == (groups > 1):
+        for (kernel, grouped), (forward, backward) in self._attention.items():
+            if grouped == (groups > 1) and kernel.endswith("masked") == masked:
                 sizes = (head_dim, sequence, max(1.0, heads))
                 taken.append((forward_flops / forward.at(*sizes), 2.5 * forward_flops / backward.at(*sizes)))
         return min(taken, key=sum, default=None)
@@ -118,21 +124,23 @@ class Measured:
         rows = [one for one in self.profile.collectives if one.kind == "all-reduce"]
         known = set()
         if "node" not in given and (link := _link([one for one in rows if one.nodes == 1])):
-            wires, known = replace(wires, node_latency_s=link[0], node_bytes_per_s=link[1]), {"node"}
+            scatter = _scatter(self.profile) if self.on_cpu else 1.0
+            wires, known = replace(wires, node_latency_s=link[0], node_bytes_per_s=link[1], scatter=scatter), {"node"}
         if "network" not in given and (link := _link([one for one in rows if one.nodes > 1])):
             wires, known = replace(wires, network_latency_s=link[0], network_bytes_per_s=link[1]), known | {"network"}
         return wires, known
 
 
-_KNOWN: dict[int, Measured] = {}
-"""By the profile's identity, which its figures keep alive; comparing profiles would take longer."""
+_KNOWN: dict[tuple[int, int], tuple[Profile, Measured]] = {}
+"""By the profile's identity and the ranks on a CPU; comparing profiles would take longer."""
 
 
-def measured_of(profile: Profile) -> Measured:
-    """The profile's figures, computed once."""
-    if id(profile) not in _KNOWN:
-        _KNOWN[id(profile)] = Measured(profile)
-    return _KNOWN[id(profile)]
+def measured_of(profile: Profile, ranks: int = 1) -> Measured:
+    """The profile's figures, computed once; a CPU's as far as this many ranks share its cores."""
+    key = id(profile), ranks if profile.on_cpu else 1
+    if key not in _KNOWN:
+        _KNOWN[key] = profile, Measured(profile.shared_by(ranks) if profile.on_cpu else profile)
+    return _KNOWN[key][1]
 
 
 def _attention_clouds(profile: Profile) -> dict[tuple[str, bool], tuple[Cloud, Cloud]]:
@@ -149,6 +157,17 @@ def _attention_clouds(profile: Profile) -> dict[tuple[str, bool], tuple[Cloud, C
         assert forward is not None and backward is not None
         clouds[key] = forward, backward
     return clouds
+
+
+def _scatter(profile: Profile) -> float:
+    """How many times as long as a ring of the all-reduces' rate Gloo's reduce-scatters of large messages take."""
+    seconds = {(one.kind, one.ranks, one.size_bytes): one.seconds for one in profile.collectives if one.nodes == 1}
+    times = [
+        taken / (seconds["all-reduce", ranks, size] / 2)
+        for (kind, ranks, size), taken in seconds.items()
+        if kind == "reduce-scatter" and size >= _LARGE and ("all-reduce", ranks, size) in seconds
+    ]
+    return float(np.median(times)) if times else 1.0
 
 
 def _link(rows: list[Collective]) -> tuple[float, float] | None:

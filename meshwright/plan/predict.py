@@ -1,6 +1,7 @@
 """One job on one machine: its step and its memory, as named terms."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from meshwright.cost import flops_per_token
 from meshwright.errors import UserError
@@ -11,6 +12,7 @@ from meshwright.layout import recompute_modes, split_layers, table_of
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.machine import Machine, machine_of
+from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.step import Phases, stage_times, step_phases, table_for
@@ -40,6 +42,13 @@ class Prediction:
     """The MFU with attention counted over the pairs that a causal model computes."""
     not_modelled: tuple[str, ...] = ()
     """What the job asks for and the prediction does not account for."""
+    on_cpu: bool = False
+    """Whether ranks run on a CPU, and what is said of one GPU is said of one of its ranks."""
+
+    @property
+    def per(self) -> str:
+        """What a rank runs on, in words."""
+        return "CPU rank" if self.on_cpu else "GPU"
 
     @property
     def step_s(self) -> float:
@@ -72,18 +81,32 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     machine = machine_of(cluster, profiled=software is None)  # a profile measures this torch, not other programs
     _require_ranks(job, machine)
 
-    software = software or own_software(job)
+    software = software or own_software(job, on_cpu=machine.on_cpu)
     layers = _stage_layers(job, table_for(job))
     phases = step_phases(job, machine, software, layers, _modes(job, layers))
     memory = memory_of(job, software, every_rank=every_rank)
+    if machine.measured is not None and machine.on_cpu:
+        memory = tuple(replace(rank, outside=machine.measured.profile.process_bytes or 0.0) for rank in memory)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
     peak = mfu_peak_flops(machine.gpu, job.precision.compute) if is_known(machine.gpu) else None
     mfu = flops / peak if peak else None
     causal = rate * flops_per_token(job.model, job.batch.sequence_length, "causal") / peak if peak else None
     guesses = _guesses(job, machine, software)
-    host = machine.host_bytes
-    return Prediction(phases, memory, rate, flops, mfu, machine.memory_bytes, guesses, host, causal, not_modelled(job))
+    host, on_cpu = machine.host_bytes, machine.on_cpu
+    return Prediction(
+        phases,
+        memory,
+        rate,
+        flops,
+        mfu,
+        machine.memory_bytes,
+        guesses,
+        host,
+        causal,
+        not_modelled(job, on_cpu=on_cpu),
+        on_cpu,
+    )
 
 
 def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple[RankMemory, ...]:
@@ -95,9 +118,10 @@ def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple
     return tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
 
 
-def own_software(job: Job) -> Software:
-    """Meshwright's own trainer as the job runs it."""
-    return MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
+def own_software(job: Job, *, on_cpu: bool = False) -> Software:
+    """Meshwright's own trainer as the job runs it; on a CPU transfers use the cores that they could hide behind."""
+    own = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
+    return replace(own, gradient_overlap=False, parameter_overlap=False) if on_cpu else own
 
 
 def _stage_layers(job: Job, table: Table | None) -> list[int]:
@@ -114,23 +138,39 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
 
     table = build_table(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
     layers = _stage_layers(job, table)
-    times = stage_times(job, machine_of(cluster), own_software(job), layers, _modes(job, layers), table)
+    machine = machine_of(cluster)
+    software = own_software(job, on_cpu=machine.on_cpu)
+    times = stage_times(job, machine, software, layers, _modes(job, layers), table)
     return table, simulate(table, times)
 
 
 def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
     if machine.measured is None:
         return machine.guessed
-    return (*machine.guessed, *machine.measured.unmeasured(job.precision.compute, products_of(job, software)))
+    far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
+    return (*machine.guessed, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
+
+
+def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:
+    """What a profile of a CPU does not measure."""
+    if measured.operations is None:
+        yield "operations between products: not in the profile of this CPU, which is an old one; calibrate it again"
+    if job.run.compile:
+        yield "compiled blocks on a CPU: their operations are guessed from memory traffic"
+    if job.layout.tp * job.layout.cp * job.layout.pp > 1:
+        yield "calls of tensor, context and pipeline parallelism on a CPU: not measured, and counted as nothing"
+    if job.optimizer.name != "adamw" or job.precision.optimizer_states != "fp32":
+        yield f"the {job.optimizer.name} update on a CPU: from AdamW's, by the ratio measured on an H200"
 
 
 def _require_ranks(job: Job, machine: Machine) -> None:
     layout = job.layout
     ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp * layout.pp
     if ranks != machine.gpus:
+        there = "ranks on CPUs" if machine.on_cpu else "GPUs"
         raise UserError(
-            f"layout needs {ranks} ranks, but the cluster has {machine.gpus} GPUs; name one of {ranks} with --cluster "
-            "or change the layout"
+            f"layout needs {ranks} ranks, but the cluster has {machine.gpus} {there}; name one of {ranks} with "
+            "--cluster or change the layout"
         )
 
 

@@ -97,8 +97,9 @@ def _batch(job: Job, changed: dict[str, int], kind: str) -> int:
 
 def scale_lines(points: Sequence[Point], axis: str | None) -> list[str]:
     """A text chart: a bar of efficiency for each size, with throughput and memory."""
-    name = axis or "GPUs"
-    lines = [f"{name:>8} {'tokens/s':>12} {'a GPU':>9} {'GiB':>7}  efficiency"]
+    on_cpu = any(point.prediction is not None and point.prediction.on_cpu for point in points)
+    name, one = axis or ("ranks" if on_cpu else "GPUs"), "a rank" if on_cpu else "a GPU"
+    lines = [f"{name:>8} {'tokens/s':>12} {one:>9} {'GiB':>7}  efficiency"]
     for point in points:
         if point.prediction is None or point.efficiency is None or point.job is None:
             lines.append(f"{point.gpus:>8} {point.why}")

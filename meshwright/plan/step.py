@@ -7,7 +7,17 @@ from math import ceil, log2
 from meshwright.cost import REPEATED, stage_parameters, tensor_count
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
-from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, broadcast_s, group_of, send_s
+from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
+from meshwright.plan.communication import (
+    Group,
+    Wires,
+    all_gather_s,
+    all_reduce_s,
+    broadcast_s,
+    group_of,
+    reduce_scatter_s,
+    send_s,
+)
 from meshwright.plan.compute import (
     USUAL_LAUNCH_S,
     Work,
@@ -147,7 +157,10 @@ def _stages(
     for mode in set(modes):
         work = block_work(job, device, software, mode)
         forward, backward = shared_s(job, device, software, wires, groups, mode, work)
-        waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
+        if device.operations is not None:  # a CPU is its own host
+            waits = block_calls_s(job.model.positions, device, software, mode)
+        else:
+            waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
             work,
             forward_elementwise=work.forward_elementwise + waits[0],
@@ -169,8 +182,12 @@ def _stages(
             work += embedding_work(job, device)
         if last:
             work += head_work(job, device, software)
+            calls = ends_calls_s(job.model.positions, device, software)
+            work += Work(forward_elementwise=calls[0], backward_elementwise=calls[1])
         parameters = stage_parameters(job, count, first=first, last=last)
         gathers = _gather_s(job, wires, groups, parameters, max(1, count), work, forward, backward, software)
+        hooks = sharding_calls_s(job.layout.zero_stage, device, wires) if job.data_parallel > 1 else (0.0, 0.0)
+        gathers = gathers[0] + count * hooks[0], gathers[1] + count * hooks[1]
         stages.append(StageSeconds(work, forward, backward, *gathers))
     return stages
 
@@ -181,7 +198,7 @@ def shared_s(
     """What tensor and context parallelism add to a block's forward and backward: transfers, as far as its `work` does
     not hide them, and what is merged."""
     layout, tokens = job.layout, tokens_of(job)
-    size = 2.0 * tokens * job.model.width
+    size = job.precision.number_bytes * tokens * job.model.width
     # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
     once = 2 * all_reduce_s(wires, groups.tp, size)
     forward, backward, repeated = once, once, once if mode in REPEATED else 0.0
@@ -226,8 +243,8 @@ def _gather_s(
     if software.gathers == "weight":
         parts = layers * len(list(products_of(job, software)))
         host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
-    gather = host + all_gather_s(wires, groups.shard, 2.0 * parameters / parts) * parts
-    scatter = host + all_gather_s(wires, groups.shard, wide * parameters / parts) * parts
+    gather = host + all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters / parts) * parts
+    scatter = host + reduce_scatter_s(wires, groups.shard, wide * parameters / parts) * parts
     scatter += all_reduce_s(wires, groups.replicate, wide * parameters / parts / groups.shard.size) * parts
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
     again = gather if job.layout.zero_stage == 3 else 0.0
@@ -268,7 +285,7 @@ def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> fl
 
 def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
     """Bytes sent from one stage to the next."""
-    size = 2.0 * tokens_of(job) * job.model.width
+    size = job.precision.number_bytes * tokens_of(job) * job.model.width
     within = groups.stages_share_node
     if job.layout.tp > 1 and (software.scatter_sends or job.layout.sp):
         send = send_s(wires, size / job.layout.tp, within_node=within)
@@ -342,10 +359,11 @@ def _once_a_step(
     if not _reduces_every_micro_batch(job):
         share, sharers = wide * parameters / parts, groups.shard
         if layout.zero_stage >= 1 and sharers.size > 1:
-            collective_s = broadcast_s if software.messages == "owners" else all_gather_s
-            reduce = collective_s(wires, sharers, share)
+            owned = software.messages == "owners"
+            reduce = (broadcast_s if owned else reduce_scatter_s)(wires, sharers, share)
             reduce += all_reduce_s(wires, groups.replicate, share / sharers.size)
-            gather = collective_s(wires, sharers, 2.0 * parameters / parts)
+            gathered = job.precision.number_bytes * parameters / parts
+            gather = (broadcast_s if owned else all_gather_s)(wires, sharers, gathered)
         else:
             reduce = all_reduce_s(wires, groups.data, share)
     reduce = _hidden(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0

@@ -1,6 +1,6 @@
 """How long the optimizer's update takes."""
 
-from meshwright.cost import ADAMW_MOVED_BYTES, tensor_count
+from meshwright.cost import ADAMW_MOVED_BYTES, MASTER_BYTES, tensor_count
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
 from meshwright.plan.kernels import Device, memory_s
@@ -31,6 +31,11 @@ def _adamw_s(job: Job, device: Device, parameters: float, gradient_bytes: int, *
     """Adam over a rank's share: masters, moments and gradients read, all but gradients written, a working copy
     produced."""
     clip = job.optimizer.clip > 0
+    if device.operations is not None:
+        found = device.operations.update_s(parameters, tensor_count(job.model))
+        if found is not None:
+            narrow = job.precision.number_bytes < MASTER_BYTES
+            return found + (memory_s(device, parameters * (4 + 2), 1) if narrow else 0.0)
     moved = parameters * (12 + gradient_bytes + 12 + 2)
     if one_pass:
         on_device = memory_s(device, moved / _ONE_PASS + (parameters * gradient_bytes if clip else 0.0), 2)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from meshwright.atomic import atomic_folder, write_atomic
+from meshwright.atomic import atomic_folder
 from meshwright.errors import UserError
 from meshwright.job.sanitize import without_secrets
 from meshwright.reading import (
@@ -36,9 +36,13 @@ if TYPE_CHECKING:
     from meshwright.checkpoint import Lease
     from meshwright.job import Job
 
+NOTES = "notes.txt"
+"""What the user wrote about a run, in the studio or by hand."""
 _WARN_EVERY_S = 60.0
 State = Literal["running", "done", "stopped", "failed"]
 
+JOB_FILE, ORIGINAL = "job.toml", "job.original.toml"
+"""The job file that gives the run, and the one that the user wrote if it differs: with overrides, or after a resume."""
 _STATES: dict[Any, State] = {"finished": "done", "interrupted": "stopped", "failed": "failed"}
 _SAMPLE = re.compile(r"step-(\d{1,15})\.txt")
 _MOST_SAMPLES = 1000
@@ -67,19 +71,26 @@ class RunFolder:
         """If set, nothing is appended once a later attempt has taken over the run."""
 
     @classmethod
-    def create(cls, path: Path, raw_job: str, resolved_job: dict[str, Any], argv: list[str]) -> Self:
-        """Create the folder with job, code version and environment; all of it or nothing."""
+    def create(
+        cls, path: Path, job_file: str, resolved_job: dict[str, Any], argv: list[str], original: str | None = None
+    ) -> Self:
+        """Create the folder with job, code version and environment; all of it or nothing.
+
+        `job_file` loads as the job; `original` is what the user wrote, if that is another text.
+        """
         path = Path(path)
         cls.require_free(path)
         code, diff = describe_code()
         contents = {
-            "job.toml": without_secrets(raw_job),
-            "job.resolved.json": _pretty(resolved_job),
-            "environment.json": _pretty(describe_environment(argv)),
-            "code.json": _pretty(code),
+            JOB_FILE: without_secrets(job_file),
+            "job.resolved.json": pretty(resolved_job),
+            "environment.json": pretty(describe_environment(argv)),
+            "code.json": pretty(code),
             "metrics.jsonl": "",
             "events.jsonl": "",
         }
+        if original is not None:
+            contents[ORIGINAL] = without_secrets(original)
         if diff:
             contents["code.diff"] = diff
         with disk_errors(path), atomic_folder(path) as draft:
@@ -96,8 +107,10 @@ class RunFolder:
     @classmethod
     def require_free(cls, path: Path) -> None:
         """Reject a path that is taken; an empty folder is fine."""
+        if (path / "job.resolved.json").is_file():
+            raise UserError(f'run.folder = "{path}" holds a run; add --resume to continue it, or choose another folder')
         if not cls.is_free(path):
-            raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another or remove it')
+            raise UserError(f'run.folder = "{path}" exists and is not an empty folder; choose another')
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -143,23 +156,13 @@ class RunFolder:
             (self.path / "attempts").mkdir(exist_ok=True)
         if diff:
             self.write(f"attempts/{number}.diff", diff)
-        self.write(f"attempts/{number}.json", _pretty(description))
+        self.write(f"attempts/{number}.json", pretty(description))
 
     def attempt(self, number: int) -> dict[str, Any]:
         """What an attempt ran, with the names of its description files under `files`."""
         names = [f"attempts/{number}.json", f"attempts/{number}.diff"]
         files = [name for name in names if (self.path / name).is_file()]
         return {**_object(self.path / names[0]), "files": files}
-
-    def change_job(self, resolved_job: dict[str, Any]) -> dict[str, list[Any]]:
-        """Update the folder's job to the one being resumed; returns the differences as field → [before, now]."""
-        before, now = _fields(self.job()), _fields(json.loads(_pretty(resolved_job)))
-        changed = {name: [before.get(name), now.get(name)] for name in {**before, **now}}
-        changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
-        if changed:
-            with disk_errors(self.path):
-                write_atomic(self.path / "job.resolved.json", _pretty(resolved_job))
-        return changed
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append one row of numbers."""
@@ -261,6 +264,14 @@ class RunFolder:
                 raise Unfit("its run.steps is not a number")
         return steps
 
+    def keep_every(self) -> int | None:
+        """At multiples of how many steps the job keeps checkpoints for good."""
+        with _damage_told(self.path / "job.resolved.json"):
+            every = self.job().get("checkpoint", {}).get("keep_every")
+            if every is not None and type(every) is not int:
+                raise Unfit("its checkpoint.keep_every is not a number")
+        return every
+
     def resolved_job(self, *, trust: bool = False) -> "Job":
         """The resolved job, validated: fields altered since are rejected by name, and code it names unless trusted."""
         from meshwright.job import job_of_table, require_trust
@@ -271,9 +282,9 @@ class RunFolder:
             require_trust(job, str(self.path), frozenset({"data.cache"}))
         return job
 
-    def raw_job(self) -> str:
-        """The job file as the user wrote it."""
-        with _damage_told(path := self.path / "job.toml"):
+    def job_file(self) -> str:
+        """A job file that loads as the run's job."""
+        with _damage_told(path := self.path / JOB_FILE):
             return read_text(path)
 
     def environment(self) -> dict[str, Any]:
@@ -353,10 +364,6 @@ def state_of(events: Iterable[dict[str, Any]]) -> State:
     return state
 
 
-def _fields(job: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{name}": value for section, fields in job.items() for name, value in fields.items()}
-
-
 def _object(path: Path, types: Mapping[str, Any] | None = None) -> dict[str, Any]:
     with _damage_told(path):
         loaded = read_object(path)
@@ -377,7 +384,8 @@ def _damage_told(path: Path) -> Iterator[None]:
         raise UserError(f"{path} is damaged ({unfit}), and a run folder needs it; restore it from a copy") from unfit
 
 
-def _pretty(value: dict[str, Any]) -> str:
+def pretty(value: dict[str, Any]) -> str:
+    """The text of a small JSON file of a run."""
     return json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.atomic import new_folder
 from meshwright.checkpoint import (
+    GENERATION,
     Checkpoint,
     Export,
     Exported,
@@ -16,7 +17,9 @@ from meshwright.checkpoint import (
     checkpoints,
     import_weights,
     keep_companions,
+    learned_generation,
 )
+from meshwright.data import Corpus
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, fetch_start, folder_of, hub_name, model_of_folder, pinned_start, start_folder
@@ -113,6 +116,18 @@ def keep_start(job: Job, run: Path) -> None:
     given, own = job.data.tokenizer, folder / "tokenizer.json"
     if given is None or (own.is_file() and own.samefile(Path(given).expanduser())):
         keep_companions(folder, run)
+
+
+def small_files(corpus: Corpus, run: Path) -> dict[str, str]:
+    """The small files of a run that are not about its training but about its model: tokenizer, chat template, and
+    where it stops, unless what it started from says that already."""
+    if corpus.tokenizer is None:
+        return {}
+    files = {"tokenizer.json": corpus.tokenizer.to_json()}
+    if corpus.chat is not None:
+        files |= corpus.chat.files()
+    generation = learned_generation(run, corpus.tokenizer, corpus.chat)
+    return files | ({} if generation is None else {GENERATION: generation})
 
 
 def _job_file(sections: dict[str, dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from meshwright.checkpoint import backups, require_backup, tries
 from meshwright.cost import checkpoint_bytes
 from meshwright.data import Corpus, training_index, training_stream
+from meshwright.data.counted import first_conversations
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.job.hub import Tell
@@ -22,7 +23,8 @@ from meshwright.model import count_parameters
 from meshwright.parallel import World
 from meshwright.runs.callbacks import Callbacks, CallingRecorder
 from meshwright.runs.folder import RunFolder
-from meshwright.runs.huggingface import keep_start, require_start
+from meshwright.runs.huggingface import keep_start, require_start, small_files
+from meshwright.runs.loss_text import LOSS_TEXT, Shown, loss_text_file
 from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import recorded_everywhere, require_sinks
 from meshwright.train import (
@@ -39,6 +41,7 @@ from meshwright.train import (
 )
 
 OnEnd = Callable[[Path], object]
+_SHOWN_CONVERSATIONS, _SHOWN_TOKENS = 3, 1000
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,9 @@ def prepare_data(job: Job, console: Console) -> Corpus:
 
 
 def create_folder(loaded: LoadedJob, path: Path) -> RunFolder:
-    """Create the run's folder with the job as written and as resolved."""
-    folder = RunFolder.create(path, loaded.raw, loaded.job.model_dump(mode="json"), sys.argv)
+    """Create the run's folder with the job as a file, as the user wrote it, and as resolved."""
+    file, original = (loaded.raw, None) if loaded.merged is None else (loaded.merged, loaded.raw)
+    folder = RunFolder.create(path, file, loaded.job.model_dump(mode="json"), sys.argv, original)
     keep_start(loaded.job, path)
     return folder
 
@@ -125,14 +129,21 @@ def reports(
     if folder is None:
         yield Silent(), Silent(), None, None
         return
-    if corpus.tokenizer is not None:
-        folder.write("tokenizer.json", corpus.tokenizer.to_json())
+    for name, text in (small_files(corpus, folder.path) | _shown_data(corpus)).items():
+        folder.write(name, text)
     if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
         folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
     everywhere = recorded_everywhere(folder, job, start.lease.attempt)
     with ConsoleProgress(job, console) as progress, everywhere as recorder:
         folder.tell = progress.message
         yield CallingRecorder(recorder, callbacks), progress, folder.memory, _attention_of(folder)
+
+
+def _shown_data(corpus: Corpus) -> dict[str, str]:
+    """A file that shows what of the first conversations counts in the loss; none where every token does."""
+    documents = first_conversations(corpus, _SHOWN_CONVERSATIONS, _SHOWN_TOKENS)
+    shown = [Shown(one.tokens, one.loss_tokens, [(part.text, part.counts) for part in one.parts]) for one in documents]
+    return {LOSS_TEXT: loss_text_file(shown)} if shown else {}
 
 
 def _attention_of(folder: RunFolder) -> dict[str, Any] | None:
@@ -209,7 +220,13 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
 def _little_text(job: Job, corpus: Corpus) -> list[str]:
     """A note if one step already reads some of the text twice."""
     if corpus.flow is not None:
-        return []
+        most = corpus.flow.most_tokens
+        if most is None or most >= job.tokens_per_step:
+            return []
+        return [
+            f"data.sources hold at most {most:,} tokens, fewer than the {job.tokens_per_step:,} of a step, which reads "
+            "some of them twice; add text or lower batch.global_batch"
+        ]
     stream = training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed)
     found = sum(map(len, stream.parts))
     if found >= job.batch.global_batch:

@@ -30,7 +30,7 @@ def describe_environment(argv: list[str]) -> dict[str, Any]:
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
         "cpu_count": os.cpu_count(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "devices": _device_names(),
         "driver": _driver_version(),
@@ -81,7 +81,7 @@ def _driver_version() -> str | None:
     return report.splitlines()[0] if report else None
 
 
-def _cpu_name() -> str | None:
+def cpu_name() -> str | None:
     """The CPU's name according to Linux; None if unknown, as on most ARM machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

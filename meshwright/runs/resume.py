@@ -14,6 +14,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import build_architecture
 from meshwright.parallel import World
+from meshwright.runs.change_job import change_job
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
 from meshwright.runs.sinks import require_sinks
@@ -117,12 +118,15 @@ def begin(folder: RunFolder, job: Job, found: Found, console: Console) -> Start:
         report = f"step {checkpoint.facts.step} restored from {found.restored_from}"
         console.print(report, markup=False, highlight=False, soft_wrap=True)
     if lease.attempt or checkpoint is not None:
-        changed = folder.change_job(job.model_dump(mode="json"))
+        changed = change_job(folder, job)
         step = 0 if checkpoint is None else checkpoint.facts.step
         place = None if checkpoint is None else str(checkpoint.path.relative_to(folder.path))
         folder.event("resume", step=step, attempt=lease.attempt, path=place, changed=changed)
         report = "from the start, as there is no complete checkpoint" if checkpoint is None else f"from step {step}"
         console.print(f"resuming {report} (attempt {lease.attempt})", markup=False, highlight=False)
+        if step >= job.run.steps:
+            more = f"all run.steps = {job.run.steps} are done; to train on, resume with --set run.steps={2 * step}"
+            console.print(more, markup=False, highlight=False, soft_wrap=True)
     folder.describe_attempt(lease.attempt, sys.argv)
     return Start(lease, checkpoint)
 

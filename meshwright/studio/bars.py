@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from meshwright.studio.chart import heading, nice_ticks
+from meshwright.studio.chart import nice_ticks
 from meshwright.studio.numbers import short
 
 if TYPE_CHECKING:
@@ -13,32 +13,34 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 TINTS = 13
-"""Classes tint-0 … of the style sheet: one per phase of a step."""
-WIDTH, _LEFT, _RIGHT, _TOP = 1080, 64, 60, 26
+"""Classes mem-0 … and time-0 … of the style sheet: one per term of memory, and one per phase of a step."""
+WIDTH, NARROW = 1080, 400
+"""Every drawing is made for a page and for a phone, where the first would be too small to read."""
+_TOP = 26
 _MOST_RANKS = 32
 _SMALLEST_SHARE = 0.002
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A drawing, its height, and the tint of each name in it."""
+    """A drawing, its size, and the class of each name in it, which is its colour."""
 
     title: str
-    unit: str
     body: str
+    width: int
     height: float
-    tints: Mapping[str, int]
+    tints: Mapping[str, str]
 
 
 def memory_bars(prediction: "Prediction") -> str:
     """A bar for every pipeline rank, its terms stacked, with the GPU's memory as a line."""
-    bars = draw_memory(prediction)
+    bars = [draw_memory(prediction, width) for width in (WIDTH, NARROW)]
     left_out = len(prediction.memory) - len(_shown(prediction.memory))
     note = f'<p class="note foot">{left_out} ranks in the middle are not shown.</p>' if left_out else ""
-    return _figure(bars, "memory", _legend(bars.tints), note)
+    return _figure(bars, "memory", _legend(bars[0].tints), note)
 
 
-def draw_memory(prediction: "Prediction") -> Bars:
+def draw_memory(prediction: "Prediction", width: int = WIDTH) -> Bars:
     """Only the bars of `memory_bars`."""
     ranks = _shown(prediction.memory)
     parts = [_parts(rank) for rank in ranks]
@@ -46,33 +48,35 @@ def draw_memory(prediction: "Prediction") -> Bars:
     tints = _tints([name for one in parts for name, _ in one], [size for one in parts for _, size in one], most)
     row = 34 if len(ranks) <= 8 else 22
     height = _TOP + row * len(ranks) + 34
-    scale = (WIDTH - _LEFT - _RIGHT) / (1.04 * most)
-    drawn = []
+    left, scale = _left(width), _room(width) / (1.04 * most)
+    drawn, totals = [], []
     for place, (rank, terms) in enumerate(zip(ranks, parts, strict=True)):
-        y, x = _TOP + row * place, float(_LEFT)
+        y, x = _TOP + row * place, float(left)
         drawn.append(
-            f'<text class="tick" text-anchor="end" x="{_LEFT - 8}" y="{y + row / 2 + 1:.0f}">{rank.rank}</text>'
+            f'<text class="tick" text-anchor="end" x="{left - 8}" y="{y + row / 2 + 1:.0f}">{rank.rank}</text>'
         )
         for name, size in terms:
             title = f"<title>{escape(name)}: {size / GIB:.2f} GiB</title>"
             box = f'x="{x:.1f}" y="{y}" width="{size * scale:.1f}" height="{row - 6}"'
-            drawn.append(f'<rect class="tint-{tints[name]}" {box}>{title}</rect>')
+            drawn.append(f'<rect class="{tints[name]}" {box}>{title}</rect>')
             x += size * scale
-        drawn.append(f'<text class="tick" x="{x + 6:.1f}" y="{y + row / 2 + 1:.0f}">{rank.device / GIB:.1f}</text>')
-    limit = _LEFT + prediction.capacity_bytes * scale
+        total = f'x="{x + 6:.1f}" y="{y + row / 2 + 1:.0f}">{rank.device / GIB:.1f}'
+        totals.append(f'<text class="tick total" {total}</text>')
+    limit = left + prediction.capacity_bytes * scale
     base = _TOP + row * len(ranks)
     drawn.append(f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{_TOP - 8}" y2="{base}"/>')
+    drawn += totals  # over the line, which may be where a bar ends
     words = f"GPU memory: {prediction.capacity_bytes / GIB:.0f} GiB"
-    drawn.append(f'<text class="tick" text-anchor="end" x="{limit + 55:.1f}" y="12">{words}</text>')
-    drawn.append(_axis(1.04 * most / GIB, base, "GiB on the device, by pipeline rank"))
-    return Bars("Memory of each stage", "GiB", "".join(drawn), height, tints)
+    drawn.append(f'<text class="tick" text-anchor="end" x="{min(limit + 55, width):.1f}" y="12">{words}</text>')
+    drawn.append(_axis(1.04 * most / GIB, base, width, "GiB on the device, by pipeline rank"))
+    return Bars("Memory of each stage", "".join(drawn), width, height, tints)
 
 
 def step_bar(prediction: "Prediction") -> str:
     """The step as one bar of its phases, with a table."""
-    bars = draw_step(prediction)
+    bars = [draw_step(prediction, width) for width in (WIDTH, NARROW)]
     rows = [
-        f'<tr><th scope="row"><i class="swatch tint-{bars.tints[name]}"></i>{escape(name)}</th>'
+        f'<tr><th scope="row"><i class="swatch {bars[0].tints[name]}"></i>{escape(name)}</th>'
         f'<td class="number">{1e3 * seconds:,.2f}</td>'
         f'<td class="number">{seconds / prediction.step_s:.1%}</td></tr>'
         for name, seconds in _phases(prediction).items()
@@ -84,19 +88,28 @@ def step_bar(prediction: "Prediction") -> str:
     return _figure(bars, "breakdown", "", table)
 
 
-def draw_step(prediction: "Prediction") -> Bars:
+def draw_step(prediction: "Prediction", width: int = WIDTH) -> Bars:
     """Only the bar of `step_bar`."""
     phases = _phases(prediction)
-    tints = {name: place % TINTS for place, name in enumerate(phases)}
-    scale = (WIDTH - _LEFT - _RIGHT) / prediction.step_s
-    drawn, x = [], float(_LEFT)
+    tints = {name: f"time-{place % TINTS}" for place, name in enumerate(phases)}
+    scale = _room(width) / prediction.step_s
+    drawn, x = [], float(_left(width))
     for name, seconds in phases.items():
         report = f"{1e3 * seconds:.2f} ms, {seconds / prediction.step_s:.1%}"
         box = f'x="{x:.1f}" y="6" width="{seconds * scale:.1f}" height="40"'
-        drawn.append(f'<rect class="tint-{tints[name]}" {box}><title>{escape(name)}: {report}</title></rect>')
+        drawn.append(f'<rect class="{tints[name]}" {box}><title>{escape(name)}: {report}</title></rect>')
         x += seconds * scale
-    drawn.append(_axis(prediction.step_s * 1e3, 46, "ms of a step, along its busiest pipeline rank"))
-    return Bars("Time of a step", "ms", "".join(drawn), 80, tints)
+    drawn.append(_axis(prediction.step_s * 1e3, 46, width, "ms of a step, along its busiest pipeline rank"))
+    return Bars("Time of a step", "".join(drawn), width, 80, tints)
+
+
+def _left(width: int) -> int:
+    return 64 if width == WIDTH else 28
+
+
+def _room(width: int) -> int:
+    """What the margins leave of a width."""
+    return width - _left(width) - (60 if width == WIDTH else 40)
 
 
 def _phases(prediction: "Prediction") -> dict[str, float]:
@@ -114,35 +127,39 @@ def _parts(rank: "RankMemory") -> list[tuple[str, float]]:
     return [(name, size) for name, size in (rank.terms | outside).items() if size > 0]
 
 
-def _tints(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[str, int]:
-    """A tint for every term; those too small to see share the last one."""
+def _tints(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[str, str]:
+    """A colour for every term; those too small to see share the last one."""
     large = dict.fromkeys(name for name, size in zip(names, sizes, strict=True) if size > _SMALLEST_SHARE * most)
     tints = {name: min(place, TINTS - 1) for place, name in enumerate(large)}
-    return {name: tints.get(name, TINTS - 1) for name in dict.fromkeys(names)}
+    return {name: f"mem-{tints.get(name, TINTS - 1)}" for name in dict.fromkeys(names)}
 
 
-def _axis(most: float, base: float, words: str) -> str:
-    scale = (WIDTH - _LEFT - _RIGHT) / most
+def _axis(most: float, base: float, width: int, words: str) -> str:
+    left, scale = _left(width), _room(width) / most
     ticks = [
-        f'<text class="tick below" text-anchor="middle" x="{_LEFT + tick * scale:.1f}" y="{base + 15:.0f}">'
+        f'<text class="tick below" text-anchor="middle" x="{left + tick * scale:.1f}" y="{base + 15:.0f}">'
         f"{short(tick)}</text>"
         for tick in nice_ticks(0.0, most, 6)
     ]
-    middle = (_LEFT + WIDTH - _RIGHT) / 2
+    middle = left + _room(width) / 2
     return (
         "".join(ticks) + f'<text class="unit" text-anchor="middle" x="{middle:.0f}" y="{base + 31:.0f}">{words}</text>'
     )
 
 
-def _legend(tints: Mapping[str, int]) -> str:
-    keys = "".join(f'<span><i class="swatch tint-{tint}"></i>{escape(name)}</span>' for name, tint in tints.items())
+def _legend(tints: Mapping[str, str]) -> str:
+    keys = "".join(f'<span><i class="swatch {tint}"></i>{escape(name)}</span>' for name, tint in tints.items())
     return f'<p class="legend">{keys}</p>'
 
 
-def _figure(bars: Bars, kind: str, legend: str, below: str) -> str:
+def _figure(sizes: Sequence[Bars], kind: str, legend: str, below: str) -> str:
+    title = sizes[0].title
+    drawn = "".join(
+        f'<svg class="{"broad" if bars.width == WIDTH else "narrow"}" viewBox="0 0 {bars.width} {bars.height:.0f}" '
+        f'role="img" aria-label="{title}">{bars.body}</svg>'
+        for bars in sizes
+    )
     return (
-        f'<figure class="picture {kind}"><figcaption>{heading(bars.title, bars.unit)}</figcaption>{legend}'
-        f'<div class="scroll bars" tabindex="0" role="group" aria-label="{bars.title}, scrollable">'
-        f'<svg viewBox="0 0 {WIDTH} {bars.height:.0f}" role="img" aria-label="{bars.title}">'
-        f"{bars.body}</svg></div>{below}</figure>"
+        f'<figure class="picture {kind}"><figcaption><h3>{title}</h3></figcaption>{legend}'
+        f'<div class="bars">{drawn}</div>{below}</figure>'
     )

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from meshwright.atomic import write_atomic_in
 from meshwright.reading import Unfit, open_plain
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -32,6 +33,15 @@ def read_inside(root: Path, *parts: str, most: int, start: int = 0) -> bytes:
         raise Outside(parts[-1]) from error
     finally:
         os.close(descriptor)
+
+
+def write_inside(root: Path, *parts: str, content: bytes) -> None:
+    """Write a file below `root`, complete or not at all; a link of its name is replaced, not followed."""
+    holder = _folder(root, *parts[:-1])
+    try:
+        write_atomic_in(holder, _name(parts[-1]), content)
+    finally:
+        os.close(holder)
 
 
 def names_inside(root: Path, *parts: str) -> list[str]:

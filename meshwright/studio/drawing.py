@@ -42,7 +42,7 @@ def _part(bars: Bars, top: float) -> tuple[str, float]:
         width = 30 + _LETTER * len(name)
         if x + width > WIDTH:
             x, y = float(_LEFT), y + _ROW
-        drawn.append(f'<rect class="tint-{tint}" x="{x:.1f}" y="{y - 9:.0f}" width="10" height="10"/>')
+        drawn.append(f'<rect class="{tint}" x="{x:.1f}" y="{y - 9:.0f}" width="10" height="10"/>')
         drawn.append(f'<text x="{x + 15:.1f}" y="{y:.0f}">{escape(name)}</text>')
         x += width
     y += 14
@@ -53,10 +53,11 @@ def _part(bars: Bars, top: float) -> tuple[str, float]:
 def _style() -> str:
     """The page's light colours, by value: programs other than browsers do not support CSS variables."""
     light = asset("base.css").split("@media")[0] + asset("pictures.css").split("@media")[0]
-    colours = dict(re.findall(r"--(t\d+|red|soft):(#\w+)", light))
-    tints = "".join(f".tint-{tint}{{fill:{colours[f't{tint}']}}}" for tint in range(TINTS))
+    colours = dict(re.findall(r"--((?:mem|time)-\d+|red|soft):(#\w+)", light))
+    names = [f"{kind}-{tint}" for kind in ("mem", "time") for tint in range(TINTS)]
+    tints = "".join(f".{name}{{fill:{colours[name]}}}" for name in names)
     return (
         f"text{{font:11.5px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:{colours['soft']}}}"
         f".title{{font-size:15px;font-weight:650}}.limit{{stroke:{colours['red']};stroke-width:2;stroke-dasharray:5 3}}"
-        f"{tints}"
+        f".total{{paint-order:stroke;stroke:#fff;stroke-width:4px}}{tints}"
     )

@@ -50,7 +50,9 @@ class Follower:
         self._attempt = 0
         self._at = np.empty((0, len(AXES)))
         self._low = np.empty((0, len(FIELDS)), dtype=np.float32)
-        self._high = self._low
+        self._mean = self._high = self._low
+        self._count = np.empty(0, dtype=np.float32)
+        """Steps that each row stands for, which weigh its mean."""
         self._validation: list[tuple[float, float]] = []
 
     @property
@@ -142,6 +144,7 @@ class Follower:
 
     def _cut(self, keep: int) -> None:
         self._at, self._low, self._high = self._at[:keep], self._low[:keep], self._high[:keep]
+        self._mean, self._count = self._mean[:keep], self._count[:keep]
         self._raw_from = min(self._raw_from, keep)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
@@ -167,6 +170,8 @@ class Follower:
         self._at = np.concatenate([self._at, np.column_stack([places, elapsed])])
         self._low = np.concatenate([self._low, values])
         self._high = np.concatenate([self._high, values])
+        self._mean = np.concatenate([self._mean, values])
+        self._count = np.concatenate([self._count, np.ones(len(values), dtype=np.float32)])
         if len(self._at) - self._raw_from > _MOST_ROWS:
             self._fold(_BUCKETS, _TAIL)
 
@@ -176,25 +181,30 @@ class Follower:
         if older <= 2 * buckets:
             return
         at, low, high = folded(self._at[:older], self._low[:older], self._high[:older], buckets)
+        mean, count = folded_mean(self._mean[:older], self._count[:older], buckets)
         self._raw_from = len(at)
         self._at = np.concatenate([at, self._at[older:]])
         self._low = np.concatenate([low, self._low[older:]])
         self._high = np.concatenate([high, self._high[older:]])
+        self._mean = np.concatenate([mean, self._mean[older:]])
+        self._count = np.concatenate([count, self._count[older:]])
 
     def drawn(self, axis: str, buckets: int) -> dict[str, Any]:
-        """The curves over an axis, lowest and highest of every bucket, as plain lists; gaps are None."""
+        """The curves over an axis, lowest, highest and mean of every bucket, as plain lists; gaps are None."""
         with self._lock:
-            at, low, high = self._at, self._low, self._high
+            at, low, high, mean, count = self._at, self._low, self._high, self._mean, self._count
             validation = list(self._validation)
         if len(at) > 2 * buckets:
             at, low, high = folded(at, low, high, buckets)
+            mean, _ = folded_mean(mean, count, buckets)
         place = AXES.index(axis)
         fields: dict[str, Any] = {}
         for number, name in enumerate(FIELDS):
             least, most = low[:, number], high[:, number]
             if np.isfinite(most).any():
                 same = np.array_equal(least, most, equal_nan=True)
-                fields[name] = {"low": _plain(least)} | ({} if same else {"high": _plain(most)})
+                more = {} if same else {"high": _plain(most), "mean": _plain(mean[:, number])}
+                fields[name] = {"low": _plain(least), **more}
         steps = [step for step, _ in validation]
         return {
             "x": _plain(at[:, place]),
@@ -211,9 +221,22 @@ class Follower:
 
 def folded(at: Any, low: Any, high: Any, buckets: int) -> tuple[Any, Any, Any]:
     """Rows in `buckets` buckets of equal size: the last position, the lowest and the highest value of each."""
-    edges = np.unique(np.linspace(0, len(at), buckets, endpoint=False).astype(int))
+    edges = _edges(len(at), buckets)
     ends = np.append(edges[1:], len(at)) - 1
     return at[ends], np.fmin.reduceat(low, edges), np.fmax.reduceat(high, edges)
+
+
+def folded_mean(mean: Any, count: Any, buckets: int) -> tuple[Any, Any]:
+    """The mean of each of the same buckets, every row weighed by the steps it stands for, and their number."""
+    edges = _edges(len(mean), buckets)
+    weight = np.where(np.isfinite(mean), count[:, None], 0.0)
+    with np.errstate(invalid="ignore"):  # a bucket without a finite value has no mean
+        means = np.add.reduceat(np.nan_to_num(mean) * weight, edges) / np.add.reduceat(weight, edges)
+    return means.astype(np.float32), np.add.reduceat(count, edges)
+
+
+def _edges(rows: int, buckets: int) -> Any:
+    return np.unique(np.linspace(0, rows, buckets, endpoint=False).astype(int))
 
 
 def _columns(rows: list[dict[str, Any]], names: Sequence[str]) -> Any:

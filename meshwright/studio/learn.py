@@ -6,10 +6,14 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from posixpath import dirname, join, normpath
+from typing import Any
 from urllib.parse import quote
 
 from meshwright.studio.confined import Outside
 from meshwright.studio.markdown import to_html
+
+START = "README"
+"""The page where a reader begins."""
 
 
 def titles_in_order(texts: Mapping[str, str]) -> dict[str, str]:
@@ -33,7 +37,29 @@ def _order(folder: str, texts: Mapping[str, str]) -> list[str]:
 @cache
 def guide_titles() -> dict[str, str]:
     """Every page of the guide: name → title, in order."""
-    return titles_in_order({name.removesuffix(".md"): _text(name) for name in _files(".md")})
+    return titles_in_order(_texts())
+
+
+@cache
+def guide_groups() -> list[dict[str, Any]]:
+    """The pages as a reader meets them: the start page, the groups under its headings, a group for every folder.
+
+    Pages that the start page does not name come last.
+    """
+    titles, start = guide_titles(), _texts()[START]
+    groups: dict[str, list[str]] = {}
+    for part in re.split(r"^## ", start, flags=re.MULTILINE)[1:]:
+        named = [name for name in re.findall(r"\]\(([\w-]+)\.md\)", part) if name in titles]
+        groups[part.partition("\n")[0].strip()] = named
+    for folder in sorted({dirname(name) for name in titles} - {""}):
+        groups[titles.get(f"{folder}/README", folder)] = [name for name in titles if dirname(name) == folder]
+    placed = {START}.union(*groups.values())
+    groups["More"] = [name for name in titles if name not in placed]
+    return [
+        {"title": title, "pages": [{"name": name, "title": titles[name]} for name in dict.fromkeys(names)]}
+        for title, names in groups.items()
+        if names
+    ]
 
 
 @cache
@@ -63,6 +89,11 @@ def guide_picture(name: str) -> bytes:
     if name not in _files(".svg"):
         raise Outside(name)
     return _text(name).encode()
+
+
+@cache
+def _texts() -> dict[str, str]:
+    return {name.removesuffix(".md"): _text(name) for name in _files(".md")}
 
 
 def _inside(folder: str, target: str) -> str:

@@ -1,11 +1,13 @@
 """The mesh on the machines: nodes of GPUs, once per axis, coloured by the position along it."""
 
+from collections.abc import Sequence
 from html import escape
 from math import prod
 
 _MOST_NODES = 16
+_MOST_STAGES = 32
 _TINTS = 12
-_CELL, _GAP, _PANEL = 16, 2, 14
+_CELL, _GAP, _PANEL, _LEFT = 18, 2, 14, 30
 _WORDS = {
     "pp": "pipeline stages (pp)",
     "dp_replicate": "replicas (dp_replicate)",
@@ -15,18 +17,20 @@ _WORDS = {
 }
 
 
-def mesh(axes: dict[str, int], gpus_per_node: int) -> str:
-    """A panel for every axis larger than 1; `axes` are sizes by name, outermost first, as ranks are numbered."""
+def mesh(axes: dict[str, int], gpus_per_node: int, stages: Sequence[str] = ()) -> str:
+    """A panel for every axis larger than 1; `axes` are sizes by name, outermost first, as ranks are numbered.
+
+    `stages` says what each pipeline rank holds.
+    """
     ranks = prod(axes.values())
     nodes = -(-ranks // gpus_per_node)
-    shown = min(nodes, _MOST_NODES)
     used = [name for name, size in axes.items() if size > 1]
-    panels = "".join(_panel(name, axes, gpus_per_node, shown) for name in used)
-    note = "Every row is a node, every square a GPU; GPUs of one colour have the same position along the axis."
+    panels = "".join(_panel(name, axes, gpus_per_node, stages if name == "pp" else ()) for name in used)
+    note = "Every row is a node, every square a GPU, numbered and coloured by its position along the axis."
     if max(axes.values()) > _TINTS:
         note += f" Colours repeat after {_TINTS} positions."
-    if nodes > shown:
-        note += f" Only the first {shown} of {nodes} nodes are shown."
+    if nodes > _MOST_NODES:
+        note += f" {_MOST_NODES} of {nodes} nodes are shown, those first that add a position."
     if not used:
         note = "One GPU: there is nothing to lay out."
     return (
@@ -35,21 +39,64 @@ def mesh(axes: dict[str, int], gpus_per_node: int) -> str:
     )
 
 
-def _panel(name: str, axes: dict[str, int], gpus_per_node: int, nodes: int) -> str:
+def _panel(name: str, axes: dict[str, int], gpus_per_node: int, stages: Sequence[str]) -> str:
     sizes = list(axes.items())
     place = [axis for axis, _ in sizes].index(name)
-    size, stride = axes[name], prod(size for _, size in sizes[place + 1 :])
-    columns = min(gpus_per_node, prod(axes.values()))
-    cells = []
-    for rank in range(min(prod(axes.values()), nodes * gpus_per_node)):
-        at = rank // stride % size
-        x, y = rank % gpus_per_node * (_CELL + _GAP), rank // gpus_per_node * (_CELL + _PANEL // 3)
-        title = f"<title>node {rank // gpus_per_node}, rank {rank}: {name} {at}</title>"
-        box = f'x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="2"'
-        cells.append(f'<rect class="tint-{at % _TINTS}" {box}>{title}</rect>')
-    width, height = columns * (_CELL + _GAP), nodes * (_CELL + _PANEL // 3)
+    size, stride, ranks = axes[name], prod(size for _, size in sizes[place + 1 :]), prod(axes.values())
+    held = [
+        [rank // stride % size for rank in range(first, min(first + gpus_per_node, ranks))]
+        for first in range(0, ranks, gpus_per_node)
+    ]
+    rows = _shown(held)
+    drawn = [_row(name, node, held[node], gpus_per_node, row) for row, node in enumerate(rows)]
+    width = _LEFT + min(gpus_per_node, ranks) * (_CELL + _GAP)
+    height = len(rows) * (_CELL + _PANEL // 3)
     words = f"{_WORDS[name]}: {size}"
     return (
         f'<div class="panel"><svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'aria-label="GPUs by {escape(words)}">{"".join(cells)}</svg><p class="note">{escape(words)}</p></div>'
+        f'aria-label="GPUs by {escape(words)}">{"".join(drawn)}</svg><p class="note">{escape(words)}</p>'
+        f"{_stages(stages)}</div>"
     )
+
+
+def _shown(held: Sequence[Sequence[int]]) -> list[int]:
+    """The nodes that are drawn: if there are too many, first those on which a position appears that is not yet there.
+
+    Otherwise the first nodes of a long pipeline would all show its first stage.
+    """
+    seen: set[int] = set()
+    new = []
+    for node, places in enumerate(held):
+        if not seen.issuperset(places):
+            new.append(node)
+            seen.update(places)
+    new = new[:: -(-len(new) // _MOST_NODES)]
+    rest = [node for node in range(len(held)) if node not in set(new)]
+    return sorted(new + rest[: _MOST_NODES - len(new)])
+
+
+def _row(name: str, node: int, places: Sequence[int], gpus_per_node: int, row: int) -> str:
+    y = row * (_CELL + _PANEL // 3)
+    parts = [f'<text class="tick" text-anchor="end" x="{_LEFT - 6}" y="{y + _CELL - 5}">{node}</text>']
+    for index, at in enumerate(places):
+        x = _LEFT + index * (_CELL + _GAP)
+        title = f"<title>node {node}, rank {node * gpus_per_node + index}: {name} {at}</title>"
+        box = f'x="{x}" y="{y}" width="{_CELL}" height="{_CELL}" rx="2"'
+        parts.append(f'<rect class="tint-{at % _TINTS}" {box}>{title}</rect>')
+        parts.append(f'<text class="on" text-anchor="middle" x="{x + _CELL / 2:.0f}" y="{y + _CELL - 5}">{at}</text>')
+    return "".join(parts)
+
+
+def _stages(stages: Sequence[str]) -> str:
+    if not stages:
+        return ""
+    lines = "".join(
+        f'<li><i class="swatch tint-{rank % _TINTS}"></i>{rank}: {_unbroken(words)}</li>'
+        for rank, words in enumerate(stages[:_MOST_STAGES])
+    )
+    more = f"<li>and {len(stages) - _MOST_STAGES} more</li>" if len(stages) > _MOST_STAGES else ""
+    return f'<ul class="stages">{lines}{more}</ul>'
+
+
+def _unbroken(words: str) -> str:
+    return "; ".join(f"<span>{escape(part)}</span>" for part in words.split("; "))

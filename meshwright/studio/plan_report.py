@@ -41,7 +41,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB too much"
     tiles = (
-        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", "per GPU"),
+        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", f"per {prediction.per}"),
         ("MFU", mfu, "attention over every pair"),
         ("Step", f"{prediction.step_s:.3g} s", f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"),
         ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", room),
@@ -52,7 +52,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
         for what, value, more in tiles
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}"
-    guessed = "".join(f'<p class="note">assumed: {escape(guess)}</p>' for guess in prediction.guessed)
+    guessed = "".join(f'<p class="note">guessed: {escape(guess)}</p>' for guess in prediction.guessed)
     body = (
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'
         f"<span>{escape(layout_words(job))}</span>"
@@ -90,7 +90,24 @@ def _drawn_micro_batches(job: "Job") -> int:
 def _mesh(job: "Job", cluster: "Cluster") -> str:
     from meshwright.layout import axes
 
-    return mesh(axes(job.layout), cluster.gpus_per_node)
+    return mesh(axes(job.layout), cluster.gpus_per_node, _stages(job))
+
+
+def _stages(job: "Job") -> list[str]:
+    """What each pipeline rank holds, in words; empty without a pipeline."""
+    from meshwright.layout import stages_of_rank, table_of
+
+    if job.layout.pp == 1:
+        return []
+    table = table_of(job)
+    ranks = [[layers for layers, _ in stages_of_rank(job, table, rank)] for rank in range(table.ranks)]
+    return ["; ".join(_stage(layers, job.model.layers) for layers in stages) for stages in ranks]
+
+
+def _stage(layers: range, of: int) -> str:
+    last = layers.stop - 1
+    held = f"layer {last}" if len(layers) == 1 else f"layers {layers.start}–{last}"
+    return ("embedding, " if layers.start == 0 else "") + held + (", head" if layers.stop == of else "")
 
 
 def _scaling(job: "Job", cluster: "Cluster") -> str:
@@ -107,9 +124,10 @@ def _scaling(job: "Job", cluster: "Cluster") -> str:
         Series("batch grows with the GPUs", "plain", weak),
         Series("same batch", "other", [point for point in strong if point[1] is not None]),
     ]
-    return (
-        f'<div class="scaling">{line_chart("Scaling", "tokens/s", series, wide=True, from_zero=True, axis="GPU")}</div>'
-    )
+    charts = [
+        line_chart("Scaling", "tokens/s", series, wide=wide, from_zero=True, axis="GPU") for wide in (True, False)
+    ]
+    return f'<div class="scaling">{"".join(charts)}</div>'  # for a page, and for a phone
 
 
 def _total(point: "Scaled") -> Point:

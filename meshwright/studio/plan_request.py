@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.amounts import NoAmount, length, tokens
 from meshwright.errors import UserError
+from meshwright.studio.page_words import FieldError, label
 
 if TYPE_CHECKING:
     from meshwright.job import Job, Model
@@ -30,6 +32,8 @@ LIMITS = {
     "max_sequence_length": (16, 2**24),
 }
 """Minimum and maximum of every number; larger values are typos, or attempts to keep the planner busy."""
+_WRITTEN = {"seq": length, "batch": tokens}
+"""Numbers that the form takes as people write them."""
 _PICKED = ("layout", "memory", "precision", "run")
 
 
@@ -94,15 +98,19 @@ def asked(state: dict[str, Any]) -> Asked:
 def _model(state: dict[str, Any]) -> "Model":
     from pydantic import ValidationError
 
-    from meshwright.job import Model, model_preset
+    from meshwright.job import Model, model_preset, preset_named, unknown_model
 
     given = state.get("shape") or {}
     if not isinstance(given, dict) or set(given) - set(SHAPE):
         raise UserError(f"shape has fields that no plan depends on; give some of {', '.join(SHAPE)}")
     for name in LIMITS:
         _number(given, name)
-    preset = state.get("model")
-    start = {"preset": str(preset), **model_preset(str(preset))} if preset else {}
+    start: dict[str, Any] = {}
+    if name := str(state.get("model") or ""):
+        preset = preset_named(name)
+        if preset is None:
+            raise FieldError("model", unknown_model(f'Preset = "{name[:60]}"', name, "upload the model's config.json"))
+        start = {"preset": preset, **model_preset(preset)}
     try:
         return Model.model_validate(start | given)
     except ValidationError as error:
@@ -114,13 +122,17 @@ def _cluster(state: dict[str, Any]) -> "Cluster":
     from meshwright.plan import parse_cluster
 
     nodes, gpus = _number(state, "nodes") or 1, _number(state, "gpus") or 8
-    known = parse_cluster(f"{nodes}x{gpus}x{state.get('gpu') or 'h100'}")
+    gpu = str(state.get("gpu") or "h100")
+    try:
+        known = parse_cluster(f"{nodes}x{gpus}x{gpu}")
+    except UserError:
+        raise FieldError("gpu", f"GPU = {gpu[:60]} is not known; choose one from the list") from None
     links = {}
     for name, key in (("node", "node_link"), ("network", "network_link")):
         rate = state.get(key)
         if rate is not None:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e5:
-                raise UserError(f"{key} = {rate} is not a rate; give GB/s above 0, or leave it out")
+                raise FieldError(key, f"{label(key)} = {rate} is not a rate; give GB/s above 0, or leave it empty")
             links[name] = float(rate)
     fields: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "gpu": known.gpu}
     return Cluster(**fields, **({"links": links} if links else {}))
@@ -131,8 +143,14 @@ def _number(fields: dict[str, Any], name: str) -> int | None:
     if value is None:
         return None
     least, most = LIMITS[name]
+    if name in _WRITTEN and isinstance(value, str):
+        text = value
+        try:
+            value = _WRITTEN[name](text)
+        except NoAmount as error:
+            raise FieldError(name, f"{label(name)} = {text[:40]} is not a number of tokens; {error}") from None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise UserError(f"{name} = {value} is not a whole number from {least} to {most}; give one")
+        raise FieldError(name, f"{label(name)} = {value} is not a whole number from {least:,} to {most:,}; correct it")
     return value
 
 

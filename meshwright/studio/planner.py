@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import UserError
 from meshwright.studio.expectations import expectations
 from meshwright.studio.numbers import count
+from meshwright.studio.page_words import field_of, in_page_words
 from meshwright.studio.plan_report import layout_pictures
 from meshwright.studio.plan_request import SHAPE, Asked, asked, pick_of
+from meshwright.studio.training import FIELDS, Training, training
 
 if TYPE_CHECKING:
     from meshwright.job.devices import Cluster
@@ -33,6 +35,7 @@ class Planner:
         self._interrupted = interrupted
         """Whether another request waits: then a long search returns what it has."""
         self._answers: dict[str, dict[str, Any]] = {}
+        self._searches: dict[str, Search] = {}
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """What the page shows for a request, or `error`: one sentence on what is invalid."""
@@ -48,31 +51,19 @@ class Planner:
                 raise UserError(f"part = {question.get('part')} is not known; give one of {', '.join(parts)}")
             found = make(question)
         except UserError as error:
-            return {"error": str(error)}
+            return {"error": in_page_words(str(error)), "field": field_of(error)}
         found["took_s"] = round(perf_counter() - begun, 4)
         if found.get("whole", True):
-            self._answers[key] = found
-            if len(self._answers) > _KEPT:
-                self._answers.pop(next(iter(self._answers)))
+            _keep(self._answers, key, found)
         return found
 
     def _search(self, state: dict[str, Any]) -> dict[str, Any]:
         from meshwright.cost import parameter_count
-        from meshwright.plan import search, why_not
+        from meshwright.plan import why_not
 
-        question = asked(state)
-        until = process_time() + QUICK_S  # CPU time, so that a busy machine answers later but just as well
-        full = bool(state.get("full"))
-        enough = self._interrupted if full else lambda: process_time() > until
-        found = search(
-            question.model,
-            question.cluster,
-            question.sequence,
-            question.batch,
-            top=_TOP if full else _QUICK_TOP,
-            allow=_allowed(state),
-            enough=enough,
-        )
+        question, whole = asked(state), training(state)
+        found, complete = self._found(question, state)
+        best = found.best[0] if found.best else None
         return {
             "parameters": parameter_count(question.model),
             "parameters_words": count(parameter_count(question.model)),
@@ -84,11 +75,41 @@ class Planner:
             "practice": question.practice,
             "bounded": found.bounded,
             "predicted": found.predicted,
-            "whole": full and found.whole,
-            "rows": [_row(one) for one in found.best],
-            "misses": [why_not(one, found) for one in found.misses],
-            "nothing": _nothing(question, found),
+            "whole": complete,
+            "rows": [_row(one, whole, question.cluster) for one in found.best],
+            "training": whole.sentence(best, question.cluster),
+            "misses": [in_page_words(why_not(one, found)) for one in found.misses],
+            "nothing": _nothing(question, found, complete),
         }
+
+    def _found(self, question: Asked, state: dict[str, Any]) -> tuple["Search", bool]:
+        """The layouts, and whether the search was complete: then it is not repeated for another whole training."""
+        from meshwright.plan import search
+
+        full = bool(state.get("full"))
+        key = json.dumps({name: state[name] for name in state if name not in (*FIELDS, "full")}, sort_keys=True)
+        if key in self._searches:
+            return self._searches[key], True
+        until = process_time() + QUICK_S  # CPU time, so that a busy machine answers later but just as well
+        found = search(
+            question.model,
+            question.cluster,
+            question.sequence,
+            question.batch,
+            top=_TOP if full else _QUICK_TOP,
+            allow=_allowed(state),
+            enough=self._interrupted if full else lambda: process_time() > until,
+        )
+        complete = full and found.whole
+        if complete:
+            _keep(self._searches, key, found)
+        return found, complete
+
+
+def _keep(cache: dict[str, Any], key: str, value: Any) -> None:
+    cache[key] = value
+    if len(cache) > _KEPT:
+        cache.pop(next(iter(cache)))
 
 
 def _allowed(state: dict[str, Any]) -> list[str]:
@@ -98,14 +119,21 @@ def _allowed(state: dict[str, Any]) -> list[str]:
     return [str(word) for word in words]
 
 
-def _nothing(question: Asked, found: "Search") -> str:
+def _nothing(question: Asked, found: "Search", hinted: bool) -> str:
+    """That nothing fits, with the smallest change that would, if there is time to look for it."""
+    from meshwright.plan import what_would_fit
+
     if found.best:
         return ""
     gpus = "one GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
-    return f"No layout fits on {gpus} of this kind; use more or larger ones, or a smaller model."
+    hint = None
+    if hinted:
+        hint = what_would_fit(question.model, question.cluster, question.sequence, question.batch)
+    remedy = f"try {in_page_words(hint)}" if hint else "use more or larger ones, or a smaller model"
+    return f"No layout fits on {gpus} of this kind; {remedy}."
 
 
-def _row(one: "Candidate") -> dict[str, Any]:
+def _row(one: "Candidate", whole: Training, cluster: "Cluster") -> dict[str, Any]:
     from meshwright.plan import layout_words, limit
 
     prediction = one.prediction
@@ -118,6 +146,7 @@ def _row(one: "Candidate") -> dict[str, Any]:
         "gib": prediction.fullest.device / GIB,
         "share": prediction.fullest.device / prediction.capacity_bytes,
         "limited_by": limit(prediction),
+        "training": whole.of(one, cluster),
     }
 
 
@@ -130,7 +159,8 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
     prediction = predict(job, cluster)
     heading = (
         f"planned for {spelled(cluster)}: {layout_words(job)}; "
-        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, {prediction.fullest.device / GIB:.1f} GiB predicted"
+        f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {prediction.per}, "
+        f"{prediction.fullest.device / GIB:.1f} GiB predicted"
     )
     return {
         "title": layout_words(job),

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from meshwright.runs import Metrics, RunFolder
+from meshwright.reading import Unfit, read_text
+from meshwright.runs import NOTES, Metrics, RunFolder
 from meshwright.runs.traces import VIEWERS, traces_of
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
 from meshwright.studio.files import write_page
 from meshwright.studio.headline import headline
+from meshwright.studio.loss_text import loss_text_section
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
 from meshwright.studio.runs import heard
@@ -25,6 +27,7 @@ from meshwright.version import VERSION
 _MOST_SAMPLES = 12
 _LONGEST_SAMPLE = 4000
 _MOST_TRACES = 64
+_LONGEST_NOTE = 1 << 16
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
@@ -37,13 +40,15 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         [
             headline(name, _state(folder, metrics), folder.job(), metrics, events, folder.environment()),
             *(f'<p class="note alarm">{escape(report)}.</p>' for report in unread),
+            _notes(folder.path / NOTES),
             _charts(metrics),
             memory_chart(memory),
             expectations(folder.job(), metrics.rows, events),
             _traces(traces_of(folder.path), out or folder.path / "report.html"),
             _samples(folder.samples()),
+            loss_text_section(folder.path),
             f"<h2>Events</h2>{events_table(events)}",
-            f"<h2>Job</h2>{job_tables(folder.job(), folder.raw_job())}",
+            f"<h2>Job</h2>{job_tables(folder.job(), folder.job_file())}",
             f"<h2>Machine</h2>{environment_table(folder.environment())}",
             f"<h2>Code</h2>{code_tables(folder.code(), folder.path / 'code.diff')}",
             f"<footer>Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by Meshwright {VERSION} from "
@@ -99,6 +104,14 @@ def _restarts(metrics: list[dict[str, Any]]) -> list[float]:
     for row in metrics:
         first_steps.setdefault(row.get("attempt", 0), row["step"])
     return list(first_steps.values())[1:]
+
+
+def _notes(path: Path) -> str:
+    try:
+        text = read_text(path, _LONGEST_NOTE)
+    except (FileNotFoundError, Unfit):
+        return ""
+    return f"<h2>Notes</h2><pre>{escape(text)}</pre>" if text.strip() else ""
 
 
 def _samples(samples: dict[int, str]) -> str:

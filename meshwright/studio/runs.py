@@ -1,4 +1,4 @@
-"""The runs of a folder, as the page lists and shows them; read-only."""
+"""The runs of a folder, as the page lists and shows them; of a run only its notes are written."""
 
 import os
 import time
@@ -8,12 +8,14 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from meshwright.atomic import disk_refusal
 from meshwright.errors import UserError
 from meshwright.reading import EVENTS, FILE_BYTES, MEMORY, METRICS, Tally, Unfit, is_number, parse_json, rows_in
-from meshwright.runs import state_of
-from meshwright.studio.confined import Outside, names_inside, open_inside, read_inside
+from meshwright.runs import NOTES, state_of
+from meshwright.studio.confined import Outside, names_inside, open_inside, read_inside, write_inside
 from meshwright.studio.follow import AXES, Follower
 from meshwright.studio.memory import memory_chart
+from meshwright.studio.settings import MOST_RUNS, differing
 
 _FIRST_EVENTS_BYTES, _LAST_EVENTS_BYTES = 1 << 20, 3 << 20
 _MOST_TEXT = 1 << 16
@@ -27,6 +29,7 @@ _POINTS = 24_000
 """Buckets of all curves in one answer, shared by the requested runs."""
 _SILENT_S = 180.0
 _SILENT_STEPS = 20
+_NOTE_BYTES, _NOTE_LINE = 1 << 16, 80
 _MARKS = ("restart", "resume", "bad_step", "overflow", "skip", "rewind", "checkpoint", "checkpoint_failed", "stop")
 
 
@@ -95,6 +98,7 @@ class Runs:
             "step": _number(last.get("step")),
             "loss": _number(last.get("loss")),
             "unread": sum(tally.bad for tally in self._tallies(name)),
+            "note": self.note(name).strip().partition("\n")[0][:_NOTE_LINE],
         }
 
     def _silent_s(self, name: str, stamp: tuple[int, float]) -> float:
@@ -186,6 +190,7 @@ class Runs:
             "events_left_out": max(0, len(events) - _MOST_EVENTS),
             "samples": self._samples(name),
             "logs": names_inside(self.root, name, "logs"),
+            "note": self.note(name),
             "memory": memory_chart(rows),
             "unread": [report for tally in (*self._tallies(name), memory) if (report := tally.sentence())],
         }
@@ -213,11 +218,45 @@ class Runs:
         size, _ = self._stamp(name, METRICS.name)
         rows = rows_in(self._tail(name, METRICS.name, size, _MOST_TEXT), METRICS, Tally(METRICS.name))
         metrics = [{"step": row["step"], "step_s": row.get("step_s")} for row in rows]
+        return {"part": "run", "job": self._job(name), "metrics": metrics, "events": list(events.values())}
+
+    def settings(self, names: Sequence[str]) -> dict[str, Any]:
+        """The settings in which the first few of these runs differ."""
+        for name in names[:MOST_RUNS]:
+            self._require(name)
+        return differing({name: self._job(name) for name in names[:MOST_RUNS]})
+
+    def note(self, name: str) -> str:
+        """What the user wrote about a run."""
+        return self._bytes(name, NOTES, most=_NOTE_BYTES).decode("utf-8", "replace")
+
+    def write_note(self, name: str, text: Any, before: Any) -> None:
+        """Replace a run's note, if it still is the one that the user saw."""
+        self._require(name)
+        if not isinstance(text, str) or any(ord(each) < 32 and each not in "\n\t" for each in text):
+            raise UserError("a note must be text without control characters; remove them")
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:
+            raise UserError("a note must be text that UTF-8 can represent; remove lone surrogates") from None
+        if len(raw) > _NOTE_BYTES:
+            raise UserError(f"a note may have at most {_NOTE_BYTES:,} bytes; shorten it")
+        with self._lock:
+            if self.note(name) != before:
+                raise UserError("the note was changed elsewhere meanwhile; copy your text and reload the page")
+            try:
+                write_inside(self.root, name, NOTES, content=raw)
+            except OSError as error:
+                raise disk_refusal(f"{NOTES} of {name}", error) or error from error
+
+    def _job(self, name: str) -> dict[str, Any]:
         try:
             job = parse_json(self._bytes(name, "job.resolved.json", most=FILE_BYTES))
+            if not isinstance(job, dict):
+                raise Unfit("it is not a table of settings")
         except Unfit as unfit:
             raise UserError(f"job.resolved.json of {name} is damaged ({unfit}); restore it from a copy") from None
-        return {"part": "run", "job": job, "metrics": metrics, "events": list(events.values())}
+        return job
 
     def _samples(self, name: str) -> list[dict[str, Any]]:
         files = [file for file in names_inside(self.root, name, "samples") if file.startswith("step-")]

@@ -1,4 +1,4 @@
-"""The studio's server: a few static files and JSON answers; it never changes a run."""
+"""The studio's server: a few static files and JSON answers; of a run it changes nothing but the user's note."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.reading import Unfit, parse_json
 from meshwright.studio.confined import Outside
 from meshwright.studio.guard import COOKIE, HEADERS, Guard
-from meshwright.studio.learn import guide_page, guide_picture, guide_titles
+from meshwright.studio.learn import START, guide_groups, guide_page, guide_picture, guide_titles
 from meshwright.studio.limits import QUESTIONS, Connections, Guesses, TimedReader, TooLarge
 from meshwright.studio.plan_request import LIMITS
 from meshwright.studio.planner_process import PlannerProcess
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._get)
 
     def do_POST(self) -> None:
-        """One question to the planner, which changes nothing."""
+        """A question to the planner, which changes nothing, or a run's note."""
         self._answer(self._post)
 
     def _answer(self, make: Any) -> None:
@@ -179,28 +179,43 @@ class _Handler(BaseHTTPRequestHandler):
         elif path.startswith("/guide/"):
             self._send(guide_picture(path.removeprefix("/guide/")), _TYPES["svg"])
         elif path == "/api/choices":
-            self._send_json(_choices(runs.root))
+            self._send_json(choices(runs.root))
         elif path == "/api/runs":
-            self._send_json({"runs": runs.listed()})
+            self._send_json({"folder": str(runs.root.absolute()), "runs": runs.listed()})
         elif path == "/api/curves":
             self._send_json({"runs": runs.curves(query.get("run", []), query.get("x", ["step"])[0])})
         elif path == "/api/run":
             self._send_json(runs.shown(name))
+        elif path == "/api/settings":
+            self._send_json(runs.settings(query.get("run", [])))
         elif path == "/api/log":
             offset = query.get("offset")
             self._send_json(runs.log(name, query.get("log", [""])[0], int(offset[0]) if offset else None))
         elif path == "/api/predicted":
             self._ask(runs.question(name))
         elif path == "/api/guide":
-            self._send_json({"titles": guide_titles()})
+            self._send_json({"start": {"name": START, "title": guide_titles()[START]}, "groups": guide_groups()})
         elif path == "/api/page":
             self._send_json({"html": guide_page(query.get("page", [""])[0])})
         else:
             raise Outside(path)
 
     def _post(self, path: str, _query: dict[str, list[str]]) -> None:
-        if path != "/api/plan":
+        if path not in ("/api/plan", "/api/note"):
             raise Refused(HTTPStatus.NOT_FOUND, "not found")
+        question = self._body()
+        if path == "/api/note":
+            if "Origin" not in self.headers:  # every browser sends it with a POST
+                raise Refused(HTTPStatus.FORBIDDEN, "only the studio's own page may write notes")
+            self.server.runs.write_note(str(question.get("run")), question.get("text"), question.get("before"))
+            self._send_json({"saved": True})
+            return
+        if question.get("part") not in ("search", "layout", "config"):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, layout or config")
+        self._ask(question)
+
+    def _body(self) -> dict[str, Any]:
+        """The JSON object of a request, within the limits on size and time."""
         if self.headers.get_content_type() != "application/json":
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a request must be JSON")
         if "Transfer-Encoding" in self.headers:
@@ -217,9 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
         except Unfit:
             raise Refused(HTTPStatus.BAD_REQUEST, "a request must be JSON") from None
         self.server.connections.answering(self.connection, True)
-        if not isinstance(question, dict) or question.get("part") not in ("search", "layout", "config"):
-            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, layout or config")
-        self._ask(question)
+        if not isinstance(question, dict):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request must be a JSON object")
+        return question
 
     def _ask(self, question: dict[str, Any]) -> None:
         if not self.server.questions.acquire(blocking=False):
@@ -279,7 +294,8 @@ def _worded(value: Any) -> Any:
     return [_worded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _choices(runs: Path) -> dict[str, Any]:
+def choices(runs: Path) -> dict[str, Any]:
+    """What the plan page offers."""
     from meshwright.hardware import known_gpus
     from meshwright.job import model_preset, model_presets
     from meshwright.plan import ALLOWED
@@ -288,7 +304,16 @@ def _choices(runs: Path) -> dict[str, Any]:
         "version": VERSION,
         "runs_folder": str(runs),
         "models": {name: model_preset(name) for name in model_presets()},
-        "gpus": {gpu.key: gpu.memory_gib for gpu in known_gpus()},
+        "gpus": {gpu.key: {"gib": gpu.memory_gib, "guessed": _is_guessed(gpu.key)} for gpu in known_gpus()},
         "limits": LIMITS,
         "allowed": list(ALLOWED),
     }
+
+
+def _is_guessed(gpu: str) -> bool:
+    """Whether the planner has only a guess of a GPU's rates, neither published runs nor a profile of it."""
+    from meshwright.job.devices import Cluster
+    from meshwright.plan import machine_of
+
+    machine = machine_of(Cluster(nodes=1, gpus_per_node=1, gpu=gpu))
+    return machine.measured is None and bool(machine.rates.guess)

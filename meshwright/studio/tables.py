@@ -37,7 +37,7 @@ def job_tables(job: dict[str, Any], raw: str) -> str:
             fields, section = {section: fields}, "job"
         rows = "".join(_row(field, value, field in given.get(section, {})) for field, value in fields.items())
         sections.append(f"<section><h3>{escape(section)}</h3><table><tbody>{rows}</tbody></table></section>")
-    file = f"<details><summary>job.toml as written</summary><pre>{escape(raw)}</pre></details>" if raw.strip() else ""
+    file = f"<details><summary>job.toml</summary><pre>{escape(raw)}</pre></details>" if raw.strip() else ""
     note = '<p class="note above">All resolved fields; values from the job file are bold.</p>' if given else ""
     return f'{note}<div class="sections">{"".join(sections)}</div>{file}'
 

@@ -21,7 +21,7 @@ from meshwright.train.feed import (
     require_enough_text,
     training_loader,
 )
-from meshwright.train.generate import generate
+from meshwright.train.generate import generate, stream
 from meshwright.train.kernels import choose_attention
 from meshwright.train.meter import FLOPS_CONVENTION
 from meshwright.train.optimizer import build_optimizer, clip_gradients, states_of
@@ -77,6 +77,7 @@ __all__ = [
     "score",
     "set_up_trainer",
     "states_of",
+    "stream",
     "training_loader",
     "windows",
 ]

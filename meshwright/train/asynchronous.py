@@ -26,9 +26,9 @@ LONGEST_WINDOW = 100
 def windows(job: Job, done: int = 0) -> Iterator[range]:
     """The remaining steps, split where the pipeline drains: at evaluations, at checkpoints by step, at the end, and
     every LONGEST_WINDOW steps."""
-    first, every = done + 1, job.checkpoint.every_steps
+    first, every = done + 1, job.checkpoint.every_steps or 0
     for step in range(first, job.run.steps + 1):
-        ends = evaluation_due(job, step) or step == job.run.steps or (every is not None and step % every == 0)
+        ends = evaluation_due(job, step) or step == job.run.steps or (every > 0 and step % every == 0)
         if ends or step - first + 1 == LONGEST_WINDOW:
             yield range(first, step + 1)
             first = step + 1

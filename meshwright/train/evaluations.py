@@ -68,7 +68,7 @@ class Evaluations:
             prompt,
             max(0, min(settings.sample_tokens, room)),
             seed=self._job.run.seed,
-            stop=tokenizer.end_of_text,
+            stop={tokenizer.end_of_text},
             vocab_size=tokenizer.vocab_size,
         )
         outcome.sample = tokenizer.decode(prompt + written)

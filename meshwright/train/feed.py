@@ -31,7 +31,7 @@ def open_corpus(job: Job, report: Callable[[str, float], None] | None = None) ->
     flow = open_flow(job.data, job.model.vocab_size)
     wanted = evaluated_sequences(job) * job.batch.sequence_length + 1
     held_out = flow.held_out(wanted) if evaluates(job) else MemoryTokens([], [])
-    return Corpus(flow.tokenizer, MemoryTokens([], []), held_out, None, flow=flow)
+    return Corpus(flow.tokenizer, MemoryTokens([], []), held_out, None, notes=flow.notes, flow=flow)
 
 
 def training_loader(

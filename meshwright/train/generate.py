@@ -1,5 +1,8 @@
 """Generate text from a model: one token at a time, with a key-value cache."""
 
+from collections.abc import Collection, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,8 +10,16 @@ from meshwright.errors import UserError
 from meshwright.model import Decoder, KVCache
 
 
-@torch.no_grad()
 def generate(
+    model: Decoder, prompt: list[int], tokens: int, *, stop: Collection[int] = (), **options: Any
+) -> list[int]:
+    """Up to `tokens` new token ids after the prompt and before a stop token; the options are those of `stream`."""
+    written = list(stream(model, prompt, tokens, stop=stop, **options))
+    return written[:-1] if written and written[-1] in stop else written
+
+
+@torch.no_grad()
+def stream(
     model: Decoder,
     prompt: list[int],
     tokens: int,
@@ -16,33 +27,53 @@ def generate(
     temperature: float = 0.8,
     top_p: float = 0.95,
     seed: int = 0,
-    stop: int | None = None,
+    stop: Collection[int] = (),
     vocab_size: int | None = None,
-) -> list[int]:
-    """Up to `tokens` new token ids after the prompt; temperature 0 always picks the most likely.
+    repetition_penalty: float = 1.0,
+    cache: KVCache | None = None,
+) -> Iterator[int]:
+    """Up to `tokens` new token ids after the prompt, each when it is chosen; a stop token is the last one.
 
-    Ids from `vocab_size` on (embedding rows the tokenizer never uses) are not sampled. Sampling happens on the CPU with
-    its own generator, so a seed gives the same text on every device that computes the same probabilities.
+    Temperature 0 always picks the most likely. Ids from `vocab_size` on (embedding rows the tokenizer never uses) are
+    not sampled. Sampling happens on the CPU with its own generator, so a seed gives the same text on every device that
+    computes the same probabilities. A cache may hold the beginning of the prompt, which is then not computed again.
     """
-    limit = model.shape.max_sequence_length
+    _require_room(model, prompt, tokens)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    cache = KVCache() if cache is None else cache
+    seen = list(prompt)
+    for _ in range(tokens):
+        fresh = torch.tensor([seen[cache.length :]], device=device)
+        logits_V = model(fresh, cache=cache)[0, -1].float().cpu()[:vocab_size]
+        token = _draw(_penalised(logits_V, seen, repetition_penalty), temperature, top_p, generator)
+        seen.append(token)
+        yield token
+        if token in stop:
+            return
+
+
+def _require_room(model: Decoder, prompt: list[int], tokens: int) -> None:
+    limit, vocab_size = model.shape.max_sequence_length, model.shape.vocab_size
     if len(prompt) + tokens > limit:
         raise UserError(
             f"prompt of {len(prompt)} tokens and --tokens {tokens} exceed model.max_sequence_length = {limit}; "
             f"ask for at most {max(0, limit - len(prompt))} tokens"
         )
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    cache = KVCache()
-    fresh = torch.tensor([prompt], device=device)
-    written: list[int] = []
-    while len(written) < tokens:
-        logits_V = model(fresh, cache=cache)[0, -1].float().cpu()[:vocab_size]
-        token = _draw(logits_V, temperature, top_p, generator)
-        if token == stop:
-            break
-        written.append(token)
-        fresh = torch.tensor([[token]], device=device)
-    return written
+    if max(prompt) >= vocab_size:
+        raise UserError(
+            f"the prompt has the token {max(prompt)}, but model.vocab_size = {vocab_size}: the tokenizer is of another "
+            "model; use the one the weights were trained with"
+        )
+
+
+def _penalised(logits_V: Tensor, seen: list[int], penalty: float) -> Tensor:
+    """Logits of tokens that were there already, made smaller (arXiv:1909.05858, section 4.1)."""
+    if penalty == 1.0:
+        return logits_V
+    index = torch.tensor(sorted(set(seen)))
+    before = logits_V[index]
+    return logits_V.index_put((index,), torch.where(before < 0, before * penalty, before / penalty))
 
 
 def _draw(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

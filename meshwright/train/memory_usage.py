@@ -29,7 +29,7 @@ class MemoryUsage:
                 self._most_in_first_step = most
                 torch.cuda.reset_peak_memory_stats(self._device)
             return most
-        self.peak, self.steady = _resident_peak_bytes(), _resident_bytes()
+        self.peak, self.steady = _resident_peak_bytes(), resident_bytes()
         return self.peak
 
 
@@ -38,6 +38,7 @@ def _resident_peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _resident_bytes() -> int | None:
+def resident_bytes() -> int | None:
+    """Memory of this process now; None if the system does not report it."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None

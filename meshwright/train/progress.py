@@ -39,7 +39,8 @@ class ConsoleProgress:
         """Move the bar, or print every log.every_steps-th step."""
         numbers = _numbers(row, self._val_loss)
         self._bar.update(self._task, completed=row["step"], numbers=numbers)
-        due = row["step"] % self._job.log.every_steps == 0 or row["step"] in (1, self._job.run.steps)
+        every = self._job.log.every_steps
+        due = every > 0 and (row["step"] % every == 0 or row["step"] in (1, self._job.run.steps))
         if not self._console.is_terminal and due:
             left_s = (self._job.run.steps - row["step"]) * row["step_s"]
             self._print(f"step {row['step']}/{self._job.run.steps}  {numbers}  left {_duration(left_s)}")

@@ -68,6 +68,8 @@ class TraceSteps:
         if found is None:
             raise UserError(f"--trace {text} is no range of steps; write it like 10-12, or 10 for one step")
         first, last = int(found[1]), int(found[2] or found[1])
+        if first > last:
+            raise UserError(f"--trace {text} ends before it begins; write it as {last}-{first}")
         if not 1 <= first <= last <= job.run.steps:
             raise UserError(f"--trace {text} is not within the steps of the job; give some from 1 to {job.run.steps}")
         if last - first >= MOST_STEPS:

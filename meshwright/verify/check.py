@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Layout
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
+from meshwright.parallel import uses_own_table
 from meshwright.registries import LOSSES, OPTIMIZERS, SCHEDULES
 from meshwright.torch_private.compiler import find_cpp_compiler
 from meshwright.verify import formats, staged
@@ -19,7 +20,7 @@ from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.exercised import check_exercised
-from meshwright.verify.observe import Observation, observe
+from meshwright.verify.observe import Observation, observe, observe_own
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
 
@@ -93,8 +94,9 @@ class Check:
         if self.collectives and "nccl" not in backend:  # NCCL itself checks it
             self._records = CheckRecords(ranks)
         record = None if self._records is None else self._records.folder
+        run = observe_own if uses_own_table(job) else observe
         self._group = RankGroup(
-            observe, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
+            run, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
         )
         return self
 
@@ -103,8 +105,14 @@ class Check:
         assert self._group is not None
         try:
             return self._group.poll(timeout_s)
+        except UserError as error:
+            if not uses_own_table(self.job):
+                raise
+            failure = error
         except RankError as error:
             raise error if self._records is None else self._records.explain(error) from None
+        self.refer()  # a model that fails in one process, too, is not failed by its table
+        raise failure
 
     def verdict(self) -> Verdict:
         """Compare what the ranks observed with the single-process run."""

@@ -1,5 +1,6 @@
 """What a rank observes of a run: the real training loop with a listener."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.parallel import ShardIndex, Weights, build, join_world
+from meshwright.parallel import ShardIndex, Weights, build, join_world, table_error
 from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, make_trainer
 from meshwright.verify.documents import unequal_corpus
@@ -63,6 +65,17 @@ def observe(
     shards = weights.shards()
     seen.updates = {name: Shard(shards[name], after - before[name]) for name, after in _values(weights).items()}
     return seen
+
+
+def observe_own(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
+    """As `observe`, for a model sharded by its own table: a failure names the line to look at."""
+    logging.disable(logging.CRITICAL)  # torch logs the traceback of some failures itself
+    try:
+        return observe(job, master, device)
+    except UserError:
+        raise
+    except Exception as error:
+        raise table_error(job, error) from error
 
 
 @torch.no_grad()

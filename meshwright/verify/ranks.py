@@ -96,11 +96,11 @@ class RankGroup:
 
     def close(self) -> None:
         """End every process, whatever it is doing."""
-        for pipe in self._pipes:
-            pipe.close()
         for process in self._processes:
             process.kill()
             process.join()
+        for pipe in self._pipes:  # not before, or a rank that is about to answer would print that it cannot
+            pipe.close()
         self._folder.cleanup()
 
     def _take_reports(self, timeout_s: float) -> None:

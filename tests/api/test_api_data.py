@@ -1,7 +1,10 @@
 """The loader gives the batches that training sees; a source of one's own is read once, into the same reader."""
 
+import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +42,31 @@ def test_a_position_and_a_share_of_the_ranks_can_be_had(tiny_job: Path) -> None:
     shares = [next(iter(meshwright.data.loader(tiny_job, position=8, rank=rank, ranks=2))) for rank in range(2)]
     assert torch.equal(torch.cat([share.batch.tokens_BS for share in shares]), whole.batch.tokens_BS)
     assert whole.batch.tokens_BS.shape == (4, 32) and {share.valid_count for share in shares} == {whole.valid_count}
+
+
+def test_data_prepare_takes_it_too(own: None, cli: Any) -> None:
+    @meshwright.register_source("prepared-notes")
+    def notes(argument: str) -> Iterator[str]:
+        yield from (f"note {number} of {argument}, about nothing" for number in range(60))
+
+    words = (
+        "data",
+        "prepare",
+        "prepared-notes:mine",
+        "--out",
+        "out",
+        "--vocab-size",
+        "300",
+        "--workers",
+        "1",
+        "--json",
+    )
+    done = cli(*words)
+    assert done.code == 0, done.err
+    assert sum(json.loads(done.out)["documents"].values()) == 60
+    assert "of mine, about nothing" in cli("data", "inspect", "out", "--sample", "1").out
+    refused = cli("data", "prepare", "nobody-s:mine", "--out", "other", "--vocab-size", "300")
+    assert refused.code == 2 and 'has "nobody-s", which is not known' in refused.err and not Path("other").exists()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -39,6 +39,9 @@ def test_a_run_of_version_0_1_goes_on_as_it_did_then(
             assert now[step][name] == pytest.approx(then[step][name], rel=1e-5), (step, name)
     assert ("val_loss" in then[8]) == (kept == "text")
     assert newest(Path("run")).facts.step == 8
+    if changes:  # which the job file then holds, next to how it was written
+        assert load_job("run/job.toml").job.layout == load_job("run").job.layout
+        assert Path("run/job.original.toml").read_text() == (OLD / kept / "run/job.toml").read_text()
 
 
 def rows(run: Path) -> dict[int, dict[str, Any]]:

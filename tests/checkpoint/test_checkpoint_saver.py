@@ -247,6 +247,8 @@ def test_a_backup_is_a_checkpoint_elsewhere_and_its_failure_harms_nothing(tmp_pa
 def test_the_interval_by_steps_minutes_and_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    never = Interval(Settings(every_steps=0, every_minutes=0), None)
+    assert not any(never.due_at(step) for step in range(1, 9)) and not never.due_by_time()
     steps = Interval(Settings(every_steps=3), None)
     assert [step for step in range(1, 10) if steps.due_at(step)] == [3, 6, 9] and not steps.due_by_time()
     minutes = Interval(Settings(every_minutes=0.5), None)

@@ -55,6 +55,25 @@ def test_list_show_verify_diff_and_prune(cli, run: Path) -> None:
     assert [entry.name for entry in (run / "checkpoints").iterdir()] == ["step-00000006"]
 
 
+def test_prune_keeps_what_the_job_keeps_for_good(cli, run: Path) -> None:
+    job = json.loads((run / "job.resolved.json").read_text())
+    job["checkpoint"]["keep_every"] = 4
+    (run / "job.resolved.json").write_text(json.dumps(job))
+
+    def removed(*options: str) -> list[str]:
+        found = cli("checkpoint", "prune", "run", "--keep-last", "1", "--dry-run", "--json", *options)
+        return json.loads(found.out)["removed"]
+
+    assert removed() == ["step-00000002"]
+    assert removed("--keep-every", "2") == []
+    assert removed("--keep-every", "0") == ["step-00000004", "step-00000002"]
+    job["checkpoint"]["keep_every"] = "4"
+    (run / "job.resolved.json").write_text(json.dumps(job))
+    refused = cli("checkpoint", "prune", "run", "--keep-last", "1")
+    assert refused.code == 2 and "its checkpoint.keep_every is not a number" in refused.err
+    assert len(list((run / "checkpoints").iterdir())) == 3
+
+
 def test_what_is_no_run_is_refused(cli, tiny_job: Path) -> None:
     for command in (["list", "corpus"], ["show", "corpus"], ["verify", "nowhere"], ["diff", "corpus", "corpus"]):
         result = cli("checkpoint", *command)

@@ -65,14 +65,31 @@ def test_conversations_and_joined_sources_are_prepared(cli, lines: Path) -> None
     Path("talk.jsonl").write_text('{"prompt": "one and one is", "completion": " two"}\n' * 40)
     done = cli("data", "prepare", "talk.jsonl", "--out", "talk", *PREPARE, "--format", "conversations")
     assert done.code == 0 and " conversations for train" in done.out
-    looked = json.loads(cli("data", "inspect", "talk", "--sample", "1", "--json").out)
+    looked = json.loads(cli("data", "inspect", "talk", "--json").out)
     assert looked["content"] == "conversations" and looked["samples"][0]["text"] == "one and one is two"
+    parts = [{"text": "one and one is", "counts": False}, {"text": " two", "counts": True}]
+    assert looked["samples"][0]["parts"] == parts
+    assert 1 < looked["samples"][0]["loss_tokens"] < looked["samples"][0]["tokens"]
+    shown = cli("data", "inspect", "talk").out
+    assert "what counts in the loss is between ⟦ and ⟧" in shown and "one and one is⟦ two⟧\n" in shown
+    assert cli("data", "inspect", "talk", "--sample", "0").out.count("one and one") == 0
     Path("a.jsonl").write_text('{"text": "one", "id": 1}\n' * 30)
     Path("b.jsonl").write_text('{"text": "on one", "id": 1}')
     done = cli("data", "prepare", "a.jsonl", "b.jsonl", "--out", "joined", *PREPARE, "--join", "id")
     assert done.code == 0, done.err
     looked = json.loads(cli("data", "inspect", "joined", "--sample", "1", "--json").out)
     assert looked["samples"][0]["text"] == "one\n\non one"
+
+
+def test_what_counts_is_coloured_at_a_terminal(cli, lines: Path, monkeypatch) -> None:
+    Path("talk.jsonl").write_text('{"prompt": "one \\u001b[2J is", "completion": " two"}\n' * 40)
+    cli("data", "prepare", "talk.jsonl", "--out", "talk", *PREPARE, "--format", "conversations")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes standard output for a terminal
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = cli("data", "inspect", "talk").out
+    assert "what counts in the loss is green" in shown and "\x1b[1;32m two" in shown and "⟦" not in shown
+    assert "\x1b[2J" not in shown
 
 
 CASES = {

@@ -122,8 +122,9 @@ def test_commands_that_only_read(cli, tiny_job: Path) -> None:
 
 LONG = "x" * 5000
 PATHS = {
-    "status": [LONG], "logs": [LONG], "cancel": [LONG], "report": [LONG], "generate": [LONG], "eval": [LONG],
-    "replay": [LONG, "--step", "1"], "job explain": [LONG], "job from-deepspeed": [LONG], "plan --check": [LONG],
+    "status": [LONG], "logs": [LONG], "cancel": [LONG], "report": [LONG], "generate": [LONG],
+    "chat": [LONG], "eval": [LONG], "replay": [LONG, "--step", "1"],
+    "job explain": [LONG], "job from-deepspeed": [LONG], "plan --check": [LONG],
     "data inspect": [LONG], "checkpoint list": [LONG], "checkpoint verify": [LONG],
     "checkpoint import": [LONG, "--out", "o"], "studio --port 0 --host": [LONG], "submit demo --site": [LONG],
     "plan --model": [f"{LONG}.json"],

@@ -66,13 +66,15 @@ def _bad_input_is_refused(cli) -> None:
     for arguments, sentence in [
         (["nowhere"], "nowhere"),
         (["run", "--data", "none.txt"], "none.txt does not exist"),
+        (["run", "--data", "https://me:pw@host/a.txt"], "--data = 'https://host/a.txt': Run files would show the user"),
         (["run", "--data", "a=corpus", "--data", "a=other"], 'two texts the name "a"'),
         (["run", "--data", "short.txt"], "--data = short.txt holds"),
     ]:
         done = cli("eval", *arguments)
+        assert "--data" not in arguments or done.err.startswith("meshwright: --data"), done
         assert done.code == 2 and sentence in done.err and "Traceback" not in done.err, done
 
 
 def test_a_set_that_cannot_be_read_is_refused_before_anything_is_written(cli, tiny_job: Path) -> None:
     done = cli("train", "job.toml", "--set", 'evaluation.sets={wiki = "nowhere"}')
-    assert done.code == 2 and "nowhere" in done.err and not Path("run").exists()
+    assert done.code == 2 and done.err.startswith("meshwright: evaluation.sets.wiki: ") and not Path("run").exists()

@@ -1,6 +1,7 @@
 """`meshwright train`, `generate`, `report`: a whole run as a new user makes it."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ def test_a_run_leaves_a_folder_that_is_complete_in_itself(cli, tiny_job: Path) -
     assert [row["step"] for row in metrics if "val_loss" in row] == [0, 5, 10]
     assert [event["kind"] for event in events] == ["start", "checkpoint", "stop"]
     assert events[-1]["reason"] == "finished"
-    assert (run / "job.toml").read_text().endswith("# --set run.seed=3\n")
+    assert tomllib.loads((run / "job.toml").read_text())["run"]["seed"] == 3
+    assert (run / "job.original.toml").read_text() == tiny_job.read_text()
     assert json.loads((run / "job.resolved.json").read_text())["run"]["seed"] == 3
     assert (run / "checkpoints/step-00000010/model.safetensors").stat().st_size > 0
     assert not list(run.rglob("*.partial"))
@@ -39,6 +41,28 @@ def test_a_run_leaves_a_folder_that_is_complete_in_itself(cli, tiny_job: Path) -
     assert json.loads(report.out) == {"report": "copy.html"} and Path("copy.html").stat().st_size > 1000
 
 
+def test_a_finished_run_says_how_to_train_on(cli, tiny_job: Path) -> None:
+    quick = ("--set", "evaluation.every_steps=0", "--set", "run.steps=2")
+    assert cli("train", "job.toml", *quick).code == 0
+    again = cli("train", "run", "--resume")
+    assert again.code == 0
+    assert "all run.steps = 2 are done; to train on, resume with --set run.steps=4\n" in again.out
+    assert "finished at step 4" in cli("train", "run", "--resume", "--set", "run.steps=4").out
+
+
+def test_the_advice_after_a_run_of_one_s_own_model_works_as_printed(cli, tiny_job: Path) -> None:
+    example = Path(__file__).parents[2] / "docs/examples/parallel_block.py"
+    shape = ["model.width=32", "model.heads=4", "model.kv_heads=2", "model.layers=1", "model.vocab_size=300"]
+    words = [f"model.file={example}", *shape, "model.max_sequence_length=64", "run.steps=2", "evaluation.every_steps=2"]
+    tiny_job.write_text(tiny_job.read_text().replace('preset = "tiny-llama"', ""))
+    result = cli("train", "job.toml", *(word for each in words for word in ("--set", each)))
+    assert result.code == 0, result.err
+    advice = result.out.splitlines()[-1].removeprefix("continue meshwright ")
+    assert advice == "eval run --trust"
+    followed = cli(*advice.split())
+    assert followed.code == 0 and "held-out" in followed.out, followed
+
+
 def test_json_output_holds_its_keys(cli, tiny_job: Path) -> None:
     result = cli("train", "job.toml", "--json", "--set", "run.steps=2")
     assert result.code == 0, result.err
@@ -48,9 +72,10 @@ def test_json_output_holds_its_keys(cli, tiny_job: Path) -> None:
     }  # fmt: skip
 
 
-def test_two_runs_give_byte_identical_losses(cli, tiny_job: Path) -> None:
-    for folder in ("one", "two"):
-        assert cli("train", "job.toml", "--set", f"run.folder={folder}").code == 0
+def test_a_run_trained_again_from_its_job_file_gives_byte_identical_losses(cli, tiny_job: Path) -> None:
+    assert cli("train", "job.toml", "--set", "run.seed=3", "--set", "run.folder=one").code == 0
+    again = cli("train", "one/job.toml", "--set", "run.folder=two")
+    assert again.code == 0, again.err
     losses = [
         [
             (row.get("step"), row.get("loss"), row.get("val_loss"))

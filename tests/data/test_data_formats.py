@@ -53,6 +53,9 @@ KINDS = {
     "a.ndjson.zst": lambda path: path.write_bytes(zstandard.compress(LINES[:999]) + zstandard.compress(LINES[999:])),
     "a.csv": lambda path: write_csv(path, ","),
     "a.tsv": lambda path: write_csv(path, "\t"),
+    "semicolons.csv": lambda path: write_csv(path, ";"),
+    "tabs.csv": lambda path: write_csv(path, "\t"),
+    "bars.csv": lambda path: write_csv(path, "|"),
     "a.parquet": write_parquet,
     "stream.arrow": lambda path: write_arrow(path, pa.ipc.new_stream),
     "file.arrow": lambda path: write_arrow(path, pa.ipc.new_file),
@@ -154,6 +157,42 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(CUT[name])
     with pytest.raises(UserError, match=rf"{name} cannot be read to its end \(.+\); fix or remove it"):
         items_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ('"id";"te""xt";"text"\n1;a;"b;c, d"\n', ["b;c, d"]),
+        ('id\ttext\n1\t"a, b; c"\n2\td,e\n', ["a, b; c", "d,e"]),
+        ('"two\nlines";text\n1;a\n', ["a"]),
+        ("\ufefftext;id\na;1\n", ["a"]),
+        ("text\na; b\nc | d\n", ["a; b", "c | d"]),  # one column: nothing separates
+        ("text;id;;\na;1;;\nb;2\n", ["a", "b"]),
+    ],
+)
+def test_the_first_line_says_what_separates_columns(tmp_path: Path, content: str, texts: list[str]) -> None:
+    (tmp_path / "a.csv").write_text(content, encoding="utf-8")
+    assert [item.text for item in items_of(tmp_path / "a.csv")[0]] == texts
+
+
+def test_a_delimiter_that_is_not_clear_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,id;text\na,b;c\n")
+    with pytest.raises(UserError, match=r"a\.csv may be separated by commas or semicolons, as its first line has"):
+        items_of(path)
+    path.write_text("a;b;c\n1;2;3\n")
+    with pytest.raises(UserError, match=r'has no column "text" \(its first line has a, b, c\); set data\.text_field'):
+        items_of(path)
+
+
+def test_a_row_with_more_columns_than_the_first_line_is_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\nHello, world\n"Hello, world"\nplain,\n')
+    assert items_of(path)[0] == [
+        Bad("wrong field", f"{path}:2 (2 columns, 1 in the first line)"),
+        Text("Hello, world", 12),
+        Text("plain", 5),
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "file.arrow"])

@@ -66,16 +66,17 @@ def test_empty_lines_cost_next_to_nothing_and_are_counted(tmp_path: Path, way: s
 
 def test_a_line_or_row_without_end_is_named(tmp_path: Path, monkeypatch) -> None:
     from meshwright.data import lines
-    from meshwright.data.raw import reading
+    from meshwright.data.raw import columns
 
     monkeypatch.setattr(lines, "LONGEST_RECORD_BYTES", 1000)
-    monkeypatch.setattr(reading, "_LONGEST_ROW", 1000)
+    monkeypatch.setattr(columns, "_LONGEST_ROW", 1000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n{"text": "' + b"x" * 5000 + b'"}\n{"text": "two"}\n')
     assert items_of(path) == [Text("one", 3), Bad("too long", f"{path}:3"), Text("two", 3)]
     with pytest.raises(UserError, match=r"1 too long, first at .*a\.jsonl:3"):
         prepared(path)
-    for text in ('id,text\n1,"never closed ' + "more\n" * 1000, "id,text\n" + "x" * 5000):
+    endless = '"never closed ' + "more\n" * 1000
+    for text in (f"id,text\n1,{endless}", "id,text\n" + "x" * 5000, endless, "x" * 5000):
         (tmp_path / "b.csv").write_text(text)
         with pytest.raises(UserError, match=r"b\.csv:\d+ is in a row of more than"):
             items_of(tmp_path / "b.csv")

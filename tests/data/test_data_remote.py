@@ -58,6 +58,8 @@ class Server:
         for part, texts in enumerate(TEXTS):
             body = "".join(json.dumps({"text": text}) + "\n" for text in texts)
             client.put_object(Bucket="corpus", Key=f"text/{part}.jsonl", Body=body.encode())
+        for name in ("a.txt", "scan.pdf"):
+            client.put_object(Bucket="corpus", Key=f"mixed/{name}", Body=b"a few words")
 
     def kill(self) -> None:
         os.kill(self._process.pid, signal.SIGKILL)
@@ -153,6 +155,12 @@ def test_a_stream_outlives_a_killed_server(server: Server, tmp_path: Path) -> No
     undisturbed = steps(disturb=False)
     assert steps(disturb=True) == undisturbed
     restarts[0].join()
+
+
+def test_files_of_no_known_kind_are_named(server: Server) -> None:
+    inputs = list_inputs(["s3://corpus/mixed"])
+    assert [file.name for file in inputs.files] == ["s3://corpus/mixed/a.txt"]
+    assert inputs.left_out == ("s3://corpus/mixed/scan.pdf",)
 
 
 def test_addresses_that_hold_nothing(server: Server, monkeypatch) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.job import Converted, job_fields, job_from_deepspeed, job_from_hf_trainer, job_from_megatron
+from meshwright.job import (
+    Converted,
+    job_fields,
+    job_from_deepspeed,
+    job_from_hf_trainer,
+    job_from_megatron,
+    job_from_torchtitan,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = sorted(DOCS.glob("migrate-*.md"))
@@ -17,8 +24,9 @@ VALUES = {"full_shard", "shard_grad_op", "cosine_with_min_lr", "constant_with_wa
 FIELD = re.compile(rf"(?<![\w.])({SECTIONS})\.([a-z_]+)")
 
 
-def rows(page: Path) -> list[list[str]]:
-    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+def rows(page: Path, until: str = "\0") -> list[list[str]]:
+    text = page.read_text(encoding="utf-8").partition(until)[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
 
 
@@ -49,6 +57,18 @@ def test_no_argument_that_the_guide_to_megatron_maps_is_unknown_to_its_converter
         with pytest.raises(UserError) as caught:
             job_from_megatron(tmp_path / "args.txt")
         assert f'{name} = "zzz" is not a setting known here' not in str(caught.value)
+
+
+def test_no_setting_that_the_guide_to_torchtitan_maps_is_unknown_to_its_converter(tmp_path: Path) -> None:
+    page = DOCS / "migrate-torchtitan.md"
+    names = [code for row in rows(page, until="## torchtitan 0.3") for code in codes(row[0])]
+    assert len(names) > 40
+    for name in names:
+        (tmp_path / "titan.toml").write_text(f"{name} = []\nnever.heard = 1")
+        with pytest.raises(UserError) as caught:
+            job_from_torchtitan(tmp_path / "titan.toml", 1)
+        assert "never.heard = 1 is not a setting known here" in str(caught.value)
+        assert f"{name} = [] is not a setting known here" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

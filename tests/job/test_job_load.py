@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.job import load_job
+from meshwright.job import load_job, model_presets
 
 
 def write(folder: Path, text: str) -> str:
@@ -22,7 +22,19 @@ def test_a_value_comes_from_default_preset_file_or_override_in_that_order(tmp_pa
     assert (loaded.job.batch.micro_batch, loaded.origin("batch.micro_batch")) == (1, "override")
     assert (loaded.job.run.device, loaded.origin("run.device")) == ("cpu", "override")
     assert loaded.origin("optimizer.lr") == "default"
-    assert loaded.raw.endswith("# --set batch.micro_batch=1\n# --set run.device=cpu\n")
+
+
+def test_overrides_become_values_of_the_merged_job_file(tmp_path: Path) -> None:
+    written = '# mine\n[model]\npreset = "llama-3.2-1b"\nlayers = 3\n[evaluation.sets]\n"my set" = "a.txt"\n'
+    source = write(tmp_path, written)
+    loaded = load_job(source, ["batch.micro_batch=1", "evaluation.sets.b=c", 'evaluation.sample_prompt="""a\nb"""'])
+    assert loaded.raw == written and loaded.merged is not None
+    (tmp_path / "merged.toml").write_text(loaded.merged)
+    again = load_job(str(tmp_path / "merged.toml"))
+    assert again.job == loaded.job and again.origin("batch.micro_batch") == "file"
+    assert again.job.evaluation.sets == {"my set": "a.txt", "b": "c"}
+    assert "width" not in loaded.merged, "a preset stays a name"
+    assert load_job(source).merged is None
 
 
 def test_an_overridden_preset_replaces_the_file_s(tmp_path: Path) -> None:
@@ -38,6 +50,32 @@ def test_shape_fields_follow_those_they_derive_from(tmp_path: Path) -> None:
 def test_accumulation_and_warmup_are_derived(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, "[batch]\nglobal_batch = 12\nmicro_batch = 4\n[run]\nsteps = 50\n")).job
     assert (job.accumulation, job.warmup_steps, job.decay_steps) == (3, 5, 0)
+
+
+@pytest.mark.parametrize("preset", model_presets())
+def test_a_preset_alone_is_a_job(preset: str, tmp_path: Path) -> None:
+    loaded = load_job(write(tmp_path, f'[model]\npreset = "{preset}"\n'))
+    assert loaded.job.batch.sequence_length == min(512, loaded.job.model.max_sequence_length)
+
+
+def test_a_short_model_has_short_sequences_unless_told_otherwise(tmp_path: Path) -> None:
+    tiny = write(tmp_path, '[model]\npreset = "tiny-llama"\n')
+    loaded = load_job(tiny)
+    assert (loaded.job.batch.sequence_length, loaded.origin("batch.sequence_length")) == (
+        128,
+        "model.max_sequence_length",
+    )
+    assert load_job(tiny, ["batch.sequence_length=64"]).job.batch.sequence_length == 64
+    with pytest.raises(UserError, match=r"batch\.sequence_length = 256 is longer than"):
+        load_job(tiny, ["batch.sequence_length=256"])
+
+
+@pytest.mark.parametrize(
+    "field", ["evaluation.every_steps", "checkpoint.every_steps", "checkpoint.every_minutes", "log.every_steps"]
+)
+def test_0_is_never(field: str) -> None:
+    section, name = field.split(".")
+    assert getattr(getattr(load_job("demo", [f"{field}=0"]).job, section), name) == 0
 
 
 def test_a_recipe_is_found_by_name() -> None:
@@ -67,7 +105,7 @@ def test_a_recipe_is_found_by_name() -> None:
         ("[model]\nheads = 4\nkv_heads = 3", [], "model.kv_heads = 3 does not divide model.heads = 4"),
         ("[model]\nhead_dim = 7", [], "model.head_dim = 7 is odd"),
         ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 5", [], "do not fit into run.steps = 5"),
-        ('[model]\npreset = "llama-3.2-1B"', [], "did you mean llama-3.2-1b"),
+        ('[model]\npreset = "llama-3.2-2b"', [], "did you mean llama-3.2-1b"),
         ("[model\n", [], "not valid TOML"),
         ("[optimizer]\nbetas = [2.0, 0.9]", [], "optimizer.betas = 2.0 is not allowed; it should be less than 1"),
         ("[data]\nsources = []", [], "data.sources = [] is not allowed; it needs at least 1 item"),

@@ -1,6 +1,7 @@
 """What a run says of its data when it starts: little text, what was left out, and other tokens than version 0.1's."""
 
 import csv
+import gzip
 import io
 from pathlib import Path
 
@@ -44,6 +45,20 @@ def test_what_is_left_out_is_noted_and_enough_text_is_not() -> None:
     Path("run").rename("before")
     told = train('data.sources=["texts"]')
     assert "note: left out of data.sources, being of no known kind" in told and "texts/scan.pdf" in told
+
+
+def test_a_stream_says_the_same() -> None:
+    Path("texts").mkdir()
+    with gzip.open("texts/a.jsonl.gz", "wt") as file:
+        file.writelines('{"text": "words enough for some sequences"}\n' for _ in range(200))
+    Path("texts/b.txt").write_text("words enough for some sequences " * 200)
+    assert "note:" not in train('data.sources=["texts"]', "data.stream=true")
+    Path("texts/a.jsonl.gz").unlink()
+    Path("texts/scan.pdf").write_bytes(b"%PDF\xff")
+    Path("run").rename("before")
+    told = train('data.sources=["texts"]', "data.stream=true", "batch.global_batch=512", "batch.micro_batch=512")
+    assert "note: left out of data.sources, being of no known kind" in told and "texts/scan.pdf" in told
+    assert "note: data.sources hold at most 6,401 tokens, fewer than the 8,192 of a step" in told
 
 
 def test_a_csv_that_version_0_1_read_as_text_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from meshwright.launch.slurm.commands import SlurmJob
 from meshwright.launch.slurm.ladder import make_rungs, shrunk, verdict
 from meshwright.launch.slurm.script import seconds_of
 from meshwright.launch.slurm.submit import shape_of
-from meshwright.runs import RunFolder
+from meshwright.runs import RunFolder, lifecycle
 
 SITE = Site(name="here", title="here", gpus_per_node=2, partition="p", container_command="apptainer exec --nv")
 
@@ -87,7 +88,16 @@ SECTIONS = {
     ("cluster.name=vega",): None,
     ("cluster.name=vega", "cluster.nodes=2"): None,
     ("cluster.name=vega", "cluster.gpus_per_node=4"): None,
-    ("cluster.gpu=h100", "cluster.gpus_per_node=8", "cluster.nodes=1"): None,
+    ("cluster.gpu=A100-40GB", "cluster.gpus_per_node=4"): None,
+    ("cluster.name=meluxina", "cluster.nodes=2"): None,
+    ("cluster.gpu=h100",): "cluster.gpu = h100, but vega has a100-40gb; plan it again with --cluster 2xvega, or set",
+    ("cluster.gpu=h100", "cluster.gpus_per_node=8", "cluster.nodes=1"): "cluster.gpu = h100, but vega has a100-40gb;",
+    ("cluster.name=leonardo",): "cluster.gpu = a100-64gb, but vega has a100-40gb",
+    ("cluster.name=karolina",): "cluster.gpus_per_node = 8, but vega has 4, so ranks planned for one node would be on",
+    (
+        "cluster.gpus_per_node=8",
+        "cluster.nodes=1",
+    ): "cluster.gpus_per_node = 8, but vega has 4, so ranks planned for one node would be on several; plan it again",
     ("cluster.name=vega", "cluster.nodes=3"): "cluster.nodes = 3, but the layout's 8 ranks fill 2 of 4 GPUs each; set",
     (
         "cluster.name=vega",
@@ -101,7 +111,7 @@ SECTIONS = {
 
 @pytest.mark.parametrize("said", SECTIONS)
 def test_what_a_job_says_of_its_machines_must_agree_with_its_layout(said: tuple[str, ...]) -> None:
-    """Of the site's machines where the section is of this site, else of its own."""
+    """And with the site, if the section is of another one or of none."""
     job = load_job("demo", ["layout.dp_replicate=8", "batch.global_batch=64", *said])
     if (sentence := SECTIONS[said]) is None:
         assert shape_of(job, find_site("vega")) == Shape(2, 4)
@@ -135,6 +145,20 @@ def test_dry_run_writes_nothing_and_mistakes_are_one_sentence(cli, tiny_job: Pat
         refused = cli("submit", "job.toml", *words)
         assert refused.code == 2 and sentence in refused.err and len(refused.err.splitlines()) == 1
     assert {path for path in tiny_job.parent.iterdir() if path.name != "cache"} == before
+
+
+def test_dry_run_needs_no_disk_and_downloads_nothing(cli, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    monkeypatch.setattr(lifecycle, "require_start", lambda *_: pytest.fail("weights are read"))
+    words = ["submit", "job.toml", "--site", "vega", "--time", "10"]
+    printed = cli(*words, "--dry-run")
+    assert printed.code == 0 and "#SBATCH" in printed.out, printed
+    refused = cli(*words)
+    assert refused.code == 2 and "the disk has 0.00 GB free" in refused.err
+    (tiny_job.parent / "run").mkdir()
+    (tiny_job.parent / "run/file").touch()
+    taken = cli(*words, "--dry-run")
+    assert taken.code == 2 and 'run.folder = "run" exists' in taken.err
 
 
 @pytest.mark.parametrize("form", [[], ["--per-rank"]])

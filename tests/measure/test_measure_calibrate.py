@@ -1,7 +1,9 @@
 """A calibration of this CPU over tiny shapes: everything is in the profile, which is read back as it was written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.hardware import Profile, profile_of, read_profile, write_profile
+from meshwright.hardware.profile import OperationName
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.measure import calibrate, calibrate_shapes
@@ -24,8 +27,15 @@ TINY = Shapes(
     attentions=(AttentionShape("fp32", 2, 4, 2, 16, 32),),
     losses=((32, 128),),
     copies=(2**16,),
-    updates=(4096,),
+    updates=(4096, 256),
+    operations=tuple((name, 32, 16) for name in get_args(OperationName)),
+    decoders=tuple(
+        ({"vocab_size": 64, "width": 16, "layers": layers, "heads": 2, "ffn_width": 32}, recompute)
+        for layers in (1, 2)
+        for recompute in ("none", "selective")
+    ),
 )
+FEW = replace(TINY, operations=(), decoders=())
 CPU = torch.device("cpu")
 
 
@@ -36,9 +46,21 @@ def profile() -> Profile:
 
 def test_everything_is_measured(profile: Profile) -> None:
     assert {(one.kind, one.rows) for one in profile.products} >= {("forward", 64), ("weight sum", 128)}
-    assert {one.kernel for one in profile.attentions} == {"cpu, native", "cpu, expanded"}
+    assert {one.kernel for one in profile.attentions} == {"cpu", "cpu, masked"}
     assert profile.copies and profile.losses and profile.updates and profile.launch_s and profile.kernel_s
-    assert profile.gpu == "cpu" and profile.torch == torch.__version__ and not profile.skipped
+    assert all(one.clipped for one in profile.updates) and profile.process_bytes
+    assert {one.name for one in profile.operations} == set(get_args(OperationName))
+    only_forward = {one.name for one in profile.operations if not one.backward_s}
+    assert only_forward == {"fill"}
+    assert {(one.model["layers"], one.recompute) for one in profile.decoders} == {
+        (layers, recompute) for layers in (1, 2) for recompute in ("none", "selective")
+    }
+    assert profile.torch == torch.__version__ and not profile.skipped
+
+
+def test_the_profile_says_cpu(profile: Profile) -> None:
+    assert profile.gpu == "cpu" and profile.kind == "CPU" and profile.device.startswith("CPU ")
+    assert f"{torch.get_num_threads()} thread" in profile.device and profile.units == torch.get_num_threads()
 
 
 def test_a_profile_is_read_as_it_was_written(profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +78,14 @@ def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(calibrate.Calibration, "_loss_s", full)
-    profile = calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+    profile = calibrate.Calibration(CPU, True, lambda part: None, FEW).profile()
     assert not profile.losses and profile.products
     assert profile.skipped == ("a loss over 32 × 128 logits: out of memory",)
 
 
 def test_time_that_runs_out_leaves_the_coarse_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "QUICK_LIMIT_S", 0.0)
-    profile = calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+    profile = calibrate.Calibration(CPU, True, lambda part: None, FEW).profile()
     assert len(profile.products) == 1 and "finer shapes: time ran out" in profile.skipped
 
 
@@ -73,7 +95,7 @@ def test_a_device_on_which_nothing_works_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(calibrate.Calibration, "_product_s", full)
     with pytest.raises(UserError, match="nothing could be measured"):
-        calibrate.Calibration(CPU, True, lambda part: None, TINY).profile()
+        calibrate.Calibration(CPU, True, lambda part: None, FEW).profile()
 
 
 def test_the_command_writes_where_plans_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +103,9 @@ def test_the_command_writes_where_plans_look(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path / "profiles"))
     done = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu", "--json"])
     report = json.loads(done.stdout)
+    assert report["kind"] == "CPU" and report["ranks"] == 1 and report["threads"] == torch.get_num_threads()
     assert report["file"] == str(tmp_path / "profiles" / "cpu.json") and report["copy_bytes_per_s"] > 0
     checked = CliRunner().invoke(app, ["plan", "--check", "demo", "--cluster", "1xcpu", "--json"])
-    assert json.loads(checked.stdout)["step_s"] > 0
+    assert json.loads(checked.stdout)["step_s"] > 0 and json.loads(checked.stdout)["kind"] == "CPU"
+    shown = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu"])
+    assert "CPU" in shown.output and "GPU" not in shown.output

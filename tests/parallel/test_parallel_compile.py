@@ -16,7 +16,6 @@ from meshwright.verify import check, load_matrix
 BASE = next(line.job for line in load_matrix() if line.name == "llama · tp 2").model_dump()
 UNMASKED: dict[str, Any] = {"data": {"mask_documents": False}}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tp 2": ({"tp": 2}, UNMASKED),
     "tp 2 without sp, dropout": ({"tp": 2, "sp": False}, {"model": {"dropout": 0.1}}),
     "pp 2 · tp 2": ({"pp": 2, "tp": 2}, UNMASKED),
     "pp 2, selective recompute": ({"pp": 2}, {"memory": {"recompute": "selective"}}),

@@ -114,7 +114,8 @@ def test_every_plan_of_a_job_takes_its_own_machines(cli, tmp_path: Path) -> None
     )
     assert own.code == 0 and own.out == spoken.out
     own, spoken = (
-        cli("report", "job.toml", "--out", "plan.html", *words) for words in ([], ["--cluster", "2xleonardo"])
+        cli("report", "job.toml", "--out", "plan.html", "--force", *words)
+        for words in ([], ["--cluster", "2xleonardo"])
     )
     assert own.code == spoken.code == 0 and "2 × 4 × a100-64gb" in (tmp_path / "plan.html").read_text()
     found = cli("plan", "--model", "job.toml", *SEARCH, "--tokens", "1e12", "--set", "cluster.nodes=2", "--json")

@@ -15,6 +15,7 @@ from meshwright.data import prepare, training_stream
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.job import load_job
 from meshwright.launch.worker import run_job
+from meshwright.runs.chat import open_chat
 from meshwright.runs.huggingface import export_run
 
 WORDS = ("apple", "bread", "cloud", "drum", "eagle", "fern", "grape", "house", "island", "jacket")
@@ -61,11 +62,12 @@ def talk(number: int) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model as transformers saves it, with a tokenizer that has a chat template."""
+    """A tiny base model as transformers saves it, with a tokenizer that has a chat template: it stops at the end of
+    text, and not where the template ends a turn."""
     path = tmp_path_factory.mktemp("model")
     inner = tokenizers.Tokenizer.from_str(train_tokenizer([" ".join(WORDS) + " after ? "] * 40, 330).to_json())
     inner.add_special_tokens([tokenizers.AddedToken(f"<|{name}|>") for name in ("user", "assistant", "end")])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     torch.manual_seed(0)
@@ -122,8 +124,9 @@ def test_the_loss_of_the_answers_falls(run: Path) -> None:
     assert held_out[-1] < 0.2 * held_out[0] and losses[-1] < 0.2 * losses[0]
 
 
-def test_the_exported_folder_answers_in_transformers(run: Path, tmp_path: Path) -> None:
+def test_the_exported_folder_answers_in_transformers_as_the_run_does(run: Path, tmp_path: Path) -> None:
     export_run(run / "run", tmp_path / "out", "fp32")
+    chats = [open_chat(path, "cpu", temperature=0, tokens=12) for path in (run / "run", tmp_path / "out")]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     for number in range(len(WORDS)):
@@ -133,3 +136,20 @@ def test_the_exported_folder_answers_in_transformers(run: Path, tmp_path: Path) 
         )
         written = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert tokenizer.decode(written) == answer["content"] + "<|end|>"
+        for chat in chats:
+            chat.messages.clear()
+            assert (chat.ask(asked["content"]), chat.stopped) == (answer["content"], "<|end|>")
+
+
+def test_a_second_fine_tune_starts_with_what_the_first_learned(run: Path, tmp_path: Path) -> None:
+    export_run(run / "run", tmp_path / "out", "fp32")
+    (tmp_path / "talk.jsonl").write_text((run / "talk.jsonl").read_text())
+    text = JOB.format(folder=tmp_path / "out", path=tmp_path).replace("steps = 60", "steps = 1")
+    (tmp_path / "job.toml").write_text(text.replace("lr = 1e-2", "lr = 1e-9"))
+    run_job(load_job(str(tmp_path / "job.toml")), Console(quiet=True))
+    assert not (tmp_path / "run/generation_config.json").exists()  # what it came with says all
+    export_run(tmp_path / "run", tmp_path / "again", "fp32")
+    for name in ("generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    asked, answer = talk(3)
+    assert open_chat(tmp_path / "run", "cpu", temperature=0).ask(asked["content"]) == answer["content"]

@@ -32,7 +32,7 @@ def test_holds_where_the_run_came_from(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME_TOWN", "elsewhere")
     make(tmp_path / "runs" / "a")
     folder = RunFolder.open(tmp_path / "runs" / "a")
-    assert folder.job() == JOB and folder.raw_job() == "[model]\nwidth = 64\n"
+    assert folder.job() == JOB and folder.job_file() == "[model]\nwidth = 64\n"
     environment = folder.environment()
     assert environment["argv"] == ["meshwright", "train", "job.toml"]
     assert environment["torch"].startswith(torch.__version__.split("+")[0])

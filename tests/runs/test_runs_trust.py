@@ -56,7 +56,15 @@ def test_trusted_code_is(cli: Any, stranger: Path, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["job explain sent", "generate sent", "checkpoint export sent out", "report sent", "plan --check sent"]
+    "words",
+    [
+        "job explain sent",
+        "generate sent",
+        "chat sent --once hello",
+        "checkpoint export sent out",
+        "report sent",
+        "plan --check sent",
+    ],
 )
 def test_what_runs_no_code_needs_no_flag(cli: Any, stranger: Path, words: str) -> None:
     done = cli(*words.split())

@@ -3,7 +3,7 @@
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ import pytest
 from studio_runs import SHOTS, make_run
 
 from meshwright.studio import Studio
+
+LONG = 120_000
+"""Milliseconds for answers on a machine that is busy with other tests; how long they take is measured elsewhere."""
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +56,36 @@ def browser() -> Iterator[Any]:
         chromium = play.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def tab(browser: Any, studio: Studio) -> Iterator[Callable[..., Any]]:
+    """`tab("#runs", width=390, color_scheme="dark")` is a page there; an error fails the test if it is not expected."""
+    contexts, problems = [], []
+
+    def open_(
+        place: str = "",
+        width: int = 1200,
+        height: int = 900,
+        color_scheme: str = "light",
+        server: Studio = studio,
+        expected: str = "nothing",
+    ) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=color_scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(LONG)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda message: (
+                problems.append(message.text) if message.type == "error" and expected not in message.text else None
+            ),
+        )
+        page.goto(server.address + place)
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+    assert problems == []

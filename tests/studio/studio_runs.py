@@ -1,6 +1,7 @@
-"""Small run folders for the studio's tests, and where its pictures go."""
+"""Small run folders for the studio's tests, where its pictures go, and when a plan is on the page."""
 
 from pathlib import Path
+from typing import Any
 
 from meshwright.runs import RunFolder
 
@@ -30,3 +31,18 @@ def metric(step: int, **fields: object) -> dict[str, object]:
     plain = {"loss": 2.0 + 6.0 / step, "grad_norm": 1.0, "lr": 1e-4, "tokens": 4096 * step, "tokens_per_s": 5000.0}
     more = {"mfu": 0.4, "step_s": 0.8, "memory_bytes": 2**30, "data_wait_s": 1e-3, "attempt": 0}
     return {"step": step, **plain, **more, **fields}
+
+
+def planned(page: Any) -> str:
+    """Wait until the whole search and the pictures of its best are there; return the pictures."""
+    page.wait_for_function(
+        "() => /predicted in \\d+ ms$/.test(document.getElementById('plan-status').textContent)"
+        " && document.querySelector('#pictures svg')"
+        " && JSON.parse(document.getElementById('chosen').dataset.shown || '[{}]')[0].gpu === "
+        "document.querySelector('[name=gpu]').value"
+    )
+    page.wait_for_function(
+        "() => document.getElementById('chosen-title').textContent === "
+        "document.querySelector('#layouts [aria-pressed=true]').textContent"
+    )
+    return str(page.inner_html("#pictures"))

@@ -93,6 +93,8 @@ def query(**fields: str) -> str:
         "/api/log?run=torn&log=rank-1.err&offset=x",
         "/api/log?run=..%2felsewhere&log=rank-1.err",
         "/api/predicted?run=..%2felsewhere",
+        "/api/settings?run=torn&run=..%2felsewhere",
+        "/api/note?run=torn",
         "/api/page?page=..%2f..%2fserver",
         "/guide/../server.py",
         "/guide/playbook/../../../server.py",
@@ -190,8 +192,59 @@ def test_uploads_are_small_json(place: Studio, monkeypatch: pytest.MonkeyPatch) 
         assert ask(place, "/api/plan", headers, "POST", body)[0] == expected, headers
 
 
+def note(server: Studio, run: str, text: Any = "x", before: Any = "", **headers: str) -> int:
+    """The status of an attempt to write a note, from the studio's own page unless headers say otherwise."""
+    body = json.dumps({"run": run, "text": text, "before": before}).encode()
+    own = {"Content-Type": "application/json", "Origin": f"http://127.0.0.1:{server.guard.port}"}
+    sent = {
+        **own,
+        "Content-Length": str(len(body)),
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
+    return ask(server, "/api/note", {name: value for name, value in sent.items() if value}, "POST", body)[0]
+
+
+def test_only_the_own_page_writes_notes_and_only_into_runs(place: Studio, tmp_path: Path) -> None:
+    files = ("job.resolved.json", "events.jsonl", "metrics.jsonl")
+    run = make_run(place.runs.root / "noted", steps=2).path
+    secret = place.runs.root.parent / "secret.txt"
+    before = {name: (run / name).read_bytes() for name in files}
+    for headers in (
+        {"Origin": ""},  # not a browser's
+        {"Origin": "http://evil.example"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Content_Type": "text/plain"},  # what a form of another page could send
+    ):
+        assert note(place, "noted", **headers) in (403, 415), headers
+    for name in ("..", "../elsewhere", "linked-run", "", "nothing", "noted/logs", "/etc"):
+        assert note(place, name) == 404, name
+    for text in (1, None, ["x"], "a\x00b", "a\x1b[31mb", "x" * 70_000):
+        assert note(place, "noted", text) == 400
+    assert not (run / "notes.txt").exists()
+    (run / "notes.txt").symlink_to(secret)
+    assert note(place, "noted", "mine") == 200  # replaces the link, does not write where it leads
+    assert secret.read_text() == "the secret" and not (run / "notes.txt").is_symlink()
+    assert note(place, "noted", "theirs", before="") == 400  # written meanwhile
+    assert note(place, "noted", "ours\n", before="mine") == 200
+    assert (run / "notes.txt").read_text() == "ours\n"
+    assert {name: (run / name).read_bytes() for name in files} == before
+    assert not list(run.glob(".*")) and sorted(path.name for path in place.runs.root.parent.iterdir()) == [
+        "elsewhere",
+        "runs",
+        "secret.txt",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_note_that_cannot_be_written_is_said(place: Studio) -> None:
+    run = make_run(place.runs.root / "closed", steps=2).path
+    run.chmod(0o555)
+    assert note(place, "closed") == 400
+    run.chmod(0o755)
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_changes_a_run(place: Studio, method: str) -> None:
+def test_nothing_else_changes_a_run(place: Studio, method: str) -> None:
     before = sorted((str(path), path.lstat().st_mtime_ns) for path in place.runs.root.rglob("*"))
     for path in ("/api/run?run=torn", "/api/runs", "/", "/static/app.js"):
         assert ask(place, path, {"Content-Length": "0"}, method)[0] in (404, 501)

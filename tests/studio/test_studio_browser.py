@@ -1,62 +1,30 @@
 """The studio in a real Chromium: plans by clicking, runs that grow, narrow and wide, light and dark, by keyboard."""
 
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from studio_runs import SHOTS, make_run, metric
+from studio_runs import SHOTS, make_run, metric, planned
 
 from meshwright.studio import Studio
 
 pytestmark = pytest.mark.browser
-LONG = 120_000
-"""Milliseconds for answers on a machine that is busy with other tests; how long they take is measured elsewhere."""
 CURVES = "() => [...document.querySelectorAll('[data-field=loss] path')].map(p => p.getAttribute('d')).join()"
 """What the curves of losses look like now."""
 
 
-@pytest.fixture
-def tab(browser: Any, studio: Studio) -> Iterator[Callable[..., Any]]:
-    """`tab("#runs", width=390, color_scheme="dark")` is a page there; a script's error fails the test."""
-    contexts, problems = [], []
-
-    def open_(place: str = "", width: int = 1200, height: int = 900, color_scheme: str = "light") -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=color_scheme)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(LONG)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        page.goto(studio.address + place)
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert problems == []
-
-
-def planned(page: Any) -> str:
-    """Wait until the whole search and the pictures of its best are there; return the pictures."""
-    page.wait_for_function(
-        "() => /predicted in \\d+ ms$/.test(document.getElementById('plan-status').textContent)"
-        " && document.querySelector('#pictures svg')"
-        " && JSON.parse(document.getElementById('chosen').dataset.shown || '[{}]')[0].gpu === "
-        "document.querySelector('[name=gpu]').value"
-    )
-    page.wait_for_function(
-        "() => document.getElementById('chosen-title').textContent === "
-        "document.querySelector('#layouts [aria-pressed=true]').textContent"
-    )
-    return str(page.inner_html("#pictures"))
-
-
 def test_plans_by_clicking(tab: Any, tmp_path: Path, cli: Callable[..., Any]) -> None:
-    """Three models on three machines: bars and schedule change, the address holds it, the job is one that verifies."""
+    """Three models on three machines: bars and schedule change, the address holds it, the job is one that verifies.
+
+    Its blocks are left uncompiled: that they may be compiled in such a layout is a line of the matrix, and takes longer
+    than all of this.
+    """
     page = tab()
     seen = []
     for model, gpu, nodes, gpus in (
@@ -72,7 +40,7 @@ def test_plans_by_clicking(tab: Any, tmp_path: Path, cli: Callable[..., Any]) ->
         page.fill("[name=batch]", "65536")
         seen.append(planned(page))
         assert f"model={model}" in page.url and f"gpu={gpu}" in page.url
-    bars = [re.findall(r'<rect class="tint[^>]*>', pictures) for pictures in seen]
+    bars = [re.findall(r'<rect class="(?:mem|time)[^>]*>', pictures) for pictures in seen]
     assert len({str(one) for one in bars}) == 3
     gantts = [re.search(r'class="picture gantt".*?</figure>', pictures, re.S) for pictures in seen]
     assert gantts[0] and gantts[0][0].count("<path") >= 4 and re.search("1f1b|interleaved", gantts[0][0])
@@ -85,7 +53,7 @@ def test_plans_by_clicking(tab: Any, tmp_path: Path, cli: Callable[..., Any]) ->
     job = tmp_path / "job.toml"
     download.value.save_as(job)
     assert job.read_text() == page.inner_text("#job") and "planned for 2xv100-sxm-16gb" in job.read_text()
-    proven = cli("verify", str(job))
+    proven = cli("verify", str(job), "--set", "run.compile=false")
     assert proven.code == 0, proven.out + proven.err
 
     shared = tab("#" + page.url.partition("#")[2])
@@ -121,39 +89,46 @@ def test_a_run_appears_and_its_curve_grows(tab: Any, studio: Studio) -> None:
 JOB = """
 [model]
 preset = "tiny-llama"
+width = 32
+layers = 1
+heads = 2
+kv_heads = 1
+head_dim = 16
+ffn_width = 64
 [data]
 sources = ["builtin:synthetic"]
 [batch]
-sequence_length = 64
-global_batch = 4
-micro_batch = 4
+sequence_length = 16
+global_batch = 2
+micro_batch = 2
 [run]
-steps = 400
+steps = 200
 """
 
 
 def test_a_real_training_is_followed_to_its_end(tab: Any, studio: Studio, tmp_path: Path) -> None:
+    """It is stopped in its first steps until the page has drawn them: the rest must appear on the page afterwards."""
     page = tab("#runs")
     page.wait_for_selector("#list tbody tr")
     (tmp_path / "job.toml").write_text(JOB, encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "train",
-        "job.toml",
-        "--set",
-        f"run.folder={studio.runs.root}/trained",
-    ]
+    folder = studio.runs.root / "trained"
+    command = [sys.executable, "-m", "meshwright", "train", "job.toml", "--set", f"run.folder={folder}"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as training:
-        page.wait_for_selector("#list tbody tr:has-text('trained') .state.running")
+        assert training.stderr is not None
+        while not (folder / "metrics.jsonl").is_file() or not (folder / "metrics.jsonl").stat().st_size:
+            assert training.poll() is None, training.stderr.read().decode()
+            time.sleep(0.002)
+        training.send_signal(signal.SIGSTOP)
+        page.click("#none")
         page.check("[aria-label='draw trained']")
-        for _ in range(2):
-            before = page.evaluate(CURVES)
-            page.wait_for_function(f"() => ({CURVES})() !== {before!r}")
-        assert training.stderr is not None and training.wait() == 0, training.stderr.read().decode()
+        page.wait_for_selector("#list tbody tr:has-text('trained') .state.running")
+        page.wait_for_selector("[data-field=loss] svg[aria-label*='latest trained']")
+        before = page.evaluate(CURVES)
+        training.send_signal(signal.SIGCONT)
+        page.wait_for_function(f"() => ({CURVES})() !== {before!r}")
+        assert training.wait() == 0, training.stderr.read().decode()
     page.wait_for_selector("#list tbody tr:has-text('trained') .state.done")
-    assert page.inner_text("#list tbody tr:has-text('trained') td:nth-child(4)") == "400"
+    assert page.inner_text("#list tbody tr:has-text('trained') td:nth-child(4)") == "200"
 
 
 PLACES = {
@@ -172,12 +147,11 @@ def test_narrow_and_wide(tab: Any, width: int, scheme: str) -> None:
         page = tab(place, width=width, color_scheme=scheme)
         if name == "plan":
             planned(page)
-        page.wait_for_selector({"plan": "#pictures svg", "runs": "#events tbody tr", "learn": "#page img"}[name])
-        page.wait_for_timeout(100)
+        page.wait_for_selector({"plan": "#pictures figure", "runs": "#events tbody tr", "learn": "#page img"}[name])
         page.screenshot(path=SHOTS / f"{name}-{width}-{scheme}.png", full_page=name != "learn")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
         assert page.evaluate(OVERLAPS) == [], name
-        found = Axe().run(page).response["violations"]
+        found = Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
         serious = [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")]
         assert serious == [], name
 
@@ -195,9 +169,10 @@ OVERLAPS = """() => {
     const a = boxes[i], b = boxes[j];
     const x = Math.min(a.right, b.right) - Math.max(a.left, b.left);
     const y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (x <= 3 || y <= 3) continue;
     const together = shown[i].contains(shown[j]) || shown[j].contains(shown[i]);
     const scrolled = shown[i].closest('.scroll, pre') !== shown[j].closest('.scroll, pre');
-    if (x <= 3 || y <= 3 || together || scrolled) continue;
+    if (together || scrolled) continue;
     found.push([shown[i].outerHTML.slice(0, 90), shown[j].outerHTML.slice(0, 90)]);
   }
   return found.slice(0, 5);
@@ -236,13 +211,10 @@ def test_pages_are_found_again_as_they_were_left(tab: Any) -> None:
     page = tab("#plan?model=gpt2&gpu=a100-40gb&nodes=1&gpus=2&seq=1024&batch=65536")
     planned(page)
     page.click("nav >> text=Learn")
-    page.wait_for_selector("#page h2:has-text('The playbook')")
+    page.wait_for_selector("#page h2:has-text('Start here')")
     page.click("nav >> text=Plan")
     planned(page)
     assert page.input_value("[name=model]") == "gpt2" and page.input_value("[name=seq]") == "1024"
-    page.fill("[name=seq]", "0")
-    page.wait_for_selector("#plan-status.error:has-text('seq = 0')")
-    assert page.eval_on_selector("#answer", "e => e.classList.contains('late')")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,23 @@ def test_a_long_run_is_few_points_with_its_spikes(tmp_path: Path) -> None:
     assert len(loss["x"]) <= 600 and max(loss["fields"]["loss"]["high"]) == 77.5
     assert loss["x"][-1] == pytest.approx(10_000, rel=1e-3)
     assert follower.drawn("tokens", 300)["x"][-1] == 200_000
+
+
+def test_the_mean_of_folded_rows_counts_every_step_once(tmp_path: Path) -> None:
+    """However often they were folded before: what the page smooths is not the middle of lowest and highest."""
+    run = make_run(tmp_path / "run", steps=0, ended=None)
+    losses = [100.0 if step % 50 == 0 else 1.0 + step % 7 for step in range(9000)]
+    follower = Follower(tmp_path, "run")
+    for start in range(0, 9000, 1500):
+        with (run.path / "metrics.jsonl").open("a") as file:
+            for step in range(start, start + 1500):
+                file.write(json.dumps(metric(step + 1, loss=losses[step])) + "\n")
+        read(follower)
+    curves = follower.drawn("step", 10)
+    ends = [0, *map(int, curves["x"])]
+    wanted = [sum(losses[a:b]) / (b - a) for a, b in pairwise(ends)]
+    assert curves["fields"]["loss"]["mean"] == pytest.approx(wanted, rel=1e-4)
+    assert ends[-1] == 9000 and min(curves["fields"]["loss"]["high"]) == 100.0
 
 
 def test_reading_stops_when_its_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ import pytest
 from meshwright.studio.confined import Outside
 from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.markdown import to_html
+from meshwright.studio.mesh import mesh
 from meshwright.studio.planner import Planner
+from meshwright.studio.server import choices
 
 STATE = {"model": "llama-2-7b", "nodes": 2, "gpus": 8, "gpu": "rtx-4090", "seq": 1024, "batch": 65536}
 LLAMA = {
@@ -59,17 +61,31 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "nothing"}, 'model.preset = "nothing" is not known'),
-        ({"gpu": "h1000; rm -rf"}, "--cluster = 2x8xh1000; rm -rf is not understood"),
-        ({"nodes": 10**9}, "nodes = 1000000000 is not a whole number from 1 to 1024"),
-        ({"nodes": True}, "nodes = True is not a whole number"),
-        ({"seq": 1 << 19}, "is longer than the model's max_sequence_length"),
+        ({"model": "nothing"}, 'Preset = "nothing" is not known; choose one of 10b, gpt2, '),
+        ({"model": "llama-3-9b"}, "did you mean llama-3-8b or llama-"),
+        ({"model": "Mixtral-8x7B"}, 'Preset = "Mixtral-8x7B" is a mixture of experts'),
+        (
+            {"seq": "8k"},
+            "Sequence = 8k is not a number of tokens; write out a length: k may be 1,000 or a power of two",
+        ),
+        ({"batch": "1.5"}, "Batch = 1.5 is not a number of tokens; write a whole number as 15T, 2e12 or 1400000"),
+        ({"batch": "1e30"}, "is not a whole number from 16 to 268,435,456"),
+        ({"gpu": "h1000; rm -rf"}, "GPU = h1000; rm -rf is not known; choose one from the list"),
+        ({"nodes": 10**9}, "Nodes = 1000000000 is not a whole number from 1 to 1,024"),
+        ({"nodes": True}, "Nodes = True is not a whole number"),
+        ({"seq": 1 << 19}, "Sequence = 524288 is longer than the model's longest sequence"),
+        ({"nodes": 1024, "batch": 1024}, "Batch gives 1 sequences a step, which no layout spreads evenly over 8192"),
         ({"shape": {"layers": 10**6}}, "layers = 1000000 is not a whole number from 1 to 256"),
-        ({"shape": {"heads": 7, "kv_heads": 2}}, "model.kv_heads = 2 does not divide model.heads = 7"),
+        ({"shape": {"heads": 7, "kv_heads": 2}}, "kv heads = 2 does not divide heads = 7"),
+        ({"tokens": "many"}, "Tokens = many is not an amount above 0; write it as 15T"),
+        ({"tokens": "0"}, "Tokens = 0 is not an amount above 0"),
+        ({"tokens": "1e30"}, "Tokens = 1e30 is not an amount"),
+        ({"days": -1}, "Days = -1 is not an amount above 0"),
+        ({"price": 2}, "Price is of a whole training; give its Tokens or Days, too"),
         ({"shape": {"file": "/etc/passwd"}}, "shape has fields that no plan depends on"),
         ({"shape": {"norm": "<b>"}}, "norm"),
-        ({"network_link": -1}, "network_link = -1 is not a rate"),
-        ({"allow": ["x"]}, "which is not an option"),
+        ({"network_link": -1}, "Network = -1 is not a rate"),
+        ({"allow": ["x"]}, "Allowed has 'x', which is not an option"),
         ({"part": "layout", "pick": "x"}, "pick is not a layout from this page"),
         ({"part": "layout", "pick": '{"micro_batch": 1, "data": {}}'}, "pick is not a layout from this page"),
         ({"part": "layout", "pick": '{"micro_batch": 1, "layout": {"tp": "x"}}'}, "pick is not a valid layout"),
@@ -83,6 +99,95 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
 def test_mistakes_are_one_sentence(change: dict[str, Any], words: str) -> None:
     answer = Planner().answer({"part": "search", **STATE, **change})
     assert words in answer["error"] and "\n" not in answer["error"]
+    assert not re.search(r"--[a-z]|\b(model|layout|batch|cluster)\.[a-z]", answer["error"])  # the page has no options
+
+
+def test_numbers_of_tokens_are_read_as_people_write_them() -> None:
+    small = {"part": "search", "model": "gpt2", "nodes": 1, "gpus": 1, "gpu": "h100", "full": True}
+    plain = Planner().answer({**small, "seq": 1024, "batch": 2_097_152, "tokens": 15 * 10**12})
+    written = Planner().answer({**small, "seq": "1024", "batch": "2.097152M", "tokens": "15T"})
+    assert written["rows"] == plain["rows"] and written["training"] == plain["training"]
+    assert (written["batch_tokens"], written["sequence"]) == (2_097_152, 1024)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seq": "8k"}, "seq"),
+        ({"model": "nothing"}, "model"),
+        ({"gpu": "x"}, "gpu"),
+        ({"seq": 1 << 19}, "seq"),
+        ({"nodes": 1024, "batch": 1024}, "batch"),
+        ({"nodes": 0}, "nodes"),
+        ({"shape": {"heads": 7, "kv_heads": 2}}, "kv_heads"),
+        ({"tokens": "x"}, "tokens"),
+        ({"allow": ["x"]}, "allow"),
+    ],
+)
+def test_a_mistake_names_its_field_of_the_form(change: dict[str, Any], field: str) -> None:
+    assert Planner().answer({"part": "search", **STATE, **change})["field"] == field
+
+
+def test_the_whole_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Days and cost as on the command line; the layouts are searched once, whatever is trained."""
+    planner = Planner()
+    plain = planner.answer({"part": "search", **STATE, "full": True})
+    assert plain["rows"][0]["training"] is None and plain["training"] == ""
+    monkeypatch.setattr("meshwright.plan.search", lambda *_, **__: pytest.fail("searched again"))
+    found = planner.answer({"part": "search", **STATE, "tokens": "1.5T", "price": "2.5"})
+    assert found["whole"] and [row["pick"] for row in found["rows"]] == [row["pick"] for row in plain["rows"]]
+    row = found["rows"][0]
+    days = 1.5e12 / (row["tokens_per_s_per_gpu"] * 16) / 86400
+    assert row["training"]["days"] == pytest.approx(days) and not row["training"]["late"]
+    assert row["training"]["cost"] == pytest.approx(days * 24 * 16 * 2.5)
+    assert f"1.5T tokens: {days:,.1f} days, {days * 384:,.0f} GPU-hours, cost {days * 960:,.0f}" in found["training"]
+    late = planner.answer({"part": "search", **STATE, "tokens": "1.5T", "days": str(days / 2)})
+    assert late["rows"][0]["training"]["late"] and "2 times" in late["training"]
+    reached = planner.answer({"part": "search", **STATE, "days": "10"})["rows"][0]["training"]
+    assert reached["tokens"] == pytest.approx(row["tokens_per_s_per_gpu"] * 16 * 864000)
+    assert reached["days"] == pytest.approx(10) and reached["cost"] is None
+
+
+def test_what_would_fit_is_said_as_on_the_command_line(cli: Callable[..., Any]) -> None:
+    state = {"model": "llama-2-7b", "nodes": 1, "gpus": 1, "gpu": "a100-80gb", "seq": 512, "batch": 512}
+    quick = Planner().answer({"part": "search", **state})["nothing"]
+    assert "use more or larger ones" in quick  # the hint takes longer than a first answer may
+    answer = Planner().answer({"part": "search", **state, "full": True})
+    done = cli("plan", "--model", "llama-2-7b", "--cluster", "1xa100-80gb", "--seq", "512", "--batch-tokens", "512")
+    assert done.code == 2 and "give --allow offload, which keeps optimizer states in the host's memory" in done.err
+    assert "try offload under Allowed, which keeps optimizer states in the host's memory." in answer["nothing"]
+    larger = {**state, "model": "llama-2-13b", "gpu": "rtx-3090", "full": True}
+    small = Planner().answer({"part": "search", **larger})["nothing"]
+    assert re.search(r"try (\d+ nodes with \d+ GPUs each|\d+ GPUs in a node), \d+ times the GPUs\.", small), small
+
+
+def test_every_gpu_on_offer_can_be_planned_and_guessed_rates_say_so() -> None:
+    """Otherwise the list would offer cards that are then refused."""
+    gpus = choices(Path("runs"))["gpus"]
+    planner, guessed = Planner(), {}
+    for gpu in gpus:
+        state = {"model": "tiny-llama", "nodes": 1, "gpus": 1, "gpu": gpu, "seq": 64, "batch": 512}
+        found = planner.answer({"part": "search", **state})
+        assert found.get("rows"), (gpu, found)
+        one = planner.answer({"part": "layout", **state, "pick": found["rows"][0]["pick"]})
+        guessed[gpu] = any(": guessed from" in each for each in one["guessed"])
+    assert {gpu: fields["guessed"] for gpu, fields in gpus.items()} == guessed
+    assert {gpu for gpu, is_guessed in guessed.items() if is_guessed} == {"mi250x", "mi300x", "mi325x"}
+
+
+def test_the_mesh_shows_every_stage_and_its_layers() -> None:
+    """Also on more nodes than are drawn, of which the first all hold the first stage."""
+    drawn = mesh({"pp": 4, "dp_shard": 128, "tp": 8}, 8, ["embedding, layers 0–7", "layers 8–15", "x", "y"])
+    panel = drawn[: drawn.index("pipeline stages (pp): 4</p>")]
+    assert set(re.findall(r": pp (\d+)</title>", panel)) == {"0", "1", "2", "3"}
+    assert "16 of 512 nodes" in drawn and "0: <span>embedding, layers 0–7</span>" in drawn
+    shards = drawn[drawn.index("pipeline stages (pp): 4</p>") :]
+    assert len(set(re.findall(r": dp_shard (\d+)</title>", shards))) == 16  # as many as there are rows
+    job = Planner().answer({"part": "search", **STATE, "full": True})
+    piped = next(row for row in job["rows"] if " pp " in row["layout"])
+    one = Planner().answer({"part": "layout", **STATE, "pick": piped["pick"]})["pictures"]
+    held = re.findall(r"layers? (\d+)(?:–(\d+))?", one[one.index('class="stages"') : one.index("</ul>")])
+    assert sorted(layer for a, b in held for layer in range(int(a), int(b or a) + 1)) == list(range(32))
 
 
 def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:

@@ -177,3 +177,15 @@ def test_other_place_and_other_folder(tmp_path: Path) -> None:
         write_report(tmp_path)
     with pytest.raises(UserError, match=r"nowhere/page\.html cannot be written .* with --out"):
         write_report(tmp_path / "run", tmp_path / "nowhere" / "page.html")
+
+
+def test_a_note_is_shown_as_text_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run").path
+    assert "Notes" not in read(run)[1].text
+    (run / "notes.txt").write_text(NASTY)
+    html, page = read(run)
+    assert NASTY in page.text and NASTY not in html
+    (tmp_path / "secret").write_text("the secret")
+    (run / "notes.txt").unlink()
+    (run / "notes.txt").symlink_to(tmp_path / "secret")
+    assert "the secret" not in read(run)[0]

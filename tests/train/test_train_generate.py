@@ -40,7 +40,7 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(model: Decoder) -> None:
 
 def test_it_ends_at_the_stop_token(model: Decoder) -> None:
     free = generate(model, [1, 2, 3], 6, temperature=0)
-    assert generate(model, [1, 2, 3], 6, temperature=0, stop=free[2]) == free[: free.index(free[2])]
+    assert generate(model, [1, 2, 3], 6, temperature=0, stop={free[2]}) == free[: free.index(free[2])]
 
 
 def test_more_than_the_model_can_hold_is_refused(model: Decoder) -> None:

@@ -93,6 +93,7 @@ def test_a_single_rank_trains_as_ever() -> None:
 
 def test_windows_end_at_evaluations_after_a_hundred_steps_and_with_the_run() -> None:
     assert list(windows(job(steps=250))) == [range(1, 101), range(101, 201), range(201, 251)]
+    assert list(windows(job(steps=7, every=0))) == [range(1, 8)]
     assert list(windows(job(steps=7, every=3))) == [range(1, 4), range(4, 7), range(7, 8)]
     assert list(windows(job(steps=230, every=120)))[:2] == [range(1, 101), range(101, 121)]
 

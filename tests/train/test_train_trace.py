@@ -186,7 +186,7 @@ def _failing(**_: Any) -> Any:
     [
         (["--trace", "soon"], "--trace soon is no range of steps; write it like 10-12, or 10 for one step"),
         (["--trace", "0-2"], "--trace 0-2 is not within the steps of the job; give some from 1 to 4"),
-        (["--trace", "3-2"], "--trace 3-2 is not within"),
+        (["--trace", "3-2"], "--trace 3-2 ends before it begins; write it as 2-3"),
         (["--trace", "4-5"], "--trace 4-5 is not within"),
         (["--trace", "5", "--nproc", "2", "--set", "layout.dp_shard=2"], "give some from 1 to 4"),
         (["--trace", "1-101", "--set", "run.steps=500"], "--trace 1-101 is 101 steps; trace at most 100"),

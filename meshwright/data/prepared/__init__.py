@@ -3,7 +3,7 @@
 from meshwright.data.prepared.build import build
 from meshwright.data.prepared.fill import Progress, Wishes
 from meshwright.data.prepared.folder import Manifest, Prepared, is_prepared, open_prepared
-from meshwright.data.prepared.look import Findings, Look, inspect, verify
+from meshwright.data.prepared.look import Findings, Look, Sampled, inspect, verify
 
 __all__ = [
     "Findings",
@@ -11,6 +11,7 @@ __all__ = [
     "Manifest",
     "Prepared",
     "Progress",
+    "Sampled",
     "Wishes",
     "build",
     "inspect",

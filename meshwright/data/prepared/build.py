@@ -6,11 +6,13 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from meshwright.atomic import write_atomic
-from meshwright.data.chat import load_chat_template
+from meshwright.data.chat import CONFIG, TEMPLATE, load_chat_template
 from meshwright.data.files import read_text
+from meshwright.data.own_sources import read_into_files
 from meshwright.data.prepared.fill import Report, Wishes, fill, order_for
 from meshwright.data.prepared.folder import MANIFEST, PARTIAL, TOKENIZER, Manifest, read_manifest
 from meshwright.data.raw import Taking
@@ -36,7 +38,9 @@ def build(
 
     The same wishes over the same input give the same bytes, whatever the number of workers and the interruptions.
     """
-    order = order_for(wishes, _given_tokenizer(wishes), _taking(wishes), unit_bytes)
+    taking = _taking(wishes)
+    wishes = replace(wishes, sources=read_into_files(wishes.sources, wishes.text_field, None))
+    order = order_for(wishes, _given_tokenizer(wishes), taking, unit_bytes)
     if (out / MANIFEST).is_file():
         return _already_there(out, order.identity)
     with _claimed(out, order.identity):
@@ -108,7 +112,8 @@ def _claimed(out: Path, identity: str) -> Iterator[None]:
     finally:
         if not (out / MANIFEST).is_file() and not any(partial.glob("[0-9]*.json")):
             shutil.rmtree(partial, ignore_errors=True)
-            (out / TOKENIZER).unlink(missing_ok=True)
+            for name in (TOKENIZER, TEMPLATE, CONFIG):
+                (out / name).unlink(missing_ok=True)
             with suppress(OSError):
                 if made:
                     out.rmdir()

@@ -95,6 +95,8 @@ def fill(out: Path, order: Order, workers: int | None, report: Report) -> Manife
         (None, BadDocuments()) if order.others is None else _joined(out, taking, order.others, wishes.max_bad, report)
     )
     tokenizer = _tokenizer(out, order, joined, report)
+    for name, text in (taking.chat.files() if taking.chat is not None else {}).items():
+        write_atomic(out / name, text, durable=True)
     firsts = _numbered(out, order, workers, report)
     held_out = rule_for(units, firsts, taking, wishes.validation_fraction)
     work = Work(out, taking, joined, held_out, firsts)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.data.counted import TextPart, counted_text
 from meshwright.data.hashing import mix
 from meshwright.data.prepared.folder import SPLITS, TOKENIZER, Manifest, Prepared, open_prepared, read_manifest
 from meshwright.data.prepared.shard import sha256_of
@@ -14,7 +15,7 @@ from meshwright.data.store import Int64Array
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 
-_SAMPLE_TOKENS = 200
+_SAMPLE_TOKENS = {"text": 200, "conversations": 1000}
 _SAMPLING = 0x5A_3B_1E
 _SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.")
 
@@ -26,6 +27,10 @@ class Sampled:
     number: int
     tokens: int
     text: str
+    loss_tokens: int
+    """Those of the whole document that count in the loss."""
+    parts: list[TextPart]
+    """The text by what counts in the loss."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,12 @@ class Findings:
     damages: list[str]
 
 
-def inspect(folder: Path, samples: int = 0) -> Look:
-    """Counts, document lengths, and some documents of the training split decoded, the same ones each time."""
+def inspect(folder: Path, samples: int | None = None) -> Look:
+    """Counts, document lengths, and some documents of the training split decoded, the same ones each time; by default
+    none, and one conversation."""
     prepared = open_prepared(folder)
+    if samples is None:
+        samples = int(prepared.manifest.content == "conversations")
     counts: dict[int, int] = {}
     longest = 0
     total = prepared.manifest.documents["train"]
@@ -142,7 +150,7 @@ def _median(histogram: list[tuple[int, int]], total: int) -> int:
 
 
 def _sample(prepared: Prepared, number: int, start: int, length: int) -> Sampled:
-    tokens = prepared.store("train").read(start, start + min(length, _SAMPLE_TOKENS)).tolist()
-    if tokens and tokens[-1] == prepared.manifest.end_of_text:
-        tokens.pop()
-    return Sampled(number, length, prepared.tokenizer.decode(tokens))
+    most = _SAMPLE_TOKENS[prepared.manifest.content]
+    found = counted_text(prepared.store("train"), prepared.tokenizer, start, start + length, most)
+    text = "".join(part.text for part in found.parts)
+    return Sampled(number, length, text, found.loss_tokens, found.parts)

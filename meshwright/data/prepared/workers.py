@@ -31,6 +31,8 @@ _TICK_S = 0.2
 _PR_SET_PDEATHSIG = 1
 SMALL_BYTES = 4 << 20
 """So little plain text is read by the process itself, sooner than it could start another."""
+_INSTANT_BYTES = 256 << 10
+"""A tokenizer is trained on so little at once, before anybody could want to interrupt it."""
 
 T = TypeVar("T")
 Initializer = tuple[Callable[..., None], tuple[Any, ...]]
@@ -178,13 +180,17 @@ def train_on(units: Sequence[Unit], taking: Taking, vocab_size: int, joined: Pat
     """A tokenizer.json learned from documents all over the input.
 
     In a process of its own where there is more than a little: the library's threads would not survive into workers
-    forked from one that used them.
+    forked from one that used them, and only a process can be ended while the library works.
     """
-    if is_small(units):
+    if is_small(units) and units[0].size_bytes <= _INSTANT_BYTES:
         return _train(units, taking, vocab_size, joined)
     with ProcessPoolExecutor(1, _context(), initializer=_obey, initargs=(os.getpid(),)) as pool:
+        trainer = pool.submit(os.getpid).result()
         try:
             return pool.submit(_train_bounded, list(units), taking, vocab_size, joined).result()
+        except KeyboardInterrupt:
+            os.kill(trainer, signal.SIGKILL)
+            raise
         except BrokenProcessPool as error:
             raise UserError(
                 f"training the tokenizer was killed at one of {_names(units)}, perhaps for lack of memory or by a "

@@ -37,6 +37,10 @@ _TEXT_SUFFIXES = frozenset(
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 # How Hugging Face names the files of a split: train-00000-of-00004.parquet.
 _SPLIT = re.compile(r"(?:^|/)([A-Za-z0-9_.]+)-\d{5}-of-\d{5}[^/]*$")
+_PACKED = ("parquet", "arrow")
+"""Formats that compress inside."""
+_NAMED = 3
+"""So many of the files that were left out are named."""
 _OFFERED = "text, .jsonl, .csv, .tsv, .parquet, .arrow or .tar files, plain or .gz or .zst"
 
 
@@ -88,6 +92,23 @@ class Inputs:
         """All files together, as they lie."""
         return sum(file.size_bytes for file in self.files)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """More tokens than this cannot be in the files; None if some are compressed or of unknown size."""
+        plain = all(
+            file.compression == "none" and file.format not in _PACKED and file.size_bytes for file in self.files
+        )
+        return self.size_bytes + len(self.files) if plain else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence about what was left out, if anything was, so that nothing is missing silently."""
+        if not self.left_out:
+            return ()
+        more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
+        names = ", ".join(self.left_out[:_NAMED])
+        return (f"left out of data.sources, being of no known kind or of another split: {names}{more}",)
+
 
 def list_inputs(sources: Sequence[str]) -> Inputs:
     """The files of paths, folders, Hugging Face dataset folders, addresses and `builtin:stdlib`."""
@@ -137,6 +158,7 @@ def _remote_files(source: str) -> tuple[list[InputFile], list[str]]:
     entries = {entry.url: entry for entry in list_remote(source)}
     names, left_out = _train_split(list(entries))
     if len(entries) > 1:
+        left_out += [name for name in names if kind_of(name) is None]
         names = [name for name in names if kind_of(name) is not None]
     if not names:
         raise UserError(f"{source} holds no {_OFFERED}; name another")
@@ -184,7 +206,7 @@ def kind_of(name: str) -> tuple[Format, Compression] | None:
             stem, compression = lower.removesuffix(suffix), packed
     suffix = Path(stem).suffix
     if suffix in _FORMATS:
-        if _FORMATS[suffix] in ("parquet", "arrow") and compression != "none":
+        if _FORMATS[suffix] in _PACKED and compression != "none":
             return None  # both need to be read from their end, and compress inside
         return _FORMATS[suffix], compression
     return ("text", compression) if suffix in _TEXT_SUFFIXES else None

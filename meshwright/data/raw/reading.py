@@ -8,6 +8,7 @@ from typing import Any, BinaryIO, cast
 from meshwright.data.lines import LONGEST_RECORD_BYTES, lines_of
 from meshwright.data.raw.archives import samples_of
 from meshwright.data.raw.bad import EMPTY, NOT_UTF8, TOO_LONG, WRONG_FIELD
+from meshwright.data.raw.columns import DELIMITERS, RowLines, delimited
 from meshwright.data.raw.damage import damage_named
 from meshwright.data.raw.inputs import InputFile
 from meshwright.data.raw.items import BOM, Bad, Item, Taking, Text, checked, from_bytes
@@ -19,8 +20,6 @@ from meshwright.errors import UserError
 TEXT_BYTES = 1 << 20
 """A longer text file is handed on in pieces of this size."""
 _LOOK_AHEAD_BYTES = 1 << 16
-_LONGEST_ROW = LONGEST_RECORD_BYTES >> 2
-"""In characters, each of which takes up to four bytes; and a row of nothing but commas takes eight for each."""
 
 Watch = Callable[[int, int], None]
 """Told the bytes just read from the input and the retries just made."""
@@ -220,54 +219,21 @@ def _table(piece: Piece, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
 
 def _csv(file: InputFile, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
     csv.field_size_limit(LONGEST_RECORD_BYTES)
-    lines = _RowLines(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=""), file.name)
-    rows = csv.reader(lines, delimiter="\t" if file.format == "tsv" else ",")
-    header = next(rows, [])
-    if taking.chat is None:
-        for field in taking.fields:
-            if header.count(field) != 1:
-                option = "data.join (--join)" if field == taking.key_field else "data.text_field (--text-field)"
-                raise UserError(
-                    f'{file.name} has no column "{field}" (its first line has '
-                    f"{', '.join(header[:5])[:200] or 'nothing'}); set {option} to the right one"
-                )
+    lines = RowLines(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=""), file.name)
+    first = lines.first_row()
+    delimiter, header = delimited(first, "\t" if file.format == "tsv" else DELIMITERS, file.name, taking)
+    rows = csv.reader(lines, delimiter=delimiter)
     column = header.index(taking.text_field) if taking.chat is None else 0
     for row in rows:
         lines.begin_row()
-        where = f"{file.name}:{rows.line_num}"
+        where = f"{file.name}:{lines.number}"
         if not row:
             continue
         if len(row) <= column:
             yield Bad(WRONG_FIELD, where)
+        elif any(row[len(header) :]):
+            yield Bad(WRONG_FIELD, f"{where} ({len(row)} columns, {len(header)} in the first line)")
         elif taking.plain:
             yield checked(row[column], where)
         else:
             yield taking.from_record(dict(zip(header, row, strict=False)), where)
-
-
-class _RowLines:
-    """The lines of a CSV file, whose rows may hold several: a row without end is refused before it fills memory."""
-
-    def __init__(self, stream: io.TextIOWrapper, name: str) -> None:
-        self._stream, self._name = stream, name
-        self._line = self._held = 0
-
-    def begin_row(self) -> None:
-        """What comes now belongs to a new row."""
-        self._held = 0
-
-    def __iter__(self) -> "_RowLines":
-        return self
-
-    def __next__(self) -> str:
-        self._line += 1
-        line = self._stream.readline(_LONGEST_ROW + 1 - self._held)
-        if not line:
-            raise StopIteration
-        self._held += len(line)
-        if self._held > _LONGEST_ROW:
-            raise UserError(
-                f"{self._name}:{self._line} is in a row of more than {_LONGEST_ROW >> 20} Mi characters, perhaps for "
-                "lack of a closing quotation mark; fix it or leave the file out"
-            )
-        return line

@@ -37,6 +37,10 @@ class Flow:
     shuffle_buffer: int
     mask_documents: bool
     identity: str
+    notes: tuple[str, ...]
+    """What of the sources is not read, a sentence each."""
+    most_tokens: int | None
+    """More tokens than this cannot be in the sources; None if nobody knows before they are read."""
 
     def fingerprint(self) -> str:
         """Changes with anything that would change the stream."""
@@ -122,4 +126,6 @@ def open_flow(data: Data, vocab_size: int) -> Flow:
         data.shuffle_buffer,
         data.mask_documents,
         identity,
+        inputs.notes,
+        inputs.most_tokens,
     )

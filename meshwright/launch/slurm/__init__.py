@@ -2,13 +2,15 @@
 
 from meshwright.launch.slurm.cancel import cancel
 from meshwright.launch.slurm.commands import NoAnswer
-from meshwright.launch.slurm.logs import end_of, follow, log_files
+from meshwright.launch.slurm.logs import end_of, files_log, follow, is_recorded, log_files
 from meshwright.launch.slurm.record import Submission
+from meshwright.launch.slurm.recorded import RecordedLog
 from meshwright.launch.slurm.script import Request, Shape, batch_script, request_of
 from meshwright.launch.slurm.status import Status, status_of, statuses
 
 __all__ = [
     "NoAnswer",
+    "RecordedLog",
     "Request",
     "Shape",
     "Status",
@@ -16,7 +18,9 @@ __all__ = [
     "batch_script",
     "cancel",
     "end_of",
+    "files_log",
     "follow",
+    "is_recorded",
     "log_files",
     "request_of",
     "status_of",

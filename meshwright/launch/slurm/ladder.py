@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site
-from meshwright.job import Job, LoadedJob, code_of
+from meshwright.job import Job, LoadedJob, code_of, job_text
 from meshwright.launch.slurm.record import FOLDER, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
 from meshwright.runs import RunFolder
@@ -124,7 +124,8 @@ def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:
     small = Job.model_validate_json(json.dumps(table), strict=True)
     require_layout(small, ranks)
     origins = {f"{section}.{field}": "trial" for section, fields in changes.items() for field in fields}
-    return LoadedJob(small, loaded.name, loaded.raw, {**loaded.origins, **origins})
+    text = job_text(small, f"a trial of {loaded.name} on {ranks} ranks")
+    return LoadedJob(small, loaded.name, text, {**loaded.origins, **origins})
 
 
 def _require_fit(job: Job, site: Site, ranks: int) -> None:

@@ -12,6 +12,12 @@ _CHUNK = 1 << 16
 _LONGEST = 16 << 20
 
 
+def is_recorded(run: Path, rank: int | None) -> bool:
+    """Whether rank 0's output is not in a file: a run here, which wrote it to its console."""
+    RunFolder.open(run)
+    return not rank and not (run / "slurm").is_dir() and not list((run / "logs").glob("rank-0.*"))
+
+
 def log_files(run: Path, rank: int | None = None) -> list[Path]:
     """The files of one rank, or those of the jobs including rank 0's output, oldest first."""
     RunFolder.open(run)
@@ -38,17 +44,26 @@ def end_of(path: Path) -> str:
         return file.read(_LONGEST).decode("utf-8", "replace")
 
 
-def follow(files: Callable[[], list[Path]], alive: Callable[[], bool], every_s: float = 1.0) -> Iterator[str]:
-    """Yield what is in the files and what is added to them, until nothing is left that could add more."""
+def files_log(files: Callable[[], list[Path]]) -> Callable[[], Iterator[str]]:
+    """A function that yields what was added to the files since its last call."""
     read: dict[Path, int] = {}
-    while True:
-        last = not alive()  # checked first, so that everything written before the end is read below
+
+    def new() -> Iterator[str]:
         for path in files():
             with path.open(encoding="utf-8", errors="replace") as file:
                 file.seek(read.get(path, 0))
                 while text := file.read(_CHUNK):
                     yield text
                 read[path] = file.tell()
+
+    return new
+
+
+def follow(new: Callable[[], Iterator[str]], alive: Callable[[], bool], every_s: float = 1.0) -> Iterator[str]:
+    """Yield what a log has and what is added to it, until nothing is left that could add more."""
+    while True:
+        last = not alive()  # checked first, so that everything written before the end is read below
+        yield from new()
         if last:
             return
         time.sleep(every_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.hardware import Site, find_site
+from meshwright.hardware import Site, find_site, gpu_by_key
 from meshwright.job import LoadedJob, code_of
 from meshwright.job.devices import Cluster
 from meshwright.launch.slurm.commands import sbatch, scancel
@@ -15,6 +15,7 @@ from meshwright.launch.slurm.record import FOLDER, OVER, Submission
 from meshwright.launch.slurm.script import Mode, Request, Shape, batch_script
 from meshwright.launch.slurm.status import active_job
 from meshwright.layout import ranks_of, require_layout
+from meshwright.runs import RunFolder
 from meshwright.runs.lifecycle import create_folder, require_room, run_path
 
 
@@ -70,12 +71,12 @@ def shape_of(loaded: LoadedJob, site: Site) -> Shape:
 
 
 def _require_section(cluster: Cluster, site: Site, shape: Shape) -> None:
-    """Reject a site whose machines contradict the job's own; a section made for another site must only agree with the
-    layout."""
+    """Reject machines in the job that contradict the layout, or the site: another GPU, or smaller nodes, are not what
+    the layout was planned for."""
     said = cluster.model_fields_set
-    own = cluster.name is not None and find_site(cluster.name, "cluster.name") == site
-    size = cluster.gpus_per_node if "gpus_per_node" in said else site.gpus_per_node
-    if own and size not in (site.gpus_per_node, shape.ranks_per_node):
+    home = site if cluster.name is None else find_site(cluster.name, "cluster.name")
+    size = cluster.gpus_per_node if "gpus_per_node" in said else home.gpus_per_node
+    if cluster.name is not None and home == site and size not in (site.gpus_per_node, shape.ranks_per_node):
         raise UserError(
             f"cluster.gpus_per_node = {size}, but {site.name} has {site.gpus_per_node}; set it to that or leave it out"
         )
@@ -85,6 +86,25 @@ def _require_section(cluster: Cluster, site: Site, shape: Shape) -> None:
             f"cluster.nodes = {cluster.nodes}, but the layout's {shape.ranks} ranks fill {needed} of {size} GPUs "
             f"each; set cluster.nodes = {needed} or change the layout"
         )
+    planned, again = cluster.gpu or home.gpu, f"plan it again with --cluster {shape.nodes}x{site.name}"
+    if planned and site.gpu and _key(planned) != _key(site.gpu):
+        raise UserError(
+            f"cluster.gpu = {planned}, but {site.name} has {site.gpu}; {again}, or set cluster.gpu to run this layout "
+            "there"
+        )
+    if size > site.gpus_per_node and shape.nodes > 1:
+        raise UserError(
+            f"cluster.gpus_per_node = {size}, but {site.name} has {site.gpus_per_node}, so ranks planned for one node "
+            f"would be on several; {again}, or set cluster.gpus_per_node and cluster.nodes to run this layout there"
+        )
+
+
+def _key(gpu: str) -> str:
+    """One name for every spelling of a GPU."""
+    try:
+        return gpu_by_key(gpu).key
+    except UserError:  # a profile may name any
+        return gpu.lower()
 
 
 def plan_submission(
@@ -97,12 +117,22 @@ def plan_submission(
     budget: float | None = None,
     tell: Callable[[str], None] = print,
     overrides: Sequence[str] = (),
+    dry: bool = False,
 ) -> Plan:
-    """Check what is about to be submitted; a run folder as JOB is continued, `tell` reports trials that cannot run."""
+    """Check what is about to be submitted; a run folder as JOB is continued, `tell` reports trials that cannot run.
+
+    A `dry` one may be planned on any machine: nothing is downloaded, and the disk need not be the cluster's.
+    """
     shape = shape_of(loaded, site)
     continues = (Path(source) / "job.resolved.json").is_file()
     run = Path(source) if continues else run_path(loaded)
-    if not continues:
+    if not continues and (run / "job.resolved.json").is_file():
+        raise UserError(
+            f'run.folder = "{run}" holds a run; continue it with meshwright submit {run}, or choose another folder'
+        )
+    if not continues and dry:
+        RunFolder.require_free(run)
+    elif not continues:
         require_room(loaded.job, run, tell=tell)  # downloads here: compute nodes often have no network
     elif (job := active_job(run)) is not None:
         raise UserError(f"{run} already has job {job.id} in Slurm; wait until it ends, or run meshwright cancel {run}")

@@ -11,6 +11,8 @@ export function h(tag, attributes = {}, ...children) {
   return made;
 }
 
+export const SILENT = "the studio does not respond; is it still running?";
+
 export async function ask(path, question) {
   const options = question && {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(question),

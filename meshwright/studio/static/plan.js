@@ -1,11 +1,12 @@
 // Plan: the form is the state, the URL stores it, and every change queries the planner.
-import { $, ask, h, number, setAddress } from "./dom.js";
+import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 
 const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size"];
 const CLUSTERS = { "8 × H100": [1, 8, "h100"], "2 × 8 × A100 80 GB": [2, 8, "a100-80gb"], "8 × H200": [1, 8, "h200"],
   "16 × 8 × H100": [16, 8, "h100"], "64 × 8 × H100": [64, 8, "h100"], "16 × 4 × A100 64 GB": [16, 4, "a100-64gb"],
   "4 × L40S": [1, 4, "l40s"], "2 × RTX 3090": [1, 2, "rtx-3090"] };
+const NUMBERS = ["node_link", "network_link"], TRAINING = ["tokens", "days", "price"], WRITTEN = ["seq", "batch", ...TRAINING];
 const form = $("question"), fields = form.elements;
 let choices = null, shape = {}, base = {}, pick = null, own = false, busy = false, again = false, turn = 0, timer = 0;
 
@@ -14,8 +15,7 @@ export async function enter(query) {
   shape = parsed(query.get("shape"), {});
   take(fields.model, query.get("model") ?? (Object.keys(shape).length ? "" : "llama-3.2-1b"));
   take(fields.gpu, query.get("gpu") || "h100");
-  for (const [name, usual] of [["nodes", 1], ["gpus", 8], ["seq", ""], ["batch", ""], ["node_link", ""], ["network_link", ""]])
-    fields[name].value = query.get(name) ?? usual;
+  for (const name of ["nodes", "gpus", ...NUMBERS, ...WRITTEN]) fields[name].value = query.get(name) ?? { nodes: 1, gpus: 8 }[name] ?? "";
   const allowed = parsed(query.get("allow"), []);
   for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
   pick = query.get("pick");
@@ -43,7 +43,7 @@ function parsed(text, otherwise) {
 async function begin() {
   choices = await ask("/api/choices");
   fields.model.append(h("option", { value: "" }, "custom shape"), ...Object.keys(choices.models).map(name => h("option", {}, name)));
-  fields.gpu.append(...Object.entries(choices.gpus).map(([name, gib]) => h("option", { value: name }, `${name} (${gib} GiB)`)));
+  fields.gpu.append(...Object.entries(choices.gpus).map(([name, { gib, guessed }]) => h("option", { value: name }, `${name} (${gib} GiB${guessed ? ", rates guessed" : ""})`)));
   fields.cluster.append(h("option", { value: "" }, "as below"), ...Object.keys(CLUSTERS).map(name => h("option", {}, name)));
   $("shape").append(...SLIDERS.map(slider));
   $("allowed").append(...choices.allowed.map(word => h("label", {}, h("input", { type: "checkbox", name: "allow", value: word }), word)));
@@ -81,7 +81,7 @@ async function changed(event) {
   if (target.name === "model") { shape = {}; told(""); }
   if (target.name === "cluster" && CLUSTERS[target.value])
     [fields.nodes.value, fields.gpus.value, fields.gpu.value] = CLUSTERS[target.value];
-  own = false;
+  if (!TRAINING.includes(target.name)) own = false;
   matchCluster();
   refresh();
 }
@@ -113,7 +113,8 @@ function state() {
   const asked = { nodes: Number(fields.nodes.value), gpus: Number(fields.gpus.value), gpu: fields.gpu.value };
   if (fields.model.value) asked.model = fields.model.value;
   if (Object.keys(shape).length) asked.shape = shape;
-  for (const name of ["seq", "batch", "node_link", "network_link"]) if (fields[name].value) asked[name] = Number(fields[name].value);
+  for (const name of NUMBERS) if (fields[name].value) asked[name] = Number(fields[name].value);
+  for (const name of WRITTEN) if (fields[name].value.trim()) asked[name] = fields[name].value.trim();  // as people write it: 15T
   const allow = [...form.querySelectorAll("[name=allow]:checked")].map(box => box.value);
   return allow.length ? { ...asked, allow } : asked;
 }
@@ -142,10 +143,12 @@ async function run() {
 
 async function search(asked, mine, full) {
   const begun = performance.now();
-  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: "the studio does not respond; is it still running?" }));
+  const found = await ask("/api/plan", { part: "search", ...asked, ...(full ? { full } : {}) }).catch(() => ({ error: SILENT }));
   if (mine !== turn) return;
-  if (found.error) { say(found.error, true); return; }  // the results below stay dimmed: they answer an earlier request
   $("answer").classList.remove("late");
+  $("found").hidden = Boolean(found.error);  // what is there answers an earlier request
+  mark(found.field);
+  if (found.error) { forget(found.error); return; }
   base = found.shape;
   showShape(found);
   // A layout that the user chose stays selected, even if a shared URL names one that is not among the best.
@@ -157,12 +160,34 @@ async function search(asked, mine, full) {
   if (!found.whole && mine === turn) timer = setTimeout(() => mine === turn && search(asked, mine, true), 150);
 }
 
+// After an error the form keeps only what the user chose: nothing computed for an earlier request.
+function forget(words) {
+  say(words, true);
+  showNumbers({ ...choices.models[fields.model.value], ...shape });
+  for (const name of ["seq", "batch"]) fields[name].placeholder = "";
+  $("size").textContent = $("practice").textContent = "";
+  delete $("chosen").dataset.shown;
+}
+
+// The field that an error is about.
+function mark(field) {
+  for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+  for (const input of field ? form.querySelectorAll(`[name="${CSS.escape(field)}"],[data-shape="${CSS.escape(field)}"]`) : []) {
+    input.setAttribute("aria-invalid", "true");
+    input.closest("details")?.setAttribute("open", "");
+  }
+}
+
+function showNumbers(numbers) {
+  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = numbers[input.dataset.shape] ?? "";
+}
+
 function showShape(found) {
-  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = found.shape[input.dataset.shape];
+  showNumbers(found.shape);
   $("size").textContent = `${found.parameters_words} parameters`;
   fields.seq.placeholder = found.sequence;
   fields.batch.placeholder = found.batch_tokens;
-  $("practice").textContent = found.practice || `${found.batch} sequences per step`;
+  $("practice").textContent = found.practice || `${found.batch} sequence${found.batch === 1 ? "" : "s"} per step`;
 }
 
 function showRows(found) {
@@ -172,10 +197,26 @@ function showRows(found) {
     h("td", { class: "number", "data-name": "MFU" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
     h("td", { class: "number", "data-name": "step" }, `${number(row.step_s)} s`),
     h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1)),
+    ...whole(row.training),
     h("td", { "data-name": "limited by" }, row.limited_by)));
   document.querySelector("#layouts tbody").replaceChildren(...rows);
+  const first = found.rows[0]?.training;
+  $("layouts-training").textContent = fields.tokens.value.trim() ? "days" : "tokens";
+  $("layouts-training").hidden = !first;
+  $("layouts-cost").hidden = (first?.cost ?? null) === null;
+  $("training").textContent = found.training;
+  $("layouts").closest("section").hidden = !found.rows.length;
   $("rejected").hidden = !found.misses.length;
+  document.querySelector("#rejected h2").textContent = found.rows.length ? "Faster, but does not fit" : "Does not fit";
   document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
+}
+
+// Cells of the whole training: its days, or the tokens of the days that are given, and what it costs.
+function whole(training) {
+  if (!training) return [];
+  const name = fields.tokens.value.trim() ? "days" : "tokens";
+  const cells = [h("td", { class: `number${training.late ? " late-days" : ""}`, "data-name": name }, name === "days" ? number(training.days) : training.tokens_words)];
+  return training.cost === null ? cells : [...cells, h("td", { class: "number", "data-name": "cost" }, number(training.cost))];
 }
 
 function select(wanted) {
@@ -191,18 +232,23 @@ function select(wanted) {
   choose(state(), turn);
 }
 
-async function choose(asked, mine) {
+async function choose({ tokens, days, price, ...asked }, mine) {  // one layout is the same whatever is trained with it
   $("chosen").hidden = !pick;
   if (!pick || $("chosen").dataset.shown === JSON.stringify([asked, pick])) return;
-  const wanted = pick, one = await ask("/api/plan", { part: "layout", ...asked, pick });
+  const wanted = pick, one = await ask("/api/plan", { part: "layout", ...asked, pick }).catch(() => ({ error: SILENT }));
   if (mine !== turn || wanted !== pick) return;
-  if (one.error) { say(one.error, true); return; }
+  if (one.error) {
+    $("chosen").hidden = true;
+    delete $("chosen").dataset.shown;
+    say(one.error, true);
+    return;
+  }
   $("chosen").dataset.shown = JSON.stringify([asked, pick]);
   told("", false, "copied");
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `assumed: ${guess}`)));
+  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);

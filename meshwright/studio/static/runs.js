@@ -1,30 +1,35 @@
 // Runs: a list that is polled, and curves that are fetched only if a run has grown.
 import { draw } from "./chart.js";
-import { $, ask, h, number, setAddress } from "./dom.js";
-import { bindFigures } from "./hover.js";
+import { assign, paint } from "./colours.js";
+import { forgetSettings, showSettings } from "./compare.js";
+import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
+import * as one from "./run.js";
 
 const CHARTS = [
-  { field: "loss", title: "Loss", unit: "nats per token", wide: true }, { field: "tokens_per_s", title: "Throughput", unit: "tokens/s", fromZero: true },
-  { field: "mfu", title: "Model FLOPs utilisation", unit: "% of dense peak", scale: 100, fromZero: true }, { field: "grad_norm", title: "Gradient norm", unit: "before clipping" },
+  { field: "loss", title: "Loss", unit: "nats per token", wide: true, noisy: true }, { field: "tokens_per_s", title: "Throughput", unit: "tokens/s", fromZero: true, noisy: true },
+  { field: "mfu", title: "Model FLOPs utilisation", unit: "% of dense peak", scale: 100, fromZero: true, noisy: true }, { field: "grad_norm", title: "Gradient norm", unit: "before clipping", noisy: true },
   { field: "lr", title: "Learning rate", unit: "learning rate", fromZero: true }, { field: "memory_bytes", title: "Memory", unit: "peak, GiB", scale: 2 ** -30, fromZero: true },
-  { field: "data_wait_s", title: "Waiting for data", unit: "ms per step", scale: 1e3, fromZero: true },
+  { field: "data_wait_s", title: "Waiting for data", unit: "ms per step", scale: 1e3, fromZero: true, noisy: true },
 ];
 const AXES = { step: "steps", tokens: "tokens", time: "seconds of training" };
 const EVERY_MS = 1500, FEW = 5;
-let drawn = null, shown = null, axis = "step", list = [], curves = {}, polling = 0, log = null, figures = null, begun = false, detailed = "";
-const tints = new Map();  // a run keeps its colour when newer ones appear above it
+let drawn = null, axis = "step", compared = false, list = [], curves = {}, polling = 0, figures = null, begun = false;
 
 export async function enter(query) {
   if (!begun) begin();
   drawn = query.has("run") ? query.getAll("run").filter(Boolean) : null;
   axis = query.get("x") in AXES ? query.get("x") : "step";
   for (const radio of document.getElementsByName("x")) radio.checked = radio.value === axis;
+  $("smooth").value = query.get("smooth") ?? "0";
+  if ($("smooth").selectedIndex < 0) $("smooth").value = "0";
+  for (const which of ["x", "y"]) $(`log-${which}`).checked = (query.get("log") ?? "").includes(which);
+  compared = query.get("compare") === "1";
   curves = {};
   const wanted = query.get("show");
   clearTimeout(polling);
-  if (!wanted) { shown = null; $("run").hidden = true; }
+  if (!wanted) one.close();
   await poll();
-  if (wanted && wanted !== shown) open(wanted);
+  if (wanted && wanted !== one.name()) await open(wanted);
 }
 
 export function leave() { clearTimeout(polling); polling = -1; }
@@ -37,20 +42,34 @@ function begin() {
   $("all").addEventListener("click", () => { drawn = visible().map(run => run.name); changed(); });
   $("none").addEventListener("click", () => { drawn = []; changed(); });
   $("axis").addEventListener("change", event => { axis = event.target.value; curves = {}; changed(); });
-  $("log").addEventListener("change", () => { log = null; $("log-text").textContent = ""; tail(); });
+  $("look").addEventListener("change", () => { remember(); showCurves(); });
+  $("compare-runs").addEventListener("click", async () => {
+    compared = true;
+    await changed();
+    reveal("compare-title");
+  });
+  $("compare-close").addEventListener("click", () => { compared = false; changed(); });
+  $("run-close").addEventListener("click", () => { one.close(); changed(); });
   addEventListener("resize", showCurves);
 }
 
-function changed() {
-  const query = new URLSearchParams();
+function remember() {
+  const query = new URLSearchParams(), log = ["x", "y"].filter(which => $(`log-${which}`).checked).join("");
   for (const name of drawn) query.append("run", name);
   if (!drawn.length) query.append("run", "");
   if (axis !== "step") query.set("x", axis);
-  if (shown) query.set("show", shown);
+  if ($("smooth").value !== "0") query.set("smooth", $("smooth").value);
+  if (log) query.set("log", log);
+  if (compared) query.set("compare", "1");
+  if (one.name()) query.set("show", one.name());
   setAddress("runs", query);
+}
+
+function changed() {
+  remember();
   showList();
   clearTimeout(polling);
-  poll();
+  return poll();
 }
 
 async function poll() {
@@ -58,26 +77,34 @@ async function poll() {
   let wait = EVERY_MS;
   try {
     if (!document.hidden) {
-      list = (await ask("/api/runs")).runs;
+      const answer = await ask("/api/runs");
+      if (answer.error) throw new Error(answer.error);
+      list = answer.runs;
+      assign(list.map(run => run.name), answer.folder);
       if (drawn === null) drawn = list.slice(0, FEW).map(run => run.name);
-      $("runs-status").classList.remove("error");
       const incomplete = await fetchCurves();
-      const running = list.filter(run => run.state === "running").length;
-      const unread = list.reduce((sum, run) => sum + run.unread, 0);
-      $("runs-status").textContent = `${list.length} run${list.length === 1 ? "" : "s"}, ${running} running${incomplete ? "; reading" : ""}`
-        + (unread ? `; ${unread.toLocaleString("en")} line${unread === 1 ? "" : "s"} cannot be read` : "");
       showList();
       showCurves();
-      await tail();
-      const now = list.find(run => run.name === shown);
-      if (now && detailed !== growth(now)) await details(shown);
+      if (compared) await showSettings(listed()); else forgetSettings();
+      await one.follow(list);
+      say(incomplete);
       if (incomplete) wait = 30;
     }
   } catch {
-    $("runs-status").textContent = "the studio does not respond; is it still running?";
+    $("runs-status").textContent = SILENT;
     $("runs-status").classList.add("error");
   }
   if (polling === 0) polling = setTimeout(poll, wait);
+}
+
+function say(incomplete) {
+  const running = list.filter(run => run.state === "running").length, unread = list.reduce((sum, run) => sum + run.unread, 0);
+  const parts = [`${list.length} run${list.length === 1 ? "" : "s"}, ${running} running`];
+  if (incomplete) parts.push("reading");
+  if (unread) parts.push(`${unread.toLocaleString("en")} line${unread === 1 ? "" : "s"} cannot be read`);
+  if (one.fault()) parts.push(one.fault());
+  $("runs-status").textContent = parts.join("; ");
+  $("runs-status").classList.toggle("error", Boolean(one.fault()));
 }
 
 async function fetchCurves() {
@@ -91,20 +118,22 @@ async function fetchCurves() {
 }
 
 const visible = () => list.filter(run => run.name.toLowerCase().includes($("find").value.toLowerCase()));
-const tint = name => tints.has(name) ? tints.get(name) : tints.set(name, tints.size % 12).get(name);
+const listed = () => list.map(run => run.name).filter(name => drawn.includes(name));
 
 function showList() {
   const focus = document.activeElement?.dataset?.key;
-  document.querySelector("#list tbody").replaceChildren(...visible().map(run => h("tr", { "aria-selected": String(run.name === shown) },
+  document.querySelector("#list tbody").replaceChildren(...visible().map(run => h("tr", { "aria-selected": String(run.name === one.name()) },
     h("td", {}, h("input", { type: "checkbox", "data-key": `draw ${run.name}`, "aria-label": `draw ${run.name}`, checked: drawn.includes(run.name), onchange: event => {
       drawn = event.target.checked ? [...drawn, run.name] : drawn.filter(name => name !== run.name);
       changed();
     } })),
-    h("td", {}, h("span", { class: "named" }, h("i", { class: `swatch tint-${tint(run.name)}` }), h("button", { type: "button", class: "open", "data-key": `open ${run.name}`, onclick: () => open(run.name) }, run.name))),
+    h("td", {}, h("span", { class: "named" }, paint(h("i", { class: "swatch" }), run.name), h("button", { type: "button", class: "open", "data-key": `open ${run.name}`, onclick: () => open(run.name) }, run.name)),
+      run.note ? h("small", { class: "note" }, run.note) : null),
     h("td", {}, h("span", { class: `state ${run.state}` }, run.state)),
     h("td", { class: "number" }, number(run.step)),
     h("td", { class: "number" }, run.loss === null ? "–" : run.loss.toFixed(3)))));
   if (focus) document.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
+  $("compare-runs").disabled = listed().length < 2;
 }
 
 function showCurves() {
@@ -112,81 +141,28 @@ function showCurves() {
   CHARTS.forEach((chart, place) => {
     const series = [];
     for (const name of names) {
-      const one = curves[name].fields[chart.field], scale = values => chart.scale ? values.map(v => v === null ? null : v * chart.scale) : values;
-      if (one) series.push({ label: name, tint: tint(name), x: curves[name].x, low: scale(one.low), high: one.high && scale(one.high) });
-      const held = curves[name].val_loss;
-      if (chart.field === "loss" && held.x.length) series.push({ label: `${name} validation`, tint: tint(name), x: held.x, low: held.y, dots: held.x.length < 3, dash: true });
+      const { x, fields, val_loss: held } = curves[name], found = fields[chart.field];
+      const scaled = values => values && chart.scale ? values.map(v => v === null ? null : v * chart.scale) : values;
+      if (found) series.push({ run: name, label: name, x, low: scaled(found.low), high: scaled(found.high), mean: scaled(found.mean) });
+      const within = x.length ? [x[0], x.at(-1)] : undefined;
+      if (chart.field === "loss" && held.x.length) series.push({ run: name, label: `${name} validation`, x: held.x, low: held.y, within, dots: held.x.length < 3, dash: true });
     }
     figures[place].hidden = chart.field !== "loss" && !series.length;
     const marks = names.length <= 3 ? names.flatMap(name => curves[name].marks) : [];
-    draw(figures[place], { ...chart, axis: AXES[axis], series, marks });
+    const look = { smoothing: chart.noisy ? Number($("smooth").value) / 100 : 0, logX: $("log-x").checked, logY: $("log-y").checked };
+    draw(figures[place], { ...chart, ...look, axis: AXES[axis], series, marks });
   });
 }
 
 async function open(name) {
-  shown = name; log = null; detailed = "";
   if (!drawn.includes(name)) drawn = [...drawn, name];
-  $("log-text").textContent = "";
-  await details(name);
-  changed();
+  await one.open(name, list);
+  await changed();
+  if (one.name() === name && !one.fault()) reveal("run-title");
 }
 
-const growth = run => [run.name, run.state, run.version + run.unread].join();
-
-// The details of one run, refreshed whenever it has grown; a chart that did not change is left in place.
-async function details(name) {
-  const now = list.find(run => run.name === name), before = detailed.split(",").slice(0, -1).join();
-  const run = await ask(`/api/run?run=${encodeURIComponent(name)}`);
-  if (run.error || shown !== name) { $("run").hidden = Boolean(run.error); return; }
-  detailed = now ? growth(now) : "";
-  $("run").hidden = false;
-  $("run-title").textContent = name;
-  $("unread").replaceChildren(...run.unread.map(told => h("p", { class: "note alarm" }, `${told}.`)));
-  if ($("memory").dataset.shown !== run.memory) {
-    $("memory").innerHTML = $("memory").dataset.shown = run.memory;  // drawn and escaped by the server
-    bindFigures($("memory"));
-  }
-  $("run-job").textContent = run.job;
-  $("samples").hidden = !run.samples.length;
-  document.querySelector("#samples div").replaceChildren(...run.samples.flatMap(sample => [h("h3", {}, sample.name), h("pre", { tabindex: 0 }, sample.text)]));
-  document.querySelector("#events tbody").replaceChildren(...run.events.toReversed().map(eventRow));
-  $("logs").hidden = !run.logs.length;
-  const rank = $("log").value;
-  $("log").replaceChildren(...run.logs.map(each => h("option", { selected: each === rank }, each)));
-  if ($("log").value !== rank) log = null;
-  tail();
-  if (before !== [name, now?.state].join()) showPredicted(name);
-}
-
-function eventRow({ kind, time, elapsed_s, ...more }) {
-  const pairs = Object.entries(more).map(([key, value]) => h("span", {}, h("i", {}, key), worded(value)));
-  return h("tr", {}, h("td", { class: "number", title: time ?? null }, elapsed_s === undefined ? "" : `${number(elapsed_s, 4)} s`), h("th", { scope: "row" }, kind), h("td", { class: "pairs" }, ...pairs));
-}
-
-function worded(value) {
-  if (value === null) return "—";
-  if (Number.isInteger(value)) return value.toLocaleString("en");
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
-}
-
-async function showPredicted(name) {
-  $("predicted").replaceChildren();
-  const { html, error } = await ask(`/api/predicted?run=${encodeURIComponent(name)}`);
-  if (shown !== name) return;
-  if (html) $("predicted").innerHTML = html;  // escaped by the server
-  else $("predicted").replaceChildren(h("p", { class: "note" }, error ?? "No prediction for this run: it has no steps yet, or ran on a device that the planner does not know."));
-}
-
-async function tail() {
-  const name = $("log").value, run = shown, from = log;
-  if (!shown || !name || $("logs").hidden) return;
-  const query = new URLSearchParams({ run: shown, log: name, ...(log === null ? {} : { offset: log }) });
-  const more = await ask(`/api/log?${query}`);
-  if (more.error || name !== $("log").value || run !== shown || from !== log) return;  // requested twice, or no longer needed
-  const box = $("log-text"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 5;
-  if (log === null) box.textContent = "";
-  log = more.offset;
-  if (more.text) box.append(more.text);
-  if (box.textContent.length > 2e5) box.textContent = box.textContent.slice(-1e5);
-  if (atEnd) box.scrollTop = box.scrollHeight;
+// What a click opens is below the charts: go there, with the keyboard too.
+function reveal(title) {
+  $(title).scrollIntoView();
+  $(title).focus({ preventScroll: true });
 }

@@ -1,0 +1,121 @@
+"""`meshwright job explain`: every field of a job, or those that differ from the defaults, as a commented job file."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.job import Job, LoadedJob
+
+_FOLLOWING = ("model.kv_heads", "model.head_dim", "model.ffn_width")
+"""Fields that the shape fills in from others."""
+_ORIGIN_COLUMN = 40
+_WIDEST = 120
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field."""
+
+    field: str
+    value: Any
+    """As set, or its default; None if it is not set."""
+    derived: Any
+    """What it amounts to where it is not set; None if nothing determines it."""
+    origin: str
+    meaning: str
+    changed: bool
+    """Whether the job differs here from one of defaults alone."""
+
+
+def show_explained(source: str, overrides: list[str], changed: bool, as_json: bool) -> None:
+    """Print the fields of a job: value, where it came from, what it means."""
+    from meshwright.cli.output import print_json, stdout_console
+    from meshwright.job import load_job
+
+    loaded = load_job(source, overrides, trust=True)  # none of its code is run
+    rows = [row for row in _rows(loaded) if row.changed or not changed]
+    if as_json:
+        fields = [
+            {"field": row.field, "value": row.value, "derived": row.derived, "origin": row.origin}
+            | {"meaning": row.meaning}
+            for row in rows
+        ]
+        print_json({"job": loaded.name, "accumulation": loaded.job.accumulation, "fields": fields})
+        return
+    console = stdout_console()
+    width = min(console.width, _WIDEST)
+    for line in _lines(rows, width, meanings=not changed):
+        style = "dim" if line.startswith("#") else "bold" if line and not line.endswith("# default") else None
+        console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    for line in _comment(_sums(loaded.job), width):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _rows(loaded: LoadedJob) -> list[Row]:
+    from meshwright.job import Job, job_fields
+    from meshwright.layout import derived_values
+
+    values, derived = loaded.job.model_dump(mode="json"), derived_values(loaded.job)
+    plain, plain_derived = Job().model_dump(mode="json"), derived_values(Job())
+    rows = []
+    for name, meaning in job_fields():
+        section, field = name.split(".")
+        value, origin = values[section][field], loaded.origin(name)
+        follows = value if name in _FOLLOWING and origin == "default" else derived.get(name)
+        differs = (value, derived.get(name)) != (plain[section][field], plain_derived.get(name))
+        rows.append(Row(name, value, follows, origin, meaning, differs))
+    return rows
+
+
+def _lines(rows: list[Row], width: int, meanings: bool) -> list[str]:
+    """A job file of these fields; what is not set is a comment."""
+    lines, section = [], ""
+    for row in rows:
+        if (own := row.field.partition(".")[0]) != section:
+            lines += [""] * bool(section) + [f"[{own}]"]
+            section = own
+        elif meanings:
+            lines.append("")
+        lines += _comment(row.meaning, width) if meanings else []
+        lines += _field(row, width)
+    return [*lines, ""]
+
+
+def _field(row: Row, width: int) -> list[str]:
+    from meshwright.job import toml_value
+
+    name = row.field.partition(".")[2]
+    if row.derived is not None:
+        return [f"{f'# {name} = {toml_value(row.derived)}':<{_ORIGIN_COLUMN}}# derived"]
+    if row.value is None:
+        return [f"{f'# {name}':<{_ORIGIN_COLUMN}}# not set"]
+    code = f"{name} = {toml_value(row.value)}"
+    if len(code) > width and isinstance(row.value, list):
+        code = "\n".join([f"{name} = [", *(f"    {toml_value(one)}," for one in row.value), "]"])
+    last = code.rpartition("\n")[2]
+    if max(len(last), _ORIGIN_COLUMN) + len(row.origin) + 4 > width:
+        return [f"# {row.origin}:", *code.split("\n")]
+    return [*code.split("\n")[:-1], f"{last:<{_ORIGIN_COLUMN}}# {row.origin}"]
+
+
+def _sums(job: Job) -> str:
+    """What the fields together amount to."""
+    from meshwright.cost import parameter_count
+    from meshwright.layout import ranks_of
+
+    ranks, count = ranks_of(job.layout), job.accumulation
+    tokens = job.tokens_per_step
+    parameters = "a model of your own" if job.model.file else f"{parameter_count(job.model):,} parameters"
+    return (
+        f"{parameters}; {ranks} rank{'s' * (ranks > 1)}, {count} micro-batch{'es' * (count > 1)} per rank and step "
+        f"(accumulation), {tokens:,} tokens per step, {tokens * job.run.steps:,} tokens in {job.run.steps:,} steps"
+    )
+
+
+def _comment(text: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()), width, initial_indent="# ", subsequent_indent="# ", break_long_words=False
+    )

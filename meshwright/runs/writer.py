@@ -1,0 +1,71 @@
+"""A model that can write: a run's newest weights or a Hugging Face folder's, with the tokenizer and where it stops."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint import Generation, generation_of, load_hf_weights, load_weights, newest_weights
+from meshwright.data import Tokenizer
+from meshwright.data.tokenizer import load_tokenizer
+from meshwright.errors import UserError
+from meshwright.job import Job, Model, model_of_folder
+from meshwright.model import Decoder
+from meshwright.runs.folder import RunFolder
+from meshwright.train import choose_device
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model on its device, in fp32, with what it needs to write text."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    generation: Generation
+    step: int | None
+    """Of a run's weights; a folder's have none."""
+
+
+def open_writer(source: Path, device: str) -> Writer:
+    """The model of a run folder, or of a Hugging Face folder; no code that either names is run."""
+    tokenizer = tokenizer_of(source)
+    generation = generation_of(source, tokenizer)
+    if not _is_run(source):
+        model = _empty(model_of_folder(source), device)
+        load_hf_weights(source, model)
+        return Writer(model, tokenizer, generation, None)
+    job = RunFolder.open(source).resolved_job(trust=True)  # none of its code is run
+    if job.model.file is not None:
+        raise UserError(f"{source} trained model.file = {job.model.file}, which cannot generate text; use a preset")
+    checkpoint = newest_weights(source)
+    model = _empty(job.model, device)
+    return Writer(model, tokenizer, generation, load_weights(checkpoint, model))
+
+
+def tokenizer_of(source: Path) -> Tokenizer:
+    """The tokenizer of a run or of a Hugging Face folder; a path that is neither is refused."""
+    if not _is_run(source) and not (source / "config.json").is_file():
+        raise UserError(
+            f'"{source}" is neither a run folder nor a Hugging Face folder (config.json, safetensors); give the folder '
+            "that `meshwright train` or `checkpoint export` printed"
+        )
+    path = source / "tokenizer.json"
+    if path.is_file():
+        return load_tokenizer(path, str(path))
+    if _is_run(source):
+        raise UserError(
+            f"{source} has no tokenizer.json (its tokens are synthetic or came without one); use another run"
+        )
+    raise UserError(f"{source} has no tokenizer.json; save the model's tokenizer there with transformers")
+
+
+def _is_run(source: Path) -> bool:
+    return (source / "job.resolved.json").is_file()
+
+
+def _empty(shape: Model, device: str) -> Decoder:
+    # A run's own number format is for training; text is written in fp32, which every device computes.
+    target = choose_device(Job.model_validate({"run": {"device": device}}))
+    with torch.device("meta"):
+        model = Decoder(shape)
+    return model.to_empty(device=target)

@@ -1,0 +1,71 @@
+"""`job explain`: a commented job file, readable in a narrow terminal."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.job import load_job
+
+MANY = [
+    *("--set", "memory.recompute={every=2}", "--set", "layout.pp=2", "--set", "schedule.name=wsd"),
+    *("--set", "cluster.name=leonardo", "--set", "layout.dp_shard=2", "--set", "model.width=64"),
+    *("--set", 'evaluation.sets={"a set" = "corpus"}'),
+]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("options", [(), ("--changed",)], ids=["all", "changed"])
+@pytest.mark.parametrize("more", [(), tuple(MANY)], ids=["plain", "many"])
+def test_what_is_printed_is_the_job_again(
+    cli: Any, tiny_job: Path, tmp_path: Path, options: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    explained = cli("job", "explain", "job.toml", *options, *more)
+    assert explained.code == 0, explained.err
+    assert max(map(len, explained.out.splitlines())) <= 80
+    (tmp_path / "again.toml").write_text(explained.out)
+    overrides = [word for word in more if word != "--set"]
+    assert load_job("again.toml").job == load_job("job.toml", overrides).job
+
+
+def test_changed_leaves_out_defaults_and_says_what_follows(cli: Any, tiny_job: Path) -> None:
+    explained = cli("job", "explain", "job.toml", "--changed", *MANY)
+    lines = {line.partition(" #")[0].strip(): line for line in explained.out.splitlines()}
+    assert "recompute = { every = 2 }" in lines and lines["recompute = { every = 2 }"].endswith("# override")
+    assert lines['preset = "tiny-llama"'].endswith("# file")
+    assert lines["layers = 2"].endswith("# preset tiny-llama")
+    assert "micro_batch = 2" in lines and "[log]" not in lines and "betas" not in explained.out
+    for derived in ("# warmup_steps = 1", "# decay_steps = 1", "# zero = 2", "# split = [1, 1]", '# gpu = "a100-64gb"'):
+        assert lines[derived].endswith("# derived"), derived
+    total = " ".join(line.removeprefix("# ") for line in explained.out.rpartition("\n\n")[2].splitlines())
+    assert (
+        "4 ranks, 1 micro-batch per rank and step (accumulation), 128 tokens per step, 1,280 tokens in 10 st" in total
+    )
+
+
+def test_every_field_has_its_meaning_and_no_dash(cli: Any, tiny_job: Path) -> None:
+    out = cli("job", "explain", "job.toml").out
+    assert "–" not in out and "None" not in out and "{'" not in out
+    assert "# Sequences in one optimizer step, over all devices.\nglobal_batch = 4" in out
+    assert re.search("# chat_template +# not set", out)
+    assert set(tomllib.loads(out)) >= {"model", "optimizer", "log"}
+
+
+def test_the_json_adds_what_is_derived(cli: Any, tiny_job: Path) -> None:
+    rows = {row["field"]: row for row in json.loads(cli("job", "explain", "job.toml", "--json").out)["fields"]}
+    assert rows["schedule.warmup_steps"] | {"meaning": ""} == {
+        "field": "schedule.warmup_steps",
+        "value": None,
+        "derived": 1,
+        "origin": "default",
+        "meaning": "",
+    }
+    changed = json.loads(cli("job", "explain", "job.toml", "--json", "--changed").out)
+    assert {row["field"] for row in changed["fields"]} < rows.keys() and changed["accumulation"] == 2
