@@ -174,6 +174,7 @@ def _as_json(prediction: "Prediction") -> dict[str, Any]:
         "step_s": prediction.step_s,
         "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
         "mfu": prediction.mfu,
+        "mfu_causal": prediction.mfu_causal,
         "fits": prediction.fits,
         "capacity_bytes": prediction.capacity_bytes,
         "phases_s": prediction.phases,
@@ -189,6 +190,7 @@ def _as_json(prediction: "Prediction") -> dict[str, Any]:
             for rank in prediction.memory
         ],
         "guessed": list(prediction.guessed),
+        "not_modelled": list(prediction.not_modelled),
     }
 
 
@@ -231,7 +233,9 @@ def _memory_table(prediction: "Prediction") -> Any:
 
 
 def _summary(prediction: "Prediction") -> list[str]:
-    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%} (attention over every pair)"
+    mfu = ""
+    if prediction.mfu is not None:
+        mfu = f", MFU {prediction.mfu:.1%} (attention over every pair; {prediction.mfu_causal:.1%} over causal ones)"
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"fits with {-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB over"
     lines = [
@@ -241,7 +245,8 @@ def _summary(prediction: "Prediction") -> list[str]:
     if prediction.host_over_bytes:
         kept, there = max(rank.host for rank in prediction.memory), prediction.host_capacity_bytes or 0.0
         lines.append(f"does not fit its host: {kept / GIB:.1f} GiB are needed per GPU, which has {there / GIB:.1f} GiB")
-    return lines + [f"guessed: {guess}" for guess in prediction.guessed]
+    lines += [f"guessed: {guess}" for guess in prediction.guessed]
+    return lines + [f"not modelled: {what}" for what in prediction.not_modelled]
 
 
 def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:

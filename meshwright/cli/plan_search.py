@@ -160,17 +160,13 @@ def _lines(found: "Found", training: Training) -> list[str]:
 
 def _mfu_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     """What the MFU is a share of, and how much it is with only the pairs that a causal mask leaves."""
-    from meshwright.cost import flops_per_token
-
-    prediction, job = best.prediction, best.job
+    prediction, compute = best.prediction, best.job.precision.compute
     if prediction.mfu is None:
         return []
-    sequence, compute = job.batch.sequence_length, job.precision.compute
-    causal = flops_per_token(job.model, sequence, "causal") / flops_per_token(job.model, sequence, "full")
     peak = prediction.model_flops_per_s_per_gpu / prediction.mfu / 1e12
     form = "bf16 peak, for fp8 too" if compute == "fp8" else f"{compute} peak"
     over = f"over {peak:,.0f} TFLOP/s, {machines.gpu}'s dense {form}"
-    return [f"MFU: {over}; attention over every pair, {prediction.mfu * causal:.1%} with the causal half alone"]
+    return [f"MFU: {over}; attention over every pair, {prediction.mfu_causal:.1%} with the causal half alone"]
 
 
 def _host_lines(best: "Candidate", machines: "Cluster") -> list[str]:

@@ -36,6 +36,25 @@ def guessed_rows(summary: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
+def axis_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Header and lines of the errors by axis: sizes of the layout, GPUs, and programs, with their sign."""
+    lines = [["axis", "value", "rows", "time", "mean", "bias"]]
+    for axis, values in summary["axes"].items():
+        for value, figures in values.items():
+            shown = (_shown(key, figures[key]) for key in ("median_abs_time_error", "mean_abs_time_error", "time_bias"))
+            lines.append([axis, value, str(figures["rows"]), *shown])
+    return lines
+
+
+def worst_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Header and lines of the rows that are farthest off, each with where to look for the reason."""
+    lines = [["row", "GPUs", "layout", "error", "predicted to be limited by", "assumed"]]
+    for row in summary["worst"]:
+        assumed = "; ".join(row["assumed"]) or "–"
+        lines.append([row["id"], row["gpus"], row["layout"], f"{row['error']:+.1%}", row["limit"], assumed])
+    return lines
+
+
 def accuracy_page(summary: dict[str, Any], files: list[str]) -> str:
     """The documentation page with the same figures; `files` are the names of the predicted files."""
     header, *rows = accuracy_rows(summary)
@@ -65,6 +84,30 @@ def accuracy_page(summary: dict[str, Any], files: list[str]) -> str:
                 ),
             ]
         ),
+        "",
+        "## Runs that ran and are called impossible",
+        "",
+        *(
+            f"- {name}: {len(found['refused'])} of {found['rows']}"
+            + (f" ({', '.join(found['refused'])})" if found["refused"] else "")
+            for name, found in (
+                ("rows that say their micro-batch and recomputation", summary["refused"]["stated"]),
+                ("all rows", summary["refused"]["all"]),
+            )
+        ),
+        "",
+        "## By axis and by scale",
+        "",
+        "Errors of time with their sign; `GPUs` is the size of the machine.",
+        "",
+        *_markdown(axis_rows(summary), words=2),
+        "",
+        "## The twenty rows that are farthest off",
+        "",
+        "What a prediction spends most on besides products and attention, and what a row leaves open, is where its",
+        "error is to be looked for.",
+        "",
+        *_markdown(worst_rows(summary), words=6),
         *_guessed_section(summary),
         "",
         "## Left out",

@@ -22,6 +22,8 @@ class Wires:
     network_bytes_per_s: float
     """This GPU's share of the node's network."""
     network_latency_s: float
+    start_s: float = 0.0
+    """From the call of a collective to its first hop."""
     scatter: float = 1.0
     """How many times as long as an all-gather a reduce-scatter takes, where it is no ring."""
 
@@ -51,8 +53,9 @@ def all_reduce_s(wires: Wires, group: Group, size_bytes: float) -> float:
     if group.nodes == 1 or not ring:
         return ring
     share = 2 * size_bytes * (group.size - 1) / group.size
-    hops = 4 * (ceil(log2(group.nodes)) * wires.network_latency_s + group.per_node * wires.node_latency_s)
-    return min(ring, hops + share / (_TREE * _bandwidth(wires, group)))
+    # up the tree and down again, along a chain inside each node
+    hops = 2 * (ceil(log2(group.nodes)) * wires.network_latency_s + (group.per_node - 1) * wires.node_latency_s)
+    return min(ring, wires.start_s + hops + share / (_TREE * _bandwidth(wires, group)))
 
 
 def all_gather_s(wires: Wires, group: Group, size_bytes: float) -> float:
@@ -65,6 +68,22 @@ def reduce_scatter_s(wires: Wires, group: Group, size_bytes: float) -> float:
     return wires.scatter * _ring_s(wires, group, size_bytes, rounds=1)
 
 
+def broadcast_s(wires: Wires, group: Group, size_bytes: float) -> float:
+    """One rank's bytes reach all others along a ring, in pieces that follow each other; a reduction to one rank takes
+    as long."""
+    if group.size == 1 or size_bytes == 0:
+        return 0.0
+    return _latency_s(wires, group, rounds=1) + size_bytes / _bandwidth(wires, group)
+
+
+def all_to_all_s(wires: Wires, group: Group, size_bytes: float) -> float:
+    """Every rank sends each other one its part of size_bytes, over its own links."""
+    if group.size == 1 or size_bytes == 0:
+        return 0.0
+    bandwidth = wires.node_bytes_per_s if group.nodes == 1 else wires.network_bytes_per_s
+    return _latency_s(wires, group, rounds=1) + (group.size - 1) / group.size * size_bytes / bandwidth
+
+
 def send_s(wires: Wires, size_bytes: float, *, within_node: bool) -> float:
     """One rank to another."""
     if within_node:
@@ -73,12 +92,18 @@ def send_s(wires: Wires, size_bytes: float, *, within_node: bool) -> float:
 
 
 def _ring_s(wires: Wires, group: Group, size_bytes: float, rounds: int) -> float:
-    """Every rank passes its chunk on, once for each other rank; each time all wait for the slowest hop."""
+    """Every rank passes its chunk on, once for each other rank."""
     if group.size == 1 or size_bytes == 0:
         return 0.0
-    hops = rounds * (group.size - 1)
-    latency = wires.node_latency_s if group.nodes == 1 else wires.network_latency_s
-    return hops * (latency + size_bytes / group.size / _bandwidth(wires, group))
+    carried = rounds * (group.size - 1) / group.size * size_bytes
+    return _latency_s(wires, group, rounds) + carried / _bandwidth(wires, group)
+
+
+def _latency_s(wires: Wires, group: Group, rounds: int) -> float:
+    """What NCCL's own tables add up for a ring: it leaves each node once a round, its other hops stay inside one."""
+    between = group.nodes - 1
+    within = group.size - 1 - between
+    return wires.start_s + rounds * (within * wires.node_latency_s + between * wires.network_latency_s)
 
 
 def _bandwidth(wires: Wires, group: Group) -> float:

@@ -103,8 +103,11 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
 
-_USUAL_LAUNCH_S = 4.5e-6
-"""A bare operation's launch on a usual host, and on those whose programs' launches are in `software`."""
+USUAL_LAUNCH_S = 4.5e-6
+"""A bare operation's launch on the hosts whose programs' launches are in `software`."""
+_OWN_LAUNCH_S = 9.9e-6
+"""The same where our own trainer runs and its host was not measured: as beside the one GPU that was, so that two cards
+do not differ by their hosts."""
 
 
 def host_waits(
@@ -115,7 +118,7 @@ def host_waits(
     Ranks that share every product meet at each collective, where sometimes one's host is late and sometimes another's
     device: there neither hides behind the other in full.
     """
-    bare_s = _USUAL_LAUNCH_S
+    bare_s = _OWN_LAUNCH_S if software.own else USUAL_LAUNCH_S
     if device.measured is not None and device.measured.profile.launch_s is not None:
         if device.measured.on_cpu:
             return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
@@ -123,7 +126,7 @@ def host_waits(
     if software.own:
         forward, backward = (count * bare_s for count in own_launches(job, software, mode))
     else:
-        forward = kernels_of(job, software) * software.launch_s * bare_s / _USUAL_LAUNCH_S
+        forward = kernels_of(job, software) * software.launch_s * bare_s / USUAL_LAUNCH_S
         backward = (3 if mode in REPEATED else 2) * forward
     waits = []
     for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
@@ -208,15 +211,18 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
     if software.attention == "flash":
         seen = window * (1 - window / (2 * sequence))
         flops = 4.0 * queries * seen * heads * model.head_dim
+        # Ulysses gives a rank whole sequences of fewer heads, the others blocks as long as a rank's slice.
+        spread = cp if job.layout.cp_method == "ulysses" else 1
+        length = sequence if spread == cp else sequence // cp
         if device.measured is not None:
-            rows, groups = job.batch.micro_batch * heads, heads / (kv_heads_of(job) * kv_copies(job))
+            rows, groups = job.batch.micro_batch * heads / spread, heads / (kv_heads_of(job) * kv_copies(job))
             masked = device.operations is not None and (job.data.mask_documents or window < sequence)
             if masked:  # a mask hides scores that a CPU has computed: measured over causal FLOPs
                 flops = 2.0 * queries * sequence * heads * model.head_dim
-            found = device.measured.attention_s(flops, model.head_dim, sequence, rows, groups, masked=masked)
+            found = device.measured.attention_s(flops, model.head_dim, length, rows, groups, masked=masked)
             if found is not None:
                 return found
-        about = model.head_dim, sequence, software.flash_generation
+        about = model.head_dim, length, software.flash_generation
         return attention_s(device, flops, *about), attention_s(device, 2.5 * flops, *about)
     batch = job.batch.micro_batch * heads
     scores = batch * sequence * sequence
@@ -273,6 +279,9 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         # of 32-bit norms, rotations and gates are computed, cast and summed separately. An H200 took half as long
         # again.
         moved_back *= 1.5
+    if model.linear_bias and not software.own:
+        # Gradients of biases are sums over tokens: each reads what the backward of its product reads.
+        moved_back += sum(2.0 * rows * columns for rows, columns, _ in products_of(job, software))
     if model.dropout > 0:
         moved += 2 * 0.5 * stream
         moved_back += 2 * 1.5 * stream

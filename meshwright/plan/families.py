@@ -11,7 +11,7 @@ from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, side_by_side
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import KINDS, degrees_of, micro_batches_of, ways_of, with_degrees, with_way
-from meshwright.plan.step import groups_of, tensor_s
+from meshwright.plan.step import groups_of, shared_s
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ def _families(jobs: list[Job], device: Device, software: Software, machine: Mach
     for job in jobs:
         groups = groups_of(job, machine.wires.gpus_per_node)
         works = [block_work(job, device, software, kind) for kind in KINDS]
-        sent = [tensor_s(job, software, machine.wires, groups, kind) for kind in KINDS]
+        sent = [
+            shared_s(job, device, software, machine.wires, groups, kind, work)
+            for kind, work in zip(KINDS, works, strict=True)
+        ]
         embedding, head = embedding_work(job, device), head_work(job, device, software)
         yield Family(
             job,

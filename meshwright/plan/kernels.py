@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.hardware import Gpu, peak_flops
+from meshwright.errors import UserError
+from meshwright.hardware import Gpu, is_known, peak_flops
 from meshwright.hardware.profile import ProductKind
 from meshwright.plan.measured import Measured
 from meshwright.plan.operations import Operations
@@ -61,7 +62,14 @@ class Device:
 
 
 def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = None) -> Device:
-    """The GPU in a compute format; one without a rate runs as the nearest wider one."""
+    """The GPU in a compute format; a UserError where it has none. A device known only by its profile runs a format that
+    was not measured as the nearest wider one."""
+    if is_known(gpu) and compute not in gpu.peak:
+        formats = ", ".join(name for name in gpu.peak if name != "tf32")
+        raise UserError(
+            f"precision.compute = {compute} is not a format of {gpu.key}, which has {formats}; set it to one of those "
+            "or name another GPU"
+        )
     moved = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) * rates.copy
     wide = peak_flops(gpu, "bf16" if compute == "fp8" else compute) or peak_flops(gpu, "fp16") or gpu.peak["fp32"]
     narrow = peak_flops(gpu, "fp8") if compute == "fp8" else None
@@ -98,7 +106,7 @@ def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *,
     new = [size for size in dict.fromkeys(sizes) if size not in known]
     if not new:
         return
-    formula = partial(_plain_s if device.operations is not None else _tiled_s, device, wide)
+    formula = partial(_plain_s if device.operations is not None else _tiled_s, device, wide, kind)
     seconds = formula(np.array(new))
     if device.measured is not None:
         dtype = device.wide if wide else device.compute
@@ -109,7 +117,7 @@ def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *,
     known.update(zip(new, seconds.tolist(), strict=True))
 
 
-def _plain_s(device: Device, wide: bool, sizes: Any) -> Any:
+def _plain_s(device: Device, wide: bool, kind: ProductKind, sizes: Any) -> Any:
     """Seconds of products on a CPU, whose cores share them without tiles: arithmetic, memory and a call, in turn."""
     rows, columns, inner = (sizes[:, place].astype(float) for place in range(3))
     ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
@@ -117,7 +125,7 @@ def _plain_s(device: Device, wide: bool, sizes: Any) -> Any:
     return 2.0 * rows * columns * inner / ceiling + moved / device.bytes_per_s + device.kernel_s
 
 
-def _tiled_s(device: Device, wide: bool, sizes: Any) -> Any:
+def _tiled_s(device: Device, wide: bool, kind: ProductKind, sizes: Any) -> Any:
     """Seconds of products given as (rows, columns, inner), each with the best of the available tiles and splits."""
     ceiling = device.wide_flops_per_s if wide else device.matmul_flops_per_s
     per_unit = ceiling / device.multiprocessors
@@ -129,7 +137,10 @@ def _tiled_s(device: Device, wide: bool, sizes: Any) -> Any:
     seconds = rounds * 2.0 * height * width * (depth + _FILL) / (per_unit * share)
     # Partial sums of a split product are written and added in float32.
     seconds = seconds + np.where(split > 1, 8.0 * split * rows * columns / device.bytes_per_s, 0.0)
-    aligned = np.array([_alignment(min(_power(int(size[1])), _power(int(size[2])))) for size in sizes])
+    # What lies side by side in memory: outputs and inputs of the projection. The tokens, which a weight's gradient is
+    # summed over, do not.
+    beside = (0, 1) if kind in ("weight", "weight sum") else (1, 2)
+    aligned = np.array([_alignment(min(_power(int(size[place])) for place in beside)) for size in sizes])
     moved = 2.0 * (rows * inner + inner * columns + rows * columns)[:, 0] / device.bytes_per_s
     return np.maximum(seconds.min(axis=1) / aligned, moved) + device.kernel_s
 

@@ -28,14 +28,17 @@ _USUAL_NETWORK = {
     "gh200": (25.0, "one 200 Gb/s card a superchip"),
     "b200": (50.0, "a DGX B200's eight 400 Gb/s cards"),
     "gb200": (50.0, "one 400 Gb/s card a GPU"),
+    "gb300": (100.0, "one 800 Gb/s card a GPU"),
     "mi250x": (12.5, "LUMI's and Frontier's four 200 Gb/s cards for eight devices"),
     "mi3": (50.0, "one 400 Gb/s card a GPU, as in AMD's reference design"),
 }
 _FALLBACK_NETWORK = (3.0, "25 Gb/s for each GPU, as nothing is known")
 _NETWORK_SHARE = 0.80
 """Fraction of the line rate that collectives and large messages reach."""
-_NETWORK_LATENCY_S = 10e-6
-"""A hop between nodes: of NCCL's tuning tables between the 4 and 14 µs of its two protocols for large messages."""
+_NETWORK_LATENCY_S = 14e-6
+"""A hop between nodes."""
+_START_S = 8.4e-6
+"""The start of a ring. Both are of NCCL's tuning tables (src/graph/tuning.cc), for its protocol of large messages."""
 
 
 @dataclass(frozen=True)
@@ -212,5 +215,5 @@ def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, s
         network = usual * 1e9 * _NETWORK_SHARE
         if cluster.nodes > 1:
             guessed["network"] = f"network between nodes: {why}"
-    wires = Wires(cluster.gpus_per_node, node, rates.node_latency_s, network, _NETWORK_LATENCY_S)
+    wires = Wires(cluster.gpus_per_node, node, rates.node_latency_s, network, _NETWORK_LATENCY_S, _START_S)
     return wires, guessed

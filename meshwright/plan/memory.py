@@ -18,8 +18,6 @@ from meshwright.plan.software import Software
 
 Terms = dict[str, float]
 
-CONTEXT_BYTES = 0.6e9
-"""What the driver takes for itself as soon as a process uses the device."""
 COMMUNICATOR_BYTES = 0.35e9
 """Buffers of each axis with more than one rank."""
 FRAGMENTS = 0.03
@@ -85,7 +83,7 @@ def rank_memory(
     terms["workspaces"] = software.workspace_bytes
     allocated = sum(terms.values())
     axes = sum(size > 1 for size in (job.layout.tp, job.layout.cp, job.layout.pp, job.data_parallel))
-    return RankMemory(rank, terms, FRAGMENTS * allocated, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES, host)
+    return RankMemory(rank, terms, FRAGMENTS * allocated, software.context_bytes + axes * COMMUNICATOR_BYTES, host)
 
 
 def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:
@@ -112,7 +110,9 @@ def _states(job: Job, software: Software, parameters: float, projections: float,
         }
         if software.narrow_gradients:
             terms["gradients in the other format"] = 4.0 * parameters / shared if half else 2.0 * parameters / whole
-        return terms | _gathered(job, together)
+        if zero > 0 and sharers > 1 and software.bucket_bytes:
+            terms["a bucket of gradients"] = software.bucket_bytes
+        return terms | _gathered(job, software, together)
     # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
     whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
     terms = {
@@ -123,7 +123,7 @@ def _states(job: Job, software: Software, parameters: float, projections: float,
     }
     if whole_gradients and zero > 0:
         terms["gradients before they are reduced"] = gradient * parameters
-    return terms | _gathered(job, together)
+    return terms | _gathered(job, software, together)
 
 
 def gradient_bytes(job: Job, software: Software) -> int:
@@ -133,7 +133,7 @@ def gradient_bytes(job: Job, software: Software) -> int:
     return job.precision.gradient_bytes
 
 
-def _gathered(job: Job, together: int) -> Terms:
+def _gathered(job: Job, software: Software, together: int) -> Terms:
     """Under zero 3, the unit in use and the prefetched one, or all of a segment, and the gradients of one in
     transit."""
     layout = job.layout
@@ -141,6 +141,8 @@ def _gathered(job: Job, together: int) -> Terms:
         return {}
     table = job.model.vocab_size * job.model.width / layout.tp
     unit = layer_parameters(job)
+    if software.gathers == "weight":
+        unit, together = max(columns * inner for _, columns, inner in products_of(job, software)), 1
     return {
         "gathered parameters": 2.0 * (max(1 + layout.prefetch, together) * unit + table),
         "gradients before they are reduced": 6.0 * max(unit, table),
@@ -159,13 +161,17 @@ def _activations(
         sent = boundary if table is not None and not final else 0.0
         kept.append(sum(sizes[mode][0] for mode in own) + sent)
         remade = max([remade, *(sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))])
-    fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(table, rank))
+    fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(job, table, rank))
     return {"activations": fullest, "a block's forward made again": remade}
 
 
-def _holdings(table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
+def _holdings(job: Job, table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
+    """Micro-batches of each stage at a rank's fullest moments; `table` may be that of fewer micro-batches than the
+    job's, which only GPipe's moments depend on: all of its forwards come first."""
     if table is None:
         return [(1,)]
+    if table.schedule == "gpipe":
+        return [(job.accumulation,) * len(table.stages_of(rank))]
     return _cached_holdings(table.schedule, table.ranks, table.micro_batches, table.virtual_stages, rank)
 
 
@@ -218,6 +224,11 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
             for name in ("attention.input", "ffn.input", "ffn.product"):
                 edited[name] = edited.get(name, 0.0) / 2
             edited["attention.out"] *= 1.5
+    if not software.own and software.fp8_scales == "delayed" and job.precision.compute == "fp8":
+        # Transformer Engine keeps the inputs of products as it cast them.
+        for name in ("attention.input", "ffn.input", "ffn.product"):
+            edited[name] = edited.get(name, 0.0) / 2
+        edited["attention.out"] = edited.get("attention.out", 0.0) * 1.5
     if software.regather and job.layout.sp:
         for name in ("attention.input", "ffn.input"):
             edited[name] /= job.layout.tp

@@ -3,8 +3,9 @@
 from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.job import Job
 
-HOST_UPDATE_BYTES_PER_S = 40e9
-"""Memory traffic one machine's cores reach in an update, where there is no profile."""
+HOST_UPDATE_BYTES_PER_S = {"server": 150e9, "desktop": 40e9}
+"""Memory traffic one machine's cores reach in an update where there is no profile: what 16 cores beside an H200 did,
+and what the two memory channels of a machine for a consumer's card allow."""
 _HOST_TERMS = ("weights", "gradients", "optimizer states", "gradients before they are reduced")
 
 

@@ -16,6 +16,7 @@ from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.step import Phases, stage_times, step_phases, table_for
+from meshwright.plan.unmodelled import not_modelled
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,17 @@ class Prediction:
     model_flops_per_s_per_gpu: float
     """Model FLOPs, attention counted over every pair, per second and GPU."""
     mfu: float | None
-    """The same over the GPU's dense peak (of bf16 for fp8, as in a run's metrics); None where it is not known."""
+    """The same, non-causal, over the GPU's dense peak (of bf16 for fp8, as in a run's metrics); None where it is not
+    known."""
     capacity_bytes: float
     """Memory of one GPU."""
     guessed: tuple[str, ...]
     host_capacity_bytes: float | None = None
     """Host memory for one GPU; None where it is not known."""
+    mfu_causal: float | None = None
+    """The MFU with attention counted over the pairs that a causal model computes."""
+    not_modelled: tuple[str, ...] = ()
+    """What the job asks for and the prediction does not account for."""
     on_cpu: bool = False
     """Whether ranks run on a CPU, and what is said of one GPU is said of one of its ranks."""
 
@@ -85,9 +91,21 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
     flops = rate * flops_per_token(job.model, job.batch.sequence_length, "full")
     peak = mfu_peak_flops(machine.gpu, job.precision.compute) if is_known(machine.gpu) else None
     mfu = flops / peak if peak else None
+    causal = rate * flops_per_token(job.model, job.batch.sequence_length, "causal") / peak if peak else None
     guesses = _guesses(job, machine, software)
+    host, on_cpu = machine.host_bytes, machine.on_cpu
     return Prediction(
-        phases, memory, rate, flops, mfu, machine.memory_bytes, guesses, machine.host_bytes, machine.on_cpu
+        phases,
+        memory,
+        rate,
+        flops,
+        mfu,
+        machine.memory_bytes,
+        guesses,
+        host,
+        causal,
+        not_modelled(job, on_cpu=on_cpu),
+        on_cpu,
     )
 
 

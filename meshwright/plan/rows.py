@@ -16,6 +16,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan import software as programs
+from meshwright.plan.predict import predict
 from meshwright.plan.software import Software
 from meshwright.plan.wording import (
     Fields,
@@ -130,13 +131,14 @@ def _run(row: Fields) -> Case:
         raise Unpredicted("does not say its sequence length")
     software = software_of(row, assumed)
     schedule, virtual = schedule_of(row, pp, assumed)
-    micro = int(row["micro_batch"] or 0)
+    micro, batch = int(row["micro_batch"] or 0), int(row["global_batch_seqs"] or 0)
+    tuned = not micro
     if not micro:
         micro = 1
-        assumed.append("micro-batch 1")
+        if software.selective == "half" and pp > 1 and batch >= dp * pp:
+            micro, tuned = batch // (dp * pp), False  # torchtitan's default is one micro-batch a pipeline rank
     if "offload" in row["zero_stage_or_fsdp"]:
         raise Unpredicted("offloads optimizer and activations to the host in its own way")
-    batch = int(row["global_batch_seqs"] or 0)
     if not batch:
         batch = micro * dp * (max(1, 8 * pp) if pp > 1 else 4)
         assumed.append(f"global batch {batch}")
@@ -148,8 +150,8 @@ def _run(row: Fields) -> Case:
         recompute = "none"
         assumed.append("no recomputation")
     layout = {
-        **data_layout(row, dp, cp, cluster.gpus_per_node, pp), "tp": tp, "pp": pp, "cp": cp, "schedule": schedule,
-        "virtual_stages": virtual,
+        **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed),
+        "tp": tp, "pp": pp, "cp": cp, "schedule": schedule, "virtual_stages": virtual,
         "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
         "split": split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
     }  # fmt: skip
@@ -158,6 +160,13 @@ def _run(row: Fields) -> Case:
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,
         batch={"sequence_length": sequence, "global_batch": batch, "micro_batch": micro},
     )  # fmt: skip
+    if tuned:
+        open_schedule = software.messages == "buckets" and not row["pp_schedule"] and not row["virtual_stages"]
+        job = _tuned(job, cluster, software, stages=(1, 2, 4) if open_schedule and pp > 1 else ())
+    if not row["micro_batch"]:
+        assumed.append(f"micro-batch {job.batch.micro_batch}")
+    if job.layout.virtual_stages != virtual:
+        assumed.append(f"{job.layout.virtual_stages} stages a rank")
     if row["peak_mem_gb"] and "GiB" not in row["notes"]:
         assumed.append("GB as programs print it, 2³⁰ bytes")
     died = "oom" in (row["tokens_per_s_per_gpu"] + row["step_time_s"]).lower()
@@ -172,13 +181,37 @@ def _run(row: Fields) -> Case:
         step_s=None if died else measured_step_s(row, job, gpus),
         memory_bytes=float(row["peak_mem_gb"]) * 2**30 if row["peak_mem_gb"] else None,
         memory_kind="peak of a run",
-        memory_counted=counted_by(row["notes"]),
+        memory_counted=counted_by(row),
         memory_of_last_rank=False,
         ran=not died,
         group=f"{_source(row['id'])} {shape} on {place}",
         assumed=tuple(assumed),
         use=row.get("use", ""),
     )
+
+
+def _tuned(job: Job, cluster: Cluster, software: Software, stages: tuple[int, ...]) -> Job:
+    """The job with the micro-batch, and of the numbers of `stages` a rank the one, that are predicted fastest of those
+    that fit, as runs are tuned before they are published; unchanged where none fits."""
+    found: list[tuple[float, Job]] = []
+    for size in (1, 2, 4, 8):
+        for virtual in stages or (None,):
+            layout: dict[str, Any] = {}
+            if virtual is not None:
+                split = equal_split(job.model.layers, job.layout.pp, virtual)
+                schedule = "interleaved" if virtual > 1 else "1f1b"
+                layout = {"virtual_stages": virtual if virtual > 1 else None, "schedule": schedule, "split": split}
+            sections = job.model_dump(mode="json", exclude_unset=True)
+            sections["batch"] |= {"micro_batch": size}
+            sections["layout"] |= layout
+            try:
+                one = _job(**sections)
+                prediction = predict(one, cluster, software, every_rank=False)
+            except (Unpredicted, UserError):
+                continue  # sizes that do not divide
+            if prediction.fits:
+                found.append((prediction.step_s, one))
+    return min(found, key=lambda pair: pair[0], default=(0.0, job))[1]
 
 
 _CASE_NAME = re.compile(

@@ -8,6 +8,9 @@ source.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+CONTEXT_BYTES = 0.6e9
+"""What the driver takes for itself as soon as a process uses the device, where kernels are loaded when first used."""
+
 
 @dataclass(frozen=True)
 class Software:
@@ -31,8 +34,17 @@ class Software:
     """Gradients are reduced while the backward of other layers runs."""
     parameter_overlap: bool = True
     """Parameters are gathered while other layers run."""
-    tensor_overlap: float = 0.0
-    """Share of tensor-parallel transfers hidden behind the products they belong to."""
+    tensor_overlap: bool = False
+    """Tensor-parallel transfers run in as many pieces as there are ranks, beside the products they belong to
+    (Transformer Engine's userbuffers, torch's asynchronous tensor parallelism)."""
+    messages: Literal["layers", "buckets", "whole", "owners"] = "layers"
+    """How a step's gradients, and parameters under zero 1 and 2, are cut for their collectives: by layer as FSDP does;
+    into Megatron's buckets; not at all, which is Megatron without overlap; or by tensor, each reduced to the one rank
+    that owns it and broadcast by it."""
+    gathers: Literal["layer", "weight"] = "layer"
+    """What is gathered at once under zero 3. By weight is DeepSpeed of 2021: before its use in the forward, when the
+    forward is repeated and in the backward, over a list of as many tensors as there are ranks, each copied on its
+    own."""
     regather: bool = False
     """Sequence parallelism keeps its inputs sharded and gathers them again in the backward."""
     scatter_sends: bool = False
@@ -48,6 +60,10 @@ class Software:
     (fp16)."""
     workspace_bytes: float = 0.25e9
     """What libraries keep allocated permanently: matrix products, attention, casts."""
+    bucket_bytes: float = 0.0
+    """What sharded states keep for gradients on their way into a collective."""
+    context_bytes: float = CONTEXT_BYTES
+    """What the driver takes for itself, kernels included."""
     launch_s: float = 6e-6
     """Host time to launch one kernel; a device that waits for its host takes this long per kernel. Ours is counted by
     block instead (`own_launches`)."""
@@ -59,6 +75,9 @@ MESHWRIGHT = Software(
     "meshwright", own=True, flash_generation=3, fp8_scales="dynamic", workspace_bytes=0.03e9, step_s=0.7e-3
 )
 MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused")
+_EVERY_KERNEL = 1.4e9
+"""Before CUDA 11.7 a process loaded every kernel of its libraries when it started: 1343 MB with torch's alone, as
+Hugging Face's guide to training on one GPU measured."""
 MEGATRON = Software(
     "Megatron-LM or Megatron-DeepSpeed before fused attention",
     attention="fused-softmax",
@@ -67,18 +86,24 @@ MEGATRON = Software(
     gradient_overlap=False,
     parameter_overlap=False,
     scatter_sends=True,
+    messages="whole",
+    regather=True,
     reduced_bytes=2,
     logit_bytes=10.0,
     weights_apart=True,
     narrow_gradients=True,
+    bucket_bytes=1e9,  # DeepSpeed's 5e8 gradients of 16 bits
+    context_bytes=_EVERY_KERNEL,
     launch_s=30e-6,
 )
+DEEPSPEED_3 = replace(MEGATRON, name="DeepSpeed's ZeRO-3 of 2021", gathers="weight")
 MEGATRON_CORE = Software(
     "Megatron core with Transformer Engine",
     flash_generation=3,
     fusion="fused",
     selective="attention",
-    tensor_overlap=0.5,
+    tensor_overlap=True,
+    messages="buckets",
     regather=True,
     scatter_sends=True,
     logit_bytes=10.0,
@@ -88,11 +113,18 @@ MEGATRON_CORE = Software(
 FSDP = Software(
     "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, logit_bytes=12.0
 )
-FSDP_EAGER = Software("FSDP, eager, with torch's fused attention", selective="half", logit_bytes=12.0)
-FSDP_COMPILED = Software("FSDP, compiled", fusion="fused", selective="half", logit_bytes=12.0, launch_s=4e-6)
+# FlashAttention's package brought a loss that keeps 16-bit logits and writes their gradient in 16 bits too.
+FSDP_FLASH = replace(FSDP, name="FSDP of 2023, eager, with FlashAttention and its loss", logit_bytes=4.0)
+FSDP_EAGER = Software(
+    "FSDP, eager, with torch's fused attention", selective="half", fp8_scales="dynamic", logit_bytes=12.0
+)
+FSDP_COMPILED = Software(
+    "FSDP, compiled", fusion="fused", selective="half", fp8_scales="dynamic", logit_bytes=12.0, launch_s=4e-6
+)
 ZERO = Software(
     "ZeRO of 2023, eager, with the first fused attention",
     flash_generation=1,
+    messages="owners",
     reduced_bytes=2,
     logit_bytes=12.0,
     weights_apart=True,
@@ -100,8 +132,11 @@ ZERO = Software(
 PLAIN = Software(
     "fused attention, nothing hidden behind compute",
     fusion="fused",
+    messages="whole",
+    regather=True,
     gradient_overlap=False,
     parameter_overlap=False,
     logit_bytes=10.0,
     weights_apart=True,
+    narrow_gradients=True,
 )

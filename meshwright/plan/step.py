@@ -2,14 +2,33 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from math import ceil, log2
 
-from meshwright.cost import REPEATED, stage_parameters
+from meshwright.cost import REPEATED, stage_parameters, tensor_count
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
-from meshwright.plan.communication import Group, Wires, all_gather_s, all_reduce_s, group_of, reduce_scatter_s, send_s
-from meshwright.plan.compute import Work, block_work, embedding_work, head_work, host_waits, tokens_of
+from meshwright.plan.communication import (
+    Group,
+    Wires,
+    all_gather_s,
+    all_reduce_s,
+    broadcast_s,
+    group_of,
+    reduce_scatter_s,
+    send_s,
+)
+from meshwright.plan.compute import (
+    USUAL_LAUNCH_S,
+    Work,
+    block_work,
+    embedding_work,
+    head_work,
+    host_waits,
+    products_of,
+    tokens_of,
+)
+from meshwright.plan.context import context_s
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
@@ -25,6 +44,8 @@ _UNKNOWN_HOST_LINK = 12e9
 """Bytes per second where the GPU's link to its host is not known: PCIe 3."""
 STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
+_LISTED_LAUNCHES = 2
+"""The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
 _CONTENTION = 0.06
 """What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
 
@@ -106,7 +127,8 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
         stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in set(busy)
     )
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
-    phases |= _once_a_step(job, machine, software, device, groups, held, *window)
+    blocks = sum(layers[place] for place in set(busy))
+    phases |= _once_a_step(job, machine, software, device, groups, held, blocks, *window)
     if job.memory.offload:
         owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
@@ -124,7 +146,8 @@ def _host_rates(machine: Machine) -> tuple[float, float]:
     link = machine.gpu.host_link.bytes_per_s if machine.gpu.host_link else _UNKNOWN_HOST_LINK
     profile = machine.measured.profile if machine.measured else None
     between = (profile and profile.to_device_bytes_per_s) or link * _HOST_SHARE
-    return between, (profile and profile.host_update_bytes_per_s) or HOST_UPDATE_BYTES_PER_S
+    usual = HOST_UPDATE_BYTES_PER_S["desktop" if machine.gpu.key.startswith("rtx") else "server"]
+    return between, (profile and profile.host_update_bytes_per_s) or usual
 
 
 def _stages(
@@ -133,7 +156,7 @@ def _stages(
     blocks, tensor = {}, {}
     for mode in set(modes):
         work = block_work(job, device, software, mode)
-        forward, backward = tensor_s(job, software, wires, groups, mode)
+        forward, backward = shared_s(job, device, software, wires, groups, mode, work)
         if device.operations is not None:  # a CPU is its own host
             waits = block_calls_s(job.model.positions, device, software, mode)
         else:
@@ -169,26 +192,37 @@ def _stages(
     return stages
 
 
-def tensor_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str) -> tuple[float, float]:
-    """A block's tensor- and context-parallel transfers, forward and backward, as far as nothing hides them."""
+def shared_s(
+    job: Job, device: Device, software: Software, wires: Wires, groups: Groups, mode: str, work: Work
+) -> tuple[float, float]:
+    """What tensor and context parallelism add to a block's forward and backward: transfers, as far as its `work` does
+    not hide them, and what is merged."""
     layout, tokens = job.layout, tokens_of(job)
     size = job.precision.number_bytes * tokens * job.model.width
     # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
     once = 2 * all_reduce_s(wires, groups.tp, size)
-    exposed = 1 - software.tensor_overlap
-    forward, backward = once * exposed, once * exposed
-    if layout.sp and software.regather and layout.tp > 1:
-        backward += 2 * all_gather_s(wires, groups.tp, size) * exposed * 0.5
-    if mode in REPEATED:
-        backward += once * exposed
-    if layout.cp > 1:
-        entries = 2 * tokens * job.model.kv_heads * job.model.head_dim
-        keys = job.precision.number_bytes * entries / layout.tp * layout.cp
-        ring = all_gather_s(wires, groups.cp, keys)
-        attention_share = 0.3  # what a ring's steps cannot hide behind the attention of the previous chunk
-        forward += attention_share * ring
-        backward += 2 * attention_share * ring
-    return forward, backward
+    forward, backward, repeated = once, once, once if mode in REPEATED else 0.0
+    if mode == "selective" and software.selective == "half" and layout.sp:
+        repeated = once / 2  # what is scattered is kept, and gathered again
+    if software.tensor_overlap:
+        forward = _piecewise(forward, work.forward_matmul, layout.tp)
+        backward = _piecewise(backward, work.input_matmul, layout.tp)
+        repeated = _piecewise(repeated, work.forward_matmul, layout.tp)
+    if layout.sp and software.regather:
+        # What was scattered is gathered again for the weights' gradients while those of the inputs are computed.
+        again = 2 * all_gather_s(wires, groups.tp, size)
+        backward += max(0.0, again - work.input_matmul) + _CONTENTION * min(again, work.input_matmul)
+    backward += repeated
+    attention = work.forward_attention, work.backward_attention
+    ahead, back = context_s(job, device, wires, groups.cp, attention, _CONTENTION)
+    return forward + ahead, backward + back + (ahead if mode in REPEATED else 0.0)
+
+
+def _piecewise(transfer: float, product: float, pieces: int) -> float:
+    """What is left of transfers that run in pieces beside a product: the first of them, or what the product is too
+    short for."""
+    hidden = min(transfer * (1 - 1 / pieces), product)
+    return transfer - hidden + _CONTENTION * hidden
 
 
 def _gather_s(
@@ -205,12 +239,17 @@ def _gather_s(
     """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
     if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
         return 0.0, 0.0
-    wide = _wire_bytes(job, software)
-    gather = all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters / layers) * layers
-    scatter = reduce_scatter_s(wires, groups.shard, wide * parameters / layers) * layers
-    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / layers / groups.shard.size) * layers
+    wide, parts, host = _wire_bytes(job, software), layers, 0.0
+    if software.gathers == "weight":
+        parts = layers * len(list(products_of(job, software)))
+        host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
+    gather = host + all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters / parts) * parts
+    scatter = host + reduce_scatter_s(wires, groups.shard, wide * parameters / parts) * parts
+    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / parts / groups.shard.size) * parts
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
     again = gather if job.layout.zero_stage == 3 else 0.0
+    if software.gathers == "weight" and job.memory.recompute == "full":
+        again *= 2
     ahead = job.layout.prefetch > 0  # else every block waits for its own parameters
     forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, ahead and software.parameter_overlap)
     beside = scatter + (again if ahead else 0.0)
@@ -226,6 +265,15 @@ def _reduces_every_micro_batch(job: Job) -> bool:
 def _wire_bytes(job: Job, software: Software) -> int:
     """Bytes of a gradient while it is reduced."""
     return software.reduced_bytes or job.precision.gradient_bytes
+
+
+def _messages(job: Job, software: Software, groups: Groups, parameters: float, layers: int) -> int:
+    """Into how many collectives a step's gradients are cut."""
+    if software.messages == "buckets":  # Megatron's sizes, made so that a ring's chunks stay large in wide groups
+        return max(1, ceil(parameters / max(40e6, 1e6 * groups.data.size)))
+    if software.messages == "owners":
+        return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.layers))
+    return 1 if software.messages == "whole" else max(1, layers)
 
 
 def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
@@ -299,6 +347,7 @@ def _once_a_step(
     device: Device,
     groups: Groups,
     parameters: float,
+    layers: int,
     backward: float,
     forward: float,
 ) -> Mapping[str, float]:
@@ -306,15 +355,19 @@ def _once_a_step(
     layout, wires = job.layout, machine.wires
     wide = _wire_bytes(job, software)
     reduce = gather = 0.0
+    parts = _messages(job, software, groups, parameters, layers)
     if not _reduces_every_micro_batch(job):
-        if layout.zero_stage >= 1 and groups.shard.size > 1:
-            reduce = reduce_scatter_s(wires, groups.shard, wide * parameters)
-            reduce += all_reduce_s(wires, groups.replicate, wide * parameters / groups.shard.size)
-            gather = all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters)
+        share, sharers = wide * parameters / parts, groups.shard
+        if layout.zero_stage >= 1 and sharers.size > 1:
+            owned = software.messages == "owners"
+            reduce = (broadcast_s if owned else reduce_scatter_s)(wires, sharers, share)
+            reduce += all_reduce_s(wires, groups.replicate, share / sharers.size)
+            gathered = job.precision.number_bytes * parameters / parts
+            gather = (broadcast_s if owned else all_gather_s)(wires, sharers, gathered)
         else:
-            reduce = all_reduce_s(wires, groups.data, wide * parameters)
-    reduce = _hidden(reduce, backward, 8, software.gradient_overlap) if reduce else 0.0
-    gather = _hidden(gather, forward, 8, software.parameter_overlap) if gather else 0.0
+            reduce = all_reduce_s(wires, groups.data, share)
+    reduce = _hidden(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
+    gather = _hidden(parts * gather, forward, parts, software.parameter_overlap) if gather else 0.0
     owners = groups.shard.size if layout.zero_stage >= 1 else 1
     tied = 0.0
     if job.model.tied and layout.pp > 1:

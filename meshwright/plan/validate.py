@@ -1,14 +1,14 @@
 """Predictions against published measurements: errors by source, regret of choices, and what was left out and why."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.plan.explain import layout_words
+from meshwright.plan.explain import layout_words, limit
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.rows import Case, case_of, read_rows
 from meshwright.plan.wording import Unpredicted
@@ -22,6 +22,8 @@ class Outcome:
     step_s: float
     memory_bytes: float
     fits: bool
+    limit: str
+    """What the step spends most on besides its products and attention."""
 
     @property
     def time_error(self) -> float | None:
@@ -60,6 +62,9 @@ class Validation:
             "sources": by_source,
             "memory_kinds": {kind: _memory_figures([o for o in known if o.case.memory_kind == kind]) for kind in kinds},
             "guessed": {use: _figures([o for o in self.outcomes if o.case.use == use], 0) for use in uses},
+            "axes": {axis: _by(known, key) for axis, key in _AXES.items()},
+            "refused": _refused(known),
+            "worst": [_worst(outcome) for outcome in sorted(_timed(known), key=_size, reverse=True)[:_WORST]],
             "groups": _groups(known),
             "unpredicted": [{"id": row, "reason": reason} for row, _, reason in self.unpredicted],
             "rows": [_row(outcome) for outcome in self.outcomes],
@@ -80,7 +85,8 @@ def validate(paths: Iterable[Path]) -> Validation:
                 separator = ":" if kind == "sweep" else "-"
                 unpredicted.append((row["id"], row["id"].rpartition(separator)[0], str(reason)))
                 continue
-            outcomes.append(Outcome(case, prediction.step_s, _memory(case, prediction), prediction.fits))
+            memory = _memory(case, prediction)
+            outcomes.append(Outcome(case, prediction.step_s, memory, prediction.fits, limit(prediction)))
     return Validation(tuple(outcomes), tuple(unpredicted))
 
 
@@ -114,6 +120,87 @@ def _figures(outcomes: Sequence[Outcome], left_out: int) -> dict[str, Any]:
         "mean_regret": mean(regrets) if regrets else None,
         "max_regret": max(regrets) if regrets else None,
         "top1_rate": mean(regret == 0 for regret in regrets) if regrets else None,
+    }
+
+
+_SCALES = (8, 64, 512)
+_WORST = 20
+
+
+def _scale(outcome: Outcome) -> str:
+    gpus = outcome.case.cluster.nodes * outcome.case.cluster.gpus_per_node
+    below = next((most for most in _SCALES if gpus <= most), None)
+    return f"to {below}" if below else f"over {_SCALES[-1]}"
+
+
+_AXES: dict[str, Callable[[Outcome], Any]] = {
+    "tp": lambda outcome: outcome.case.job.layout.tp,
+    "cp": lambda outcome: outcome.case.job.layout.cp,
+    "pp": lambda outcome: outcome.case.job.layout.pp,
+    "zero": lambda outcome: outcome.case.job.layout.zero_stage,
+    "GPUs": _scale,
+    "GPU": lambda outcome: outcome.case.cluster.gpu,
+    "program": lambda outcome: outcome.case.software.name,
+}
+"""By what errors are told apart."""
+
+
+def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.time_error is not None]
+
+
+def _size(outcome: Outcome) -> float:
+    return abs(outcome.time_error or 0.0)
+
+
+def _by(outcomes: Iterable[Outcome], key: Callable[[Outcome], Any]) -> dict[str, dict[str, Any]]:
+    """Errors of time for every value of an axis, with their sign."""
+    members: dict[Any, list[float]] = defaultdict(list)
+    for outcome in _timed(outcomes):
+        members[key(outcome)].append(outcome.time_error or 0.0)
+    order = sorted(members) if all(isinstance(value, int) for value in members) else sorted(members, key=_place)
+    return {
+        str(value): {
+            "rows": len(members[value]),
+            "median_abs_time_error": median(map(abs, members[value])),
+            "mean_abs_time_error": mean(map(abs, members[value])),
+            "time_bias": mean(members[value]),
+        }
+        for value in order
+    }
+
+
+def _place(word: str) -> tuple[bool, int, str]:
+    """Sizes in their order, words by the alphabet."""
+    last = word.rpartition(" ")[2]
+    return word.startswith("over"), int(last) if last.isdigit() else 0, word
+
+
+def _stated(outcome: Outcome) -> bool:
+    """Whether a row says its micro-batch and recomputation, without which its memory is a guess."""
+    return not any(what.startswith(("micro-batch", "no recomputation")) for what in outcome.case.assumed)
+
+
+def _refused(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Runs that ran and are called impossible, of all and of those that say what their memory depends on."""
+    ran = [outcome for outcome in outcomes if outcome.case.ran]
+    stated = [outcome for outcome in ran if _stated(outcome)]
+    return {
+        name: {"rows": len(some), "refused": [outcome.case.id for outcome in some if not outcome.fits]}
+        for name, some in (("all", ran), ("stated", stated))
+    }
+
+
+def _worst(outcome: Outcome) -> dict[str, Any]:
+    """A row with what its prediction is made of and what it had to assume: where to look for the error."""
+    case = outcome.case
+    return {
+        "id": case.id,
+        "error": outcome.time_error,
+        "gpus": f"{case.cluster.nodes * case.cluster.gpus_per_node} × {case.cluster.gpu}",
+        "layout": layout_words(case.job),
+        "limit": outcome.limit,
+        "assumed": list(case.assumed),
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from meshwright.cost import flops_per_token
+from meshwright.hardware import gpu_by_key, peak_flops
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan import software as programs
@@ -76,50 +77,69 @@ def model_of(row: Fields, assumed: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def cluster_of(row: Fields, gpus: int, assumed: list[str]) -> Cluster:
-    """The machine, with its network where the row gives it."""
+def _gpu_key(row: Fields) -> str:
     key = next((key for name, key in _GPUS if row["gpu"].startswith(name)), None)
     if key is None:
         raise Unpredicted(f"its GPU {row['gpu']} is not in the hardware table")
+    return key
+
+
+def cluster_of(row: Fields, gpus: int, assumed: list[str]) -> Cluster:
+    """The machine, with its network where the row gives it."""
+    key = _gpu_key(row)
     per_node = int(row["gpus_per_node"] or 0)
     if not per_node:
         per_node = {"a100-64gb": 4, "h100-64gb": 4, "gb200": 64, "gb300": 64}.get(key, 8)
         assumed.append(f"{per_node} GPUs a node")
-    per_node = min(per_node, gpus)
-    network = _network(row["interconnect"])
-    links = {"network": network * per_node / min(8, per_node)} if network else None
+    whole, per_node = per_node, min(per_node, gpus)  # a part of one machine has its part of the machine's cards
+    network = _network(row["interconnect"], whole)
+    links = {"network": network * per_node / whole} if network else None
     return Cluster(nodes=-(-gpus // per_node), gpus_per_node=per_node, gpu=key, links=links)
 
 
-def _network(text: str) -> float | None:
-    """GB/s of a node, from words such as `8x200 Gb/s` or `1600 Gbps`; None where it is not given."""
-    if found := re.search(r"(\d+)x\s?(\d+)\s?Gb", text):
+_CARDS = {"EDR": 100, "Omni-Path": 100, "HDR": 200, "Slingshot": 200, "NDR": 400, "CX-7": 400, "XDR": 800}
+"""Gb/s of one card by its name."""
+
+
+def _network(text: str, per_node: int) -> float | None:
+    """GB/s of a node of so many GPUs, from words such as `8x200 Gb/s`, `400 Gbps per GPU`, `1600 Gbps` or `8x HDR`;
+    None where it is not given."""
+    if found := re.search(r"(\d+)\s?x\s?(\d+)\s?Gb", text):
         return int(found[1]) * int(found[2]) / 8
-    if found := re.search(r"(\d+) Gb/s per GPU", text):
-        return int(found[1])
-    if found := re.search(r"(\d+) Gbps", text):
-        return int(found[1]) / 8
-    if found := re.search(r"(\d+)x Omni-Path", text):
-        return int(found[1]) * 100 / 8
+    if found := re.search(r"([\d.]+)\s?(T|G)b(?:ps|/s|it/s)(?: \w+)? (?:per|a|each) (GPU|node)?", text):
+        each = float(found[1]) * (1000 if found[2] == "T" else 1) / 8
+        return each * per_node if found[3] == "GPU" else each
+    if found := re.search(r"([\d.]+)\s?(T|G)b(?:ps|/s|it/s)", text):
+        return float(found[1]) * (1000 if found[2] == "T" else 1) / 8
+    if found := re.search(rf"(\d+)\s?x\s?({'|'.join(_CARDS)})", text):
+        return int(found[1]) * _CARDS[found[2]] / 8
     return None
 
 
 def software_of(row: Fields, assumed: list[str]) -> Software:
     """The program a row's own columns describe; the era decides where they do not mention attention."""
     sharded, attention, notes = row["zero_stage_or_fsdp"], row["flash_attn"], row["notes"]
-    if _is_fsdp(sharded):
+    own_kernels = re.search(r"\bTE\b|cuDNN", attention) is not None
+    if _is_fsdp(sharded) and not (own_kernels and int(row["tp"] or 1) * int(row["pp"] or 1) > 1):
         if row["compile"] == "yes":
-            return programs.FSDP_COMPILED
-        return programs.FSDP_EAGER if attention in ("SDPA", "TE") else programs.FSDP
-    if attention.startswith("TE"):
+            return replace(programs.FSDP_COMPILED, tensor_overlap=re.search(r"async\s?TP", notes, re.I) is not None)
+        if own_kernels:
+            return replace(programs.FSDP_EAGER, fp8_scales="delayed")  # Transformer Engine's
+        if "SDPA" in attention:
+            return programs.FSDP_EAGER
+        return programs.FSDP_FLASH if attention not in ("", "no") else programs.FSDP
+    if own_kernels:
         if "overlap OFF" in notes:
-            return replace(programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=0.0)
-        return programs.MEGATRON_CORE
-    if attention == "yes":
+            return replace(
+                programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=False
+            )
+        # NeMo's and Megatron-Bridge's recipes for fp8 sum and reduce gradients in 16 bits: grad_reduce_in_fp32 = False
+        return replace(programs.MEGATRON_CORE, reduced_bytes=2) if row["precision"] == "fp8" else programs.MEGATRON_CORE
+    if attention not in ("", "no"):
         chunked = "Liger" in notes  # its loss never holds all logits
         return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
     if attention == "no":
-        return programs.MEGATRON
+        return programs.DEEPSPEED_3 if "ZeRO-3" in sharded else programs.MEGATRON
     if row["gpu"].startswith(("A100", "V100")):
         assumed.append("attention with its scores written out, as was usual on this GPU")
         return programs.MEGATRON
@@ -128,17 +148,18 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
 
 
 def _is_fsdp(text: str) -> bool:
-    return re.search(r"(?<!Megatron-)FSDP(?!=0)", text) is not None
+    return re.search(r"(?<!Megatron-)FSDP(?!=0)|HSDP", text) is not None
 
 
-def data_layout(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[str, Any]:
+def data_layout(row: Fields, dp: int, cp: int, per_node: int, software: Software, assumed: list[str]) -> dict[str, Any]:
     """Data parallelism as the row describes its sharding."""
-    text = row["zero_stage_or_fsdp"]
+    text, pp = row["zero_stage_or_fsdp"], int(row["pp"] or 1)
     if dp * cp == 1:
         return {"zero": 0}
-    if "HYBRID" in text:
-        shard = min(dp, per_node)
-        return {"zero": 3, "dp_shard": shard, "dp_replicate": dp // shard}
+    if "HYBRID" in text or "HSDP" in text:
+        named = re.search(r"shard(?:s|ed)?(?: degree| over)? (\d+)", text)
+        shard = min(dp, int(named[1]) if named else per_node)
+        return {"zero": 3 if pp == 1 else 2, "dp_shard": shard, "dp_replicate": dp // shard}
     if found := re.search(r"zero1=(\d+)", text):
         shard = min(dp, int(found[1]))
         return {"zero": 1, "dp_shard": shard, "dp_replicate": dp // shard}
@@ -148,6 +169,9 @@ def data_layout(row: Fields, dp: int, cp: int, per_node: int, pp: int) -> dict[s
         return {"zero": 3 if pp == 1 else 2, "dp_shard": dp}
     if "istributed" in text or "param-gather" in row["notes"]:
         return {"zero": 1, "dp_shard": dp}
+    if not text and software.messages == "buckets":
+        assumed.append("states sharded, as this program's recipes do")
+        return {"zero": 1, "dp_shard": dp}
     return {"zero": 0, "dp_replicate": dp}
 
 
@@ -155,7 +179,11 @@ def schedule_of(row: Fields, pp: int, assumed: list[str]) -> tuple[str, int | No
     """Schedule and stages a rank."""
     if pp == 1:
         return "1f1b", None
-    name = _SCHEDULES.get(row["pp_schedule"])
+    said = row["pp_schedule"]
+    # "interleaved-1F1B variant" and the like: a schedule with a word about it
+    name = next((ours for word, ours in _SCHEDULES.items() if said.lower() == word.lower()), None)
+    if name is None and (words := re.split(r"[\s(,]", said)):
+        name = next((ours for word, ours in _SCHEDULES.items() if word and words[0].lower() == word.lower()), None)
     if name == "1f1b" and "interleaved schedule" in row["notes"] and int(row["layers"]) % (2 * pp) == 0:
         assumed.append("two stages a rank")
         return "interleaved", 2
@@ -194,9 +222,25 @@ def measured_step_s(row: Fields, job: Job, gpus: int) -> float | None:
     if row["tokens_per_s_per_gpu"]:
         return job.tokens_per_step / (float(row["tokens_per_s_per_gpu"]) * gpus)
     if row["tflops_per_gpu"] or row["mfu_pct"]:
-        rate = float(row["tflops_per_gpu"]) * 1e12 if row["tflops_per_gpu"] else float(row["mfu_pct"]) / 100 * 989.4e12
+        if row["tflops_per_gpu"]:
+            rate = float(row["tflops_per_gpu"]) * 1e12
+        else:
+            rate = float(row["mfu_pct"]) / 100 * _peak_of(row)
         return job.tokens_per_step * _counted_flops(row, job) / (rate * gpus)
     return None
+
+
+def _peak_of(row: Fields) -> float:
+    """The peak that a row's MFU is a share of: its GPU's in the row's format, or the figure near it that the notes say
+    was used."""
+    gpu = gpu_by_key(_gpu_key(row))
+    known = peak_flops(gpu, row["precision"] or "bf16") or peak_flops(gpu, "fp16")
+    if known is None:
+        raise Unpredicted(f"gives an MFU, and no peak of its GPU {row['gpu']} in {row['precision'] or 'bf16'} is known")
+    if "peak" not in row["notes"]:
+        return known
+    said = (float(number) * 1e12 for number in re.findall(r"\b(\d{3,4}(?:\.\d+)?)\b", row["notes"]))
+    return min((one for one in said if abs(one / known - 1) < 0.2), key=lambda one: abs(one - known), default=known)
 
 
 def _counted_flops(row: Fields, job: Job) -> float:
@@ -210,6 +254,9 @@ def _counted_flops(row: Fields, job: Job) -> float:
     return flops_per_token(job.model, job.batch.sequence_length, "causal" if causal else "full")
 
 
-def counted_by(notes: str) -> Literal["allocated", "reserved", "device"]:
-    """How a run's memory was counted: by the device if with nvidia-smi, else by the allocator."""
-    return "device" if "nvidia-smi" in notes else "allocated"
+def counted_by(row: Fields) -> Literal["allocated", "reserved", "device"]:
+    """How a run's memory was counted: by the device if with nvidia-smi, as reserved by the allocator where torchtitan
+    printed it, else as allocated."""
+    if "nvidia-smi" in row["notes"]:
+        return "device"
+    return "reserved" if "torchtitan" in row["source"] else "allocated"

@@ -1,0 +1,17 @@
+"""What a job asks for that a prediction does not account for, in words for its answer."""
+
+from meshwright.job import Job
+
+
+def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:
+    """The settings that change a run, but not the prediction, each with what is missing."""
+    layout, found = job.layout, []
+    if layout.compress != "none":
+        found.append(f"layout.compress = {layout.compress}: neither its smaller messages nor the work of compressing")
+    if layout.prefetch > 1 and layout.zero_stage == 3 and layout.dp_shard * layout.cp > 1:
+        found.append(f"layout.prefetch = {layout.prefetch}: its memory is counted, but it is as fast as prefetch = 1")
+    if job.model.file is not None:
+        found.append(f"model.file = {job.model.file}: predicted as the built-in model of the same sizes")
+    if job.data.mask_documents and not on_cpu:  # there a mask has its price
+        found.append("data.mask_documents = true: attention is counted over whole sequences")
+    return tuple(found)
