@@ -157,7 +157,7 @@ def test_a_name_alone_where_weights_belong_is_completed(cli: Any) -> None:
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, "model_type = 'deepseek_v3', a mixture of experts"),
         ({"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}, "model_type = 'dbrx', a mixture of experts"),
         ({"model_type": "own", "text_config": {"num_experts": 4}}, "model_type = 'own', a mixture of experts"),
-        ({"num_local_experts": 8}, "model_type = 'llama' and num_local_experts, a mixture of experts"),
+        ({"num_local_experts": 8}, "model_type = 'llama' and num_local_experts = 8, a mixture of experts"),
         ({"model_type": None}, "has no model_type"),
     ],
 )
