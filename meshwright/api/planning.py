@@ -186,13 +186,11 @@ def question(
 
 def _as_usual(job: Job, machines: Cluster) -> Job:
     """A job in bf16, or fp16 on older GPUs, and compiled, where it does not say otherwise."""
-    from meshwright.plan import machine_of
+    from meshwright.plan import usual_compute
 
     update: dict[str, Any] = {}
     if "compute" not in job.precision.model_fields_set:
-        peak = machine_of(machines).gpu.peak
-        narrow = "fp16" if "fp16" in peak and "bf16" not in peak else "bf16"
-        update["precision"] = job.precision.model_copy(update={"compute": narrow})
+        update["precision"] = job.precision.model_copy(update={"compute": usual_compute(machines)})
     if "compile" not in job.run.model_fields_set:
         update["run"] = job.run.model_copy(update={"compile": True})
     return job.model_copy(update=update)

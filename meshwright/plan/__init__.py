@@ -16,7 +16,7 @@ from meshwright.plan.explain import (
     usual_batch_tokens,
     why_not,
 )
-from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled
+from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled, usual_compute
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, predict, timeline
 from meshwright.plan.scale import Point, scale, scale_lines
@@ -65,6 +65,7 @@ __all__ = [
     "target_of",
     "timeline",
     "usual_batch_tokens",
+    "usual_compute",
     "validate",
     "what_would_fit",
     "why_not",

@@ -145,6 +145,12 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured, node_bytes)
 
 
+def usual_compute(cluster: Cluster) -> str:
+    """What models are trained in on these machines if nobody says: bf16, or fp16 on GPUs that came before it."""
+    peak = machine_of(cluster).gpu.peak
+    return "fp16" if "fp16" in peak and "bf16" not in peak else "bf16"
+
+
 def _of_other_ranks(profile: Profile, ranks: int) -> list[str]:
     """What a CPU's profile does not say of this number of ranks, which share its cores."""
     if not profile.on_cpu or profile.ranks == ranks:
