@@ -148,6 +148,7 @@ def test_what_has_no_chat_template_is_refused(cli: Any, run: Path, tiny_job: Pat
         assert f"meshwright generate {folder} --prompt TEXT" in refused.err
     assert "neither a run folder nor a Hugging Face folder" in cli("chat", str(tmp_path)).err
     assert "--once" in cli("chat", "run", "--json").err
+    assert '--once = " " holds no question' in cli("chat", "run", "--once", " ").err
     own = tmp_path / "own"
     shutil.copytree(run, own)
     job = json.loads((own / "job.resolved.json").read_text())
