@@ -33,6 +33,8 @@ def chat(
     """Talk to a model that has a chat template; a question per line. Ctrl-C stops an answer, Ctrl-D ends the chat."""
     if as_json and once is None:
         raise UserError("--json prints one answer; give the question with --once")
+    if once is not None and not once.strip():
+        raise UserError(f'--once = "{once}" holds no question; write one, or leave it out for a conversation')
     from meshwright.cli.output import print_json
     from meshwright.runs.chat import open_chat
 

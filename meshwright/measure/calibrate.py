@@ -277,7 +277,8 @@ class Calibration:
             if dtype == "fp8" and not self._has_fp8():
                 continue
             flops = 2.0 * rows * columns * inner
-            if dtype != self.shapes.dtypes[0] and not self.cuda and flops > _CPU_LONGEST_S * fastest.get(dtype, flops):
+            most = _CPU_LONGEST_S * fastest.get(dtype, float("inf"))
+            if dtype != self.shapes.dtypes[0] and not self.cuda and flops > most:
                 continue
             what = f"a {dtype} product ({kind}) of {rows} × {columns} × {inner}"
             found = self._try(what, self._product_s, dtype, kind, rows, columns, inner)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.cost import flops_per_token
+from meshwright.cost import MASTER_BYTES, flops_per_token
 from meshwright.errors import UserError
 from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
@@ -155,6 +155,11 @@ def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:
     """What a profile of a CPU does not measure."""
     if measured.operations is None:
         yield "operations between products: not in the profile of this CPU, which is an old one; calibrate it again"
+    if job.precision.number_bytes < MASTER_BYTES:
+        seen = "runs took up to twice what was predicted"
+        yield f"{job.precision.compute} on a CPU: operations between products are taken as in fp32; {seen}"
+    if job.data_parallel > 1:
+        yield "ranks that share a CPU: runs of two took 1.2 to 1.6 times what was predicted"
     if job.run.compile:
         yield "compiled blocks on a CPU: their operations are guessed from memory traffic"
     if job.layout.tp * job.layout.cp * job.layout.pp > 1:

@@ -54,6 +54,7 @@ def test_synthetic_beside_others(prepare_from, write):
             b'{"body": "b", "id": 1}',
             r"1 wrong field, .*:3 \(no \"text\", only 'body', 'id'\)\).*data\.text_field",
         ),
+        (b'{"messages": []}', r"only 'messages'; data\.format = \"conversations\" \(--format conversations\)"),
         (b'["text"]', r"1 wrong field, first at .*:3 \(a list and no object\)"),
         (b'{"text": 12}', r'1 wrong field, first at .*:3 \(a int in "text"\)'),
         (b'{"text": "caf\xe9"}', r"1 not UTF-8, first at .*lines\.jsonl:3\)"),

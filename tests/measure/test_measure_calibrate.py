@@ -28,6 +28,7 @@ TINY = Shapes(
     losses=((32, 128),),
     copies=(2**16,),
     updates=(4096, 256),
+    emulated=("bf16",),
     operations=tuple((name, 32, 16) for name in get_args(OperationName)),
     decoders=tuple(
         ({"vocab_size": 64, "width": 16, "layers": layers, "heads": 2, "ffn_width": 32}, recompute)
@@ -48,6 +49,7 @@ def profile() -> Profile:
 
 def test_everything_is_measured(profile: Profile) -> None:
     assert {(one.kind, one.rows) for one in profile.products} >= {("forward", 64), ("weight sum", 128)}
+    assert {one.kind for one in profile.products if one.dtype == "bf16"} == {"forward", "input", "weight"}
     assert {one.kernel for one in profile.attentions} == {"cpu", "cpu, masked"}
     assert profile.copies and profile.losses and profile.updates and profile.launch_s and profile.kernel_s
     assert all(one.clipped for one in profile.updates) and profile.process_bytes

@@ -1,4 +1,4 @@
-"""What a console that is no terminal is told of the steps."""
+"""What a console that is no terminal prints of the steps."""
 
 import io
 

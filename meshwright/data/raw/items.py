@@ -96,7 +96,10 @@ class Taking:
             return f"a {type(record).__name__} and no object"
         if self.text_field in record:
             return f'a {type(record[self.text_field]).__name__} in "{self.text_field}"'
-        return f'no "{self.text_field}", only {", ".join(repr(name)[:40] for name in list(record)[:5]) or "nothing"}'
+        lack = f'no "{self.text_field}", only {", ".join(repr(name)[:40] for name in list(record)[:5]) or "nothing"}'
+        if {"messages", "conversations"} & record.keys():
+            return f'{lack}; data.format = "conversations" (--format conversations) reads those'
+        return lack
 
 
 def checked(text: str, where: str) -> Item:
