@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from meshwright.job.experts import Experts
 from meshwright.job.names import LossName
 from meshwright.job.section import Section
 from meshwright.job.tokens import SequenceLength
@@ -48,6 +49,8 @@ class Model(Section):
     """Size of one head; default width / heads."""
     ffn_width: PositiveInt = Field(default=1024, le=10**7)
     """Inner size of the feed-forward; default 4 × width."""
+    experts: Experts | None = None
+    """A mixture of experts in place of the feed-forward; none by default."""
     max_sequence_length: SequenceLength = 2048
     """The longest supported sequence (and the number of learned positions)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -77,6 +80,10 @@ class Model(Section):
     loss: LossName = "cross-entropy"
     """What the head computes of its logits and the labels: cross-entropy, or one of your own."""
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.experts is not None and layer >= self.experts.first_dense
+
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, values: Any) -> Any:
@@ -98,6 +105,15 @@ class Model(Section):
             raise ValueError(
                 f"model.kv_heads = {self.kv_heads} does not divide model.heads = {self.heads}; "
                 f"choose a divisor of {self.heads}"
+            )
+        if self.experts is not None and self.experts.first_dense >= self.layers:
+            raise ValueError(
+                f"model.experts.first_dense = {self.experts.first_dense} leaves none of model.layers = {self.layers} "
+                "with experts; lower it or leave model.experts out"
+            )
+        if self.experts is not None and self.activation != "swiglu":
+            raise ValueError(
+                f'model.activation = "{self.activation}" is not supported by model.experts; set it to "swiglu"'
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(

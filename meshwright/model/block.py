@@ -8,6 +8,7 @@ from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_ATTENTION, AFTER_FEEDFORWARD, Draws, dropout
 from meshwright.model.feedforward import FeedForward
+from meshwright.model.moe import MixtureOfExperts
 from meshwright.model.norm import make_norm
 from meshwright.model.rotary import RotaryTables
 
@@ -21,7 +22,10 @@ class Block(nn.Module):
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape, layer)
         self.ffn_norm = make_norm(shape)
-        self.ffn = FeedForward(shape)
+        experts = shape.experts if shape.has_experts(layer) else None
+        self.ffn = FeedForward(shape) if experts is None else None
+        self.moe = None if experts is None else MixtureOfExperts(shape, experts)
+        self.shared = None if experts is None or not experts.shared_width else FeedForward(shape, experts.shared_width)
 
     def forward(
         self,
@@ -34,7 +38,15 @@ class Block(nn.Module):
     ) -> Tensor:
         mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, documents, cache)
         x_BSD = x_BSD + self._drop(mixed_BSD, draws, AFTER_ATTENTION)
-        return x_BSD + self._drop(self.ffn(self.ffn_norm(x_BSD)), draws, AFTER_FEEDFORWARD)
+        return x_BSD + self._drop(self._fed_forward(self.ffn_norm(x_BSD)), draws, AFTER_FEEDFORWARD)
+
+    def _fed_forward(self, x_BSD: Tensor) -> Tensor:
+        if self.moe is None:
+            assert self.ffn is not None
+            out_BSD: Tensor = self.ffn(x_BSD)
+            return out_BSD
+        routed_BSD: Tensor = self.moe(x_BSD)
+        return routed_BSD if self.shared is None else routed_BSD + self.shared(x_BSD)
 
     def _drop(self, x_BSD: Tensor, draws: Draws | None, site: int) -> Tensor:
         if draws is None or self.dropout == 0.0:

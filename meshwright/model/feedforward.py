@@ -14,12 +14,12 @@ class FeedForward(nn.Module):
     fused = False
     """Whether gate and up are one product."""
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Model, ffn_width: int | None = None) -> None:
         super().__init__()
-        gated = shape.activation == "swiglu"
-        self.gate = nn.Linear(shape.width, shape.ffn_width, bias=shape.linear_bias) if gated else None
-        self.up = nn.Linear(shape.width, shape.ffn_width, bias=shape.linear_bias)
-        self.down = nn.Linear(shape.ffn_width, shape.width, bias=shape.linear_bias)
+        gated, inner = shape.activation == "swiglu", ffn_width or shape.ffn_width
+        self.gate = nn.Linear(shape.width, inner, bias=shape.linear_bias) if gated else None
+        self.up = nn.Linear(shape.width, inner, bias=shape.linear_bias)
+        self.down = nn.Linear(inner, shape.width, bias=shape.linear_bias)
 
     @property
     def fused_away(self) -> int:

@@ -1,0 +1,134 @@
+"""A mixture of experts: tokens sorted by expert, every expert's product over its own tokens, results put back.
+
+B batch, S sequence, D width, F an expert's inner width, N experts, K experts of a token, T tokens (B × S), R rows: a
+token once for each of its experts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.job import Model
+from meshwright.job.experts import Experts
+from meshwright.model.router import Router, Routing
+from meshwright.model.swiglu import swiglu
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Rows sorted by expert and the number of rows of each expert, to the experts' results for these rows."""
+Dispatch = Callable[[Tensor, Tensor, Compute], Tensor]
+"""Rows sorted by expert and their number for each expert, to the results: computed here, or where the experts are."""
+
+
+class MixtureOfExperts(nn.Module):
+    """Sends every token to its experts and adds their results, weighted."""
+
+    def __init__(self, shape: Model, experts: Experts) -> None:
+        super().__init__()
+        self.router = Router(shape.width, experts)
+        self.experts = ExpertWeights(shape.width, experts)
+        self.dispatch: Dispatch = here
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        routing: Routing = self.router(x_BSD)
+        order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), self.router.experts.count)
+        rows_RD = order.rows(x_BSD.flatten(0, 1))
+        out_RD = self.dispatch(rows_RD, order.counts_N, self.experts)
+        return order.combined(out_RD, routing.weights_BSK.flatten(0, 1)).view_as(x_BSD)
+
+
+class SortedByExpert:
+    """The order in which tokens are handed to experts: by expert, tokens of one expert in their own order."""
+
+    def __init__(self, chosen_TK: Tensor, count: int) -> None:
+        self._tokens, self._top_k = chosen_TK.shape
+        flat = chosen_TK.flatten()
+        self._order = flat.argsort(stable=True)
+        self._place = torch.empty_like(self._order)
+        self._place[self._order] = torch.arange(len(flat), device=flat.device)
+        self.counts_N = torch.bincount(flat, minlength=count)
+        """Rows of each expert."""
+
+    def rows(self, x_TD: Tensor) -> Tensor:
+        """Every token once for each of its experts, sorted by expert."""
+        rows_RD: Tensor = _Spread.apply(x_TD, self._order, self._place, self._top_k)  # type: ignore[no-untyped-call]
+        return rows_RD
+
+    def combined(self, out_RD: Tensor, weights_TK: Tensor) -> Tensor:
+        """The weighted sum of each token's results, added up in the weights' format."""
+        by_token_TKD = _Permuted.apply(out_RD, self._place, self._order)  # type: ignore[no-untyped-call]
+        by_token_TKD = by_token_TKD.view(self._tokens, self._top_k, -1)
+        return (by_token_TKD * weights_TK.unsqueeze(-1)).sum(1).to(out_RD.dtype)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows gathered; the gradient is a gather and a sum too, so that its order never depends on timing."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.top_k = top_k
+        return x_TD[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        [place] = ctx.saved_tensors
+        return grad[place].view(-1, ctx.top_k, grad.shape[-1]).sum(1), None, None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order; the gradient is put back by the inverse order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        [inverse] = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Rows in another order, given its inverse too."""
+    result: Tensor = _Permuted.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return result
+
+
+class ExpertWeights(nn.Module):
+    """The experts' weights, each kind packed into one matrix: expert after expert along its rows."""
+
+    def __init__(self, width: int, experts: Experts) -> None:
+        super().__init__()
+        self.ffn_width = experts.ffn_width
+        self.gate_up = PackedLinear(experts.count, width, 2 * experts.ffn_width)
+        self.down = PackedLinear(experts.count, experts.ffn_width, width)
+
+    def forward(self, rows_RD: Tensor, counts_N: Tensor) -> Tensor:
+        """silu(gate) × up and down, every expert for its own rows; the rows are sorted by expert."""
+        counts: list[int] = counts_N.tolist()
+        inner_RF = swiglu(self.gate_up(rows_RD, counts))
+        out_RD: Tensor = self.down(inner_RF, counts)
+        return out_RD
+
+
+class PackedLinear(nn.Module):
+    """One projection of every expert; a rank may hold only some of them."""
+
+    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.empty(count * outputs, inputs))
+
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        weights = self.weight.unflatten(0, (-1, self.outputs)).unbind(0)
+        # Experts without rows take part, so that their gradients exist: ranks reduce them together.
+        return torch.cat([F.linear(own, w) for own, w in zip(rows.split(list(counts)), weights, strict=True)])
+
+
+def here(rows_RD: Tensor, counts_N: Tensor, compute: Compute) -> Tensor:
+    """All experts are on this device."""
+    return compute(rows_RD, counts_N)

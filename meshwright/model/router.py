@@ -1,0 +1,113 @@
+"""The router of a mixture of experts: which experts each token is sent to, and with which weights.
+
+B batch, S sequence, D width, N experts, K experts of a token. Scores and losses are computed in float32 or wider.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.job.experts import Experts
+from meshwright.model.numbers import wide_dtype
+from meshwright.torch_private.autograd import in_backward
+
+
+class Routing(NamedTuple):
+    """The experts of each token, best first, and their weights."""
+
+    chosen_BSK: Tensor
+    weights_BSK: Tensor
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses the best."""
+
+    preference: Tensor
+    """Added to the scores when experts are chosen, not to their weights; see experts.balance_rate."""
+    load: Tensor
+    """Tokens that each expert got since it was last reset, on this rank."""
+    loss_share: float = 1.0
+    """What one sequence's losses count in the step's loss."""
+    sequence_parts: int = 1
+    """Ranks that share a sequence."""
+    sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+    """Sums counts over the ranks that share a sequence."""
+
+    def __init__(self, width: int, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts.count, width))
+        self.register_buffer("preference", torch.zeros(experts.count, dtype=torch.float32), persistent=False)
+        self.register_buffer("load", torch.zeros(experts.count, dtype=torch.int64), persistent=False)
+
+    def forward(self, x_BSD: Tensor) -> Routing:
+        wide = wide_dtype(x_BSD.dtype)
+        logits_BSN = F.linear(x_BSD.to(wide), self.weight.to(wide))
+        softmax = self.experts.scores == "softmax"
+        scores_BSN = logits_BSN.softmax(-1) if softmax else logits_BSN.sigmoid()
+        chosen_BSK = self._choose(scores_BSN.detach())
+        weights_BSK = scores_BSN.gather(-1, chosen_BSK)
+        if self.experts.normalised:
+            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20))
+        if torch.is_grad_enabled():
+            counts_BN = _counts(chosen_BSK, self.experts.count)
+            if not in_backward():  # not again when the block is recomputed
+                self.load += counts_BN.sum(0)
+            weights_BSK = self._with_losses(weights_BSK, logits_BSN, scores_BSN, counts_BN)
+        return Routing(chosen_BSK, weights_BSK * self.experts.scale)
+
+    def _choose(self, scores_BSN: Tensor) -> Tensor:
+        """The numbers of the best experts; of equal ones the first."""
+        experts = self.experts
+        if experts.force_balance:
+            batch, sequence, count = scores_BSN.shape
+            turns = torch.arange(batch * sequence * experts.top_k, device=scores_BSN.device) % count
+            return turns.view(batch, sequence, experts.top_k)
+        preferred_BSN = scores_BSN + self.preference.to(scores_BSN.dtype)
+        if experts.groups_kept < experts.groups:
+            best = preferred_BSN.unflatten(-1, (experts.groups, -1))
+            of_group = best.topk(2, -1).values.sum(-1) if experts.scores == "sigmoid" else best.amax(-1)
+            kept = of_group.sort(dim=-1, descending=True, stable=True).indices[..., : experts.groups_kept]
+            outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, kept, False)
+            preferred_BSN = best.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
+        return preferred_BSN.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k]
+
+    def _with_losses(self, weights_BSK: Tensor, logits_BSN: Tensor, scores_BSN: Tensor, counts_BN: Tensor) -> Tensor:
+        """The weights, with the gradients of the balance loss and the z-loss attached."""
+        experts, tokens = self.experts, scores_BSN.shape[1] * self.sequence_parts
+        losses = []
+        if experts.balance_loss:
+            if self.sum_over_sequence is not None:
+                counts_BN = self.sum_over_sequence(counts_BN)
+            often_BN = counts_BN * (experts.count / (experts.top_k * tokens))
+            shares_BSN = scores_BSN if experts.scores == "softmax" else scores_BSN / scores_BSN.sum(-1, keepdim=True)
+            losses.append(experts.balance_loss * (often_BN.unsqueeze(1) * shares_BSN).sum() / tokens)
+        if experts.z_loss:
+            losses.append(experts.z_loss * logits_BSN.logsumexp(-1).square().sum() / tokens)
+        for loss in losses:
+            weights_BSK = _WithLoss.apply(weights_BSK, loss * self.loss_share)  # type: ignore[no-untyped-call]
+        return weights_BSK
+
+
+def _counts(chosen_BSK: Tensor, count: int) -> Tensor:
+    """How many tokens of each sequence each expert gets, (B, N)."""
+    flat = chosen_BSK.flatten(1)
+    ones = torch.ones_like(flat)
+    return torch.zeros(flat.shape[0], count, dtype=flat.dtype, device=flat.device).scatter_add_(1, flat, ones)
+
+
+class _WithLoss(torch.autograd.Function):
+    """A tensor unchanged; its backward also starts that of a loss, which thus reaches the router of any pipeline stage
+    without being passed to the last one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_like = torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, ctx.loss_like
