@@ -35,6 +35,9 @@ class Layout(Section):
     """Context parallelism: ranks over which every sequence is split."""
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"
     """How keys and values are exchanged across cp ranks."""
+    ep: PositiveInt = Field(default=1, le=10**4)
+    """Expert parallelism: ranks over which a layer's experts are distributed, out of the dp_shard, cp and tp ranks;
+    tokens are sent to the ranks of their experts and back."""
     pp: PositiveInt = Field(default=1, le=10**4)
     """Pipeline parallelism: ranks over which the layers are split."""
     schedule: Literal[

@@ -6,6 +6,7 @@ from math import gcd, prod
 from meshwright.errors import UserError
 from meshwright.job import Job, Model
 from meshwright.job.devices import Layout
+from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages
@@ -58,6 +59,7 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_ranks(job, world_size)
     _require_zero(job.layout)
     _require_tensor(job)
+    require_experts(job)
     _require_context(job)
     _require_pipeline(job)
     require_recompute(job, _unchecked(job) if job.layout.pp > 1 else None)
@@ -92,7 +94,10 @@ def _require_tensor(job: Job) -> None:
     tp, model = job.layout.tp, job.model
     if tp == 1:
         return
-    for field, value in (("heads", model.heads), ("ffn_width", model.ffn_width)):
+    cut = [("heads", model.heads)]
+    if model.experts is None or model.experts.first_dense:
+        cut.append(("ffn_width", model.ffn_width))
+    for field, value in cut:
         if value % tp:
             raise UserError(f"layout.tp = {tp} does not divide model.{field} = {value}; {_degrees(value)}")
     if model.kv_heads % tp and not job.layout.kv_replicate:

@@ -121,12 +121,19 @@ class PackedLinear(nn.Module):
     def __init__(self, count: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.outputs = outputs
+        self.own: Callable[[Tensor], Tensor] = _whole
+        """The part of the weights with this rank's experts."""
         self.weight = nn.Parameter(torch.empty(count * outputs, inputs))
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        weights = self.weight.unflatten(0, (-1, self.outputs)).unbind(0)
+        weights = self.own(self.weight).unflatten(0, (-1, self.outputs)).unbind(0)
         # Experts without rows take part, so that their gradients exist: ranks reduce them together.
         return torch.cat([F.linear(own, w) for own, w in zip(rows.split(list(counts)), weights, strict=True)])
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """All experts are on this device."""
+    return weight
 
 
 def here(rows_RD: Tensor, counts_N: Tensor, compute: Compute) -> Tensor:

@@ -22,6 +22,14 @@ class Routing(NamedTuple):
     weights_BSK: Tensor
 
 
+class WideLinear(nn.Linear):
+    """A projection in float32 or wider, whatever its input's format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = wide_dtype(x.dtype)
+        return F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+
+
 class Router(nn.Module):
     """Scores every expert for every token and chooses the best."""
 
@@ -39,13 +47,17 @@ class Router(nn.Module):
     def __init__(self, width: int, experts: Experts) -> None:
         super().__init__()
         self.experts = experts
-        self.weight = nn.Parameter(torch.empty(experts.count, width))
+        self.linear = WideLinear(width, experts.count, bias=False)
         self.register_buffer("preference", torch.zeros(experts.count, dtype=torch.float32), persistent=False)
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.int64), persistent=False)
 
+    def reset(self) -> None:
+        """Give the buffers their first values, where memory was allocated without any."""
+        self.preference.zero_()
+        self.load.zero_()
+
     def forward(self, x_BSD: Tensor) -> Routing:
-        wide = wide_dtype(x_BSD.dtype)
-        logits_BSN = F.linear(x_BSD.to(wide), self.weight.to(wide))
+        logits_BSN: Tensor = self.linear(x_BSD)
         softmax = self.experts.scores == "softmax"
         scores_BSN = logits_BSN.softmax(-1) if softmax else logits_BSN.sigmoid()
         chosen_BSK = self._choose(scores_BSN.detach())

@@ -10,6 +10,9 @@ head-norm    works on one attention head at a time (dim 2 of its input), paramet
 gather       takes the residual stream as its first argument and needs all of it: the entry to a column-row pair
 column       a projection sharded by its outputs; attention heads and feed-forward widths are sharded this way
 kv-column    the same for key and value heads, which may be fewer
+tokens       takes the residual stream as its first argument and needs only some tokens of it, returns them
+per-token    works on such a module's tokens one by one, parameters whole on every rank
+experts      weights of experts, which expert parallelism distributes and tensor parallelism does not
 row          a projection sharded by its inputs, back to the residual stream: the exit of a column-row pair
 """
 
@@ -17,7 +20,10 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-ROLES = ("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row")
+ROLES = (
+    *("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row"),
+    *("tokens", "per-token", "experts"),
+)
 LOOKED_UP = ("vocabulary", "positions")
 """Roles of what a pipeline's first stage looks up; everything else outside the layers belongs to the last one."""
 PROJECTIONS = ("column", "kv-column", "row")
@@ -39,6 +45,14 @@ DECODER_SHARDING = {
     "layers.*.ffn.gate": "column",
     "layers.*.ffn.up": "column",
     "layers.*.ffn.down": "row",
+    "layers.*.moe": "tokens",
+    "layers.*.moe.router.linear": "per-token",
+    "layers.*.moe.experts.gate_up": "experts",
+    "layers.*.moe.experts.down": "experts",
+    "layers.*.shared": "gather",
+    "layers.*.shared.gate": "column",
+    "layers.*.shared.up": "column",
+    "layers.*.shared.down": "row",
     "final_norm": "norm",
     "head": "head",
 }

@@ -18,6 +18,7 @@ from meshwright.model.numbers import DTYPES
 from meshwright.parallel.compression.weights import CompressedWeights
 from meshwright.parallel.context.attention import make_context_attend
 from meshwright.parallel.engine import Engine, OneStage
+from meshwright.parallel.experts import apply_expert_parallel, reset_routers
 from meshwright.parallel.fp8 import use_fp8
 from meshwright.parallel.materialise import fill
 from meshwright.parallel.offload.activations import offload_activations
@@ -122,6 +123,8 @@ def _build_model(
 
     if job.layout.tp > 1 and world.mesh is not None:
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
+    if job.model.experts is not None:
+        apply_expert_parallel(model, job, world)
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
     if job.run.compile and job.layout.tp == 1:
@@ -136,8 +139,9 @@ def _build_model(
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages update independently
         offload = offload_policy(job, world.device)
-        apply_zero(model, job.layout, world.mesh, compute, master, _gradients(job, master), offload)
+        apply_zero(model, job.layout, world.mesh, world.expert_mesh, compute, master, _gradients(job, master), offload)
     _materialise(model, job, world)
+    reset_routers(model)
     return model, shapes
 
 

@@ -20,6 +20,7 @@ from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode, segments_of
 from meshwright.model import Decoder
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
+from meshwright.model.moe import MixtureOfExperts
 from meshwright.torch_private.autograd import in_backward
 
 
@@ -64,7 +65,9 @@ def _block_of(model: Decoder, prefetch: int, name: str) -> Callable[..., Tensor]
 
 
 def _projections(block: nn.Module) -> int:
-    """Products of a block's forward."""
+    """Products of a block's forward, of which the last one's result need not be kept; 0 if all are needed."""
+    if any(isinstance(module, MixtureOfExperts) for module in block.modules()):
+        return 0  # their number depends on the experts, and the last one's result is weighted
     fused = sum(module.fused_away for module in block.modules() if isinstance(module, Attention | FeedForward))
     return sum(isinstance(module, nn.Linear) for module in block.modules()) - fused
 

@@ -35,7 +35,7 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
     tied = embed is not None and head is not None and embed.weight is head.weight
     _pad_vocabulary(embed, head, padded_vocabulary(job), tied)
     for name, role in modules:
-        if role != "head":
+        if role not in ("head", "experts"):
             parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, between))
     if head is not None:
         head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
@@ -70,6 +70,10 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
         return Whole(Shard(2))
     if role == "gather":
         return Gathered(between)
+    if role == "tokens":
+        return OwnTokens(between)
+    if role == "per-token":
+        return Whole(Shard(1))
     if role == "row":
         return RowwiseParallel(output_layouts=between)
     if role == "kv-column" and job.model.kv_heads % mesh.size():
@@ -99,6 +103,27 @@ class Gathered(ParallelStyle):
             return (x.redistribute(placements=[Replicate()]), *inputs[1:])
 
         module.register_forward_pre_hook(enter)
+        return module
+
+
+class OwnTokens(ParallelStyle):
+    """Every rank runs the module on its own tokens: those it has of the residual stream, or a slice of all of them."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def moved(x: Tensor, source: Placement, target: Placement) -> Tensor:
+            return (
+                DTensor.from_local(x, device_mesh, [source], run_check=False)
+                .redistribute(placements=[target])
+                .to_local()
+            )
+
+        if self.between == Replicate():
+            module.register_forward_pre_hook(lambda _, inputs: (moved(inputs[0], Replicate(), Shard(1)), *inputs[1:]))
+            module.register_forward_hook(lambda _, _inputs, output: moved(output, Shard(1), Replicate()))
         return module
 
 

@@ -28,6 +28,9 @@ class World:
     mesh: DeviceMesh | None = None
     """(pp, replicas, shards, tp): ranks that share a sequence hold the same parameters, so cp is part of the shards,
     or of the replicas where nothing is sharded."""
+    expert_mesh: DeviceMesh | None = None
+    """(pp, replicas, expert_shards, ep): the same ranks for the weights of experts, whose shards also span tp; None
+    without experts."""
     context_group: dist.ProcessGroup | None = None
     """The ranks that share this one's sequences; None where cp is 1."""
 
@@ -89,9 +92,13 @@ def join_world(job: Job, device: torch.device) -> World:
     replicas = layout.dp_replicate * (layout.cp if layout.zero_stage == 0 else 1)
     ranks = numbered.permute(order).reshape(layout.pp, replicas, -1, layout.tp)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "replicas", "shards", "tp"))
+    expert_mesh = None
+    if job.model.experts is not None:
+        by_expert = ranks.reshape(layout.pp, replicas, -1, layout.ep)
+        expert_mesh = DeviceMesh(device.type, by_expert, mesh_dim_names=("pp", "replicas", "expert_shards", "ep"))
     context_group = None
     if layout.cp > 1:
         sharing = numbered.movedim(list(sizes).index("cp"), -1).reshape(-1, layout.cp)
         context_group, _ = dist.new_subgroups_by_enumeration(sharing.tolist())  # type: ignore[no-untyped-call]
     here = {name: (place, sizes[name]) for name, place in zip(sizes, places, strict=True)}
-    return World(device, rank, size, place.local_rank, here, mesh, context_group)
+    return World(device, rank, size, place.local_rank, here, mesh, expert_mesh, context_group)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from meshwright.job.devices import Layout
+from meshwright.model.moe import MixtureOfExperts
 from meshwright.parallel.shard_index import shard_index_of
 from meshwright.parallel.weights import Weights, move_gradient_to
 from meshwright.torch_private.sharding import gather_in_background
@@ -27,6 +28,7 @@ def apply_zero(
     model: nn.Module,
     layout: Layout,
     mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None,
     compute: torch.dtype,
     master: torch.dtype,
     gradients: torch.dtype,
@@ -43,6 +45,11 @@ def apply_zero(
     # Where gradients are compressed between replicas, torch handles the shards only; see `compression`.
     data_mesh = mesh["replicas", "shards"] if layout.compress == "none" else mesh["shards"]
     blocks = list(cast(nn.ModuleDict, model.layers).values())
+    if expert_mesh is not None:
+        # Experts are sharded apart from the rest of their block: over other ranks, since each rank has only some.
+        data = expert_mesh["replicas", "expert_shards"] if layout.compress == "none" else expert_mesh["expert_shards"]
+        for experts in _experts(blocks).values():
+            fully_shard(experts, mesh=data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     for unit in [*blocks, *_ends(model, blocks)]:
         fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
@@ -53,7 +60,7 @@ def apply_zero(
     if mesh.device_type == "cpu" and layout.prefetch:
         # On a GPU gathers run in their own stream; without streams only an asynchronous call lets them run ahead.
         gather_in_background(cast(FSDPModule, model))
-    _prefetch([cast(FSDPModule, block) for block in blocks], layout.prefetch)
+    _prefetch(blocks, layout.prefetch)
 
 
 def _ends(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
@@ -69,13 +76,31 @@ def _ends(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _prefetch(blocks: list[FSDPModule], depth: int) -> None:
-    """Gather the next `depth` blocks while one computes, forward and backward."""
+def _experts(blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The weights of the experts of each block that has any."""
+    return {block: m.experts for block in blocks for m in block.modules() if isinstance(m, MixtureOfExperts)}
+
+
+def _prefetch(blocks: list[nn.Module], depth: int) -> None:
+    """Gather the next `depth` blocks while one computes, forward and backward; a block's experts are used after the
+    rest of it in forward and before it in backward."""
+    experts = _experts(blocks)
     for place, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+        after, before = blocks[place + 1 : place + 1 + depth], reversed(blocks[max(0, place - depth) : place])
         # Torch gathers one ahead in backward unless told what to gather: given only itself, a block gathers nothing.
-        ahead = list(reversed(blocks[max(0, place - depth) : place]))
-        block.set_modules_to_backward_prefetch(ahead if depth else [block])
+        forward = [unit for other in after for unit in (other, *_of(experts, other))]
+        backward = [unit for other in before for unit in (*_of(experts, other), other)]
+        own = _of(experts, block) if depth else []
+        sharded = cast(FSDPModule, block)
+        sharded.set_modules_to_forward_prefetch(cast(list[FSDPModule], own + forward))
+        sharded.set_modules_to_backward_prefetch(cast(list[FSDPModule], backward if depth else [block]))
+        for unit in _of(experts, block):
+            cast(FSDPModule, unit).set_modules_to_forward_prefetch([])
+            cast(FSDPModule, unit).set_modules_to_backward_prefetch([cast(FSDPModule, unit)])
+
+
+def _of(experts: dict[nn.Module, nn.Module], block: nn.Module) -> list[nn.Module]:
+    return [experts[block]] if block in experts else []
 
 
 class ShardedWeights(Weights):
