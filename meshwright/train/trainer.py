@@ -22,6 +22,7 @@ from meshwright.parallel import Engine, Weights, World, take_traffic
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
 from meshwright.train.evaluations import Evaluations
+from meshwright.train.expert_load import ExpertLoad
 from meshwright.train.feed import evaluation_due, fingerprint, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.memory_curve import MemoryCurve
@@ -55,6 +56,7 @@ class Trainer:
         self.optimizer = build_optimizer(weights.masters, job, weights.shards(), world, weights.working)
         self.scaling = LossScale.of(job)
         self.meter = Meter(job, world)
+        self.expert_load = None if job.model.experts is None else ExpertLoad(job, engine.modules, world)
         self.evaluations = Evaluations(job, corpus, engine, recorder, progress, world)
         self.bad_steps = BadSteps(job, recorder)
         self.outcome = Outcome()
@@ -129,6 +131,8 @@ class Trainer:
         rate = learning_rate(self.job, step)
         set_learning_rate(self.optimizer, rate)
         self.weights.start_step(step)
+        if self.expert_load is not None:
+            self.expert_load.scale_losses(self.scaling.scale)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
 
         self.activity.at("sum of loss and gradient norm over all ranks")
@@ -143,10 +147,11 @@ class Trainer:
         self.activity.at("update")
         self._clip(norm_value)
         position = self.position - self.job.batch.global_batch
-        if not self._overflowed(step, loss_value, norm_value) and self._may_update(
-            step, loss_value, norm_value, position
-        ):
+        overflowed = self._overflowed(step, loss_value, norm_value)
+        updates = not overflowed and self._may_update(step, loss_value, norm_value, position)
+        if updates:
             self.weights.update(self.optimizer)
+        loads = {} if self.expert_load is None else self.expert_load.settle(updated=updates).row()
         self._sample_memory("updated")
         self.weights.zero_gradients()
         self._sample_memory("end")
@@ -155,7 +160,7 @@ class Trainer:
         # the host from one end to the next.
         began, self._ended = self._ended, time.perf_counter()
         numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
-        self._record(numbers)
+        self._record(numbers, loads)
         self._compare_ranks(numbers)
         if self.saver is not None:
             self.saver.count(ballots)
@@ -234,7 +239,7 @@ class Trainer:
             self.activity.at("checkpoint")
             self.saver.after_step(step, self.capture)
 
-    def _record(self, numbers: StepNumbers) -> None:
+    def _record(self, numbers: StepNumbers, loads: dict[str, float] | None = None) -> None:
         """Write a step's row and keep it as the last."""
         outcome, made = self.outcome, numbers.step - self._resumed_step
         outcome.step, outcome.loss, outcome.tokens = numbers.step, numbers.loss, outcome.tokens + self._step_tokens
@@ -246,6 +251,7 @@ class Trainer:
             "tokens": outcome.tokens,
             "attempt": self.attempt,
             **self.meter.row(numbers, made, self._step_tokens, self.weights, self.scaling),
+            **(loads or {}),
         }
         if self.job.data.weights is not None and self.loader is not None:
             row["epochs"] = list(self.loader.epochs)

@@ -1,0 +1,83 @@
+"""The load of experts over a step: counted by the routers, summed over all ranks, and balanced without a loss.
+
+L layers, N experts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.job import Job
+from meshwright.model.router import Router
+from meshwright.parallel import World
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens that every expert got in one step; layers without experts have none."""
+
+    tokens_LN: Tensor
+
+    def row(self) -> dict[str, float]:
+        """The load as metrics of a step."""
+        shares_LN = self.tokens_LN.double() / self.tokens_LN.sum(1, keepdim=True)
+        count = self.tokens_LN.shape[1]
+        entropy_L = -(shares_LN * shares_LN.clamp(min=1e-300).log()).sum(1) / math.log(max(count, 2))
+        return {
+            "expert_imbalance": float(shares_LN.amax(1).mean() * count),
+            "expert_entropy": float(entropy_L.mean()),
+            "idle_experts": int((self.tokens_LN == 0).sum()),
+        }
+
+
+class ExpertLoad:
+    """Collects what the routers of all ranks counted, and moves their preferences towards equal loads."""
+
+    def __init__(self, job: Job, modules: list[nn.Module], world: World) -> None:
+        assert job.model.experts is not None
+        self._experts, self._world, self._batch = job.model.experts, world, job.batch.global_batch
+        self._dense = self._experts.first_dense
+        self._routers = [(int(name), router) for module in modules for name, router in _routers(module)]
+        size = (job.model.layers, self._experts.count)
+        self.preference_LN = torch.zeros(size, device=world.device)
+        """Of all layers, the same on every rank."""
+        for layer, router in self._routers:
+            self.preference_LN[layer] = router.preference
+
+    def scale_losses(self, scale: float) -> None:
+        """Give the routers' losses the scale that the step's loss has."""
+        for _, router in self._routers:
+            router.loss_share = scale / self._batch
+
+    def settle(self, *, updated: bool) -> Load:
+        """The loads of the step that has ended, counted anew from now on; preferences follow if weights were updated.
+
+        All ranks call this together.
+        """
+        tokens_LN = torch.zeros(self.preference_LN.shape, dtype=torch.int64, device=self._world.device)
+        for layer, router in self._routers:
+            tokens_LN[layer] += router.load
+            router.load.zero_()
+        if self._world.size > 1:
+            dist.all_reduce(tokens_LN)
+        tokens_LN = tokens_LN[self._dense :]
+        if updated and self._experts.balance_rate:
+            behind = torch.sign(tokens_LN.double().mean(1, keepdim=True) - tokens_LN).to(self.preference_LN.dtype)
+            self.preference_LN[self._dense :] += self._experts.balance_rate * behind
+            self.prefer(self.preference_LN)
+        return Load(tokens_LN.cpu())
+
+    def prefer(self, preference_LN: Tensor) -> None:
+        """Set the preferences of all routers."""
+        self.preference_LN.copy_(preference_LN)
+        for layer, router in self._routers:
+            router.preference.copy_(self.preference_LN[layer])
+
+
+def _routers(module: nn.Module) -> list[tuple[str, Router]]:
+    layers: Any = module.layers
+    return [(name, part) for name, block in layers.items() for part in block.modules() if isinstance(part, Router)]
