@@ -36,9 +36,22 @@ class Block(nn.Module):
         draws: Draws | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
+        x_BSD, normed_BSD = self.attended(x_BSD, rotary, positions, documents, draws, cache)
+        return x_BSD + self._drop(self._fed_forward(normed_BSD), draws, AFTER_FEEDFORWARD)
+
+    def attended(
+        self,
+        x_BSD: Tensor,
+        rotary: RotaryTables | None,
+        positions: Tensor | None,
+        documents: Documents | None,
+        draws: Draws | None,
+        cache: KVCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and normed for the feed-forward."""
         mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, documents, cache)
         x_BSD = x_BSD + self._drop(mixed_BSD, draws, AFTER_ATTENTION)
-        return x_BSD + self._drop(self._fed_forward(self.ffn_norm(x_BSD)), draws, AFTER_FEEDFORWARD)
+        return x_BSD, self.ffn_norm(x_BSD)
 
     def _fed_forward(self, x_BSD: Tensor) -> Tensor:
         if self.moe is None:

@@ -33,7 +33,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         routing: Routing = self.router(x_BSD)
-        order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), self.router.experts.count)
+        self.router.count(routing)
+        order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), routing.counts_BN.sum(0))
         rows_RD = order.rows(x_BSD.flatten(0, 1))
         out_RD = self.dispatch(rows_RD, order.counts_N, self.experts)
         return order.combined(out_RD, routing.weights_BSK.flatten(0, 1)).view_as(x_BSD)
@@ -42,13 +43,13 @@ class MixtureOfExperts(nn.Module):
 class SortedByExpert:
     """The order in which tokens are handed to experts: by expert, tokens of one expert in their own order."""
 
-    def __init__(self, chosen_TK: Tensor, count: int) -> None:
+    def __init__(self, chosen_TK: Tensor, counts_N: Tensor) -> None:
         self._tokens, self._top_k = chosen_TK.shape
         flat = chosen_TK.flatten()
         self._order = flat.argsort(stable=True)
         self._place = torch.empty_like(self._order)
         self._place[self._order] = torch.arange(len(flat), device=flat.device)
-        self.counts_N = torch.bincount(flat, minlength=count)
+        self.counts_N = counts_N
         """Rows of each expert."""
 
     def rows(self, x_TD: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from meshwright.torch_private.autograd import in_backward
 
 
 class Routing(NamedTuple):
-    """The experts of each token, best first, and their weights."""
+    """The experts of each token, best first, and their weights; and how many tokens of each sequence an expert gets."""
 
     chosen_BSK: Tensor
     weights_BSK: Tensor
+    counts_BN: Tensor
 
 
 class WideLinear(nn.Linear):
@@ -64,12 +65,15 @@ class Router(nn.Module):
         weights_BSK = scores_BSN.gather(-1, chosen_BSK)
         if self.experts.normalised:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20))
+        counts_BN = _counts(chosen_BSK, self.experts.count)
         if torch.is_grad_enabled():
-            counts_BN = _counts(chosen_BSK, self.experts.count)
-            if not in_backward():  # not again when the block is recomputed
-                self.load += counts_BN.sum(0)
             weights_BSK = self._with_losses(weights_BSK, logits_BSN, scores_BSN, counts_BN)
-        return Routing(chosen_BSK, weights_BSK * self.experts.scale)
+        return Routing(chosen_BSK, weights_BSK * self.experts.scale, counts_BN)
+
+    def count(self, routing: Routing) -> None:
+        """Add a training step's tokens to the load; not again when the block is recomputed."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.load += routing.counts_BN.sum(0)
 
     def _choose(self, scores_BSN: Tensor) -> Tensor:
         """The numbers of the best experts; of equal ones the first."""

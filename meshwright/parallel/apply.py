@@ -64,6 +64,8 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     else:
         engine, weights = _build_pipeline(job, world, master, compute)
     fill(weights.masters, weights.shards(), job.model, job.run.seed)
+    for module in engine.modules:
+        reset_routers(module)
     weights.refresh()
     return engine, weights
 
@@ -141,7 +143,6 @@ def _build_model(
         offload = offload_policy(job, world.device)
         apply_zero(model, job.layout, world.mesh, world.expert_mesh, compute, master, _gradients(job, master), offload)
     _materialise(model, job, world)
-    reset_routers(model)
     return model, shapes
 
 
@@ -164,10 +165,21 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
     recompute_inside_functions()
     correct_attention_shapes()
     for name, block in cast(nn.ModuleDict, model.layers).items():
-        if modes[int(name)] in ("segment", "joined") or (recompute_around and modes[int(name)] == "full"):
+        if getattr(block, "moe", None) is not None:
+            _compile_around_experts(block)
+        elif modes[int(name)] in ("segment", "joined") or (recompute_around and modes[int(name)] == "full"):
             block.forward = torch.compile(block.forward)
         else:
             block.compile()
+
+
+def _compile_around_experts(block: Any) -> None:
+    """Compile what precedes the experts and what follows them: in between the host waits for the number of tokens, and
+    the experts gather their own weights."""
+    block.attended = torch.compile(block.attended)
+    block.moe.router.forward = torch.compile(block.moe.router.forward)
+    if block.shared is not None:
+        block.shared.compile()
 
 
 def _materialise(model: nn.Module, job: Job, world: World) -> None:

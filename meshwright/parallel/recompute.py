@@ -21,7 +21,7 @@ from meshwright.model import Decoder
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.moe import MixtureOfExperts
-from meshwright.torch_private.autograd import in_backward
+from meshwright.torch_private.autograd import in_backward, let_sharded_modules_be_recomputed
 
 
 def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: bool, prefetch: int = 1) -> None:
@@ -37,6 +37,7 @@ def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: b
         if (mode := modes[int(name)]) == "full":
             block.forward = _recomputing(block.forward, {})
         elif mode == "selective":
+            let_sharded_modules_be_recomputed()
             contexts = partial(_selective_contexts, 0 if keep_last else _projections(block))
             block.forward = _recomputing(block.forward, {"context_fn": contexts})
 

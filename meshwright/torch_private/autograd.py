@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_iter"]
 
@@ -14,6 +15,14 @@ __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_iter"]
 def in_backward() -> bool:
     """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def let_sharded_modules_be_recomputed() -> None:
+    """Let selective recomputation contain modules of `fully_shard`, whose profiler ranges differ from the forward's."""
+    profiler = torch.ops.profiler
+    SAC_IGNORED_OPS.update(
+        {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
+    )
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:

@@ -73,17 +73,25 @@ def build_optimizer(
         return OnePassAdamW(group(everything), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
         return _elementwise(job.optimizer.name, group(everything), job, places)
-    names = _with_roles(job, masters, PROJECTIONS)  # embedding, head and vectors use AdamW
+    names = _with_roles(job, masters, (*PROJECTIONS, "experts"))  # embedding, head and vectors use AdamW
     projections = [masters[name] for name in names]
     others = [master for name, master in masters.items() if name not in names]
     holders = Holders(world or _alone(everything))
     settings = {"lr": job.optimizer.lr, "momentum": job.optimizer.momentum}
     parts: list[torch.optim.Optimizer] = []
     if projections:
-        parts.append(Muon(group(projections), places, holders, **settings))
+        packed = {masters[name]: _matrices_in(job, name) for name in names}
+        parts.append(Muon(group(projections), places, holders, packed, **settings))
     if others:
         parts.append(_elementwise("adamw", group(others), job, places))
     return CombinedOptimizer(parts)
+
+
+def _matrices_in(job: Job, name: str) -> int:
+    """How many matrices a parameter consists of: the weights of experts are packed, and gates with the rows of up."""
+    if job.model.experts is None or ".moe.experts." not in name:
+        return 1
+    return job.model.experts.count * (2 if name.endswith(".gate_up.weight") else 1)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

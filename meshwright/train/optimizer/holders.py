@@ -62,15 +62,15 @@ class Holders:
         locals_: Sequence[Callable[[], Tensor]],
         shapes: Sequence[tuple[int, ...]],
         spans: Sequence[list[Span]],
-        function: Callable[[Tensor], Tensor],
+        functions: Sequence[Callable[[Tensor], Tensor]],
     ) -> Iterator[Tensor]:
-        """This rank's shards of `function` applied to full matrices, which the ranks process in turn.
+        """This rank's shards of functions of full matrices, which the ranks process in turn.
 
         As many matrices as there are ranks are in flight at a time: shards go to the rank that processes the matrix,
         shards of the result come back.
         """
         if self._size == 1:
-            yield from (function(make()) for make in locals_)
+            yield from (function(make()) for make, function in zip(locals_, functions, strict=True))
             return
         for first in range(0, len(locals_), self._size):
             numbers = range(first, min(first + self._size, len(locals_)))
@@ -83,7 +83,7 @@ class Holders:
                 whole = sent[0].new_empty(shapes[mine])
                 for span, part in zip(arriving, parts, strict=True):
                     whole[span] = part.view(whole[span].shape)
-                result = function(whole)
+                result = functions[mine](whole)
                 returned = [result[span] for span in arriving]
             back = self._exchange(returned, [one.numel() for one in sent], sent[0])
             yield from (part.view(one.shape) for part, one in zip(back, sent, strict=True))

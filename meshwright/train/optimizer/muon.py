@@ -27,10 +27,16 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum of each matrix; the ranks that share the matrices divide the work."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], shards: Mapping[nn.Parameter, ShardIndex], holders: Holders, **defaults: Any
+        self,
+        groups: list[dict[str, Any]],
+        shards: Mapping[nn.Parameter, ShardIndex],
+        holders: Holders,
+        packed: Mapping[nn.Parameter, int],
+        **defaults: Any,
     ) -> None:
+        """`packed` says how many matrices, one below the other, a parameter consists of, where it is more than one."""
         super().__init__(groups, defaults)
-        self._shards, self._holders = shards, holders
+        self._shards, self._holders, self._packed = shards, holders, packed
         masters = [master for group in self.param_groups for master in group["params"]]
         # Group matrices by size: the ranks' shares of a round are then equal.
         self._order = sorted(masters, key=lambda master: -math.prod(shards[master].shape))
@@ -48,7 +54,8 @@ class Muon(torch.optim.Optimizer):
         moving = [master for master in self._order if master.grad is not None]
         for master, direction in zip(moving, self._directions(moving, groups), strict=True):
             group, rate = groups[master], groups[master]["lr"]
-            stretch = UPDATE_RMS * math.sqrt(max(self._shards[master].shape))
+            rows, columns = self._shards[master].shape
+            stretch = UPDATE_RMS * math.sqrt(max(rows // self._packed.get(master, 1), columns))
             master.mul_(1 - rate * group["weight_decay"])
             master.add_(direction.to(master), alpha=-rate * stretch)
 
@@ -61,7 +68,7 @@ class Muon(torch.optim.Optimizer):
             [partial(self._momentum, master, groups[master]) for master in masters],
             [self._shards[master].shape for master in masters],
             [self._spans[master] for master in masters],
-            orthogonalise,
+            [partial(orthogonalise, matrices=self._packed.get(master, 1)) for master in masters],
         )
 
     def _momentum(self, master: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -79,18 +86,21 @@ class Muon(torch.optim.Optimizer):
         return ahead
 
 
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """The matrix with its singular values brought near 1 (0.7 to 1.2 unless tiny), by a Newton-Schulz iteration.
+def orthogonalise(matrix: Tensor, matrices: int = 1) -> Tensor:
+    """The matrix with its singular values brought near 1 (0.7 to 1.2 unless tiny), by a Newton-Schulz iteration; or
+    each of several matrices, one below the other.
 
     It consists of matrix products of the shorter side, so it suits bf16 and tensor cores.
     """
     a, b, c = COEFFICIENTS
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-    x: Tensor = wide / wide.norm().clamp(min=1e-7)
+    each = matrix.unflatten(0, (matrices, -1))
+    tall = each.shape[1] > each.shape[2]
+    wide = each.mT if tall else each
+    x: Tensor = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(ROUNDS):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).flatten(0, 1)
 
 
 def _working_format(master: Tensor, device: torch.device) -> torch.dtype:
