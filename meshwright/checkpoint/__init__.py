@@ -27,10 +27,11 @@ from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
 from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
 from meshwright.checkpoint.saver import Saver
-from meshwright.checkpoint.weights import StoredWeights, load_hf_weights, load_weights, require_shapes
+from meshwright.checkpoint.weights import PREFERENCE, StoredWeights, load_hf_weights, load_weights, require_shapes
 
 __all__ = [
     "GENERATION",
+    "PREFERENCE",
     "Backup",
     "Checkpoint",
     "Damaged",

@@ -9,8 +9,10 @@ from meshwright.checkpoint.catalogue import newest_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.reading import Checkpoint
 from meshwright.errors import UserError
-from meshwright.model import Decoder
+from meshwright.model import Decoder, routers
 
+PREFERENCE = "routing/preference"
+"""The routers' preferences of a model with experts, layer by layer: no weights, but part of what it computes."""
 _ROWS = 4096
 """Read at a time, so that no whole table is held twice."""
 
@@ -22,6 +24,10 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> int:
     with checkpoint, torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(checkpoint.whole(f"model/{name}"))
+        if checkpoint.names(PREFERENCE):
+            preference_LN = checkpoint.whole(PREFERENCE)
+            for layer, router in routers(model):
+                router.preference.copy_(preference_LN[layer])
     return checkpoint.facts.step
 
 

@@ -17,6 +17,7 @@ from meshwright.model.huggingface import (
 )
 from meshwright.model.initialise import initial_rows, initialise
 from meshwright.model.numbers import IGNORE
+from meshwright.model.router import Router, routers
 
 __all__ = [
     "IGNORE",
@@ -28,6 +29,7 @@ __all__ = [
     "Draws",
     "HfTensor",
     "KVCache",
+    "Router",
     "build_architecture",
     "count_parameters",
     "full_hf_names",
@@ -37,5 +39,6 @@ __all__ = [
     "initialise",
     "load_hf_state",
     "require_hf_tensors",
+    "routers",
     "to_hf_state",
 ]

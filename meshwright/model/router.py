@@ -108,6 +108,13 @@ class Router(nn.Module):
         return weights_BSK
 
 
+def routers(model: nn.Module) -> list[tuple[int, Router]]:
+    """The routers of a model or of a stage of it, by layer."""
+    layers = model.get_submodule("layers")
+    found = [(name, part) for name, block in layers.named_children() for part in block.modules()]
+    return [(int(name), part) for name, part in found if isinstance(part, Router)]
+
+
 def _counts(chosen_BSK: Tensor, count: int) -> Tensor:
     """How many tokens of each sequence each expert gets, (B, N)."""
     flat = chosen_BSK.flatten(1)

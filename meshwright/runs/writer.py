@@ -10,7 +10,7 @@ from meshwright.data import Tokenizer
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, Model, model_of_folder
-from meshwright.model import Decoder
+from meshwright.model import Decoder, routers
 from meshwright.runs.folder import RunFolder
 from meshwright.train import choose_device
 
@@ -68,4 +68,7 @@ def _empty(shape: Model, device: str) -> Decoder:
     target = choose_device(Job.model_validate({"run": {"device": device}}))
     with torch.device("meta"):
         model = Decoder(shape)
-    return model.to_empty(device=target)
+    model = model.to_empty(device=target)
+    for _, router in routers(model):
+        router.reset()
+    return model

@@ -5,14 +5,13 @@ L layers, N experts.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.job import Job
-from meshwright.model.router import Router
+from meshwright.model import routers
 from meshwright.parallel import World
 
 
@@ -41,7 +40,7 @@ class ExpertLoad:
         assert job.model.experts is not None
         self._experts, self._world, self._batch = job.model.experts, world, job.batch.global_batch
         self._dense = self._experts.first_dense
-        self._routers = [(int(name), router) for module in modules for name, router in _routers(module)]
+        self._routers = [found for module in modules for found in routers(module)]
         size = (job.model.layers, self._experts.count)
         self.preference_LN = torch.zeros(size, device=world.device)
         """Of all layers, the same on every rank."""
@@ -76,8 +75,3 @@ class ExpertLoad:
         self.preference_LN.copy_(preference_LN)
         for layer, router in self._routers:
             router.preference.copy_(self.preference_LN[layer])
-
-
-def _routers(module: nn.Module) -> list[tuple[str, Router]]:
-    layers: Any = module.layers
-    return [(name, part) for name, block in layers.items() for part in block.modules() if isinstance(part, Router)]

@@ -5,12 +5,13 @@ from typing import Protocol
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, Facts, Part, State, require_shapes
+from meshwright.checkpoint import PREFERENCE, Checkpoint, Facts, Part, State, require_shapes
 from meshwright.data import Cursor, Loader, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.parallel import ShardIndex, Weights, World
 from meshwright.train.bad_steps import BadSteps, RecentLosses
+from meshwright.train.expert_load import ExpertLoad
 from meshwright.train.feedback import restore_feedback, saved_feedback
 from meshwright.train.optimizer import Optimizer, missing_states, parameter_of, restore_states, saved_states
 from meshwright.train.outcome import Outcome
@@ -28,6 +29,7 @@ class Trained(Protocol):
     bad_steps: BadSteps
     outcome: Outcome
     position: int
+    expert_load: ExpertLoad | None
     loader: Loader | StreamLoader | None
     recorder: Recorder
     world: World
@@ -54,6 +56,10 @@ def capture(run: Trained) -> State:
             for number, cursor in run.loader.own_cursors().items()
         ]
         held += [cursor_name(number) for number in run.loader.cursors]
+    if run.expert_load is not None and run.world.rank == 0:
+        preference = run.expert_load.preference_LN
+        parts.append(Part(PREFERENCE, tuple(preference.shape), (0, 0), preference))
+        held.append(PREFERENCE)
     parts += [
         Part(_generator_name(run.world, kind), tuple(state.shape), (0,), state)
         for kind, state in _generators(run.world).items()
@@ -97,6 +103,8 @@ def restore(run: Trained, checkpoint: Checkpoint) -> None:
             master[len(values) :].zero_()
         restore_states(run.optimizer, masters, shards, checkpoint)
         restore_feedback(run.weights, run.recorder, checkpoint)
+        if run.expert_load is not None:
+            run.expert_load.prefer(checkpoint.whole(PREFERENCE))
         _restore_generators(run.world, checkpoint)
     run.weights.refresh()
     if run.scaling.dynamic and facts.loss_scale is not None:

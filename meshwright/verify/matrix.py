@@ -17,7 +17,10 @@ from meshwright.verify.ranks import RankError, RankTimeout
 from meshwright.verify.run_check import Train, check_run
 from meshwright.verify.run_plan import as_run
 
-FILES = ("matrix.toml", "matrix_depth.toml", "matrix_memory.toml", "matrix_compiled.toml", "matrix_run.toml")
+FILES = tuple(
+    f"{name}.toml"
+    for name in ("matrix", "matrix_depth", "matrix_memory", "matrix_experts", "matrix_compiled", "matrix_run")
+)
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
 POLL_S = 0.05
