@@ -11,7 +11,7 @@ from torch import Tensor
 
 FORMAT = 1
 _FILE = re.compile(
-    r"(?:model|optimizer|feedback|data|rng)(?:-rank\d{5})?(?:-\d{3})?\.safetensors|index\.json|job\.json"
+    r"(?:model|optimizer|feedback|routing|data|rng)(?:-rank\d{5})?(?:-\d{3})?\.safetensors|index\.json|job\.json"
 )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwright.job import Job
+from meshwright.model import Router
 from meshwright.model.moe import Compute, ExpertWeights, MixtureOfExperts, PackedLinear, permuted
-from meshwright.model.router import Router
 from meshwright.parallel.world import World
 
 

@@ -11,7 +11,7 @@ from meshwright.layout import axes, kv_copies, kv_heads_of, most_tensor_parallel
 MODEL = {"heads": 6, "kv_heads": 2, "width": 48, "head_dim": 8, "ffn_width": 96, "vocab_size": 61}
 
 
-def job(sequence: int = 24, batch: int = 24, model: dict[str, int] | None = None, **layout: object) -> Job:
+def job(sequence: int = 24, batch: int = 24, model: dict[str, Any] | None = None, **layout: object) -> Job:
     return Job.model_validate(
         {
             "model": MODEL | (model or {}),
@@ -54,6 +54,27 @@ def test_a_layout_that_does_not_fit_is_one_sentence(layout: dict[str, Any], rank
     with pytest.raises(UserError, match=sentence) as caught:
         require_layout(job(**layout), ranks)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "sentence"),
+    [
+        ({"dp_shard": 3, "ep": 3}, 3, r"layout.ep = 3 does not divide model.experts.count = 8; set it to one of 1$"),
+        ({"dp_shard": 2, "ep": 4}, 2, r"layout.ep = 4 does not divide layout.dp_shard · cp · tp = 2; .*one of 1, 2$"),
+        ({"dp_replicate": 2, "ep": 2}, 2, r"layout.ep = 2 does not divide layout.tp \(with layout.zero = 0\) = 1"),
+        ({"tp": 2, "sp": False}, 2, r"layout.tp = 2 does not divide model.experts.shared_width = 9"),
+    ],
+)
+def test_experts_that_do_not_fit_are_one_sentence(layout: dict[str, Any], ranks: int, sentence: str) -> None:
+    experts: dict[str, Any] = {"experts": {"count": 8, "top_k": 2, "ffn_width": 16, "shared_width": 9}}
+    with pytest.raises(UserError, match=sentence) as caught:
+        require_layout(job(model=experts, **layout), ranks)
+    assert "\n" not in str(caught.value)
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    with pytest.raises(UserError, match=r"layout.ep = 2 distributes experts, but the model has none"):
+        require_layout(job(dp_shard=2, ep=2), 2)
 
 
 def test_a_sequence_that_sequence_parallelism_cannot_cut() -> None:

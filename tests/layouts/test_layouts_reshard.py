@@ -32,11 +32,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dualpipe": {"pp": 2, "dp_replicate": 2, "schedule": "dualpipe"},
     "pp4": {"pp": 4},
     "cp2·dp2": {"cp": 2, "dp_shard": 2, "zero": 2},
+    "ep2·dp4": {"dp_shard": 4, "zero": 3, "ep": 2},
+    "ep4·tp2·dp2": {"dp_shard": 2, "tp": 2, "zero": 1, "ep": 4},
+    "ep2·pp2": {"dp_shard": 2, "pp": 2, "ep": 2},
     "tp2·pp2·dp2": {"tp": 2, "pp": 2, "dp_shard": 2, "zero": 1, "kv_replicate": True},
 }
 CHAIN = ["single", "zero1·dp4", "zero3·dp4", "tp4", "tp2·dp2", "pp2·dp2", "pp4", "cp2·dp2", "tp4", "tp2·copies2"]
 CHAIN += ["zero3·dp4"]
 END = ["tp2·pp2·dp2", "single"]
+EXPERTS = ["single", "ep2·dp4", "ep4·tp2·dp2", "ep2·pp2", "zero3·dp4", "single"]
 TIED = ["pp2·dp2", "tp4", "dualpipe"]
 
 
@@ -158,6 +162,17 @@ def test_a_run_that_changes_its_layout_at_every_step(tmp_path: Path, tied: bool)
     check(names, rows, alone(steps, changes, True))
     same_after_loading(run, steps, batch)
     assert {ranks_of(make_job(LAYOUTS[name], 1).layout) for name in CHAIN} == {1, 4}
+
+
+def test_a_run_that_changes_where_its_experts_are_at_every_step(tmp_path: Path) -> None:
+    experts = {"count": 4, "top_k": 2, "ffn_width": 8, "scores": "sigmoid", "balance_rate": 0.1}
+    changes = {"model": {"experts": experts}}
+    Lease.claim(run := tmp_path / "run")
+    rows = run_ranks(chain, 4, EXPERTS, run, 0, len(EXPERTS), changes, True)[0]
+    check(EXPERTS, rows, alone(len(EXPERTS), changes, True))
+    same_after_loading(run, len(EXPERTS))
+    preference = Checkpoint.open(checkpoint_path(run, len(EXPERTS))).whole("routing/preference")
+    assert preference.abs().max() >= 0.2  # which has changed who gets which token
 
 
 OPTIMIZERS = {
