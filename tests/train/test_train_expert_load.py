@@ -1,0 +1,110 @@
+"""The load of experts over a step, and the preferences that follow it."""
+
+from typing import Any
+
+import torch
+
+from meshwright.job import Job
+from meshwright.model import routers
+from meshwright.parallel import World, build
+from meshwright.train import Silent, make_trainer
+from meshwright.train.expert_load import ExpertLoad, Load
+from meshwright.verify.documents import unequal_corpus
+
+ALONE = World(torch.device("cpu"))
+
+
+def job(**experts: Any) -> Job:
+    return Job.model_validate(
+        {
+            "model": {
+                "vocab_size": 53,
+                "width": 16,
+                "layers": 3,
+                "heads": 2,
+                "max_sequence_length": 16,
+                "experts": {"count": 4, "top_k": 2, "ffn_width": 8, "first_dense": 1, **experts},
+            },
+            "batch": {"sequence_length": 16, "global_batch": 4, "micro_batch": 2},
+            "data": {"sources": ("builtin:synthetic",), "workers": 0},
+            "evaluation": {"every_steps": 0},
+            "run": {"steps": 2, "device": "cpu"},
+        }
+    )
+
+
+class Rows(Silent):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def metric(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+def trained(job: Job) -> tuple[Any, Rows]:
+    engine, weights = build(job, ALONE, torch.float64)
+    rows = Rows()
+    trainer = make_trainer(job, unequal_corpus(job), engine, weights, rows, rows, ALONE)
+    trainer.run()
+    return trainer, rows
+
+
+def test_an_expert_with_fewer_tokens_than_the_mean_is_preferred_more() -> None:
+    engine, _ = build(job(balance_rate=0.5), ALONE)
+    load = ExpertLoad(job(balance_rate=0.5), engine.modules, ALONE)
+    for layer, router in routers(engine.modules[0]):
+        router.load.copy_(torch.tensor([10, 6, 8, 8]) * layer)
+    assert load.settle(updated=True).tokens_LN.tolist() == [[10, 6, 8, 8], [20, 12, 16, 16]]
+    for _, router in routers(engine.modules[0]):
+        assert router.preference.tolist() == [-0.5, 0.5, 0.0, 0.0]
+        assert router.load.sum() == 0
+    assert load.preference_LN[0].tolist() == [0.0] * 4  # a dense layer
+
+
+def test_a_step_that_was_not_made_leaves_preferences_alone() -> None:
+    engine, _ = build(job(balance_rate=0.5), ALONE)
+    load = ExpertLoad(job(balance_rate=0.5), engine.modules, ALONE)
+    routers(engine.modules[0])[0][1].load[0] = 7
+    load.settle(updated=False)
+    assert load.preference_LN.abs().max() == 0
+    assert routers(engine.modules[0])[0][1].load.sum() == 0
+
+
+def test_every_step_reports_its_load() -> None:
+    _, rows = trained(job())
+    assert len(rows.rows) == 2
+    for row in rows.rows:
+        assert 1.0 <= row["expert_imbalance"] <= 2.0 and 0.5 <= row["expert_entropy"] <= 1.0
+        assert row["idle_experts"] == 0
+
+
+def test_the_numbers_of_a_load() -> None:
+    even, one = Load(torch.tensor([[5, 5]])).row(), Load(torch.tensor([[10, 0]])).row()
+    assert even == {"expert_imbalance": 1.0, "expert_entropy": 1.0, "idle_experts": 0}
+    assert one == {"expert_imbalance": 2.0, "expert_entropy": 0.0, "idle_experts": 1}
+
+
+def test_a_steps_losses_are_a_mean_over_its_sequences() -> None:
+    """The same sequences twice are the same mean, so the routers' gradients stay."""
+
+    def gradient(global_batch: int) -> torch.Tensor:
+        given = job(balance_loss=0.5)
+        given = given.model_copy(update={"batch": given.batch.model_copy(update={"global_batch": global_batch})})
+        engine, _ = build(given, ALONE, torch.float64)
+        load = ExpertLoad(given, engine.modules, ALONE)
+        load.scale_losses(1.0)
+        [model] = engine.modules
+        tokens = torch.arange(64).remainder(53).view(4, 16)
+        for _ in range(global_batch // 4):
+            (0.0 * model(tokens)).sum().backward()
+        found = routers(model)[0][1].linear.weight.grad
+        assert found is not None
+        return found
+
+    torch.testing.assert_close(gradient(4), gradient(8), rtol=1e-12, atol=1e-15)
+
+
+def test_preferences_are_part_of_a_checkpoint() -> None:
+    trainer, _ = trained(job(balance_rate=0.1))
+    [saved] = [part.values for part in trainer.capture().parts if part.name == "routing/preference"]
+    assert saved[0].abs().max() == 0 and saved[1:].abs().max() > 0
