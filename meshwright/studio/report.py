@@ -15,6 +15,7 @@ from meshwright.runs.traces import VIEWERS, traces_of
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
 from meshwright.studio.expectations import expectations
+from meshwright.studio.experts import EXPERTS, experts_chart
 from meshwright.studio.files import write_page
 from meshwright.studio.headline import headline
 from meshwright.studio.loss_text import loss_text_section
@@ -43,11 +44,12 @@ def write_report(run: Path, out: Path | None = None) -> Path:
             _notes(folder.path / NOTES),
             _charts(metrics),
             memory_chart(memory),
+            experts_chart(events),
             expectations(folder.job(), metrics.rows, events),
             _traces(traces_of(folder.path), out or folder.path / "report.html"),
             _samples(folder.samples()),
             loss_text_section(folder.path),
-            f"<h2>Events</h2>{events_table(events)}",
+            f"<h2>Events</h2>{events_table([event for event in events if event['kind'] != EXPERTS])}",
             f"<h2>Job</h2>{job_tables(folder.job(), folder.job_file())}",
             f"<h2>Machine</h2>{environment_table(folder.environment())}",
             f"<h2>Code</h2>{code_tables(folder.code(), folder.path / 'code.diff')}",
@@ -84,6 +86,8 @@ def _charts(metrics: Metrics) -> str:
         ("Learning rate", "learning rate", "lr", 1.0, True),
         ("Memory", "peak, GiB", "memory_bytes", 2.0**-30, True),
         ("Waiting for data", "ms per step", "data_wait_s", 1e3, True),
+        ("Load of experts", "most loaded, × the mean", "expert_imbalance", 1.0, False),
+        ("Entropy of experts", "1 if all are used equally", "expert_entropy", 1.0, False),
     ):
         points = curve(rows, field, scale)
         noisy = smooth(points) if field in ("tokens_per_s", "mfu", "data_wait_s") else []

@@ -22,7 +22,7 @@ from meshwright.parallel import Engine, Weights, World, take_traffic
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
 from meshwright.train.evaluations import Evaluations
-from meshwright.train.expert_load import ExpertLoad
+from meshwright.train.expert_load import ExpertLoad, Load
 from meshwright.train.feed import evaluation_due, fingerprint, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
 from meshwright.train.memory_curve import MemoryCurve
@@ -151,7 +151,7 @@ class Trainer:
         updates = not overflowed and self._may_update(step, loss_value, norm_value, position)
         if updates:
             self.weights.update(self.optimizer)
-        loads = {} if self.expert_load is None else self.expert_load.settle(updated=updates).row()
+        loads = {} if self.expert_load is None else self._loads(self.expert_load.settle(updated=updates), step)
         self._sample_memory("updated")
         self.weights.zero_gradients()
         self._sample_memory("end")
@@ -208,6 +208,14 @@ class Trainer:
             self.optimizer.factor = clip_factor(norm, self.job.optimizer.clip, self.scaling.scale)
             return
         clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
+
+    def _loads(self, load: Load, step: int) -> dict[str, float]:
+        """The load of experts as metrics; where the run is evaluated, every expert's is recorded."""
+        if evaluation_due(self.job, step) or step == self.job.run.steps:
+            assert self.job.model.experts is not None
+            first = self.job.model.experts.first_dense
+            self.recorder.event("experts", step=step, first_layer=first, tokens=load.tokens_LN.tolist())
+        return load.row()
 
     def _overflowed(self, step: int, loss: float, norm: float) -> bool:
         """Whether a step is skipped because its scaled gradients overflowed."""
