@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.job import Model
 from meshwright.model import Decoder, initialise, routers
-from meshwright.model.moe import MixtureOfExperts
+from meshwright.model.moe import MixtureOfExperts, products_one_by_one, products_together
 
 EXPERTS: dict[str, Any] = {"count": 6, "top_k": 2, "ffn_width": 5}
 SIGMOID = EXPERTS | {"scores": "sigmoid", "groups": 3, "groups_kept": 2, "scale": 2.5}
@@ -85,6 +85,20 @@ def test_the_gradients_of_its_losses_are_those_of_their_formulas(scores: str) ->
         loss = loss + 0.3 * (often * shares.mean(0)).sum() + 0.2 * logits.logsumexp(-1).square().mean()
     (0.25 * loss).backward()
     torch.testing.assert_close(moe.router.linear.weight.grad, weight.grad, rtol=1e-10, atol=1e-14)
+
+
+def test_products_in_one_kernel_are_those_of_one_expert_at_a_time() -> None:
+    """In bf16, where both round alike on a CPU; an expert without rows among them."""
+    rows = torch.randn(48, 16).bfloat16().requires_grad_()
+    weights = torch.randn(3, 24, 16).bfloat16().requires_grad_()
+    counts = torch.tensor([16, 0, 32])
+    together = products_together(rows, weights, counts)
+    single = products_one_by_one(rows, weights, counts)
+    torch.testing.assert_close(together, single)
+    seed = torch.randn_like(single)
+    theirs = torch.autograd.grad(single, (rows, weights), seed)
+    for own, other in zip(torch.autograd.grad(together, (rows, weights), seed), theirs, strict=True):
+        torch.testing.assert_close(own, other)
 
 
 def test_of_equal_experts_the_first_are_chosen() -> None:
