@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.job import Model
 from meshwright.job.experts import Experts
-from meshwright.model.router import Router, Routing
+from meshwright.model.router import Router, Routing, as_it_is
 from meshwright.model.swiglu import swiglu
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -121,7 +121,7 @@ class PackedLinear(nn.Module):
     def __init__(self, count: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.outputs = outputs
-        self.own: Callable[[Tensor], Tensor] = _whole
+        self.own: Callable[[Tensor], Tensor] = as_it_is
         """The part of the weights with this rank's experts."""
         self.weight = nn.Parameter(torch.empty(count * outputs, inputs))
 
@@ -142,11 +142,6 @@ def products_one_by_one(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> 
     # Experts without rows take part, so that their gradients exist: ranks reduce them together.
     pairs = zip(rows.split(counts_N.tolist()), weights_NOI.unbind(0), strict=True)
     return torch.cat([F.linear(own, weight) for own, weight in pairs])
-
-
-def _whole(weight: Tensor) -> Tensor:
-    """All experts are on this device."""
-    return weight
 
 
 def here(rows_RD: Tensor, counts_N: Tensor, compute: Compute) -> Tensor:

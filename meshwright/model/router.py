@@ -26,9 +26,20 @@ class Routing(NamedTuple):
 class WideLinear(nn.Linear):
     """A projection in float32 or wider, whatever its input's format."""
 
+    def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.own: Callable[[Tensor], Tensor] = as_it_is
+        """The parameters as this rank computes with them."""
+
     def forward(self, x: Tensor) -> Tensor:
         wide = wide_dtype(x.dtype)
-        return F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        weight, bias = self.own(self.weight), None if self.bias is None else self.own(self.bias)
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def as_it_is(parameter: Tensor) -> Tensor:
+    """A parameter that is whole on this device."""
+    return parameter
 
 
 class Router(nn.Module):

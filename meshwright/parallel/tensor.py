@@ -73,7 +73,7 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
     if role == "tokens":
         return OwnTokens(between)
     if role == "per-token":
-        return Whole(Shard(1))
+        return PerToken()
     if role == "row":
         return RowwiseParallel(output_layouts=between)
     if role == "kv-column" and job.model.kv_heads % mesh.size():
@@ -125,6 +125,22 @@ class OwnTokens(ParallelStyle):
             module.register_forward_pre_hook(lambda _, inputs: (moved(inputs[0], Replicate(), Shard(1)), *inputs[1:]))
             module.register_forward_hook(lambda _, _inputs, output: moved(output, Shard(1), Replicate()))
         return module
+
+
+class PerToken(ParallelStyle):
+    """Every rank holds all parameters and applies them to tokens of its own, so that gradients are sums over ranks.
+
+    On plain tensors: torch 2.11 cannot multiply a tensor that is sharded along its sequence.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = distribute_module(module, device_mesh)
+        cast(Any, module).own = _summed_over_ranks
+        return module
+
+
+def _summed_over_ranks(parameter: Tensor) -> Tensor:
+    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
 
 
 class Looked(RowwiseParallel):
