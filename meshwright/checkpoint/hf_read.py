@@ -13,7 +13,7 @@ from meshwright.checkpoint.tensorfile import read_header, read_window
 from meshwright.errors import UserError
 from meshwright.job import Model
 from meshwright.job.hub import INDEX, PICKLES, SINGLE
-from meshwright.model import Decoder, full_hf_names, hf_place, hf_tensors, require_hf_tensors
+from meshwright.model import Decoder, full_hf_names, hf_rows, hf_tensors, require_hf_tensors
 
 _ROWS_COMPARED = 512
 _HEAD = "lm_head.weight"
@@ -39,8 +39,7 @@ class HfWeights:
 
     def rows(self, name: str, size: tuple[int, ...], rows: slice) -> Tensor:
         """Some rows of our parameter `name`, whose full size is `size`, as they are stored."""
-        place = hf_place(self._shape, name)
-        return self._read(place.name, lambda stored: place.read(stored, size, rows))
+        return hf_rows(self._shape, name, size, rows, self._tensors, self._read)
 
     def require(self) -> None:
         """Refuse by name a tensor that is missing, unused, or has the wrong size or number format."""
@@ -49,7 +48,7 @@ class HfWeights:
             require_hf_tensors(self._shape, sizes, {name: stored.size for name, stored in self._tensors.items()})
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
-        for tensor in hf_tensors(self._shape, sizes):
+        for tensor in hf_tensors(self._shape, sizes, self._tensors):
             if (dtype := self._tensors[tensor.name].dtype) not in ("F32", "BF16", "F16"):
                 raise UserError(
                     f"{self.folder}: {tensor.name} is stored as {dtype}; use weights in F32, BF16 or F16, which fp32 "

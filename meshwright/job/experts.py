@@ -32,6 +32,9 @@ class Experts(Section):
     groups_kept: PositiveInt = Field(default=1, le=10**5)
     """How many groups a token's experts may come from; a group counts as much as its best expert, with sigmoid scores
     as its best two."""
+    swiglu_limit: PositiveFloat | None = Field(default=None, le=1e6)
+    """gpt-oss's experts: gate and up are clamped at this, the sigmoid is that of 1.702 × gate, and 1 is added to up;
+    none by default."""
     balance_loss: NonNegativeFloat = Field(default=0.0, le=1e6)
     """Factor of a loss that is smallest when each sequence uses all experts equally (0.001 to 0.01 is usual)."""
     z_loss: NonNegativeFloat = Field(default=0.0, le=1e6)
@@ -41,6 +44,11 @@ class Experts(Section):
     more, one that got more by this much less (DeepSeek-V3: 0.001)."""
     force_balance: bool = False
     """For benchmarks only: ignore the router's choice and give all experts equally many tokens."""
+
+    @property
+    def has_preference(self) -> bool:
+        """Whether a preference for some experts is part of the model: learned without a loss, or DeepSeek-V3's."""
+        return self.scores == "sigmoid" or self.balance_rate > 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -7,7 +7,9 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.job.presets.spelling import is_mixture
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+"""Those among them that are mixtures of experts."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", *EXPERT_FAMILIES)
 """The values of model_type that the decoder covers."""
 _EXPERTS = "num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size moe_num_experts"
 _READ = """
@@ -18,6 +20,17 @@ sliding_window use_sliding_window max_window_layers layer_types
 rope_theta rope_scaling rope_parameters partial_rotary_factor
 n_embd n_layer n_head n_inner n_positions n_ctx activation_function layer_norm_epsilon
 scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention
+"""
+_READ_OF_EXPERTS = """
+num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+decoder_sparse_step mlp_only_layers swiglu_alpha swiglu_limit
+n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq
+n_group topk_group topk_method scoring_func routed_scaling_factor
+kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim qk_head_dim rope_interleave
+"""
+_IRRELEVANT_OF_EXPERTS = """
+router_aux_loss_coef output_router_logits aux_loss_alpha seq_aux ep_size
+num_nextn_predict_layers experts_per_token initial_context_length
 """
 _IRRELEVANT = """
 _name_or_path architectures transformers_version dtype torch_dtype use_cache initializer_range pretraining_tp
@@ -39,14 +52,22 @@ READ = frozenset(_READ.split())
 IRRELEVANT = frozenset(_IRRELEVANT.split())
 """Dropout is a choice of each training (model.dropout), initial weights already exist, and token ids come with the
 tokenizer's files; the rest is bookkeeping, or computes the same arithmetic another way."""
+READ_OF_EXPERTS = frozenset(_READ_OF_EXPERTS.split())
+IRRELEVANT_OF_EXPERTS = frozenset(_IRRELEVANT_OF_EXPERTS.split())
+"""The same for mixtures of experts only. Losses that balance experts are a choice of each training (model.experts), and
+DeepSeek-V3's extra layer, which predicts a second token, is no part of the model; gpt-oss has two fields twice."""
+_OWN_CODE = ("deepseek_v2", "deepseek_v3")
+"""Families whose folders contain their own code, which is never run, although transformers has them too."""
 
 
 def require_family(config: Mapping[str, Any]) -> None:
-    """Reject by its model_type a model of a family that the decoder does not cover, and any mixture of experts."""
+    """Reject by its model_type a model of a family that the decoder does not cover."""
     family = config.get("model_type")
     remedy = f"use a {', '.join(FAMILIES[:-1])} or {FAMILIES[-1]} model"
     if family is None:
         raise UserError(f"config.json has no model_type, by which a model's family is known; {remedy}")
+    if family in EXPERT_FAMILIES:
+        return
     inner = config.get("text_config")  # of a model that reads images, too
     fields = {**(inner if isinstance(inner, dict) else {}), **config}
     experts = next((key for key in _EXPERTS.split() if fields.get(key)), None)
@@ -54,7 +75,7 @@ def require_family(config: Mapping[str, Any]) -> None:
     if experts is not None and family in FAMILIES:
         shown += f" and {experts} = {_shown(fields[experts])}"
     if experts is not None or is_mixture(str(family).replace("_", "-")):
-        raise UserError(f"{shown}, a mixture of experts, which Meshwright does not support yet; {remedy}")
+        raise UserError(f"{shown}, a mixture of experts that Meshwright does not support; {remedy}")
     if family not in FAMILIES:
         raise UserError(f"{shown}, a family that Meshwright does not support; {remedy}")
 
@@ -64,8 +85,13 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
 
     A field that is null, false, 0 or empty enables nothing and is accepted.
     """
+    known, family = READ | IRRELEVANT, config["model_type"]
+    if family in EXPERT_FAMILIES:
+        known |= READ_OF_EXPERTS | IRRELEVANT_OF_EXPERTS
+    if family in _OWN_CODE:
+        known |= {"auto_map"}
     for key, value in config.items():
-        if not value or key in READ or key in IRRELEVANT:
+        if not value or key in known:
             continue
         if key == "quantization_config":
             raise UserError(

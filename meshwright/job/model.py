@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.experts import Experts
 from meshwright.job.names import LossName
@@ -13,16 +13,42 @@ _WIDEST = 10**6
 
 
 class RopeScaling(Section):
-    """Llama 3.1's scaling of rotary frequencies for sequences longer than those trained on."""
+    """A scaling of rotary frequencies for sequences longer than those trained on: Llama 3.1's, or YaRN."""
 
+    kind: Literal["llama3", "yarn"] = "llama3"
+    """How frequencies between the slow and the fast ones are blended: over wavelengths, or over pairs (YaRN)."""
     factor: PositiveFloat = Field(le=1e6)
     """The factor by which the context grows."""
     low_freq_factor: PositiveFloat = Field(default=1.0, le=1e6)
-    """Wavelengths above original_max_sequence_length / this are scaled in full."""
+    """llama3: wavelengths above original_max_sequence_length / this are scaled in full."""
     high_freq_factor: PositiveFloat = Field(default=4.0, le=1e6)
-    """Wavelengths below original_max_sequence_length / this stay unchanged."""
+    """llama3: wavelengths below original_max_sequence_length / this stay unchanged."""
     original_max_sequence_length: SequenceLength = 8192
     """The context the unscaled frequencies were trained for."""
+    beta_fast: PositiveFloat = Field(default=32.0, le=1e6)
+    """yarn: pairs that turn more often than this in the original context stay unchanged."""
+    beta_slow: PositiveFloat = Field(default=1.0, le=1e6)
+    """yarn: pairs that turn less often than this in the original context are scaled in full."""
+    truncate: bool = True
+    """yarn: whether the blend starts and ends at whole pairs (not in gpt-oss)."""
+    mscale: NonNegativeFloat = Field(default=0.0, le=1e6)
+    """yarn: rotated queries and keys are multiplied by the ratio of 1 + 0.1 · this · ln(factor) to the same with
+    mscale_all_dim; by 1 + 0.1 · ln(factor) if either is 0."""
+    mscale_all_dim: NonNegativeFloat = Field(default=0.0, le=1e6)
+    """yarn: with model.latent, attention scores are multiplied by the square of 1 + 0.1 · this · ln(factor)."""
+
+
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek): keys and values of all heads from one small vector per token."""
+
+    kv_rank: PositiveInt = Field(le=_WIDEST)
+    """Size of the vector that keys and values are computed from."""
+    q_rank: PositiveInt | None = Field(default=None, le=_WIDEST)
+    """Size of the vector that queries are computed from; default none, queries come from the residual stream."""
+    rope_dim: PositiveInt = Field(le=10**5)
+    """How much of model.head_dim is rotated; this part of the key is shared by all heads."""
+    value_dim: PositiveInt = Field(le=10**5)
+    """Size of one head of the values; at most model.head_dim."""
 
 
 class Model(Section):
@@ -64,15 +90,23 @@ class Model(Section):
     rope_theta: PositiveFloat = Field(default=10000.0, le=1e12)
     """Base of the rotary wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1's frequency scaling; none by default."""
+    """Llama 3.1's frequency scaling or YaRN; none by default."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2, GPT-2)."""
     linear_bias: bool = False
-    """Bias on the attention output and feed-forward projections (GPT-2)."""
+    """Bias on the attention output and feed-forward projections (GPT-2), on routers and experts too (gpt-oss)."""
     qk_norm: bool = False
-    """RMSNorm on every query and key head before the rotation (Qwen3)."""
+    """RMSNorm on queries and keys before the rotation (Qwen3)."""
+    qk_norm_over: Literal["heads", "width"] = "heads"
+    """Whether qk_norm norms every head by itself (Qwen3) or all heads together (OLMoE)."""
     sliding_window: SequenceLength | None = None
     """Sliding window: each token attends to at most this many last tokens, itself included (Mistral); default all."""
+    window_layers: Literal["all", "alternate"] = "all"
+    """The layers with the sliding window: all, or every second, beginning with the first (gpt-oss)."""
+    sinks: bool = False
+    """A learned logit per head that takes part in the softmax of attention without a value (gpt-oss)."""
+    latent: Latent | None = None
+    """Multi-head latent attention (DeepSeek); none by default."""
     tied: bool = False
     """The output head shares the embedding's weights."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
@@ -83,6 +117,20 @@ class Model(Section):
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
         return self.experts is not None and layer >= self.experts.first_dense
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, if it has one."""
+        return None if self.window_layers == "alternate" and layer % 2 else self.sliding_window
+
+    @property
+    def rope_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Size of one head of the values."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @model_validator(mode="before")
     @classmethod
@@ -115,8 +163,33 @@ class Model(Section):
             raise ValueError(
                 f'model.activation = "{self.activation}" is not supported by model.experts; set it to "swiglu"'
             )
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and self.rope_dim % 2:
+            field = "head_dim" if self.latent is None else "latent.rope_dim"
             raise ValueError(
-                f"model.head_dim = {self.head_dim} is odd, and rotary positions need pairs; choose an even number"
+                f"model.{field} = {self.rope_dim} is odd, and rotary positions need pairs; choose an even number"
             )
+        if self.latent is not None:
+            self._require_latent(self.latent)
         return self
+
+    def _require_latent(self, latent: Latent) -> None:
+        if self.positions != "rope":
+            raise ValueError(f'model.positions = "{self.positions}" is not supported by model.latent; set it to "rope"')
+        if self.kv_heads != self.heads:
+            raise ValueError(
+                f"model.kv_heads = {self.kv_heads} differs from model.heads = {self.heads}, and with model.latent "
+                "every head has its own keys and values; leave kv_heads out"
+            )
+        for field, size in (("rope_dim", latent.rope_dim), ("value_dim", latent.value_dim)):
+            if size > self.head_dim:
+                raise ValueError(
+                    f"model.latent.{field} = {size} is more than model.head_dim = {self.head_dim}; lower it"
+                )
+        for field, on in (
+            ("qkv_bias", self.qkv_bias),
+            ("linear_bias", self.linear_bias),
+            ("qk_norm", self.qk_norm),
+            ("sinks", self.sinks),
+        ):
+            if on:
+                raise ValueError(f"model.{field} = true is not supported by model.latent; set it to false")

@@ -9,7 +9,7 @@ from meshwright.model.dropout import Draws
 from meshwright.model.huggingface import (
     HfTensor,
     full_hf_names,
-    hf_place,
+    hf_rows,
     hf_tensors,
     load_hf_state,
     require_hf_tensors,
@@ -33,7 +33,7 @@ __all__ = [
     "build_architecture",
     "count_parameters",
     "full_hf_names",
-    "hf_place",
+    "hf_rows",
     "hf_tensors",
     "initial_rows",
     "initialise",

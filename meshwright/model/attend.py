@@ -41,7 +41,7 @@ class CausalAttend:
         if q_BSHE.is_cuda:
             return self._on_cuda(q_BSHE, k_BTKE, v_BTKE, documents), None
         visible = self.visible(q_BSHE, k_BTKE, documents)
-        mask = None if visible is None else _additive(visible, q_BSHE.dtype)
+        mask = None if visible is None else additive_mask(visible, q_BSHE.dtype)
         out_BHSE, lse_BHS = cpu_flash(
             q_BSHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), 0.0, mask is None, attn_mask=mask
         )
@@ -88,12 +88,7 @@ class CausalAttend:
         from torch.nn.attention.varlen import varlen_attn
 
         batch, sequence, heads, _ = q_BSHE.shape
-        if documents is None:
-            boundaries = torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q_BSHE.device)
-        elif documents.boundaries is not None:
-            boundaries = documents.boundaries
-        else:
-            boundaries = cast(Tensor, documents.bounded().boundaries)
+        boundaries = packed_boundaries(q_BSHE, documents)
         options: dict[str, Any] = {"window_size": (-1 if self.window is None else self.window - 1, 0)}
         groups = heads // k_BSKE.shape[2]
         if groups > 1 and _varlen_knows_groups():
@@ -105,13 +100,24 @@ class CausalAttend:
         return out.view(batch, sequence, heads, -1)
 
 
+def packed_boundaries(q_BSHE: Tensor, documents: Documents | None) -> Tensor:
+    """Where rows or documents begin in the flattened batch, for kernels that take packed sequences."""
+    if documents is None:
+        batch, sequence = q_BSHE.shape[:2]
+        return torch.arange(0, (batch + 1) * sequence, sequence, dtype=torch.int32, device=q_BSHE.device)
+    if documents.boundaries is not None:
+        return documents.boundaries
+    return cast(Tensor, documents.bounded().boundaries)
+
+
 def expanded(k_BKTE: Tensor, v_BKTE: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Key-value heads repeated so that every query head has its own."""
     groups = heads // k_BKTE.shape[1]
     return k_BKTE.repeat_interleave(groups, dim=1), v_BKTE.repeat_interleave(groups, dim=1)
 
 
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is seen and -inf where it is not."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 

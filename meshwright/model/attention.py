@@ -9,10 +9,11 @@ from meshwright.model.documents import Documents
 from meshwright.model.fused import fused_projections
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary
+from meshwright.model.sinks import Sinks
 
 
 class Attention(nn.Module):
-    """Project, optionally norm and rotate every head, attend, project back; `attend` may be replaced."""
+    """Project, optionally norm, rotate every head, attend, project back; `attend` may be replaced."""
 
     fused = False
     """Whether q, k and v are one product."""
@@ -26,9 +27,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
         self.v = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
         self.o = nn.Linear(heads_width, shape.width, bias=shape.linear_bias)
-        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
-        self.attend: Attend = CausalAttend(shape.sliding_window)
+        self.norm_over = shape.qk_norm_over
+        normed = (heads_width, kv_width) if self.norm_over == "width" else (shape.head_dim, shape.head_dim)
+        self.q_norm = RMSNorm(normed[0], shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(normed[1], shape.norm_eps) if shape.qk_norm else None
+        self.sinks = Sinks(shape.heads) if shape.sinks else None
+        self.attend: Attend = CausalAttend(shape.window(layer))
 
     @property
     def fused_away(self) -> int:
@@ -46,13 +50,18 @@ class Attention(nn.Module):
         # The number of heads is taken from the projections' results: a tensor-parallel rank holds fewer.
         linears = (self.q, self.k, self.v)
         projected = fused_projections(x_BSD, linears) if self.fused else [linear(x_BSD) for linear in linears]
+        if self.q_norm is not None and self.k_norm is not None and self.norm_over == "width":
+            projected = [self.q_norm(projected[0]), self.k_norm(projected[1]), projected[2]]
         q_BSHE, k_BSKE, v_BSKE = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and self.norm_over == "heads":
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         if rotary is not None:
             q_BSHE, k_BSKE = apply_rotary(q_BSHE, rotary), apply_rotary(k_BSKE, rotary)
         if cache is not None:
             k_BSKE, v_BSKE = cache.append(self.layer, k_BSKE, v_BSKE)
-        out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents)
+        if self.sinks is None:
+            out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents)
+        else:
+            out_BSHE = self.sinks(q_BSHE, k_BSKE, v_BSKE, self.attend, documents)
         out_BSD: Tensor = self.o(out_BSHE.flatten(-2))
         return out_BSD

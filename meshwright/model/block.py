@@ -8,6 +8,7 @@ from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_ATTENTION, AFTER_FEEDFORWARD, Draws, dropout
 from meshwright.model.feedforward import FeedForward
+from meshwright.model.latent import LatentAttention
 from meshwright.model.moe import MixtureOfExperts
 from meshwright.model.norm import make_norm
 from meshwright.model.rotary import RotaryTables
@@ -20,7 +21,9 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = shape.dropout
         self.attention_norm = make_norm(shape)
-        self.attention = Attention(shape, layer)
+        self.attention = (
+            Attention(shape, layer) if shape.latent is None else LatentAttention(shape, shape.latent, layer)
+        )
         self.ffn_norm = make_norm(shape)
         experts = shape.experts if shape.has_experts(layer) else None
         self.ffn = FeedForward(shape) if experts is None else None

@@ -1,9 +1,10 @@
-"""Hugging Face state dicts of Llama, Mistral, Qwen2, Qwen3 and GPT-2, to and from our parameters."""
+"""Hugging Face state dicts to and from our parameters, any rows of them at a time."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -11,119 +12,88 @@ from torch import Tensor
 from meshwright.errors import UserError
 from meshwright.job import Model
 from meshwright.model.decoder import Decoder
+from meshwright.model.hf_places import Size, Span, read_rows, spans_of
 
-Size = Sequence[int]
 Window = tuple[slice, ...]
-_LLAMA_NAMES = {
-    "embed": "model.embed_tokens",
-    "attention_norm": "model.layers.{}.input_layernorm",
-    "attention.q": "model.layers.{}.self_attn.q_proj",
-    "attention.k": "model.layers.{}.self_attn.k_proj",
-    "attention.v": "model.layers.{}.self_attn.v_proj",
-    "attention.o": "model.layers.{}.self_attn.o_proj",
-    "attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "attention.k_norm": "model.layers.{}.self_attn.k_norm",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "ffn.gate": "model.layers.{}.mlp.gate_proj",
-    "ffn.up": "model.layers.{}.mlp.up_proj",
-    "ffn.down": "model.layers.{}.mlp.down_proj",
-    "final_norm": "model.norm",
-    "head": "lm_head",
-}
-_GPT2_NAMES = {
-    "embed": "transformer.wte",
-    "position_embed": "transformer.wpe",
-    "attention_norm": "transformer.h.{}.ln_1",
-    "attention.q": "transformer.h.{}.attn.c_attn",
-    "attention.k": "transformer.h.{}.attn.c_attn",
-    "attention.v": "transformer.h.{}.attn.c_attn",
-    "attention.o": "transformer.h.{}.attn.c_proj",
-    "ffn_norm": "transformer.h.{}.ln_2",
-    "ffn.up": "transformer.h.{}.mlp.c_fc",
-    "ffn.down": "transformer.h.{}.mlp.c_proj",
-    "final_norm": "transformer.ln_f",
-    "head": "lm_head",
-}
-_GPT2_FUSED = ("attention.q", "attention.k", "attention.v")
-_GPT2_TRANSPOSED = (*_GPT2_FUSED, "attention.o", "ffn.up", "ffn.down")
+Read = Callable[[str, Window], Tensor]
+"""A window of one of our parameters."""
 
 # Constants that older files contain besides the weights: attention masks and rotary frequencies.
 _NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
-class HfPlace:
-    """Where one of our parameters is in a Hugging Face state: a tensor, perhaps transposed, or a third of it."""
-
-    name: str
-    transposed: bool = False
-    third: int | None = None
-
-    def stored_size(self, size: Size) -> tuple[int, ...]:
-        """The size of the stored tensor for our parameter's size."""
-        rows = size[0] * (1 if self.third is None else 3)
-        return (size[1], rows) if self.transposed else (rows, *size[1:])
-
-    def read(self, stored: Any, size: Size, rows: slice) -> Tensor:
-        """Rows of our parameter of this size out of the stored tensor, or out of anything that is sliced like one."""
-        start, stop, _ = rows.indices(size[0])
-        first = (self.third or 0) * size[0]
-        own = slice(first + start, first + stop)
-        taken: Tensor = stored[:, own].t() if self.transposed else stored[own]
-        return taken
-
-
-@dataclass(frozen=True)
 class HfTensor:
-    """One tensor of a Hugging Face state and our parameters that it consists of."""
+    """One tensor of a Hugging Face state and the rows of our parameters that it consists of."""
 
     name: str
     size: tuple[int, ...]
-    parts: tuple[str, ...]
-    transposed: bool
+    parts: tuple[tuple[str, Span], ...]
+    """Our parameters and which of their rows, in the order in which they are stored."""
 
-    def make(self, read: Callable[[str, Window], Tensor], rows: slice) -> Tensor:
+    def make(self, read: Read, rows: slice) -> Tensor:
         """Some of its rows, from a function that gives a window of one of our parameters."""
-        if self.transposed:
-            return torch.cat([read(part, (slice(None), rows)).t() for part in self.parts], dim=1)
-        if len(self.parts) > 1:  # fused biases: short enough to be read whole
-            return torch.cat([read(part, (slice(None),)) for part in self.parts])[rows]
-        return read(self.parts[0], (rows,))
+        start, stop, _ = rows.indices(self.size[0])
+        if self.parts[0][1].expert is None:
+            return _made(read, self.parts, start, stop)
+        by_expert = [tuple(parts) for _, parts in groupby(self.parts, key=lambda part: part[1].expert)]
+        return torch.stack([_made(read, parts, 0, self.size[1]) for parts in by_expert[start:stop]])
 
 
-def hf_place(shape: Model, name: str) -> HfPlace:
-    """Where our parameter `name` is in the state of this shape's Hugging Face family."""
-    module, _, kind = name.rpartition(".")
-    layer = ""
-    if module.startswith("layers."):
-        _, layer, module = module.split(".", 2)
-    if shape.tied and module == "head":
-        module = "embed"
-    names = _GPT2_NAMES if shape.positions == "learned" else _LLAMA_NAMES
-    if module not in names:
-        raise UserError(
-            f"parameter {name} does not exist in a Hugging Face model of this kind; export only shapes that it supports"
-        )
-    stored = f"{names[module].format(layer)}.{kind}"
-    if names is _LLAMA_NAMES:
-        return HfPlace(stored)
-    third = _GPT2_FUSED.index(module) if module in _GPT2_FUSED else None
-    return HfPlace(stored, module in _GPT2_TRANSPOSED and kind == "weight", third)
+def _made(read: Read, parts: tuple[tuple[str, Span], ...], start: int, stop: int) -> Tensor:
+    """Rows start to stop of a stored matrix or vector."""
+    first = parts[0][1]
+    if first.transposed:
+        taken = [read(name, (slice(span.start, span.start + span.rows), slice(start, stop))) for name, span in parts]
+        return _joined(taken, first.step).t()
+    if first.step > 1:  # biases of an expert: short enough to be read whole
+        taken = [read(name, (slice(span.start, span.start + span.rows),)) for name, span in parts]
+        return _joined(taken, first.step)[start:stop]
+    taken = []
+    for name, span in parts:
+        low, high = max(start, span.first), min(stop, span.first + span.rows)
+        if low < high:
+            taken.append(read(name, (slice(span.start + low - span.first, span.start + high - span.first),)))
+    return _joined(taken, 1)
 
 
-def hf_tensors(shape: Model, sizes: Mapping[str, Size]) -> list[HfTensor]:
-    """The tensors a Hugging Face state of this shape has, from our parameters and their sizes."""
-    made: dict[str, list[tuple[str, HfPlace]]] = {}
-    for name in sizes:
-        place = hf_place(shape, name)
-        made.setdefault(place.name, []).append((name, place))
-    tensors = []
-    for stored, parts in made.items():
-        parts.sort(key=lambda part: part[1].third or 0)
-        first, place = parts[0]
-        names = tuple(name for name, _ in parts)
-        tensors.append(HfTensor(stored, place.stored_size(sizes[first]), names, place.transposed))
-    return tensors
+def _joined(taken: list[Tensor], step: int) -> Tensor:
+    """Rows after one another, or alternating."""
+    if step > 1:
+        return torch.stack(taken, dim=1).flatten(0, 1)
+    return taken[0] if len(taken) == 1 else torch.cat(taken)
+
+
+def hf_rows(
+    shape: Model, name: str, size: Size, rows: slice, stored: Container[str], read: Callable[..., Tensor]
+) -> Tensor:
+    """Some rows of our parameter `name`: read(tensor, take) gives what `take` slices out of a stored tensor."""
+    spans = spans_of(shape, name, size, stored)
+    found = read_rows(
+        spans, rows, size, lambda span, start, stop: read(span.tensor, partial(span.read, start=start, stop=stop))
+    )
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Container[str] = ()) -> list[HfTensor]:
+    """The tensors a Hugging Face state of this shape has, from our parameters and their sizes.
+
+    As published files have them, except where those of `stored` are fused.
+    """
+    made: dict[str, list[tuple[str, Span]]] = {}
+    for name, size in sizes.items():
+        for span in spans_of(shape, name, size, stored):
+            made.setdefault(span.tensor, []).append((name, span))
+    return [_tensor(stored_as, parts, sizes) for stored_as, parts in made.items()]
+
+
+def _tensor(name: str, parts: list[tuple[str, Span]], sizes: Mapping[str, Size]) -> HfTensor:
+    parts.sort(key=lambda part: (part[1].expert or 0, part[1].first))
+    span = parts[0][1]
+    experts = {span.expert for _, span in parts}
+    rows, columns = sum(span.rows for _, span in parts) // len(experts), tuple(sizes[parts[0][0]][1:])
+    matrix = (*columns, rows) if span.transposed else (rows, *columns)
+    return HfTensor(name, matrix if span.expert is None else (len(experts), *matrix), tuple(parts))
 
 
 def full_hf_names(shape: Model, stored: Iterable[str]) -> dict[str, str]:
@@ -138,11 +108,11 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
     unused = {name for name in stored if not _NOT_WEIGHTS.search(name)}
     if shape.tied:
         unused.discard("lm_head.weight")
-    for tensor in hf_tensors(shape, sizes):
+    for tensor in hf_tensors(shape, sizes, stored):
         if tensor.name not in stored:
             raise UserError(
-                f"the weights lack {tensor.name}, which {tensor.parts[0]} is read from; give the folder of a complete "
-                "model"
+                f"the weights lack {tensor.name}, which {tensor.parts[0][0]} is read from; give the folder of a "
+                "complete model"
             )
         if tuple(stored[tensor.name]) != tensor.size:
             raise UserError(
@@ -161,9 +131,11 @@ def load_hf_state(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
     sizes = {name: parameter.shape for name, parameter in parameters.items()}
     require_hf_tensors(decoder.shape, sizes, {name: tensor.shape for name, tensor in named.items()})
     for name, parameter in parameters.items():
-        place = hf_place(decoder.shape, name)
+        values = hf_rows(
+            decoder.shape, name, parameter.shape, slice(None), named, lambda tensor, take: take(named[tensor])
+        )
         with torch.no_grad():
-            parameter.copy_(place.read(named[place.name], parameter.shape, slice(None)))
+            parameter.copy_(values)
 
 
 def to_hf_state(decoder: Decoder) -> dict[str, Tensor]:

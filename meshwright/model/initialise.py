@@ -38,7 +38,7 @@ def initialise(model: Decoder, seed: int) -> None:
 def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: slice) -> Tensor:
     """The initial values of some rows of the parameter `name`, whose full size is `size`, in float32 on the CPU."""
     start, stop, _ = rows.indices(size[0])
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".sinks.weight")):
         return torch.zeros(stop - start, *size[1:])
     if len(size) == 1:
         return torch.ones(stop - start)

@@ -27,8 +27,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, shape: Model, experts: Experts) -> None:
         super().__init__()
-        self.router = Router(shape.width, experts)
-        self.experts = ExpertWeights(shape.width, experts)
+        self.router = Router(shape.width, experts, bias=shape.linear_bias)
+        self.experts = ExpertWeights(shape.width, experts, bias=shape.linear_bias)
         self.dispatch: Dispatch = here
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -102,33 +102,46 @@ def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 class ExpertWeights(nn.Module):
     """The experts' weights, each kind packed into one matrix: expert after expert along its rows."""
 
-    def __init__(self, width: int, experts: Experts) -> None:
+    def __init__(self, width: int, experts: Experts, *, bias: bool = False) -> None:
         super().__init__()
-        self.ffn_width = experts.ffn_width
-        self.gate_up = PackedLinear(experts.count, width, 2 * experts.ffn_width)
-        self.down = PackedLinear(experts.count, experts.ffn_width, width)
+        self.ffn_width, self.swiglu_limit = experts.ffn_width, experts.swiglu_limit
+        self.gate_up = PackedLinear(experts.count, width, 2 * experts.ffn_width, bias=bias)
+        self.down = PackedLinear(experts.count, experts.ffn_width, width, bias=bias)
 
     def forward(self, rows_RD: Tensor, counts_N: Tensor) -> Tensor:
         """silu(gate) × up and down, every expert for its own rows; the rows are sorted by expert."""
-        inner_RF = swiglu(self.gate_up(rows_RD, counts_N))
+        gate_up = self.gate_up(rows_RD, counts_N)
+        inner_RF = swiglu(gate_up) if self.swiglu_limit is None else _clamped_swiglu(gate_up, self.swiglu_limit)
         out_RD: Tensor = self.down(inner_RF, counts_N)
         return out_RD
+
+
+def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """gpt-oss's gate: as `swiglu`, of clamped inputs, with a steeper sigmoid, and 1 added to up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 class PackedLinear(nn.Module):
     """One projection of every expert; a rank may hold only some of them."""
 
-    def __init__(self, count: int, inputs: int, outputs: int) -> None:
+    def __init__(self, count: int, inputs: int, outputs: int, *, bias: bool = False) -> None:
         super().__init__()
         self.outputs = outputs
         self.own: Callable[[Tensor], Tensor] = as_it_is
         """The part of the weights with this rank's experts."""
         self.weight = nn.Parameter(torch.empty(count * outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(count * outputs)) if bias else None
 
     def forward(self, rows: Tensor, counts_N: Tensor) -> Tensor:
         weights_NOI = self.own(self.weight).unflatten(0, (-1, self.outputs))
         together = rows.is_cuda and rows.dtype == torch.bfloat16
-        return (products_together if together else products_one_by_one)(rows, weights_NOI, counts_N)
+        products = (products_together if together else products_one_by_one)(rows, weights_NOI, counts_N)
+        if self.bias is None:
+            return products
+        biases_NO = self.own(self.bias).unflatten(0, (-1, self.outputs)).to(products.dtype)
+        return products + biases_NO.repeat_interleave(counts_N, dim=0, output_size=len(rows))
 
 
 def products_together(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> Tensor:

@@ -56,10 +56,10 @@ class Router(nn.Module):
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None
     """Sums counts over the ranks that share a sequence."""
 
-    def __init__(self, width: int, experts: Experts) -> None:
+    def __init__(self, width: int, experts: Experts, *, bias: bool = False) -> None:
         super().__init__()
         self.experts = experts
-        self.linear = WideLinear(width, experts.count, bias=False)
+        self.linear = WideLinear(width, experts.count, bias=bias)
         self.register_buffer("preference", torch.zeros(experts.count, dtype=torch.float32), persistent=False)
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.int64), persistent=False)
 
