@@ -12,6 +12,7 @@ from meshwright.model.huggingface import (
     hf_rows,
     hf_tensors,
     load_hf_state,
+    preference_sizes,
     require_hf_tensors,
     to_hf_state,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "initial_rows",
     "initialise",
     "load_hf_state",
+    "preference_sizes",
     "require_hf_tensors",
     "routers",
     "to_hf_state",

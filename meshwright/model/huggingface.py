@@ -96,6 +96,15 @@ def _tensor(name: str, parts: list[tuple[str, Span]], sizes: Mapping[str, Size])
     return HfTensor(name, matrix if span.expert is None else (len(experts), *matrix), tuple(parts))
 
 
+def preference_sizes(shape: Model) -> dict[str, Size]:
+    """The routers' preferences that a state has besides our parameters (DeepSeek-V3), by their names in the model."""
+    experts = shape.experts
+    if experts is None or not experts.has_preference:
+        return {}
+    layers = range(experts.first_dense, shape.layers)
+    return {f"layers.{layer}.moe.router.preference": (experts.count,) for layer in layers}
+
+
 def full_hf_names(shape: Model, stored: Iterable[str]) -> dict[str, str]:
     """The names that transformers itself writes → the names found; GPT-2's published files leave out a prefix."""
     found = list(stored)
@@ -105,7 +114,7 @@ def full_hf_names(shape: Model, stored: Iterable[str]) -> dict[str, str]:
 
 def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[str, Size]) -> None:
     """Refuse by name what a state (full name → size) lacks, has unused, or has in another size."""
-    unused = {name for name in stored if not _NOT_WEIGHTS.search(name)}
+    unused = {name for name in stored if not _NOT_WEIGHTS.search(name) and not _is_extra_layer(shape, name)}
     if shape.tied:
         unused.discard("lm_head.weight")
     for tensor in hf_tensors(shape, sizes, stored):
@@ -124,25 +133,35 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
         raise UserError(f"the weights contain {min(unused)}, which the model does not use; check its model_type")
 
 
+def _is_extra_layer(shape: Model, name: str) -> bool:
+    """Whether a tensor is of the layers after the last that predict further tokens in DeepSeek-V3: they are ignored."""
+    found = re.match(r"model\.layers\.(\d{1,6})\.", name)
+    return shape.latent is not None and found is not None and int(found[1]) >= shape.layers
+
+
 def load_hf_state(decoder: Decoder, state: Mapping[str, Tensor]) -> None:
-    """Copy a Hugging Face state dict into the decoder's parameters; every tensor must be used and none missing."""
+    """Copy a Hugging Face state dict into the decoder; every tensor must be used and none missing."""
     named = {full: state[found] for full, found in full_hf_names(decoder.shape, state).items()}
-    parameters = dict(decoder.named_parameters())
-    sizes = {name: parameter.shape for name, parameter in parameters.items()}
+    ours = _tensors_of(decoder)
+    sizes = {name: tensor.shape for name, tensor in ours.items()}
     require_hf_tensors(decoder.shape, sizes, {name: tensor.shape for name, tensor in named.items()})
-    for name, parameter in parameters.items():
-        values = hf_rows(
-            decoder.shape, name, parameter.shape, slice(None), named, lambda tensor, take: take(named[tensor])
+    for name, tensor in ours.items():
+        tensor.copy_(
+            hf_rows(decoder.shape, name, tensor.shape, slice(None), named, lambda stored, take: take(named[stored]))
         )
-        with torch.no_grad():
-            parameter.copy_(values)
 
 
 def to_hf_state(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's parameters under Hugging Face names; a tied head appears once, as the embedding."""
-    parameters = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
-    sizes = {name: parameter.shape for name, parameter in parameters.items()}
+    """The decoder's parameters and preferences under Hugging Face names; a tied head appears once, as the embedding."""
+    ours = _tensors_of(decoder)
+    sizes = {name: tensor.shape for name, tensor in ours.items()}
     return {
-        tensor.name: tensor.make(lambda name, window: parameters[name][window], slice(None)).contiguous()
+        tensor.name: tensor.make(lambda name, window: ours[name][window], slice(None)).contiguous()
         for tensor in hf_tensors(decoder.shape, sizes)
     }
+
+
+def _tensors_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Parameters and preferences by their names, without history."""
+    preferences = {name: decoder.get_buffer(name) for name in preference_sizes(decoder.shape)}
+    return {name: parameter.detach() for name, parameter in decoder.named_parameters()} | preferences

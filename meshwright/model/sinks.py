@@ -1,8 +1,8 @@
 """Attention sinks: a learned logit per head that takes part in every query's softmax and has no value.
 
-B batch, S queries, T keys, H heads, K kv heads, E head_dim. With the log-sum-exp of a query's scores, the result is that
-of plain attention × sigmoid(lse − sink), and its gradients are plain attention's from this result and the log-sum-exp
-that counts the sink: kernels need not know of it.
+With the log-sum-exp of a query's scores, the result is that of plain attention × sigmoid(lse − sink), and its gradients
+are plain attention's from this result and the log-sum-exp that counts the sink: kernels need not know of it.
+B batch, S queries, T keys, H heads, K kv heads, E head_dim.
 """
 
 from typing import Any
