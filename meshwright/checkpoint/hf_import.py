@@ -11,6 +11,7 @@ from meshwright.checkpoint.hf_read import HfWeights, parameter_sizes
 from meshwright.checkpoint.records import Facts, PieceRecord, TensorRecord
 from meshwright.checkpoint.shares import record_share, seal
 from meshwright.checkpoint.tensorfile import DTYPE_NAMES, Planned, Report, write_safetensors
+from meshwright.checkpoint.weights import PREFERENCE
 from meshwright.job import Model
 
 FILE = "model.safetensors"
@@ -26,8 +27,11 @@ def import_weights(
     path = checkpoint_path(run, 0)
     path.mkdir(parents=True)
     tensors = [Planned(name, size, torch.float32, partial(source.rows, name, size)) for name, size in sizes.items()]
-    file = write_safetensors(path / FILE, tensors, report=report)
     records = {f"model/{name}": _record(size) for name, size in sizes.items()}
+    if (preferences := source.preferences()) is not None:
+        tensors.append(Planned.of(PREFERENCE.partition("/")[2], preferences))
+        records[PREFERENCE] = _record(tuple(preferences.shape))
+    file = write_safetensors(path / FILE, tensors, report=report)
     record_share(path, 0, {FILE: file}, records)
     seal(path, Facts(step=0, tokens=0, position=0), attempt=0, ranks=1, job=job)
     return path

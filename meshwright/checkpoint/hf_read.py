@@ -13,7 +13,7 @@ from meshwright.checkpoint.tensorfile import read_header, read_window
 from meshwright.errors import UserError
 from meshwright.job import Model
 from meshwright.job.hub import INDEX, PICKLES, SINGLE
-from meshwright.model import Decoder, full_hf_names, hf_rows, hf_tensors, require_hf_tensors
+from meshwright.model import Decoder, full_hf_names, hf_rows, hf_tensors, preference_sizes, require_hf_tensors
 
 _ROWS_COMPARED = 512
 _HEAD = "lm_head.weight"
@@ -41,9 +41,19 @@ class HfWeights:
         """Some rows of our parameter `name`, whose full size is `size`, as they are stored."""
         return hf_rows(self._shape, name, size, rows, self._tensors, self._read)
 
+    def preferences(self) -> Tensor | None:
+        """The routers' preferences of all layers (layers, experts), zero if the folder has none; none without
+        experts."""
+        if (experts := self._shape.experts) is None:
+            return None
+        found = torch.zeros(self._shape.layers, experts.count)
+        for layer, (name, size) in enumerate(preference_sizes(self._shape).items(), experts.first_dense):
+            found[layer] = self.rows(name, tuple(size), slice(None))
+        return found
+
     def require(self) -> None:
         """Refuse by name a tensor that is missing, unused, or has the wrong size or number format."""
-        sizes = parameter_sizes(self._shape)
+        sizes = parameter_sizes(self._shape) | preference_sizes(self._shape)
         try:
             require_hf_tensors(self._shape, sizes, {name: stored.size for name, stored in self._tensors.items()})
         except UserError as error:

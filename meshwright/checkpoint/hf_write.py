@@ -15,7 +15,7 @@ from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
 from meshwright.job import Model, model_to_hf_config
 from meshwright.job.hub import INDEX, SINGLE
-from meshwright.model import hf_tensors
+from meshwright.model import hf_tensors, preference_sizes
 from meshwright.model.numbers import DTYPES
 
 SHARD_BYTES = 5_000_000_000
@@ -51,7 +51,17 @@ class Export:
             Planned(tensor.name, tensor.size, DTYPES[dtype], partial(tensor.make, self._weights.read))
             for tensor in hf_tensors(shape, self._weights.sizes)
         ]
+        self._tensors += self._preferences()
         self.bytes = sum(tensor.bytes for tensor in self._tensors)
+
+    def _preferences(self) -> list[Planned]:
+        """Those of the routers, layer by layer, in fp32 whatever the weights' format: small steps move them."""
+        sizes = preference_sizes(self._shape)
+        if not sizes:
+            return []
+        rows_LN = self._weights.preferences()[-len(sizes) :]
+        by_name = dict(zip(sizes, rows_LN, strict=True))
+        return [Planned.of(tensor.name, by_name[tensor.parts[0][0]]) for tensor in hf_tensors(self._shape, sizes)]
 
     def write(self, folder: Path, report: Report = lambda done: None, shard_bytes: int = SHARD_BYTES) -> Exported:
         """Write the folder atomically; report(bytes) is called as it progresses."""

@@ -41,6 +41,9 @@ def load_hf_weights(folder: Path, model: Decoder) -> None:
             for start in range(0, size[0], _ROWS):
                 rows = slice(start, min(start + _ROWS, size[0]))
                 parameter[rows] = source.rows(name, size, rows).to(parameter.device)
+        if (preferences_LN := source.preferences()) is not None:
+            for layer, router in routers(model):
+                router.preference.copy_(preferences_LN[layer])
 
 
 class StoredWeights:
@@ -61,6 +64,11 @@ class StoredWeights:
         box = [slice(*span.indices(size)[:2]) for span, size in zip(spans, sizes, strict=True)]
         with self._checkpoint:  # files that stay open stay mapped, and would count as used memory
             return self._checkpoint.read(f"model/{name}", box)
+
+    def preferences(self) -> Tensor:
+        """The routers' preferences of all layers (layers, experts) of a model with experts."""
+        with self._checkpoint:
+            return self._checkpoint.whole(PREFERENCE)
 
 
 def require_shapes(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], *, whole: bool) -> None:
