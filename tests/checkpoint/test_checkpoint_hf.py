@@ -67,7 +67,8 @@ def float64_logits(model: Any, tokens: torch.Tensor, monkeypatch: pytest.MonkeyP
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        exact = transformers.AutoModelForCausalLM.from_config(model.config, attn_implementation="eager").double().eval()
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        exact = transformers.AutoModelForCausalLM.from_config(model.config, **eager).double().eval()
         exact.load_state_dict(model.double().state_dict())
         logits: torch.Tensor = exact(tokens).logits
     return logits
