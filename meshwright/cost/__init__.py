@@ -12,6 +12,7 @@ from meshwright.cost.modules import (
     norm_cost,
 )
 from meshwright.cost.parameters import (
+    active_parameters,
     block_parameters,
     block_products,
     block_tensors,
@@ -50,6 +51,7 @@ __all__ = [
     "SCALED_COLUMNS",
     "Cost",
     "Mode",
+    "active_parameters",
     "attention_cost",
     "best_interval_s",
     "block_cost",

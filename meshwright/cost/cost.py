@@ -51,11 +51,14 @@ def saved(**tensors: tuple[int, int]) -> Cost:
 
 
 def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "full"]) -> float:
-    """Model FLOPs to train on one token: 6 per matmul weight and 12 per layer, seen position and attention channel.
+    """Model FLOPs to train on one token: 6 per matmul weight that it uses and 6 per layer, seen position and
+    channel of keys and of values.
 
     A token sees the whole sequence ("full"), or what its causal mask leaves on average, half of it; a sliding window
     shorter than the sequence bounds both.
     """
-    window = min(sequence, shape.sliding_window or sequence)
-    seen = float(window) if attention == "full" else window * (1 - window / (2 * sequence))
-    return 6.0 * matmul_parameters(shape) + 12.0 * shape.layers * seen * shape.heads * shape.head_dim
+    seen = 0.0
+    for layer in range(shape.layers):
+        window = min(sequence, shape.window(layer) or sequence)
+        seen += window if attention == "full" else window * (1 - window / (2 * sequence))
+    return 6.0 * matmul_parameters(shape) + 6.0 * seen * shape.heads * (shape.head_dim + shape.value_dim)

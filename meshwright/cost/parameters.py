@@ -1,10 +1,11 @@
 """The parameter tensors of a model, from its shape: the one place that knows how many elements each has."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.job import Job, Model
+from meshwright.job.model import Latent
 
 
 @dataclass(frozen=True)
@@ -16,35 +17,97 @@ class Tensor:
     """Whether tensor parallelism gives every rank a share of it, where the heads allow."""
     product: bool = False
     """Whether it is a matrix that multiplies activations."""
+    used: float = 1.0
+    """The share of it that one token uses: of the experts' weights, that of its own experts."""
 
 
 @lru_cache(maxsize=1024)
-def block_tensors(shape: Model) -> Mapping[str, Tensor]:
-    """A block's parameters by their names in the model."""
-    q, kv, inner = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.ffn_width
-    rows = {"attention.q": q, "attention.k": kv, "attention.v": kv, "ffn.up": inner}
-    if shape.activation == "swiglu":
-        rows["ffn.gate"] = inner
-    tensors = {f"{name}.weight": Tensor(shape.width * size, cut=True, product=True) for name, size in rows.items()}
-    tensors |= {
-        f"{name}.bias": Tensor(size, cut=True)
-        for name, size in rows.items()
-        if (shape.qkv_bias if name.startswith("attention") else shape.linear_bias)
-    }
-    for name, size in (("attention.o", q), ("ffn.down", inner)):
-        tensors[f"{name}.weight"] = Tensor(shape.width * size, cut=True, product=True)
-        if shape.linear_bias:
-            tensors[f"{name}.bias"] = Tensor(shape.width, cut=False)
-    if shape.qk_norm:
-        tensors |= {f"attention.{name}.weight": Tensor(shape.head_dim, cut=False) for name in ("q_norm", "k_norm")}
+def block_tensors(shape: Model, layer: int = -1) -> Mapping[str, Tensor]:
+    """The parameters of a layer's block by their names in the model; the last layer's by default.
+
+    Only whether a layer has experts makes a difference: the first ones may have none.
+    """
+    tensors = dict(_attention_tensors(shape))
+    if shape.has_experts(layer % shape.layers):
+        tensors |= _expert_tensors(shape)
+    else:
+        tensors |= _feedforward_tensors(shape, "ffn", shape.ffn_width)
     for name in ("attention_norm", "ffn_norm"):
         tensors |= {f"{name}.{part}": Tensor(shape.width, cut=False) for part in _norm_parts(shape)}
     return tensors
 
 
-def block_products(shape: Model) -> int:
-    """Elements of a block's matrices."""
-    return sum(tensor.elements for tensor in block_tensors(shape).values() if tensor.product)
+def _attention_tensors(shape: Model) -> dict[str, Tensor]:
+    if shape.latent is not None:
+        return _latent_tensors(shape, shape.latent)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    rows = {"attention.q": q, "attention.k": kv, "attention.v": kv}
+    tensors = {f"{name}.weight": Tensor(shape.width * size, cut=True, product=True) for name, size in rows.items()}
+    tensors["attention.o.weight"] = Tensor(shape.width * q, cut=True, product=True)
+    if shape.qkv_bias:
+        tensors |= {f"{name}.bias": Tensor(size, cut=True) for name, size in rows.items()}
+    if shape.linear_bias:
+        tensors["attention.o.bias"] = Tensor(shape.width, cut=False)
+    if shape.qk_norm:
+        sizes = (q, kv) if shape.qk_norm_over == "width" else (shape.head_dim, shape.head_dim)
+        for name, size in zip(("q_norm", "k_norm"), sizes, strict=True):
+            tensors[f"attention.{name}.weight"] = Tensor(size, cut=False)
+    if shape.sinks:
+        tensors["attention.sinks.weight"] = Tensor(shape.heads, cut=True)
+    return tensors
+
+
+def _latent_tensors(shape: Model, latent: Latent) -> dict[str, Tensor]:
+    unrotated = shape.head_dim - latent.rope_dim
+    down = {"kv_down": latent.kv_rank, "k_rope": latent.rope_dim}
+    norms = {"kv_down_norm": latent.kv_rank}
+    if latent.q_rank is not None:
+        down["q_down"], norms["q_down_norm"] = latent.q_rank, latent.q_rank
+    up = {
+        "q": (latent.q_rank or shape.width) * shape.heads * shape.head_dim,
+        "kv": latent.kv_rank * shape.heads * (unrotated + latent.value_dim),
+        "o": shape.width * shape.heads * latent.value_dim,
+    }
+    tensors = {name: Tensor(shape.width * size, cut=False, product=True) for name, size in down.items()}
+    tensors |= {name: Tensor(size, cut=False) for name, size in norms.items()}
+    tensors |= {name: Tensor(size, cut=True, product=True) for name, size in up.items()}
+    return {f"attention.{name}.weight": tensor for name, tensor in tensors.items()}
+
+
+def _feedforward_tensors(shape: Model, module: str, inner: int) -> dict[str, Tensor]:
+    rows = [f"{module}.up", f"{module}.gate"] if shape.activation == "swiglu" else [f"{module}.up"]
+    names = [*rows, f"{module}.down"]
+    tensors = {f"{name}.weight": Tensor(shape.width * inner, cut=True, product=True) for name in names}
+    if shape.linear_bias:
+        tensors |= {f"{name}.bias": Tensor(inner, cut=True) for name in rows}
+        tensors[f"{module}.down.bias"] = Tensor(shape.width, cut=False)
+    return tensors
+
+
+def _expert_tensors(shape: Model) -> dict[str, Tensor]:
+    """Tensor parallelism leaves experts alone: expert parallelism distributes them."""
+    experts = shape.experts
+    assert experts is not None
+    used = experts.top_k / experts.count
+    tensors = {"moe.router.linear.weight": Tensor(experts.count * shape.width, cut=False, product=True)}
+    if shape.linear_bias:
+        tensors["moe.router.linear.bias"] = Tensor(experts.count, cut=False)
+    for name, rows, columns in (
+        ("gate_up", 2 * experts.ffn_width, shape.width),
+        ("down", shape.width, experts.ffn_width),
+    ):
+        weight = Tensor(experts.count * rows * columns, cut=False, product=True, used=used)
+        tensors[f"moe.experts.{name}.weight"] = weight
+        if shape.linear_bias:
+            tensors[f"moe.experts.{name}.bias"] = Tensor(experts.count * rows, cut=False, used=used)
+    if experts.shared_width:
+        tensors |= _feedforward_tensors(shape, "shared", experts.shared_width)
+    return tensors
+
+
+def block_products(shape: Model, layer: int = -1) -> int:
+    """Elements of a block's matrices that one token uses."""
+    return round(sum(t.elements * t.used for t in block_tensors(shape, layer).values() if t.product))
 
 
 @lru_cache(maxsize=1024)
@@ -72,22 +135,39 @@ def stage_parameters(job: Job, layers: int, *, first: bool, last: bool) -> float
 
 
 def matmul_parameters(shape: Model) -> int:
-    """Weights that multiply activations: projections and the head (tied or not); no lookups, norms or biases."""
-    return shape.layers * block_products(shape) + shape.vocab_size * shape.width
+    """Weights that multiply a token's activations: projections, of experts only its own, and the head (tied or not); no
+    lookups, norms or biases."""
+    blocks = sum(count * block_products(shape, layer) for layer, count in _kinds(shape))
+    return blocks + shape.vocab_size * shape.width
 
 
 def parameter_count(shape: Model) -> int:
     """Every trainable element of the shape, a tied table counted once."""
-    block = sum(tensor.elements for tensor in block_tensors(shape).values())
+    return _count(shape, lambda tensor: tensor.elements)
+
+
+def active_parameters(shape: Model) -> int:
+    """The elements that take part in computing one token: of the experts' weights, those of its own experts."""
+    return _count(shape, lambda tensor: round(tensor.elements * tensor.used))
+
+
+def _count(shape: Model, elements: Callable[[Tensor], int]) -> int:
+    blocks = sum(n * sum(map(elements, block_tensors(shape, layer).values())) for layer, n in _kinds(shape))
     tables = (1 if shape.tied else 2) * shape.vocab_size * shape.width
     positions = shape.max_sequence_length * shape.width if shape.positions == "learned" else 0
-    return shape.layers * block + len(_norm_parts(shape)) * shape.width + tables + positions
+    return blocks + len(_norm_parts(shape)) * shape.width + tables + positions
 
 
 def tensor_count(shape: Model) -> int:
     """Parameter tensors of the whole model."""
     ends = len(_norm_parts(shape)) + (1 if shape.tied else 2) + (shape.positions == "learned")
-    return shape.layers * len(block_tensors(shape)) + ends
+    return sum(count * len(block_tensors(shape, layer)) for layer, count in _kinds(shape)) + ends
+
+
+def _kinds(shape: Model) -> list[tuple[int, int]]:
+    """One layer of each kind, and how many there are: those without experts come first."""
+    dense = 0 if shape.experts is None else shape.experts.first_dense
+    return [(layer, count) for layer, count in ((0, dense), (shape.layers - 1, shape.layers - dense)) if count]
 
 
 def _norm_parts(shape: Model) -> tuple[str, ...]:

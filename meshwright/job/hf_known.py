@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.job.presets.spelling import is_mixture
+from meshwright.job.presets.spelling import is_other_mixture
 
 EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 """Those among them that are mixtures of experts."""
@@ -74,8 +74,8 @@ def require_family(config: Mapping[str, Any]) -> None:
     shown = f"config.json has model_type = {_shown(family)}"
     if experts is not None and family in FAMILIES:
         shown += f" and {experts} = {_shown(fields[experts])}"
-    if experts is not None or is_mixture(str(family).replace("_", "-")):
-        raise UserError(f"{shown}, a mixture of experts that Meshwright does not support; {remedy}")
+    if experts is not None or is_other_mixture(str(family).replace("_", "-")):
+        raise UserError(f"{shown}, a mixture of experts of a family that Meshwright does not support; {remedy}")
     if family not in FAMILIES:
         raise UserError(f"{shown}, a family that Meshwright does not support; {remedy}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from meshwright.errors import UserError
-from meshwright.job.presets import require_dense
+from meshwright.job.presets import require_family_named
 from meshwright.reading import Unfit, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -67,7 +67,7 @@ def pinned(text: str, field: str) -> str:
     if name is None:
         return text
     if (found := _described(name, "config.json", "tokenizer.json")) is None:
-        require_dense(field, name.repository)
+        require_family_named(field, name.repository)
         with _one_at_a_time(name):
             found = _described(name, "config.json", "tokenizer.json") or _fetched_description(name, field)
     return str(found)

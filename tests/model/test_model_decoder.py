@@ -34,6 +34,8 @@ def test_stages_in_turn_equal_the_whole(name: str) -> None:
     assert hidden.shape == (2, 24, 64)
     assert torch.equal(second(hidden), whole(tokens))
     assert torch.equal(second(hidden, labels, 48), whole(tokens, labels, 48))
+    if whole.shape.experts is not None:
+        return
     sizes = (whole.shape, 2, 24, 4)
     costs = [decoder_cost(*sizes, layers=range(1), last=False), decoder_cost(*sizes, layers=range(1, 2), first=False)]
     both = {**costs[0].saved_bytes, **costs[1].saved_bytes}

@@ -8,6 +8,7 @@ import torch
 from model_shapes import PRESETS, TINY, preset
 
 from meshwright.cost import (
+    active_parameters,
     block_tensors,
     decoder_cost,
     flops_per_token,
@@ -40,7 +41,27 @@ PUBLIC_COUNTS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200 - 58 * 256,  # their preferences are counted there, and are no weights
 }
+PUBLIC_ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "mixtral-8x22b": 39e9,
+    "olmoe-1b-7b": 1.3e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    "deepseek-v3": 37e9,
+}
+"""As their papers and pages round them."""
+ACTIVE_WITHOUT_TABLE = {"gpt-oss-20b": 3.61e9, "gpt-oss-120b": 5.13e9, "deepseek-v2-lite": 2.4e9}
+"""Those whose authors do not count the embedding."""
 NAMED_AFTER_SIZE = {"gpt3-175b": 175e9, "10b": 10e9}
 
 
@@ -54,18 +75,35 @@ def test_closed_form_equals_the_built_model(name: str) -> None:
         built = Decoder(preset(name))
     count = sum(parameter.numel() for parameter in built.parameters())
     assert parameter_count(preset(name)) == count
-    assert decoder_cost(preset(name), 1, 8, 2).parameters == count
+    if preset(name).experts is None:
+        assert decoder_cost(preset(name), 1, 8, 2).parameters == count
     assert tensor_count(preset(name)) == len(list(built.parameters()))
-    block = {name: parameter.numel() for name, parameter in built.layers["0"].named_parameters()}
-    assert {name: tensor.elements for name, tensor in block_tensors(preset(name)).items()} == block
+    for layer in (0, preset(name).layers - 1):
+        block = {name: parameter.numel() for name, parameter in built.layers[str(layer)].named_parameters()}
+        assert {name: tensor.elements for name, tensor in block_tensors(preset(name), layer).items()} == block
     if name in PUBLIC_COUNTS:
         assert count == PUBLIC_COUNTS[name]
     if name in NAMED_AFTER_SIZE:
         assert count == pytest.approx(NAMED_AFTER_SIZE[name], rel=0.01)
 
 
+@pytest.mark.parametrize("name", [*PUBLIC_ACTIVE, *ACTIVE_WITHOUT_TABLE])
+def test_a_token_uses_the_published_share_of_the_experts(name: str) -> None:
+    shape = preset(name)
+    table = shape.vocab_size * shape.width
+    if name in PUBLIC_ACTIVE:
+        assert active_parameters(shape) == pytest.approx(PUBLIC_ACTIVE[name], rel=0.02)
+    else:
+        assert active_parameters(shape) - table == pytest.approx(ACTIVE_WITHOUT_TABLE[name], rel=0.025)
+    assert matmul_parameters(shape) == pytest.approx(active_parameters(shape) - table, rel=1e-3)
+
+
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama-2-7b", "llama-3-8b", "llama-3.2-1b", "mistral-7b", "qwen3-0.6b", "qwen3-8b"]
+    "name",
+    [
+        *("gpt2", "llama-2-7b", "llama-3-8b", "llama-3.2-1b", "mistral-7b", "qwen3-0.6b", "qwen3-8b", "mixtral-8x7b"),
+        *("olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "deepseek-v3"),
+    ],
 )
 def test_transformers_builds_the_same_size(name: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.job.presets.spelling import is_mixture, near_presets, preset_meant, weights_of
+from meshwright.job.presets.spelling import is_other_mixture, near_presets, preset_meant, weights_of
 
 _HERE = Path(__file__).parent
 _RECIPES = _HERE.parent / "recipes"
-_MIXTURE = "is a mixture of experts, which Meshwright does not support yet; choose a dense model"
+_MIXTURE = "is a mixture of experts of a family that Meshwright does not support; choose another model"
 
 
 @cache
@@ -42,16 +42,16 @@ def model_preset(name: str) -> dict[str, Any]:
 
 def unknown_model(called: str, name: str, other: str) -> str:
     """Why a name is no preset and what to do, as one sentence; `other` is how to give another model."""
-    if is_mixture(name):
+    if is_other_mixture(name):
         return f"{called} {_MIXTURE}"
     if near := near_presets(name, model_presets()):
         return f"{called} is not known; did you mean {' or '.join(near)}? If not, {other}"
     return f"{called} is not known; choose one of {', '.join(model_presets())}, or {other}"
 
 
-def require_dense(called: str, name: str) -> None:
-    """Refuse a mixture of experts that is known by its name, before anything is downloaded for it."""
-    if is_mixture(name):
+def require_family_named(called: str, name: str) -> None:
+    """Refuse a mixture of experts that is not supported, known by its name, before anything is downloaded for it."""
+    if is_other_mixture(name):
         raise UserError(f"{called} {_MIXTURE}")
 
 
@@ -92,7 +92,7 @@ def unknown_job(name: str) -> str:
             f"plan --model {preset} --cluster 8xh100 --write job.toml write one"
         )
     if not name.endswith(".toml"):
-        if is_mixture(name):
+        if is_other_mixture(name):
             return f"{name} {_MIXTURE}"
         if near := near_presets(name, model_presets()):
             models = " or ".join(near)

@@ -28,19 +28,38 @@ _HUB = {
     "qwen3-8b": "Qwen/Qwen3-8B",
     "qwen3-14b": "Qwen/Qwen3-14B",
     "qwen3-32b": "Qwen/Qwen3-32B",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
 }
 """Where the weights of the presets are."""
 _OWNERS = frozenset(name.partition("/")[0].lower() for name in _HUB.values())
-_OTHER_NAMES = {"gpt2small": "gpt2", "gpt3": "gpt3-175b", "llama3.370b": "llama-3.1-70b"}
-"""By what `_letters` leaves of them; Llama 3.3 has the shape of 3.1."""
+_OTHER_NAMES = {
+    "gpt2small": "gpt2",
+    "gpt3": "gpt3-175b",
+    "llama3.370b": "llama-3.1-70b",
+    "olmoe1b7b0924": "olmoe-1b-7b",
+    "deepseekv30324": "deepseek-v3",
+    "deepseekr1": "deepseek-v3",
+}
+"""By what `_letters` leaves of them; Llama 3.3 has the shape of 3.1, DeepSeek-R1 that of V3."""
 # Variants of the same shape. Not "base": that of Qwen3 is made for shorter sequences.
 _VARIANT = re.compile(r"(-(hf|chat|instruct))+$")
 _TOY = "tiny-"
 _LONGEST = 100
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(b|m)(?![a-z0-9])")
+_SUPPORTED_MIXTURE = re.compile(
+    r"^(mixtral|olmoe|gpt-oss|qwen3-(coder-)?\d+b-a\d|deepseek-(v2(\.5)?|v3(\.1)?|r1|coder-v2)([-_]|$))"
+)
 _MIXTURE = re.compile(
-    r"^(mixtral|mixture|switch-|deepseek-(v[2-9]|r1(?!-distill)|moe|coder-v2|chat-v2)|llama-?4([-_]|$)|gpt-oss|dbrx|grok-|olmoe"
-    r"|jamba|arctic|kimi-k2|glm-4\.[5-9]|minimax-m|minimax-text)"
+    r"^(mixture|switch-|deepseek-(v[2-9]|moe|chat-v2)|llama-?4([-_]|$)|dbrx|grok-|jamba|arctic|kimi-k2|glm-4\.[5-9]"
+    r"|minimax-m|minimax-text)"
     r"|(^|[-_.])moe([-_.]|$)|(^|[-_])\d+x\d+(\.\d+)?b|[-_]a\d+(\.\d+)?[bm]([-_.]|$)"
 )
 
@@ -62,9 +81,10 @@ def weights_of(preset: str) -> str | None:
     return _HUB.get(preset)
 
 
-def is_mixture(name: str) -> bool:
-    """Whether a name is that of a mixture of experts: `Mixtral-8x7B`, `deepseek-ai/DeepSeek-V3`, `Qwen3-30B-A3B`."""
-    return _MIXTURE.search(name.rpartition("/")[2].lower()) is not None
+def is_other_mixture(name: str) -> bool:
+    """Whether a name is that of a mixture of experts of a family that is not supported: `dbrx`, `Qwen1.5-MoE-A2.7B`."""
+    own = name.rpartition("/")[2].lower()
+    return _SUPPORTED_MIXTURE.search(own) is None and _MIXTURE.search(own) is not None
 
 
 def near_presets(name: str, presets: Collection[str], most: int = 3) -> list[str]:
@@ -88,7 +108,7 @@ def near_presets(name: str, presets: Collection[str], most: int = 3) -> list[str
 def _letters(name: str) -> str:
     """A name without owner, case, separators and variant."""
     text = re.sub(r"[\s_]+", "-", name.rpartition("/")[2].strip().lower()).removeprefix("meta-")
-    text = text.removesuffix("-v0.1") if text.startswith("mistral") else text
+    text = text.removesuffix("-v0.1") if text.startswith(("mistral", "mixtral")) else text
     return re.sub(r"[^a-z0-9.]", "", _VARIANT.sub("", text))
 
 
