@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.job import Job, Model
-from meshwright.job.model import Latent
+from meshwright.job import Job, Latent, Model
 
 
 @dataclass(frozen=True)

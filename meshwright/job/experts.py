@@ -6,6 +6,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from meshwright.job.section import Section
 
+BALANCING = ("balance_loss", "z_loss", "balance_rate", "force_balance")
+"""The fields that are a choice of each training; the others describe the model."""
+
 
 class Experts(Section):
     """How many experts a layer has, how tokens choose among them, and how their load is balanced."""
@@ -44,11 +47,6 @@ class Experts(Section):
     more, one that got more by this much less (DeepSeek-V3: 0.001)."""
     force_balance: bool = False
     """For benchmarks only: ignore the router's choice and give all experts equally many tokens."""
-
-    @property
-    def has_preference(self) -> bool:
-        """Whether a preference for some experts is part of the model: learned without a loss, or DeepSeek-V3's."""
-        return self.scores == "sigmoid" or self.balance_rate > 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

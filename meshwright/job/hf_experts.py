@@ -96,7 +96,7 @@ def expert_family(shape: Model, experts: Experts) -> str | None:
         return None
     if shape.latent is not None:
         return _deepseek_family(shape, experts)
-    softmax = experts.scores == "softmax" and not experts.has_preference and experts.scale == 1.0
+    softmax = experts.scores == "softmax" and not experts.balance_rate and experts.scale == 1.0
     if not softmax or experts.shared_width or experts.groups_kept < experts.groups:
         return None
     biases = (shape.qkv_bias, shape.linear_bias)
@@ -119,7 +119,7 @@ def _deepseek_family(shape: Model, experts: Experts) -> str | None:
         return None
     if experts.scores == "sigmoid":
         return "deepseek_v3"
-    return None if experts.normalised or experts.has_preference else "deepseek_v2"
+    return None if experts.normalised or experts.balance_rate else "deepseek_v2"
 
 
 def _count(config: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """A Hugging Face model as the start of a job: its shape and tokenizer, and checks for contradicting fields."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
+from meshwright.job.experts import BALANCING
 from meshwright.job.hf_config import model_of_folder
 from meshwright.job.hub import Tell, fetch_weights, folder_of, pinned, shadowed
 from meshwright.job.model import Model, RopeScaling
@@ -61,11 +62,22 @@ def require_agreement(name: str, shape: dict[str, Any], tables: Iterable[tuple[s
                     f"{where}: model.file with model.init_from: a folder's weights do not fit a model of your "
                     "own; leave one of them out"
                 )
-            if field in shape and _complete(field, value) != shape[field]:
+            for given, own, theirs in _contradictions(field, value, shape):
                 raise UserError(
-                    f'{where}: model.{field} = {value!r} contradicts model.init_from = "{name}", whose config.json '
-                    f"gives {shape[field]!r}; leave it out"
+                    f'{where}: model.{given} = {own!r} contradicts model.init_from = "{name}", whose config.json '
+                    f"gives {theirs!r}; leave it out"
                 )
+
+
+def _contradictions(field: str, value: Any, shape: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Names and both values of what differs; how experts are balanced is no part of the shape."""
+    theirs = shape.get(field)
+    if field in ("experts", "latent") and isinstance(value, dict) and isinstance(theirs, dict):
+        for part, own in value.items():
+            if part in theirs and part not in BALANCING and own != theirs[part]:
+                yield f"{field}.{part}", own, theirs[part]
+    elif field in shape and _complete(field, value) != theirs:
+        yield field, value, theirs
 
 
 def require_tokenizer(name: str, merged: dict[str, Any]) -> None:

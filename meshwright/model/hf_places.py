@@ -8,7 +8,6 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.job import Model
-from meshwright.job.hf_config import hf_family
 
 Size = Sequence[int]
 _LLAMA_NAMES = {
@@ -151,8 +150,15 @@ def _stored_module(shape: Model, module: str, layer: str, kind: str, stored: Con
         return None
     found = names[module].format(layer)
     if module == "moe.router.linear" and f"{found}.{kind}" not in stored:
-        found = _ROUTERS.get(hf_family(shape), found).format(layer)
+        found = _ROUTERS.get(_naming(shape), found).format(layer)
     return found
+
+
+def _naming(shape: Model) -> str:
+    """The family that names the experts: how they are balanced makes no difference to it."""
+    if shape.sinks:
+        return "gpt_oss"
+    return "mixtral" if shape.latent is None and not shape.qk_norm else "qwen3_moe"
 
 
 def _spans_of_gpt2(name: str, module: str, kind: str, layer: str, size: Size) -> list[Span]:
@@ -167,7 +173,7 @@ def _spans_of_experts(
     shape: Model, module: str, kind: str, layer: str, size: Size, stored: Container[str]
 ) -> list[Span]:
     assert shape.experts is not None
-    experts, family = range(shape.experts.count), hf_family(shape)
+    experts, family = range(shape.experts.count), _naming(shape)
     rows = size[0] // shape.experts.count
     fused = f"{_EXPERTS.format(layer)}.{'gate_up_proj' if module.endswith('gate_up') else 'down_proj'}"
     if family == "gpt_oss":

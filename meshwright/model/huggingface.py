@@ -99,7 +99,7 @@ def _tensor(name: str, parts: list[tuple[str, Span]], sizes: Mapping[str, Size])
 def preference_sizes(shape: Model) -> dict[str, Size]:
     """The routers' preferences that a state has besides our parameters (DeepSeek-V3), by their names in the model."""
     experts = shape.experts
-    if experts is None or not experts.has_preference:
+    if experts is None or experts.scores != "sigmoid":
         return {}
     layers = range(experts.first_dense, shape.layers)
     return {f"layers.{layer}.moe.router.preference": (experts.count,) for layer in layers}

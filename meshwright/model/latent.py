@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.job.model import Latent, Model
+from meshwright.job import Latent, Model
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents

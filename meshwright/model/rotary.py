@@ -9,8 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.job import Model
-from meshwright.job.model import RopeScaling
+from meshwright.job import Model, RopeScaling
 from meshwright.model.numbers import wide_dtype
 
 RotaryTables = tuple[Tensor, Tensor]

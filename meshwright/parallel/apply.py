@@ -20,7 +20,7 @@ from meshwright.parallel.context.attention import make_context_attend
 from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.experts import apply_expert_parallel, reset_routers
 from meshwright.parallel.fp8 import use_fp8
-from meshwright.parallel.materialise import fill
+from meshwright.parallel.materialise import fill, fill_preferences
 from meshwright.parallel.offload.activations import offload_activations
 from meshwright.parallel.offload.sharded import count_traffic, materialise_on_host, offload_policy
 from meshwright.parallel.offload.weights import OffloadedWeights, offloads, share_cores
@@ -66,6 +66,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     fill(weights.masters, weights.shards(), job.model, job.run.seed)
     for module in engine.modules:
         reset_routers(module)
+        fill_preferences(module, job.model)
     weights.refresh()
     return engine, weights
 

@@ -25,7 +25,9 @@ def apply_expert_parallel(model: nn.Module, job: Job, world: World) -> None:
         elif isinstance(module, MixtureOfExperts) and job.layout.ep > 1 and world.expert_mesh is not None:
             module.dispatch = Exchange(world.expert_mesh["ep"].get_group())
             for packed in _packed(module.experts):
-                packed.weight = nn.Parameter(distribute_tensor(packed.weight, world.expert_mesh["ep"], [Shard(0)]))
+                for name, parameter in list(packed.named_parameters()):
+                    placed = distribute_tensor(parameter, world.expert_mesh["ep"], [Shard(0)])
+                    setattr(packed, name, nn.Parameter(placed))
                 packed.own = _own
 
 

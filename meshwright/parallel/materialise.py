@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.checkpoint import HfWeights
 from meshwright.job import Model, fetch_start, start_folder
-from meshwright.model import initial_rows
+from meshwright.model import initial_rows, routers
 from meshwright.model.initialise import ROWS_PER_DRAW
 from meshwright.parallel.shard_index import ShardIndex
 
@@ -30,6 +30,15 @@ def fill(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex], shape:
     runs = [run for name, master in masters.items() for run in _runs(name, master.detach(), shards[name])]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(put, runs))
+
+
+def fill_preferences(model: nn.Module, shape: Model) -> None:
+    """Give routers the preferences of the folder that a job starts from; without one they have none yet."""
+    folder = start_folder(shape)
+    preferences_LN = None if folder is None else HfWeights(folder, shape).preferences()
+    if preferences_LN is not None:
+        for layer, router in routers(model):
+            router.preference.copy_(preferences_LN[layer])
 
 
 def _first_rows(shape: Model, seed: int) -> Callable[[str, tuple[int, ...], slice], Tensor]:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import newest
+from meshwright.checkpoint import load_hf_weights, newest
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
-from meshwright.model import Decoder, load_hf_state
+from meshwright.model import Decoder, load_hf_state, routers
 from meshwright.parallel import build, join_world
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.huggingface import import_folder
@@ -25,7 +25,7 @@ from hf_folders import make_folder
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
-    for case in ("llama-scaled-tied", "gpt2-tied", "qwen3"):
+    for case in ("llama-scaled-tied", "gpt2-tied", "qwen3", "qwen3-moe", "deepseek-v3"):
         make_folder(root / case, case)
     return root
 
@@ -59,6 +59,8 @@ def wrong_masters(job: Job, folder: Path) -> tuple[int, list[str]]:
         ("llama-scaled-tied", 4, ["layout.pp=2", "layout.tp=2"]),
         ("qwen3", 4, ["layout.tp=2", "layout.dp_shard=2", "layout.zero=3"]),
         ("qwen3", 2, ["layout.cp=2", "layout.zero=2"]),
+        ("qwen3-moe", 2, ["layout.dp_shard=2", "layout.ep=2", "layout.zero=3"]),
+        ("deepseek-v3", 2, ["layout.pp=2"]),
         ("qwen3", 2, ["layout.pp=2", "layout.schedule=pipedream", "batch.micro_batch=8"]),
     ],
     ids=lambda value: " ".join(value).replace("layout.", "") if isinstance(value, list) else str(value),
@@ -72,6 +74,25 @@ def test_every_rank_starts_with_its_own_rows_of_the_folder(
     whole = sum(p.numel() for p in Decoder(job.model).parameters())
     assert sum(held for held, _ in results) >= whole
     assert ranks == 1 or max(held for held, _ in results) < whole
+
+
+def test_routers_start_with_the_preferences_of_the_folder(folders: Path, tmp_path: Path) -> None:
+    job = job_from(folders / "deepseek-v3", tmp_path)
+    engine, _ = build(job, join_world(job, torch.device("cpu")))
+    whole = Decoder(job.model)
+    load_hf_weights(folders / "deepseek-v3", whole)
+    found, expected = (dict(routers(model)) for model in (engine.modules[0], whole))
+    assert list(found) == list(expected) == [1, 2]
+    for layer, router in expected.items():
+        assert router.preference.abs().max() > 0 and torch.equal(found[layer].preference, router.preference)
+
+
+def test_how_experts_are_balanced_is_a_choice_of_the_training(folders: Path, tmp_path: Path) -> None:
+    path = str(_written(tmp_path, folders / "qwen3-moe", ""))
+    experts = load_job(path, ["model.experts.balance_loss=0.01", "model.experts.balance_rate=0.001"]).job.model.experts
+    assert experts is not None and (experts.count, experts.balance_loss, experts.balance_rate) == (4, 0.01, 0.001)
+    with pytest.raises(UserError, match=r"model\.experts\.top_k = 1 contradicts model\.init_from .* gives 2; leave it"):
+        load_job(path, ["model.experts.top_k=1"])
 
 
 def test_the_folder_decides_shape_and_tokenizer(folders: Path, tmp_path: Path) -> None:
