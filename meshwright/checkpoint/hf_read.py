@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.mxfp4 import BLOCKS, FORMAT, SCALES, Unpacked, unpacked_size
 from meshwright.checkpoint.tensorfile import read_header, read_window
 from meshwright.errors import UserError
 from meshwright.job import Model
@@ -27,6 +28,8 @@ class _Stored:
     name: str
     size: tuple[int, ...]
     dtype: str
+    scales: "_Stored | None" = None
+    """Of a tensor in MXFP4, which is two in the file."""
 
 
 class HfWeights:
@@ -34,7 +37,7 @@ class HfWeights:
 
     def __init__(self, folder: Path, shape: Model) -> None:
         self.folder, self._shape = folder, shape
-        stored = _stored(folder)
+        stored = _with_unpacked(_stored(folder))
         self._tensors = {full: stored[found] for full, found in full_hf_names(shape, stored).items()}
 
     def rows(self, name: str, size: tuple[int, ...], rows: slice) -> Tensor:
@@ -59,7 +62,7 @@ class HfWeights:
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
         for tensor in hf_tensors(self._shape, sizes, self._tensors):
-            if (dtype := self._tensors[tensor.name].dtype) not in ("F32", "BF16", "F16"):
+            if (dtype := self._tensors[tensor.name].dtype) not in ("F32", "BF16", "F16", FORMAT):
                 raise UserError(
                     f"{self.folder}: {tensor.name} is stored as {dtype}; use weights in F32, BF16 or F16, which fp32 "
                     "represents exactly"
@@ -83,7 +86,13 @@ class HfWeights:
         if name not in self._tensors:
             raise UserError(f"{self.folder} lacks {name}; give the folder of a complete model")
         stored = self._tensors[name]
-        return read_window(stored.path, stored.name, take)
+        if (scales := stored.scales) is None:
+            return read_window(stored.path, stored.name, take)
+        return read_window(
+            stored.path,
+            stored.name,
+            lambda blocks: read_window(scales.path, scales.name, lambda powers: take(Unpacked(blocks, powers))),
+        )
 
 
 def parameter_sizes(shape: Model) -> dict[str, tuple[int, ...]]:
@@ -111,6 +120,21 @@ def _stored(folder: Path) -> dict[str, _Stored]:
             f"model's safetensors files, or convert it to {SINGLE} if you trust it"
         )
     raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a complete model")
+
+
+def _with_unpacked(stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    """The same with every pair of blocks and scales as the one tensor that it stands for."""
+    pairs = {name.removesuffix(BLOCKS): name for name in stored if name.endswith(BLOCKS)}
+    found = dict(stored)
+    for name, packed in pairs.items():
+        blocks, scales = stored[packed], stored.get(name + SCALES)
+        if scales is None or len(blocks.size) != 4 or scales.size != blocks.size[:-1]:
+            raise UserError(f"{blocks.path}: {packed} has no {name + SCALES} of the same groups; download it again")
+        if {blocks.dtype, scales.dtype} != {"U8"}:
+            raise UserError(f"{blocks.path}: {packed} is stored as {blocks.dtype}, not as bytes; download it again")
+        del found[packed], found[name + SCALES]
+        found[name] = _Stored(blocks.path, packed, unpacked_size(blocks.size), FORMAT, scales)
+    return found
 
 
 def _tensors_of(path: Path) -> dict[str, _Stored]:

@@ -93,6 +93,8 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if not value or key in known:
             continue
+        if key == "quantization_config" and family == "gpt_oss" and _method(value) == "mxfp4":
+            continue  # as it is published; exact in fp32
         if key == "quantization_config":
             raise UserError(
                 "config.json has quantization_config, and quantized weights cannot be trained; use the folder of the "
@@ -102,6 +104,10 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
             f"config.json has {key} = {_shown(value)}, which Meshwright does not support; use another model, or "
             "remove it if the model works the same without it"
         )
+
+
+def _method(quantization: Any) -> Any:
+    return quantization.get("quant_method") if isinstance(quantization, dict) else None
 
 
 def _shown(value: Any) -> str:

@@ -6,6 +6,7 @@ from math import gcd, prod
 from meshwright.errors import UserError
 from meshwright.job import Job, Model
 from meshwright.job.devices import Layout
+from meshwright.layout.attention import require_attention
 from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
@@ -60,6 +61,7 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_zero(job.layout)
     _require_tensor(job)
     require_experts(job)
+    require_attention(job)
     _require_context(job)
     _require_pipeline(job)
     require_recompute(job, _unchecked(job) if job.layout.pp > 1 else None)

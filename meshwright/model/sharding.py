@@ -7,6 +7,9 @@ head         the Head sharded by rows of the vocabulary
 positions    a table of positions, whole on every rank, looked up for this rank's part of the sequence
 norm         works on the residual stream token by token, parameters whole on every rank
 head-norm    works on one attention head at a time (dim 2 of its input), parameters whole on every rank
+per-head     one number for every attention head, distributed with the heads
+latent       works on all of the stream that `gather` provides, or on a latent's result, whole on every rank
+shared-key   a projection whole on every rank, whose result the heads of all ranks share
 gather       takes the residual stream as its first argument and needs all of it: the entry to a column-row pair
 column       a projection sharded by its outputs; attention heads and feed-forward widths are sharded this way
 kv-column    the same for key and value heads, which may be fewer
@@ -22,7 +25,7 @@ from functools import lru_cache
 
 ROLES = (
     *("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row"),
-    *("tokens", "per-token", "experts"),
+    *("tokens", "per-token", "experts", "per-head", "latent", "shared-key"),
 )
 LOOKED_UP = ("vocabulary", "positions")
 """Roles of what a pipeline's first stage looks up; everything else outside the layers belongs to the last one."""
@@ -39,6 +42,13 @@ DECODER_SHARDING = {
     "layers.*.attention.v": "kv-column",
     "layers.*.attention.q_norm": "head-norm",
     "layers.*.attention.k_norm": "head-norm",
+    "layers.*.attention.sinks": "per-head",
+    "layers.*.attention.q_down": "latent",
+    "layers.*.attention.q_down_norm": "latent",
+    "layers.*.attention.kv_down": "latent",
+    "layers.*.attention.kv_down_norm": "latent",
+    "layers.*.attention.kv": "column",
+    "layers.*.attention.k_rope": "shared-key",
     "layers.*.attention.o": "row",
     "layers.*.ffn_norm": "norm",
     "layers.*.ffn": "gather",

@@ -5,6 +5,7 @@ are plain attention's from this result and the log-sum-exp that counts the sink:
 B batch, S queries, T keys, H heads, K kv heads, E head_dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,22 +23,24 @@ class Sinks(nn.Module):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads))
+        self.own: Callable[[Tensor], Tensor] = lambda weight: weight
+        """The logits of this rank's heads."""
 
     def forward(
         self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, attend: CausalAttend, documents: Documents | None
     ) -> Tensor:
         """Attention as `attend` does it, with the sinks."""
-        visible = attend.visible(q_BSHE, k_BTKE, documents)
+        visible, sinks_H = attend.visible(q_BSHE, k_BTKE, documents), self.own(self.weight)
         if not q_BSHE.is_cuda:
             mask = None if visible is None else additive_mask(visible, q_BSHE.dtype)
-            out: Tensor = _OnCpu.apply(q_BSHE, k_BTKE, v_BTKE, self.weight, mask)  # type: ignore[no-untyped-call]
+            out: Tensor = _OnCpu.apply(q_BSHE, k_BTKE, v_BTKE, sinks_H, mask)  # type: ignore[no-untyped-call]
             return out
         whole = q_BSHE.shape[1] == k_BTKE.shape[1]
         if whole and q_BSHE.dtype in (torch.float16, torch.bfloat16):
             boundaries = packed_boundaries(q_BSHE, documents)
-            packed: Tensor = _Packed.apply(q_BSHE, k_BTKE, v_BTKE, self.weight, boundaries, attend.window)  # type: ignore[no-untyped-call]
+            packed: Tensor = _Packed.apply(q_BSHE, k_BTKE, v_BTKE, sinks_H, boundaries, attend.window)  # type: ignore[no-untyped-call]
             return packed
-        return by_formula(q_BSHE, k_BTKE, v_BTKE, self.weight, visible)
+        return by_formula(q_BSHE, k_BTKE, v_BTKE, sinks_H, visible)
 
 
 def by_formula(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, sinks_H: Tensor, visible: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from meshwright.job import Job
 from meshwright.layout import padded_vocabulary
 from meshwright.model import Architecture
 from meshwright.model.sharding import LOOKED_UP, PROJECTIONS
+from meshwright.model.sinks import Sinks
 from meshwright.parallel.vocabulary import VocabularyParallelHead
 from meshwright.torch_private.sharding import AsyncCollectiveTensor
 
@@ -67,7 +68,13 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
     if role == "norm":
         return Whole(between)
     if role == "head-norm":
-        return Whole(Shard(2))
+        return Whole(Shard(2)) if job.model.qk_norm_over == "heads" else AcrossHeads()
+    if role == "per-head":
+        return PerHead()
+    if role == "latent":
+        return OnAll()
+    if role == "shared-key":
+        return SharedKey()
     if role == "gather":
         return Gathered(between)
     if role == "tokens":
@@ -191,6 +198,51 @@ class Whole(ParallelStyle):
 
     def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
         return output.to_local()
+
+
+class AcrossHeads(ParallelStyle):
+    """A norm over the heads of all ranks: gathered, normed, and every rank keeps its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, cast(Any, self._enter), cast(Any, self._leave))
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x = DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
+        return (x.redistribute(placements=[Replicate()]), *inputs[1:])
+
+    def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.redistribute(placements=[Shard(2)]).to_local()
+
+
+class PerHead(ParallelStyle):
+    """Every rank holds the numbers of its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sinks = cast(Sinks, module)
+        sinks.weight = nn.Parameter(distribute_tensor(sinks.weight, device_mesh, [Shard(0)]))
+        sinks.own = lambda weight: cast(DTensor, weight).to_local()
+        return module
+
+
+class OnAll(ParallelStyle):
+    """Every rank computes all of the module; its gradient is the sum of those of all ranks' heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, None, cast(Any, self._leave))
+
+    def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        # Coming back through `from_local`, a partial gradient is summed before the module's own backward.
+        return DTensor.from_local(output.to_local(), mesh, [Replicate()], run_check=False)
+
+
+class SharedKey(ParallelStyle):
+    """Every rank computes all of a projection, and its heads use all of it: its gradient is a part of the whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, None, cast(Any, self._leave))
+
+    def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        return output.to_local(grad_placements=[Partial()])
 
 
 class CopiedHeads(ParallelStyle):

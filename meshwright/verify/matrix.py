@@ -19,7 +19,10 @@ from meshwright.verify.run_plan import as_run
 
 FILES = tuple(
     f"{name}.toml"
-    for name in ("matrix", "matrix_depth", "matrix_memory", "matrix_experts", "matrix_compiled", "matrix_run")
+    for name in (
+        *("matrix", "matrix_depth", "matrix_memory", "matrix_experts", "matrix_families", "matrix_compiled"),
+        "matrix_run",
+    )
 )
 """The first one holds the models and the defaults."""
 SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
