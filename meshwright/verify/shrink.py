@@ -14,6 +14,7 @@ from meshwright.pipeline import build_table, require_schedule
 from meshwright.verify.asynchronous import STALE_REFERENCE
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.shrink_experts import small_ep, small_experts, small_latent, words
 
 MOST_RANKS = 16
 MOST_WORKERS = 2
@@ -106,6 +107,8 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
             f"accumulation {job.accumulation} → {accumulation}"
         )
     ]
+    if shape.experts is not None:
+        changes.append(Change(f"model.experts: {words(shape.experts, small['experts'])}"))
     if shape.init_from is not None:
         changes.append(Change(f"model.init_from {shape.init_from} → weights drawn at random"))
     return changes
@@ -167,6 +170,9 @@ def _layout(layout: Layout) -> tuple[Layout, list[Change]]:
         for axis, degree in degrees.items()
         if degree != getattr(layout, axis)
     ]
+    ep = small_ep(layout, degrees)
+    if ep != layout.ep:
+        changes.append(Change(f"layout.ep {layout.ep} → {ep}", hides=ep == 1))
     held = layout.virtual_stages
     virtual = None if held is None or degrees["pp"] == 1 else _degree(held)
     if virtual != held:
@@ -180,7 +186,7 @@ def _layout(layout: Layout) -> tuple[Layout, list[Change]]:
     if layout.compress_after > 1:
         changes.append(Change(f"layout.compress_after {layout.compress_after} → 1"))
     first = {"compress_after": min(layout.compress_after, 1)}
-    small = layout.model_copy(update=degrees | {"virtual_stages": virtual, "split": split} | first)
+    small = layout.model_copy(update=degrees | {"ep": ep, "virtual_stages": virtual, "split": split} | first)
     if is_lossy(layout):
         compression, change = _compression(small)
         small = small.model_copy(update=compression)
@@ -246,6 +252,7 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         several = shape.layers // stages_before > job.memory.recompute.segments
         least = min(shape.layers, stages * (MOST_SEGMENT + several))
     window = shape.sliding_window
+    layers = sum(layout.split or ()) or _alike(least, shape.layers, (2, 2), (stages_before, stages))
     return shape.model_dump() | {
         "preset": None,
         "init_from": None,
@@ -254,7 +261,9 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "head_dim": head_dim,
         "width": heads * head_dim if as_wide_as_heads else _alike((heads + 1) * head_dim, shape.width, tp_divides),
         "ffn_width": 20 * layout.tp,
-        "layers": sum(layout.split or ()) or _alike(least, shape.layers, (2, 2), (stages_before, stages)),
+        "layers": layers,
+        "experts": small_experts(job, layout, layers),
+        "latent": small_latent(shape.latent, head_dim, shape.value_dim == shape.head_dim),
         "vocab_size": _alike(50, shape.vocab_size, (2, 2), tp_divides),
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,

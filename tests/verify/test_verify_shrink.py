@@ -37,7 +37,25 @@ CASES = [
     big("qwen3-0.6b", pp=7, schedule="zb-interleaved", virtual_stages=4, batch={"micro_batch": 3}),
     big("gpt2", pp=4, schedule="dualpipe-v", dp_replicate=2, model={"layers": 13}),
     big("gpt2", pp=3, split=[2, 4, 6]),
+    big("mixtral-8x7b", dp_shard=40, ep=8, zero=3, batch={"micro_batch": 1}),
+    big("gpt-oss-120b", tp=4, dp_shard=10, ep=8, batch={"micro_batch": 2}),
+    big("deepseek-v3", dp_shard=8, ep=8, pp=4, batch={"global_batch": 64}),
+    big("deepseek-v2-lite", tp=2),
 ]
+
+
+@pytest.mark.parametrize("job", [case for case in CASES if case.model.experts is not None])
+def test_experts_are_routed_in_the_same_way(job: Job) -> None:
+    (small, changes), before = shrink(job), job.model.experts
+    after = small.model.experts
+    assert before is not None and after is not None and after.count <= 16 and after.top_k < after.count
+    assert (small.layout.ep > 1) == (job.layout.ep > 1)
+    assert (after.groups_kept < after.groups, after.first_dense > 0, after.shared_width > 0) == (
+        before.groups_kept < before.groups, before.first_dense > 0, before.shared_width > 0
+    )  # fmt: skip
+    assert (after.scores, after.scale, after.normalised) == (before.scores, before.scale, before.normalised)
+    assert (small.model.latent is None) == (job.model.latent is None)
+    assert any(f"{before.top_k} of {before.count} experts" in text for text in texts(changes))
 
 
 @pytest.mark.parametrize("job", CASES, ids=lambda job: f"tp{job.layout.tp}-layers{job.model.layers}")
