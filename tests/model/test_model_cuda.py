@@ -5,6 +5,7 @@ import torch
 from model_shapes import TINY, preset
 
 from meshwright.model import CausalAttend, Decoder, Documents, Draws, initialise
+from meshwright.model.sinks import Sinks
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +34,31 @@ def test_every_path_equals_the_cpu(
     tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
     for ours, expected in zip(run("cuda", dtype), run("cpu", torch.float64), strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(("queries", "documents"), [(128, None), (5, None), (128, DOCUMENTS)])
+def test_sinks_equal_the_cpu(
+    dtype: torch.dtype, window: int | None, queries: int, documents: torch.Tensor | None
+) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, queries, 4, 64), torch.randn(2, 128, 2, 64), torch.randn(2, 128, 2, 64)
+    weights = torch.randn(2, queries, 4, 64)
+
+    def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
+        sinks = Sinks(4).to(device, compute)
+        with torch.no_grad():
+            sinks.weight.copy_(torch.tensor([-1.0, 0.0, 1.0, 4.0]))
+        inputs = [tensor.to(dtype).to(device, compute).requires_grad_() for tensor in (q, k, v)]
+        ids = None if documents is None else Documents(documents.to(device), at_most=8)
+        out = sinks(*inputs, CausalAttend(window), ids)
+        gradients = torch.autograd.grad((out * weights.to(device, compute)).sum(), [*inputs, sinks.weight])
+        return [tensor.detach().cpu().double() for tensor in (out, *gradients)]
+
+    for ours, expected in zip(run("cuda", dtype), run("cpu", torch.float64), strict=True):
+        scale = float(expected.abs().max())
+        assert (ours - expected).abs().max() / scale <= (1e-4 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
