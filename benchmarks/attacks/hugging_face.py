@@ -20,8 +20,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
     "qwen2": {"qkv_bias": True, "tied": True},
     "qwen3": {"qk_norm": True, "kv_heads": 1},
+    "mixtral": {"experts": {"count": 4, "top_k": 2, "ffn_width": 16}},
+    "qwen3_moe": {"qk_norm": True, "experts": {"count": 4, "top_k": 2, "ffn_width": 16, "first_dense": 1}},
+    "gpt_oss": {
+        "qkv_bias": True, "linear_bias": True, "sinks": True, "sliding_window": 7, "window_layers": "alternate",
+        "rope_scaling": {"kind": "yarn", "factor": 4.0},
+        "experts": {"count": 4, "top_k": 2, "ffn_width": 16, "swiglu_limit": 7.0},
+    },
+    "deepseek_v3": {
+        "head_dim": 12, "latent": {"kv_rank": 8, "q_rank": 8, "rope_dim": 4, "value_dim": 6},
+        "experts": {"count": 8, "top_k": 2, "ffn_width": 16, "shared_width": 16, "first_dense": 1, "scores": "sigmoid"},
+    },
     "gpt2": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "qkv_bias": True, "linear_bias": True},
-}
+}  # fmt: skip
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 HEADERS = [
     "length",
@@ -57,13 +68,13 @@ def _make(root: Path) -> None:
     from meshwright.checkpoint.tensorfile import Planned, write_safetensors
     from meshwright.data.tokenizer import train_tokenizer
     from meshwright.job import Model, model_to_hf_config
-    from meshwright.model import hf_tensors
+    from meshwright.model import hf_tensors, preference_sizes
 
     tokenizer = train_tokenizer(["def add(a, b):\n    return a + b\n" * 20], 270)
     for family, fields in SHAPES.items():
         width = {"vocab_size": 270, "width": 32, "layers": 2, "heads": 4, "ffn_width": 64, "max_sequence_length": 64}
         shape = Model.model_validate({**width, **fields})
-        sizes = {one.name: one.size for one in hf_tensors(shape, parameter_sizes(shape))}
+        sizes = {one.name: one.size for one in hf_tensors(shape, parameter_sizes(shape) | preference_sizes(shape))}
         tensors = {name: Planned.of(name, torch.ones(size)) for name, size in sizes.items()}
         for form in ("one", "two"):
             folder = root / f"{family}-{form}"

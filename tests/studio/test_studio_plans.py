@@ -63,7 +63,7 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
     [
         ({"model": "nothing"}, 'Preset = "nothing" is not known; choose one of 10b, gpt2, '),
         ({"model": "llama-3-9b"}, "did you mean llama-3-8b or llama-"),
-        ({"model": "Mixtral-8x7B"}, 'Preset = "Mixtral-8x7B" is a mixture of experts'),
+        ({"model": "dbrx-base"}, 'Preset = "dbrx-base" is a mixture of experts of a family that'),
         (
             {"seq": "8k"},
             "Sequence = 8k is not a number of tokens; write out a length: k may be 1,000 or a power of two",
