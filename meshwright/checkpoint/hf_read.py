@@ -51,7 +51,7 @@ class HfWeights:
             return None
         found = torch.zeros(self._shape.layers, experts.count)
         for layer, (name, size) in enumerate(preference_sizes(self._shape).items(), experts.first_dense):
-            found[layer] = self.rows(name, tuple(size), slice(None))
+            found[layer] = self.rows(name, size, slice(None))
         return found
 
     def require(self) -> None:

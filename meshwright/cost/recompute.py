@@ -34,6 +34,7 @@ KEPT_OPERATIONS = {
     "aten._scaled_dot_product_cudnn_attention": "attention on CUDA, 16-bit, where cuDNN is preferred",
     "aten._scaled_dot_product_efficient_attention": "attention on CUDA, fp32 or with a mask",
     "torch_attn._varlen_attn": "attention within documents or a window on CUDA, 16-bit",
+    "aten._flash_attention_forward": "attention with sinks on CUDA, 16-bit",
     "meshwright.shared_attention": "attention over a sequence that ranks share by ring or all-gather",
 }
 """What selective recomputation keeps: results that take many FLOPs per byte. Norms, rotations, activation functions,

@@ -96,7 +96,7 @@ def _tensor(name: str, parts: list[tuple[str, Span]], sizes: Mapping[str, Size])
     return HfTensor(name, matrix if span.expert is None else (len(experts), *matrix), tuple(parts))
 
 
-def preference_sizes(shape: Model) -> dict[str, Size]:
+def preference_sizes(shape: Model) -> dict[str, tuple[int, ...]]:
     """The routers' preferences that a state has besides our parameters (DeepSeek-V3), by their names in the model."""
     experts = shape.experts
     if experts is None or experts.scores != "sigmoid":

@@ -137,10 +137,10 @@ class PackedLinear(nn.Module):
     def forward(self, rows: Tensor, counts_N: Tensor) -> Tensor:
         weights_NOI = self.own(self.weight).unflatten(0, (-1, self.outputs))
         together = rows.is_cuda and rows.dtype == torch.bfloat16
-        products = (products_together if together else products_one_by_one)(rows, weights_NOI, counts_N)
+        products: Tensor = (products_together if together else products_one_by_one)(rows, weights_NOI, counts_N)
         if self.bias is None:
             return products
-        biases_NO = self.own(self.bias).unflatten(0, (-1, self.outputs)).to(products.dtype)
+        biases_NO = self.own(self.bias).view(-1, self.outputs).to(products.dtype)
         return products + biases_NO.repeat_interleave(counts_N, dim=0, output_size=len(rows))
 
 
