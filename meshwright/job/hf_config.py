@@ -230,20 +230,18 @@ def _window(config: Mapping[str, Any]) -> dict[str, Any]:
             "its layers use a window, null if not"
         )
     sliding = _sliding_layers(config, layers, window)
-    if not any(sliding):
-        return {"sliding_window": None}
-    if all(sliding):
-        return {"sliding_window": window}
-    if sliding == [layer % 2 == 0 for layer in range(layers)]:
+    if sliding in (0, layers):
+        return {"sliding_window": window if sliding else None}
+    if sliding == "alternate":
         return {"sliding_window": window, "window_layers": "alternate"}
     raise UserError(
-        f"config.json has layer_types with sliding attention in {sum(sliding)} of {layers} layers; use a model where "
-        "all layers, none or every second from the first use a window"
+        f"config.json has layer_types with sliding attention in {sliding} of {layers} layers; use a model where all "
+        "layers, none or every second from the first use a window"
     )
 
 
-def _sliding_layers(config: Mapping[str, Any], layers: int, window: Any) -> list[bool]:
-    """Which layers have the window; transformers lets Qwen mix layers with and without."""
+def _sliding_layers(config: Mapping[str, Any], layers: int, window: Any) -> int | str:
+    """How many layers have the window, or "alternate"; transformers lets Qwen mix layers with and without."""
     family = config["model_type"]
     if config.get("layer_types") is not None:
         kinds = list(config["layer_types"])
@@ -255,12 +253,13 @@ def _sliding_layers(config: Mapping[str, Any], layers: int, window: Any) -> list
             raise UserError(
                 f"config.json has {len(kinds)} layer_types for {layers} layers; download it from the model's page"
             )
-        return [kind == _SLIDING for kind in kinds]
+        alternate = layers > 1 and kinds == [_FULL if layer % 2 else _SLIDING for layer in range(layers)]
+        return "alternate" if alternate else kinds.count(_SLIDING)
     if window is None:
-        return [False] * layers
+        return 0
     if family.startswith("qwen"):
         if not window or not switch(config, "use_sliding_window", False):
-            return [False] * layers
-        first = 0 if family == "qwen3_moe" else given(config, "max_window_layers", 28)
-        return [layer >= first for layer in range(layers)]
-    return [family != "gpt_oss" or layer % 2 == 0 for layer in range(layers)]
+            return 0
+        first: int = 0 if family == "qwen3_moe" else given(config, "max_window_layers", 28)
+        return min(layers, max(0, layers - first))
+    return "alternate" if family == "gpt_oss" and layers > 1 else layers

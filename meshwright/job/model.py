@@ -168,6 +168,10 @@ class Model(Section):
             raise ValueError(
                 f"model.{field} = {self.rope_dim} is odd, and rotary positions need pairs; choose an even number"
             )
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta == 1.0:
+            raise ValueError(
+                'model.rope_theta = 1 turns all pairs alike, and rope_scaling.kind = "yarn" needs them unlike'
+            )
         if self.latent is not None:
             self._require_latent(self.latent)
         return self

@@ -135,6 +135,12 @@ def test_matmul_parameters_leave_out_lookups_and_norms() -> None:
     assert matmul_parameters(tied) == parameter_count(tied) - (2 * tied.layers + 1) * tied.width
 
 
+def test_flops_per_token_count_values_narrower_than_keys() -> None:
+    shape = preset("deepseek-v2-lite")
+    attention = flops_per_token(shape, 4096, "full") - 6 * matmul_parameters(shape)
+    assert attention == 6 * shape.layers * 4096 * shape.heads * (192 + 128)
+
+
 def test_flops_per_token_count_what_a_mask_leaves() -> None:
     """Against counting the visible pairs one by one."""
     shape, sequence = preset("tiny-mistral"), 64
@@ -142,6 +148,9 @@ def test_flops_per_token_count_what_a_mask_leaves() -> None:
     attention = flops_per_token(shape, sequence, "causal") - 6 * matmul_parameters(shape)
     width = shape.heads * shape.head_dim
     assert attention == pytest.approx(12 * shape.layers * seen * width, rel=0.05)
+    halves = preset("tiny-mistral", window_layers="alternate")
+    both = flops_per_token(halves, sequence, "full") - 6 * matmul_parameters(halves)
+    assert both == 12 * (16 + sequence) * width  # one layer with the window and one without
     plain = preset("tiny-llama")
     without = flops_per_token(plain, sequence, "causal") - 6 * matmul_parameters(plain)
     assert without == 12 * plain.layers * sequence / 2 * width
