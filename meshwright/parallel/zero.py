@@ -93,7 +93,8 @@ def _prefetch(blocks: list[nn.Module], depth: int) -> None:
         own = _of(experts, block) if depth else []
         sharded = cast(FSDPModule, block)
         sharded.set_modules_to_forward_prefetch(cast(list[FSDPModule], own + forward))
-        sharded.set_modules_to_backward_prefetch(cast(list[FSDPModule], backward if depth else [block]))
+        # A block that is recomputed needs its experts as its forward had them: gathered before it began.
+        sharded.set_modules_to_backward_prefetch(cast(list[FSDPModule], own + backward if depth else [block]))
         for unit in _of(experts, block):
             cast(FSDPModule, unit).set_modules_to_forward_prefetch([])
             cast(FSDPModule, unit).set_modules_to_backward_prefetch([cast(FSDPModule, unit)])
