@@ -146,6 +146,26 @@ def test_a_trained_run_is_exported_with_its_own_tokenizer(cli, tiny_job: Path, t
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
+def test_preferences_that_a_run_learned_are_exported(cli, tiny_job: Path, tmp_path: Path) -> None:
+    make_folder(tmp_path / "hf", "deepseek-v3")
+    text = tiny_job.read_text().replace('preset = "tiny-llama"', 'init_from = "hf"')
+    tiny_job.write_text(text + "\n[schedule]\nwarmup_steps = 0\n")
+    done = cli("train", "job.toml", "--set", "run.steps=1", "--set", "model.experts.balance_rate=0.5", "--json")
+    assert done.code == 0, done.err
+    assert cli("checkpoint", "export", "run", "out").code == 0
+    before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "out")
+    for layer in (1, 2):
+        name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+        moved = (after[name] - before[name]).abs()
+        assert 0.49 < moved.max() < 0.51
+    ours = Decoder(load_job(str(tmp_path / "run/job.toml")).job.model)
+    load_weights(newest(tmp_path / "run"), ours)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    tokens = torch.randint(0, 301, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert relative(ours(tokens), theirs(tokens).logits) <= 1e-5
+
+
 def test_a_fine_tune_is_one_line(cli, tiny_job: Path, tmp_path: Path) -> None:
     make_folder(tmp_path / "hf", "gpt2-tied")
     text = tiny_job.read_text().replace('preset = "tiny-llama"', 'init_from = "hf"')
