@@ -7,10 +7,6 @@ from meshwright.job import Job
 def require_attention(job: Job) -> None:
     """Refuse a layout that the model's attention does not support."""
     layout, model = job.layout, job.model
-    if layout.cp > 1 and model.sinks:
-        raise UserError(
-            f"layout.cp = {layout.cp} splits sequences, which model.sinks = true does not support; set layout.cp to 1"
-        )
     if layout.tp > 1 and model.qk_norm and model.qk_norm_over == "width" and model.kv_heads % layout.tp:
         raise UserError(
             f"layout.tp = {layout.tp} does not divide model.kv_heads = {model.kv_heads}, and model.qk_norm_over = "

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.model import sinks
 from meshwright.model.documents import Documents
 from meshwright.torch_private.attention import cpu_flash
 
@@ -18,26 +19,41 @@ EXPAND_GROUPS = False
 class Attend(Protocol):
     """Any attention function: queries are the last S of the keys' T positions, and no query sees a later key.
 
-    The second result is the log-sum-exp of every query's scores, or None where the kernel does not return it.
+    Models with sinks give that of every head. The second result is the log-sum-exp of every query's scores, or None
+    where the kernel does not return it.
     """
 
     def __call__(
-        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, documents: Documents | None
+        self,
+        q_BSHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        positions: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class CausalAttend:
     """Causal attention on one device, within documents where ids are given and within `window` tokens where set.
 
-    The CPU kernel gives the log-sum-exp; on CUDA it is None.
+    The CPU kernel gives the log-sum-exp; on CUDA and with sinks it is None.
     """
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
 
     def __call__(
-        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, positions: Tensor | None, documents: Documents | None
+        self,
+        q_BSHE: Tensor,
+        k_BTKE: Tensor,
+        v_BTKE: Tensor,
+        positions: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        if sinks_H is not None:
+            return self._with_sinks(q_BSHE, k_BTKE, v_BTKE, documents, sinks_H), None
         if q_BSHE.is_cuda:
             return self._on_cuda(q_BSHE, k_BTKE, v_BTKE, documents), None
         visible = self.visible(q_BSHE, k_BTKE, documents)
@@ -46,6 +62,19 @@ class CausalAttend:
             q_BSHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2), 0.0, mask is None, attn_mask=mask
         )
         return out_BHSE.transpose(1, 2), lse_BHS
+
+    def _with_sinks(
+        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, documents: Documents | None, sinks_H: Tensor
+    ) -> Tensor:
+        whole = q_BSHE.shape[1] == k_BTKE.shape[1]
+        if q_BSHE.is_cuda and whole and q_BSHE.dtype in (torch.float16, torch.bfloat16):
+            boundaries = packed_boundaries(q_BSHE, documents)
+            return sinks.packed(q_BSHE, k_BTKE, v_BTKE, sinks_H, boundaries, self.window)
+        visible = self.visible(q_BSHE, k_BTKE, documents)
+        if q_BSHE.is_cuda:
+            return sinks.by_formula(q_BSHE, k_BTKE, v_BTKE, sinks_H, visible)
+        mask = None if visible is None else additive_mask(visible, q_BSHE.dtype)
+        return sinks.on_cpu(q_BSHE, k_BTKE, v_BTKE, sinks_H, mask)
 
     def needs_mask(self, queries: int, keys: int) -> bool:
         """Whether the window or a cache needs a mask other than the plain causal triangle."""

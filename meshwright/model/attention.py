@@ -59,9 +59,7 @@ class Attention(nn.Module):
             q_BSHE, k_BSKE = apply_rotary(q_BSHE, rotary), apply_rotary(k_BSKE, rotary)
         if cache is not None:
             k_BSKE, v_BSKE = cache.append(self.layer, k_BSKE, v_BSKE)
-        if self.sinks is None:
-            out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents)
-        else:
-            out_BSHE = self.sinks(q_BSHE, k_BSKE, v_BSKE, self.attend, documents)
+        sinks = () if self.sinks is None else (self.sinks(),)
+        out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents, *sinks)
         out_BSD: Tensor = self.o(out_BSHE.flatten(-2))
         return out_BSD

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.attend import CausalAttend, additive_mask, packed_boundaries
-from meshwright.model.documents import Documents
 from meshwright.model.numbers import wide_dtype
 from meshwright.torch_private.attention import cpu_flash, cpu_flash_backward, varlen_flash, varlen_flash_backward
 
@@ -26,21 +24,22 @@ class Sinks(nn.Module):
         self.own: Callable[[Tensor], Tensor] = lambda weight: weight
         """The logits of this rank's heads."""
 
-    def forward(
-        self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, attend: CausalAttend, documents: Documents | None
-    ) -> Tensor:
-        """Attention as `attend` does it, with the sinks."""
-        visible, sinks_H = attend.visible(q_BSHE, k_BTKE, documents), self.own(self.weight)
-        if not q_BSHE.is_cuda:
-            mask = None if visible is None else additive_mask(visible, q_BSHE.dtype)
-            out: Tensor = _OnCpu.apply(q_BSHE, k_BTKE, v_BTKE, sinks_H, mask)  # type: ignore[no-untyped-call]
-            return out
-        whole = q_BSHE.shape[1] == k_BTKE.shape[1]
-        if whole and q_BSHE.dtype in (torch.float16, torch.bfloat16):
-            boundaries = packed_boundaries(q_BSHE, documents)
-            packed: Tensor = _Packed.apply(q_BSHE, k_BTKE, v_BTKE, sinks_H, boundaries, attend.window)  # type: ignore[no-untyped-call]
-            return packed
-        return by_formula(q_BSHE, k_BTKE, v_BTKE, sinks_H, visible)
+    def forward(self) -> Tensor:
+        return self.own(self.weight)
+
+
+def on_cpu(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, sinks_H: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention with sinks on a CPU; causal without a mask, which is added to the scores."""
+    out: Tensor = _OnCpu.apply(q_BSHE, k_BTKE, v_BTKE, sinks_H, mask)  # type: ignore[no-untyped-call]
+    return out
+
+
+def packed(
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, sinks_H: Tensor, boundaries: Tensor, window: int | None
+) -> Tensor:
+    """Causal attention with sinks on CUDA in 16 bits, within boundaries of the flattened batch."""
+    out: Tensor = _Packed.apply(q_BSHE, k_BSKE, v_BSKE, sinks_H, boundaries, window)  # type: ignore[no-untyped-call]
+    return out
 
 
 def by_formula(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, sinks_H: Tensor, visible: Tensor | None) -> Tensor:
@@ -60,14 +59,14 @@ def by_formula(q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, sinks_H: Tensor, 
     return (weights_BHST @ v_BHTE).transpose(1, 2).to(q_BSHE.dtype)
 
 
-def _counted(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+def counted(out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
     """Result and log-sum-exp of plain attention, with the sinks counted."""
     with_sink_BHS = torch.logaddexp(lse_BHS, sinks_H.to(lse_BHS.dtype)[None, :, None])
     kept_BSH1 = (lse_BHS - with_sink_BHS).exp().transpose(1, 2).unsqueeze(-1)
     return (out_BSHE * kept_BSH1).to(out_BSHE.dtype), with_sink_BHS
 
 
-def _gradient_of_sinks(grad_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
+def gradient_of_sinks(grad_BSHE: Tensor, out_BSHE: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
     """A sink's share of each softmax, times what all the shares lose if it grows."""
     wide = lse_BHS.dtype
     along_out_BHS = (grad_BSHE.to(wide) * out_BSHE.to(wide)).sum(-1).transpose(1, 2)
@@ -80,7 +79,7 @@ class _OnCpu(torch.autograd.Function):
     def forward(ctx: Any, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, sinks_H: Tensor, mask: Tensor | None) -> Any:
         q, k, v = (each.transpose(1, 2) for each in (q_BSHE, k_BTKE, v_BTKE))
         out_BHSE, lse_BHS = cpu_flash(q, k, v, 0.0, mask is None, attn_mask=mask)
-        out_BSHE, lse_BHS = _counted(out_BHSE.transpose(1, 2), lse_BHS, sinks_H)
+        out_BSHE, lse_BHS = counted(out_BHSE.transpose(1, 2), lse_BHS, sinks_H)
         ctx.save_for_backward(q_BSHE, k_BTKE, v_BTKE, sinks_H, mask, out_BSHE, lse_BHS)
         return out_BSHE
 
@@ -90,7 +89,7 @@ class _OnCpu(torch.autograd.Function):
         grad_BSHE, *inputs = (each.transpose(1, 2) for each in (grads[0], q_BSHE, k_BTKE, v_BTKE, out_BSHE))
         found = cpu_flash_backward(grad_BSHE, *inputs, lse_BHS, 0.0, mask is None, attn_mask=mask)
         grad_q, grad_k, grad_v = (each.transpose(1, 2) for each in found)
-        return grad_q, grad_k, grad_v, _gradient_of_sinks(grads[0], out_BSHE, lse_BHS, sinks_H), None
+        return grad_q, grad_k, grad_v, gradient_of_sinks(grads[0], out_BSHE, lse_BHS, sinks_H), None
 
 
 class _Packed(torch.autograd.Function):
@@ -113,7 +112,7 @@ class _Packed(torch.autograd.Function):
             *packed, boundaries, boundaries, sequence, sequence, 0.0, window is None, False, **ctx.options
         )
         out_BSHE, lse_BHS = out.view(q_BSHE.shape), lse.view(heads, batch, sequence).transpose(0, 1)
-        out_BSHE, lse_BHS = _counted(out_BSHE, lse_BHS, sinks_H)
+        out_BSHE, lse_BHS = counted(out_BSHE, lse_BHS, sinks_H)
         ctx.save_for_backward(q_BSHE, k_BSKE, v_BSKE, sinks_H, boundaries, out_BSHE, lse_BHS)
         return out_BSHE
 
@@ -128,4 +127,4 @@ class _Packed(torch.autograd.Function):
             0.0, not ctx.options, *no_dropout, **ctx.options,
         )  # fmt: skip
         grad_q, grad_k, grad_v = (g.view(x.shape) for g, x in zip(found, (q_BSHE, k_BSKE, v_BSKE), strict=True))
-        return grad_q, grad_k, grad_v, _gradient_of_sinks(grads[0], out_BSHE, lse_BHS, sinks_H), None, None
+        return grad_q, grad_k, grad_v, gradient_of_sinks(grads[0], out_BSHE, lse_BHS, sinks_H), None, None

@@ -52,7 +52,7 @@ def test_sinks_equal_the_cpu(
             sinks.weight.copy_(torch.tensor([-1.0, 0.0, 1.0, 4.0]))
         inputs = [tensor.to(dtype).to(device, compute).requires_grad_() for tensor in (q, k, v)]
         ids = None if documents is None else Documents(documents.to(device), at_most=8)
-        out = sinks(*inputs, CausalAttend(window), ids)
+        out, _ = CausalAttend(window)(inputs[0], inputs[1], inputs[2], None, ids, sinks.weight)
         gradients = torch.autograd.grad((out * weights.to(device, compute)).sum(), [*inputs, sinks.weight])
         return [tensor.detach().cpu().double() for tensor in (out, *gradients)]
 

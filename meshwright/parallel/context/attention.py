@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.errors import UserError
 from meshwright.model import Attend, CausalAttend, Documents
 from meshwright.model.numbers import wide_dtype
+from meshwright.model.sinks import counted, gradient_of_sinks
 from meshwright.parallel.context.blocks import block_backward, block_forward
 from meshwright.parallel.context.order import Order, order_of, zigzag_places
 from meshwright.parallel.world import all_gather
@@ -55,11 +56,18 @@ class _BlockwiseAttend:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, positions: Tensor | None, documents: Documents | None
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKE: Tensor,
+        positions: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         order = order_of(rank, ranks, q_BLHE.shape[1] * ranks, documents, self.window, q_BLHE.device)
-        out, lse = self.function.apply(q_BLHE, k_BLKE, v_BLKE, order, self.group)  # type: ignore[no-untyped-call]
+        given = (q_BLHE, k_BLKE, v_BLKE, sinks_H, order, self.group)
+        out, lse = self.function.apply(*given)  # type: ignore[no-untyped-call]
         return out, lse
 
 
@@ -238,19 +246,19 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, order: Order, group: dist.ProcessGroup
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, order: Order, group: dist.ProcessGroup
     ) -> tuple[Tensor, ...]:
         def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             return _around(ring_forward(q, torch.stack((k, v)), order), group)
 
-        return _keep(ctx, q, k, v, *_as_one(work, q, k, v), order, group)
+        return _keep(ctx, q, k, v, sinks_H, *_as_one(work, q, k, v), order, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks_H, out, lse = ctx.saved_tensors
         steps = ring_backward(grads[0], q, torch.stack((k, v)), out, lse, ctx.order)
-        return *_around(steps, ctx.group), None, None
+        return *_around(steps, ctx.group), _of_sinks(grads[0], out, lse, sinks_H), None, None
 
 
 # ---- All-gather: every rank's keys and values at once, and the same blocks. ----
@@ -259,7 +267,7 @@ class _Ring(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, order: Order, group: dist.ProcessGroup
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, order: Order, group: dist.ProcessGroup
     ) -> tuple[Tensor, ...]:
         def work(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             everyones = _gathered(k, v, group)
@@ -268,12 +276,12 @@ class _AllGather(torch.autograd.Function):
                 state.meet(source, everyones[source])
             return state.result()
 
-        return _keep(ctx, q, k, v, *_as_one(work, q, k, v), order, group)
+        return _keep(ctx, q, k, v, sinks_H, *_as_one(work, q, k, v), order, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks_H, out, lse = ctx.saved_tensors
         everyones = _gathered(k, v, ctx.group)
         state = _Backward(grads[0], q, out, lse, ctx.order)
         shares = torch.zeros_like(everyones, dtype=wide_dtype(k.dtype))
@@ -281,7 +289,7 @@ class _AllGather(torch.autograd.Function):
             state.meet(source, everyones[source], shares[source])
         home = torch.empty_like(shares[0])
         _reduce_scatter(home, shares.flatten(0, 1), group=ctx.group)
-        return *state.result(home), None, None
+        return *state.result(home), _of_sinks(grads[0], out, lse, sinks_H), None, None
 
 
 def _gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -292,13 +300,27 @@ def _gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _keep(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, order: Order, group: dist.ProcessGroup
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks_H: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    order: Order,
+    group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Only this rank's own tensors are kept for the backward."""
-    ctx.save_for_backward(q, k, v, out, lse)
+    if sinks_H is not None:
+        out, lse = counted(out, lse, sinks_H)
+    ctx.save_for_backward(q, k, v, sinks_H, out, lse)
     ctx.order, ctx.group = order, group
     ctx.mark_non_differentiable(lse)
     return out, lse
+
+
+def _of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks_H: Tensor | None) -> Tensor | None:
+    return None if sinks_H is None else gradient_of_sinks(grad, out, lse, sinks_H)
 
 
 # ---- All-to-all: every token for some of the heads, ordinary attention, and back. ----
@@ -312,7 +334,13 @@ class _UlyssesAttend:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, q_BLHE: Tensor, k_BLKE: Tensor, v_BLKE: Tensor, positions: Tensor | None, documents: Documents | None
+        self,
+        q_BLHE: Tensor,
+        k_BLKE: Tensor,
+        v_BLKE: Tensor,
+        positions: Tensor | None,
+        documents: Documents | None,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         ranks = dist.get_world_size(self.group)
         copies = lcm(k_BLKE.shape[2], ranks) // k_BLKE.shape[2]
@@ -321,7 +349,8 @@ class _UlyssesAttend:
         by_rank = [torch.stack(t.chunk(ranks, dim=2)) for t in (q_BLHE, k_BLKE, v_BLKE)]
         whole = _natural(_all_to_all(torch.cat(by_rank, 3), self.group))
         q, k, v = torch.split(whole, [t.shape[3] for t in by_rank], dim=2)
-        out_BSHE, lse_BHS = self.attend(q, k, v, positions, documents)
+        sinks = () if sinks_H is None else (sinks_H.chunk(ranks)[dist.get_rank(self.group)],)
+        out_BSHE, lse_BHS = self.attend(q, k, v, positions, documents, *sinks)
         out_BLHE = _all_to_all(_zigzag(out_BSHE, ranks), self.group).movedim(0, 2).flatten(2, 3)
         if lse_BHS is None:
             return out_BLHE, None
