@@ -51,7 +51,7 @@ def test_attention_is_replaceable() -> None:
     seen = []
 
     class Recorder(CausalAttend):
-        def __call__(self, q, k, v, positions, documents):
+        def __call__(self, q, k, v, positions, documents, sinks=None):
             seen.append((tuple(q.shape), tuple(k.shape), positions))
             return super().__call__(q, k, v, positions, documents)
 
