@@ -61,7 +61,7 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "nothing"}, 'Preset = "nothing" is not known; choose one of 10b, gpt2, '),
+        ({"model": "nothing"}, 'Preset = "nothing" is not known; choose one of 10b, deepseek-v2-lite, '),
         ({"model": "llama-3-9b"}, "did you mean llama-3-8b or llama-"),
         ({"model": "dbrx-base"}, 'Preset = "dbrx-base" is a mixture of experts of a family that'),
         (
