@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 if TYPE_CHECKING:
     from meshwright.api.planning import Question
     from meshwright.job.devices import Cluster
-    from meshwright.plan import Economy
+    from meshwright.plan import Economy, ErrorBars
 
 NODES = tuple(sorted({base * 2**power for base in (1, 3) for power in range(12)}))
 """Numbers of nodes that are tried: powers of two and half-way between."""
@@ -44,6 +44,16 @@ class Machines:
     def tokens_per_s(self) -> float:
         """Of all GPUs with the fastest layout."""
         return 0.0 if self.found is None else self.found.search.best[0].prediction.tokens_per_s_per_gpu * self.gpus
+
+    @property
+    def bars(self) -> ErrorBars | None:
+        """How sure the prediction of the fastest layout is; None where nothing was found."""
+        from meshwright.plan import error_bars
+
+        if self.found is None:
+            return None
+        best = self.found.search.best[0]
+        return error_bars(best.job, self.found.question.machines, best.prediction)
 
     @property
     def gpu_hours_per_billion(self) -> float | None:

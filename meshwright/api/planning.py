@@ -12,7 +12,7 @@ from meshwright.api.jobs import JobLike, is_preset, load_job
 if TYPE_CHECKING:
     from meshwright.job import Job
     from meshwright.job.devices import Cluster
-    from meshwright.plan import Prediction, Search
+    from meshwright.plan import ErrorBars, Prediction, Search
 
 GIB = 2**30
 
@@ -47,16 +47,28 @@ class PlannedLayout:
         """Model FLOPs over the device's peak; None where that is not known."""
         return self.prediction.mfu
 
+    @property
+    def bars(self) -> ErrorBars:
+        """80% intervals of time and memory, and the measured runs that they rest on."""
+        from meshwright.plan import error_bars
+
+        return error_bars(self.job, self.job.cluster, self.prediction)
+
     def row(self) -> dict[str, Any]:
         """The numbers of a plan's table."""
         from meshwright.plan import limit
 
+        bars = self.bars
         return {
             "layout": self.words,
             "step_s": self.step_s,
             "tokens_per_s_per_gpu": self.prediction.tokens_per_s_per_gpu,
+            "tokens_per_s_per_gpu_low": bars.tokens_per_s_per_gpu[0],
+            "tokens_per_s_per_gpu_high": bars.tokens_per_s_per_gpu[1],
             "mfu": self.mfu,
             "memory_gib": self.memory_gib,
+            "memory_gib_low": bars.device_bytes[0] / GIB,
+            "memory_gib_high": bars.device_bytes[1] / GIB,
             "fits": self.prediction.fits,
             "limited_by": limit(self.prediction),
         }
@@ -82,6 +94,11 @@ class Plan:
         return self.best.prediction.guessed
 
     @property
+    def evidence(self) -> str:
+        """The measured runs nearest to the fastest layout, and how far their predicted times were off."""
+        return self.best.bars.evidence
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dictionary for every layout."""
         return [layout.row() for layout in self.layouts]
@@ -93,10 +110,11 @@ class Plan:
         return len(self.layouts)
 
     def __str__(self) -> str:
-        lines = ["   step s     GiB    MFU  layout"]
+        lines = ["   step s     80% interval     GiB    MFU  layout"]
         for one in self.layouts:
             mfu = "–" if one.mfu is None else f"{one.mfu:.1%}"
-            lines.append(f"{one.step_s:9.4g} {one.memory_gib:7.1f} {mfu:>6}  {one.words}")
+            between = "–".join(f"{end:.3g}" for end in one.bars.step_s)
+            lines.append(f"{one.step_s:9.4g} {between:>16} {one.memory_gib:7.1f} {mfu:>6}  {one.words}")
         return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from meshwright.cli.amounts import token_option
 from meshwright.cli.job import FORCE, JSON, SET
 
 if TYPE_CHECKING:
-    from meshwright.plan import Prediction
+    from meshwright.plan import ErrorBars, Prediction
 
 JOB = typer.Argument(
     None, metavar="[JOB]", help="Find layouts for this job file, recipe or preset; after --compare, further clusters."
@@ -149,26 +149,27 @@ def _arguments(given: list[str], model: str | None, compare: list[str]) -> tuple
 def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import load_job
-    from meshwright.plan import check_target, predict
+    from meshwright.plan import check_target, error_bars, predict
 
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     machines, note = check_target(job, cluster)
     prediction = predict(job, machines)
+    bars = error_bars(job, machines, prediction)
     if svg is not None:
         from meshwright.studio import write_plan_svg
 
         write_plan_svg(prediction, svg)
     if as_json:
-        print_json(_as_json(prediction))
+        print_json(_as_json(prediction, bars))
         return
     console = stdout_console()
     for table in (_phase_table(prediction), _memory_table(prediction)):
         console.print(table)
-    for line in [*([note] if note else []), *_summary(prediction)]:
+    for line in [*([note] if note else []), *_summary(prediction, bars)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _as_json(prediction: "Prediction") -> dict[str, Any]:
+def _as_json(prediction: "Prediction", bars: "ErrorBars") -> dict[str, Any]:
     return {
         "kind": "CPU" if prediction.on_cpu else "GPU",
         "step_s": prediction.step_s,
@@ -189,6 +190,8 @@ def _as_json(prediction: "Prediction") -> dict[str, Any]:
             }
             for rank in prediction.memory
         ],
+        "interval": bars.as_json(),
+        "evidence": {"time": bars.evidence, "memory": bars.memory_evidence},
         "guessed": list(prediction.guessed),
         "not_modelled": list(prediction.not_modelled),
     }
@@ -232,7 +235,9 @@ def _memory_table(prediction: "Prediction") -> Any:
     return table
 
 
-def _summary(prediction: "Prediction") -> list[str]:
+def _summary(prediction: "Prediction", bars: "ErrorBars") -> list[str]:
+    from meshwright.cli.plan_bars import bar_lines
+
     mfu = ""
     if prediction.mfu is not None:
         mfu = f", MFU {prediction.mfu:.1%} (attention over every pair; {prediction.mfu_causal:.1%} over causal ones)"
@@ -245,6 +250,7 @@ def _summary(prediction: "Prediction") -> list[str]:
     if prediction.host_over_bytes:
         kept, there = max(rank.host for rank in prediction.memory), prediction.host_capacity_bytes or 0.0
         lines.append(f"does not fit its host: {kept / GIB:.1f} GiB are needed per GPU, which has {there / GIB:.1f} GiB")
+    lines += bar_lines(bars, prediction)
     lines += [f"guessed: {guess}" for guess in prediction.guessed]
     return lines + [f"not modelled: {what}" for what in prediction.not_modelled]
 

@@ -63,7 +63,7 @@ def show_comparison(
         print_json({"tokens": ask.tokens, "clusters": [_row(one) for one in rows]})
         return
     stdout_console().print(_table(rows))
-    for line in _below(rows):
+    for line in _below(rows, rows):
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -105,8 +105,24 @@ def show_size(
         print_json({"tokens": ask.tokens, "answer": _row(answer), "tried": [_row(one) for one in rows]})
         return
     stdout_console().print(_table(rows, answer))
-    for line in _below(rows):
+    for line in [_answer(answer, rows, days), *_below(rows, [answer])]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _answer(answer: "Machines", rows: "Sequence[Machines]", days: float | None) -> str:
+    """When the training ends on the machines found, and which would do even at the slow end of the interval."""
+    from meshwright.cli.plan_bars import interval
+
+    assert answer.economy is not None and answer.bars is not None
+    between = answer.bars.times(answer.economy.days)
+    line = f"{answer.spelling}: {answer.economy.days:,.1f} days, {answer.bars.level:.0%} interval "
+    line += interval(*between, ",.1f")
+    if days is None or between[1] <= days:
+        return line
+    sure = (one for one in rows if one.economy and one.bars and one.bars.times(one.economy.days)[1] <= days)
+    safe = min(sure, key=lambda one: one.gpus, default=None)
+    other = "no other that was tried" if safe is None else safe.spelling
+    return f"{line}, which may be late; {other} would end in time at the slow end of its interval too"
 
 
 def _nearest(one: "Machines") -> str:
@@ -118,10 +134,11 @@ def _nearest(one: "Machines") -> str:
 def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
     from rich.table import Table
 
+    from meshwright.cli.plan_bars import interval
     from meshwright.plan import layout_words
 
     priced, timed = any(one.price for one in rows), any(one.economy for one in rows)
-    columns = ["cluster", "tokens/s", "a GPU", "MFU", "GPU-hours per 10⁹ tokens"]
+    columns = ["cluster", "tokens/s", "80% interval", "a GPU", "MFU", "GPU-hours per 10⁹ tokens"]
     columns += (["cost per 10⁹"] if priced else []) + (["days"] if timed else [])
     columns += ["cost"] if priced and timed else []
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -129,12 +146,13 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
         table.add_column(name, justify="left" if name in ("cluster", "layout") else "right", overflow="fold")
     for one in rows:
         name = one.spelling + (" ←" if one is answer else "")
-        if one.found is None:
+        if one.found is None or one.bars is None:
             table.add_row(name, *[""] * (len(columns) - 1), "does not run")
             continue
         best = one.found.search.best[0]
         mfu = "–" if best.prediction.mfu is None else f"{best.prediction.mfu:.1%}"
-        cells = [f"{one.tokens_per_s:,.0f}", f"{one.tokens_per_s / one.gpus:,.0f}", mfu]
+        between = interval(*(rate * one.gpus for rate in one.bars.tokens_per_s_per_gpu))
+        cells = [f"{one.tokens_per_s:,.0f}", between, f"{one.tokens_per_s / one.gpus:,.0f}", mfu]
         cells.append(f"{one.gpu_hours_per_billion:,.2f}")
         cells += ["–" if one.cost_per_billion is None else f"{one.cost_per_billion:,.2f}"] if priced else []
         cells += ["–" if one.economy is None else f"{one.economy.days:,.1f}"] if timed else []
@@ -144,15 +162,20 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
     return table
 
 
-def _below(rows: "Sequence[Machines]") -> list[str]:
-    """Why some do not run, and what is guessed of the others."""
+def _below(rows: "Sequence[Machines]", explained: "Sequence[Machines]") -> list[str]:
+    """Why some do not run, what the intervals of those explained rest on, and what is guessed."""
     lines = [f"{one.spelling}: {one.why}" for one in rows if one.found is None]
+    evidence: dict[str, list[str]] = {}
+    for one in explained:
+        if one.bars is not None:
+            evidence.setdefault(one.bars.evidence, []).append(one.spelling)
+    lines += [f"evidence for {', '.join(names)}: {words}" for words, names in evidence.items()]
     guessed = (guess for one in rows if one.found for guess in one.found.search.best[0].prediction.guessed)
     return lines + [f"guessed: {guess}" for guess in dict.fromkeys(guessed)]
 
 
 def _row(one: "Machines") -> dict[str, Any]:
-    if one.found is None:
+    if one.found is None or one.bars is None:
         return {"cluster": one.spelling, "gpus": None, "why": one.why}
     best = one.found.search.best[0]
     return {
@@ -162,6 +185,8 @@ def _row(one: "Machines") -> dict[str, Any]:
         "tokens_per_s_per_gpu": best.prediction.tokens_per_s_per_gpu,
         "mfu": best.prediction.mfu,
         "step_s": best.prediction.step_s,
+        "interval": one.bars.as_json(),
+        "evidence": {"time": one.bars.evidence, "memory": one.bars.memory_evidence},
         "device_bytes": best.prediction.fullest.device,
         "global_batch": best.job.batch.global_batch,
         "layout": best.job.layout.model_dump(mode="json"),

@@ -5,8 +5,8 @@ from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows, guessed_rows
 from meshwright.plan.compare import Term, compare_with_plan
 from meshwright.plan.economy import Economy, economy
+from meshwright.plan.error_bars import ErrorBars, error_bars, tie_words, tied
 from meshwright.plan.explain import (
-    alike,
     batch_sequences,
     fine_tuning_batch,
     layout_words,
@@ -32,6 +32,7 @@ __all__ = [
     "MESHWRIGHT_COMPILED",
     "Candidate",
     "Economy",
+    "ErrorBars",
     "Machine",
     "Point",
     "Prediction",
@@ -42,11 +43,11 @@ __all__ = [
     "Validation",
     "accuracy_page",
     "accuracy_rows",
-    "alike",
     "batch_sequences",
     "check_target",
     "compare_with_plan",
     "economy",
+    "error_bars",
     "fine_tuning_batch",
     "guessed_rows",
     "job_text",
@@ -63,6 +64,8 @@ __all__ = [
     "small_batch",
     "spelled",
     "target_of",
+    "tie_words",
+    "tied",
     "timeline",
     "usual_batch_tokens",
     "usual_compute",

@@ -34,17 +34,27 @@ def layout_pictures(job: "Job", cluster: "Cluster", prediction: "Prediction") ->
 
 def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> Path:
     """Write the charts of a job on these machines as one page, and return its path."""
-    from meshwright.plan import job_text, layout_words, predict
+    from meshwright.plan import error_bars, job_text, layout_words, predict
 
     prediction = predict(job, cluster)
+    bars = error_bars(job, cluster, prediction)
+    rate, step, size = (
+        "–".join(format(end, form) for end in ends)
+        for ends, form in (
+            (bars.tokens_per_s_per_gpu, ",.0f"),
+            (bars.step_s, ".3g"),
+            ([size / GIB for size in bars.device_bytes], ".0f"),
+        )
+    )
     mfu = "unknown" if prediction.mfu is None else f"{prediction.mfu:.1%}"
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB too much"
+    batch = f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"
     tiles = (
-        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", f"per {prediction.per}"),
+        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", f"per {prediction.per}; 80% interval {rate}"),
         ("MFU", mfu, "attention over every pair"),
-        ("Step", f"{prediction.step_s:.3g} s", f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"),
-        ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", room),
+        ("Step", f"{prediction.step_s:.3g} s", f"{batch}; 80% interval {step} s"),
+        ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", f"{room}; 80% interval {size} GiB"),
     )
     shown = "".join(
         f'<div class="tile"><div class="what">{what}</div><div class="value">{escape(value)}</div>'
@@ -52,7 +62,9 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
         for what, value, more in tiles
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}"
-    guessed = "".join(f'<p class="note">guessed: {escape(guess)}</p>' for guess in prediction.guessed)
+    notes = [f"evidence for time: {bars.evidence}", f"evidence for memory: {bars.memory_evidence}"]
+    notes += [f"guessed: {guess}" for guess in prediction.guessed]
+    guessed = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     body = (
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'
         f"<span>{escape(layout_words(job))}</span>"

@@ -76,7 +76,7 @@ class Planner:
             "bounded": found.bounded,
             "predicted": found.predicted,
             "whole": complete,
-            "rows": [_row(one, whole, question.cluster) for one in found.best],
+            "rows": _rows(found, whole, question.cluster),
             "training": whole.sentence(best, question.cluster),
             "misses": [in_page_words(why_not(one, found)) for one in found.misses],
             "nothing": _nothing(question, found, complete),
@@ -131,14 +131,25 @@ def _nothing(question: Asked, found: "Search", hinted: bool) -> str:
     return f"No layout fits on {gpus} of this kind; {remedy}."
 
 
-def _row(one: "Candidate", whole: Training, cluster: "Cluster") -> dict[str, Any]:
-    from meshwright.plan import layout_words, limit
+def _rows(found: "Search", whole: Training, cluster: "Cluster") -> list[dict[str, Any]]:
+    from meshwright.plan import tied
+
+    ties = tied(found.best) if found.best else ()
+    return [_row(one, whole, cluster, tie) for one, tie in zip(found.best, ties, strict=True)]
+
+
+def _row(one: "Candidate", whole: Training, cluster: "Cluster", tie: bool) -> dict[str, Any]:
+    from meshwright.plan import error_bars, layout_words, limit
 
     prediction = one.prediction
+    bars = error_bars(one.job, cluster, prediction)
     return {
         "pick": pick_of(one.job),
         "layout": layout_words(one.job),
         "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
+        "interval": list(bars.tokens_per_s_per_gpu),
+        "gib_interval": [size / GIB for size in bars.device_bytes],
+        "tie": tie,
         "mfu": prediction.mfu,
         "step_s": prediction.step_s,
         "gib": prediction.fullest.device / GIB,
@@ -149,12 +160,13 @@ def _row(one: "Candidate", whole: Training, cluster: "Cluster") -> dict[str, Any
 
 
 def _layout(state: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.plan import job_text, layout_words, predict, spelled
+    from meshwright.plan import error_bars, job_text, layout_words, predict, spelled
 
     question = asked(state)
     job = question.picked(str(state.get("pick")))
     cluster = question.cluster
     prediction = predict(job, cluster)
+    bars = error_bars(job, cluster, prediction)
     heading = (
         f"planned for {spelled(cluster)}: {layout_words(job)}; "
         f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {prediction.per}, "
@@ -163,6 +175,7 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": layout_words(job),
         "pictures": layout_pictures(job, cluster, prediction),
+        "evidence": [f"80% intervals, time: {bars.evidence}", f"memory: {bars.memory_evidence}"],
         "guessed": list(prediction.guessed),
         "job": job_text(job.model_copy(update={"cluster": cluster}), heading),
         "commands": commands(cluster),

@@ -191,12 +191,12 @@ function showShape(found) {
 }
 
 function showRows(found) {
-  const rows = found.rows.map(row => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
+  const rows = found.rows.map((row, place) => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
     h("td", {}, h("button", { type: "button", class: "pick", "aria-pressed": String(row.pick === pick) }, row.layout)),
-    h("td", { class: "number", "data-name": "tokens/s per GPU" }, number(row.tokens_per_s_per_gpu)),
+    h("td", { class: "number", "data-name": "tokens/s per GPU" }, place && row.tie ? h("span", { title: "predictions do not tell it apart from the first" }, "≈ ") : null, number(row.tokens_per_s_per_gpu), between(row.interval, number)),
     h("td", { class: "number", "data-name": "MFU" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
     h("td", { class: "number", "data-name": "step" }, `${number(row.step_s)} s`),
-    h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1)),
+    h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1), between(row.gib_interval, size => size.toFixed(0))),
     ...whole(row.training),
     h("td", { "data-name": "limited by" }, row.limited_by)));
   document.querySelector("#layouts tbody").replaceChildren(...rows);
@@ -209,6 +209,11 @@ function showRows(found) {
   $("rejected").hidden = !found.misses.length;
   document.querySelector("#rejected h2").textContent = found.rows.length ? "Faster, but does not fit" : "Does not fit";
   document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
+}
+
+// The 80% interval, small, under its number.
+function between([low, high], words) {
+  return h("small", { class: "between", title: "8 of 10 such predictions end up between these" }, `${words(low)}–${words(high)}`);
 }
 
 // Cells of the whole training: its days, or the tokens of the days that are given, and what it costs.
@@ -248,7 +253,7 @@ async function choose({ tokens, days, price, ...asked }, mine) {  // one layout 
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
+  $("guessed").replaceChildren(...[...one.evidence, ...one.guessed.map(guess => `guessed: ${guess}`)].map(words => h("p", { class: "note" }, words)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);
