@@ -172,8 +172,8 @@ def _order_lines(order: dict[str, Any]) -> list[str]:
         return []
     return [
         "",
-        f"Layouts of one job that are measured in pairs: {apart['pairs']} are told apart, of which {apart['right']} are in",
-        f"the predicted order; {ties['pairs']} are called a tie, of which {ties['right']} are.",
+        f"Layouts of one job, two by two: {apart['pairs']} are told apart, and {apart['right']} of them were in this",
+        f"order; {ties['pairs']} are called a tie, and {ties['right']} of them were.",
     ]
 
 
@@ -188,7 +188,7 @@ def _own_section(summary: dict[str, Any]) -> list[str]:
         "",
         "## Our own runs",
         "",
-        f"{own['predicted']} runs of Meshwright's trainer, predicted from the profile that comes with it and not counted",
+        f"{own['predicted']} runs of Meshwright's trainer, predicted from the profile that comes with it, not counted",
         f"above: time {time:.1%} in the median and {mean:.1%} in the mean, memory {memory:.1%} in the median.",
         "",
         *_markdown([header, *rows], words=3),

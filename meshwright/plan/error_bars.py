@@ -37,13 +37,23 @@ class ErrorBars:
     step_s: tuple[float, float]
     tokens_per_s_per_gpu: tuple[float, float]
     device_bytes: tuple[float, float]
-    evidence: str
-    """The measured runs nearest to this one, and how far their predicted times were off."""
-    memory_evidence: str
-    """The same for memory."""
     relative_time: tuple[float, float]
     """Of the predicted time: what days, GPU-hours and costs are multiplied by."""
+    timed_as: Traits
+    """What the run is like, as far as its time depends on it."""
+    held_as: Traits
+    """The same for memory."""
     level: float = LEVEL
+
+    @property
+    def evidence(self) -> str:
+        """The measured runs nearest to this one, and how far their predicted times were off."""
+        return _evidence_words("time", self.timed_as)
+
+    @property
+    def memory_evidence(self) -> str:
+        """The same for memory."""
+        return _evidence_words("memory", self.held_as)
 
     def times(self, value: float) -> tuple[float, float]:
         """The interval of what is proportional to time."""
@@ -72,9 +82,9 @@ def error_bars(job: Job, cluster: Cluster, prediction: Prediction) -> ErrorBars:
         time.of(prediction.step_s),
         (rate / slowest, rate / fastest),
         memory.of(prediction.fullest.device),
-        _evidence_words("time", timed),
-        _evidence_words("memory", run),
         (fastest, slowest),
+        timed,
+        run,
     )
 
 

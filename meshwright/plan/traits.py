@@ -1,6 +1,7 @@
 """What predictions of two runs have in common, and so how much the error of one says about the other."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -64,12 +65,12 @@ class Traits:
     @property
     def family(self) -> str:
         """GPUs that share their rates with this one; itself if it is known only from a profile."""
-        return next((name for starts, name, _ in _FAMILIES if self.gpu.startswith(starts)), self.gpu)
+        return _family(self.gpu)[0]
 
     @property
     def maker(self) -> str:
         """Who makes the GPU, as far as it is known."""
-        return next((maker for starts, _, maker in _FAMILIES if self.gpu.startswith(starts)), "")
+        return _family(self.gpu)[1]
 
     @property
     def axes_words(self) -> str:
@@ -77,6 +78,12 @@ class Traits:
         used = " + ".join(axis for axis in AXES if axis in self.axes)
         one = "rank" if self.gpu == CPU else "GPU"
         return used or (f"one {one}" if self.gpus == 1 else "replicas")
+
+
+@cache
+def _family(gpu: str) -> tuple[str, str]:
+    """Family and maker."""
+    return next(((family, maker) for starts, family, maker in _FAMILIES if gpu.startswith(starts)), (gpu, ""))
 
 
 def traits_of(job: Job, gpu: str, gpus: int, software: Software, *, calibrated: bool) -> Traits:
