@@ -280,6 +280,10 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table)
+    for kind in ("time", "memory"):
+        if (held := summary["coverage"][kind]["all"])["rows"]:
+            line = f"{kind}: {held['inside']} of {held['rows']} rows in their 80% interval ({held['share']:.1%})"
+            stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
     for run, gpus, layout, use, predicted, measured, error in guessed_rows(summary)[1:]:
         line = f"rates guessed, {use} {run}: {gpus}, {layout}: {predicted} s predicted, {measured} s measured, {error}"
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
