@@ -116,7 +116,7 @@ def _answer(answer: "Machines", rows: "Sequence[Machines]", days: float | None) 
     assert answer.economy is not None and answer.bars is not None
     between = answer.bars.times(answer.economy.days)
     line = f"{answer.spelling}: {answer.economy.days:,.1f} days, {answer.bars.level:.0%} interval "
-    line += interval(*between, ",.1f")
+    line += interval(between, ",.1f")
     if days is None or between[1] <= days:
         return line
     sure = (one for one in rows if one.economy and one.bars and one.bars.times(one.economy.days)[1] <= days)
@@ -151,7 +151,7 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
             continue
         best = one.found.search.best[0]
         mfu = "–" if best.prediction.mfu is None else f"{best.prediction.mfu:.1%}"
-        between = interval(*(rate * one.gpus for rate in one.bars.tokens_per_s_per_gpu))
+        between = interval(rate * one.gpus for rate in one.bars.tokens_per_s_per_gpu)
         cells = [f"{one.tokens_per_s:,.0f}", between, f"{one.tokens_per_s / one.gpus:,.0f}", mfu]
         cells.append(f"{one.gpu_hours_per_billion:,.2f}")
         cells += ["–" if one.cost_per_billion is None else f"{one.cost_per_billion:,.2f}"] if priced else []

@@ -222,7 +222,7 @@ def _days_interval(one: "Candidate", cluster: "Cluster", report: "Economy") -> s
     from meshwright.plan import error_bars
 
     bars = error_bars(one.job, cluster, one.prediction)
-    return f"{bars.level:.0%} interval {interval(*bars.times(report.days), ',.1f')}"
+    return f"{bars.level:.0%} interval {interval(bars.times(report.days), ',.1f')}"
 
 
 def _duration(seconds: float) -> str:
@@ -244,7 +244,7 @@ def _table(found: "Found", training: Training) -> Any:
     plain, ties = simplest(best), tied(best)
     for place, one in enumerate(best):
         prediction = one.prediction
-        between = interval(*error_bars(one.job, machines, prediction).tokens_per_s_per_gpu)
+        between = interval(error_bars(one.job, machines, prediction).tokens_per_s_per_gpu)
         words = layout_words(one.job) + (" (simplest)" if place == plain else "")
         mfu = "–" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         size = f"{prediction.fullest.device / GIB:.1f}"

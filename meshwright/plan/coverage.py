@@ -42,7 +42,7 @@ def coverage(outcomes: "Iterable[Outcome]", table: Residuals | None = None) -> d
     table = table or residuals()
     rows = [one for one in outcomes if one.case.use != "fitted"]
     kinds: tuple[Kind, Kind] = ("time", "memory")
-    covered = {kind: _covered(rows, table, kind) for kind in kinds}
+    covered: dict[str, Any] = {kind: _covered(rows, table, kind) for kind in kinds}
     return {"level": LEVEL, **covered, "order": _order(rows, table)}
 
 

@@ -67,7 +67,7 @@ def with_factors(rows: Iterable[Residual], names: Mapping[str, str], bands: Mapp
     """The rows with the factors that they give."""
     plain = Residuals(tuple(rows), names, {}, bands)
     kinds: tuple[Kind, Kind] = ("time", "memory")
-    factors = {kind: plain.evidence(kind).factor(plain.counted(kind)) for kind in kinds}
+    factors: dict[str, float] = {kind: plain.evidence(kind).factor(plain.counted(kind)) for kind in kinds}
     return Residuals(plain.rows, names, factors, bands)
 
 
