@@ -257,6 +257,7 @@ def _summary(prediction: "Prediction", bars: "ErrorBars") -> list[str]:
 
 def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console, write_file
+    from meshwright.cli.plan_bars import coverage_lines, own_lines
     from meshwright.errors import UserError
     from meshwright.plan import accuracy_page, accuracy_rows, guessed_rows, validate
 
@@ -280,10 +281,8 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table)
-    for kind in ("time", "memory"):
-        if (held := summary["coverage"][kind]["all"])["rows"]:
-            line = f"{kind}: {held['inside']} of {held['rows']} rows in their 80% interval ({held['share']:.1%})"
-            stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in [*own_lines(summary), *coverage_lines(summary)]:
+        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
     for run, gpus, layout, use, predicted, measured, error in guessed_rows(summary)[1:]:
         line = f"rates guessed, {use} {run}: {gpus}, {layout}: {predicted} s predicted, {measured} s measured, {error}"
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)

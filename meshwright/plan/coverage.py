@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.plan.interval import LEVEL, weighted_quantile
 from meshwright.plan.machine import machine_of
 from meshwright.plan.residuals import Kind, Residual, Residuals, residuals, with_factors
-from meshwright.plan.traits import Traits, traits_of
+from meshwright.plan.traits import Traits, is_calibrated, traits_of
 
 if TYPE_CHECKING:
     from meshwright.plan.validate import Outcome
@@ -87,7 +87,7 @@ def _share(rows: Sequence[tuple[bool, float]]) -> dict[str, Any]:
 
 def _traits(outcome: "Outcome") -> Traits:
     case = outcome.case
-    calibrated = case.software.own and machine_of(case.cluster).measured is not None
+    calibrated = case.software.own and is_calibrated(machine_of(case.cluster))
     gpus = case.cluster.nodes * case.cluster.gpus_per_node
     return traits_of(case.job, str(case.cluster.gpu), gpus, case.software, calibrated=calibrated)
 

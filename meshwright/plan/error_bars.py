@@ -16,7 +16,7 @@ from meshwright.plan.interval import LEVEL, Spread
 from meshwright.plan.machine import machine_of
 from meshwright.plan.predict import Prediction, own_software
 from meshwright.plan.residuals import Kind, evidence_of, residuals
-from meshwright.plan.traits import AXES, Traits, traits_of
+from meshwright.plan.traits import AXES, Traits, is_calibrated, traits_of
 
 if TYPE_CHECKING:
     from meshwright.plan.search import Candidate
@@ -73,7 +73,7 @@ def error_bars(job: Job, cluster: Cluster, prediction: Prediction) -> ErrorBars:
     """The intervals of a prediction for our own trainer on these machines."""
     machine = machine_of(cluster)
     software = own_software(job, on_cpu=machine.on_cpu)
-    run = traits_of(job, machine.gpu.key, machine.gpus, software, calibrated=machine.measured is not None)
+    run = traits_of(job, machine.gpu.key, machine.gpus, software, calibrated=is_calibrated(machine))
     timed = _better_known(run)
     time, memory = _spread("time", timed), _spread("memory", run)
     fastest, slowest = time.of(1.0)

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.hardware.profile import CPU
 from meshwright.job import Job
+from meshwright.plan.machine import Machine
 from meshwright.plan.software import Software
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ class Traits:
 def _family(gpu: str) -> tuple[str, str]:
     """Family and maker."""
     return next(((family, maker) for starts, family, maker in _FAMILIES if gpu.startswith(starts)), (gpu, ""))
+
+
+def is_calibrated(machine: Machine) -> bool:
+    """Whether predictions for a machine use measurements of its own GPU."""
+    return machine.measured is not None
 
 
 def traits_of(job: Job, gpu: str, gpus: int, software: Software, *, calibrated: bool) -> Traits:

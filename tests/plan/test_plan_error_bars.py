@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,19 @@ def test_one_job_has_an_interval(cli: Callable[..., Any]) -> None:
     assert "fits with" in tight and "memory may not suffice" not in tight
     points = json.loads(cli(*words, "--scale", "1,2", "--json").out)["points"]
     assert all(inside(one) for one in points if one["gpus"])
+
+
+def test_own_runs_are_validated_apart(cli: Callable[..., Any], tmp_path: Path) -> None:
+    rows = tmp_path / "own.csv"
+    header = "id,job,overrides,cluster,step_s,allocated_bytes,reserved_bytes,device_bytes"
+    measured = "mine-1,pretrain-1b,batch.micro_batch=4 batch.global_batch=4,1xh200,0.25,30e9,,"
+    rows.write_text(f"{header}\n{measured}\nmine-2,pretrain-1b,run.stepz=3,1xh200,0.25,30e9,,\n")
+    found = json.loads(cli("plan", "--validate", str(rows), "--json").out)
+    assert found["overall"]["predicted"] == 0 and found["own"]["predicted"] == 1
+    assert found["coverage"]["time"]["sources"]["mine"]["rows"] == 1 and found["coverage"]["time"]["all"]["rows"] == 0
+    assert found["rows"][0]["use"] == "own" and "stepz" in found["unpredicted"][0]["reason"]
+    assert "own runs: 1 predicted" in (shown := cli("plan", "--validate", str(rows)).out)
+    assert "time, own runs mine: " in shown and "published" not in shown
 
 
 def test_a_plan_in_python_has_them() -> None:
