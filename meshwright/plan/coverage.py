@@ -89,7 +89,8 @@ def _traits(outcome: "Outcome") -> Traits:
     case = outcome.case
     calibrated = case.software.own and is_calibrated(machine_of(case.cluster))
     gpus = case.cluster.nodes * case.cluster.gpus_per_node
-    return traits_of(case.job, str(case.cluster.gpu), gpus, case.software, calibrated=calibrated)
+    gpu, counted = str(case.cluster.gpu), case.memory_counted
+    return traits_of(case.job, gpu, gpus, case.software, calibrated=calibrated, counted=counted)
 
 
 def _error(outcome: "Outcome", kind: Kind) -> float | None:

@@ -94,12 +94,12 @@ def _cells(row: Residual) -> list[Any]:
     axes = " ".join(axis for axis in AXES if axis in one.axes)
     based = (one.calibrated, one.own, row.recorded)
     errors = [None if error is None else round(error, 4) for error in (row.time, row.memory)]
-    return [row.id, one.gpu, one.gpus, axes, one.program, one.precision, *map(int, based), *errors]
+    return [row.id, one.gpu, one.gpus, axes, one.program, one.precision, *map(int, based), *errors, one.counted]
 
 
 def _row(cells: list[Any]) -> Residual:
-    name, gpu, gpus, axes, program, precision, calibrated, own, recorded, time, memory = cells
-    traits = Traits(gpu, gpus, bool(calibrated), bool(own), frozenset(axes.split()), program, precision)
+    name, gpu, gpus, axes, program, precision, calibrated, own, recorded, time, memory, counted = cells
+    traits = Traits(gpu, gpus, bool(calibrated), bool(own), frozenset(axes.split()), program, precision, counted)
     return Residual(name, name.rpartition("-")[0], traits, time, memory, bool(recorded))
 
 

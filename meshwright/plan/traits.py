@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 AXES = ("tp", "cp", "pp", "zero")
 Program = Literal["fused", "eager", "scores written out"]
 Precision = Literal["fp32", "16-bit", "fp8"]
+Counted = Literal["allocated", "reserved", "device"]
 
 _FAMILIES = (
     (("v100",), "Volta", "NVIDIA"),
@@ -46,6 +47,8 @@ _OTHER_AXIS = 0.75
 """An axis that only one of them uses."""
 _OTHER_PROGRAM = 0.75
 _OTHER_PRECISION = 0.45
+_OTHER_COUNT = 0.75
+"""Memory that was counted in another way: what an allocator keeps and a driver takes is not in every count."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Traits:
     """Of tp, cp, pp and zero those that are used."""
     program: Program
     precision: Precision
+    counted: Counted = "device"
+    """How memory was counted, where it was: a plan is about all that is used on the device."""
 
     @property
     def family(self) -> str:
@@ -92,7 +97,9 @@ def is_calibrated(machine: Machine) -> bool:
     return machine.measured is not None
 
 
-def traits_of(job: Job, gpu: str, gpus: int, software: Software, *, calibrated: bool) -> Traits:
+def traits_of(
+    job: Job, gpu: str, gpus: int, software: Software, *, calibrated: bool, counted: Counted = "device"
+) -> Traits:
     """A job's traits on so many GPUs."""
     layout = job.layout
     sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
@@ -104,7 +111,7 @@ def traits_of(job: Job, gpu: str, gpus: int, software: Software, *, calibrated: 
         program = "scores written out"
     wide: Precision = "fp32" if job.precision.number_bytes == 4 else "16-bit"
     precision: Precision = "fp8" if job.precision.compute == "fp8" else wide
-    return Traits(gpu, gpus, calibrated, software.own, frozenset(axes), program, precision)
+    return Traits(gpu, gpus, calibrated, software.own, frozenset(axes), program, precision, counted)
 
 
 class Distances:
@@ -113,6 +120,7 @@ class Distances:
     def __init__(self, runs: "Sequence[Traits]", footing: Literal["calibrated", "own"]) -> None:
         self._footing = footing
         self._trainer = _OTHER_TRAINER if footing == "calibrated" else 0.0
+        self._count = _OTHER_COUNT if footing == "own" else 0.0
         self._gpu = np.array([one.gpu for one in runs])
         self._family = np.array([one.family for one in runs])
         self._maker = np.array([one.maker for one in runs])
@@ -122,6 +130,7 @@ class Distances:
         self._axes = np.array([[axis in one.axes for axis in AXES] for one in runs], dtype=bool)
         self._program = np.array([one.program for one in runs])
         self._precision = np.array([one.precision for one in runs])
+        self._counted = np.array([one.counted for one in runs])
 
     def to(self, run: Traits) -> "NDArray[np.float64]":
         """How far each of the runs is from this one."""
@@ -135,6 +144,7 @@ class Distances:
             + _DOUBLING * np.abs(self._doublings - np.log2(run.gpus))
             + _OTHER_AXIS * (self._axes != used).sum(axis=1)
             + _OTHER_PROGRAM * (self._program != run.program)
-            + _OTHER_PRECISION * (self._precision != run.precision),
+            + _OTHER_PRECISION * (self._precision != run.precision)
+            + self._count * (self._counted != run.counted),
             dtype=np.float64,
         )

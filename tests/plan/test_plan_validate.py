@@ -75,7 +75,7 @@ def test_intervals_hold_what_they_promise(found: Validation, summary: dict[str, 
     """Every source's rows in the intervals that the others give: 80% of them, and far fewer if errors were halved."""
     time, memory = (summary["coverage"][kind]["all"] for kind in ("time", "memory"))
     assert time["rows"] > 300 and 0.75 <= time["share"] <= 0.85
-    assert memory["rows"] > 100 and 0.70 <= memory["share"] <= 0.90  # a third of the sources that time has
+    assert memory["rows"] > 100 and 0.65 <= memory["share"] <= 0.90  # fewer sources, two of which share a bias
     shipped = residuals()
     rows = [replace(row, time=row.time and row.time / 2, memory=row.memory and row.memory / 2) for row in shipped.rows]
     halved = coverage(found.outcomes, with_factors(rows, shipped.names, shipped.bands))
