@@ -63,7 +63,7 @@ def show_comparison(
         print_json({"tokens": ask.tokens, "clusters": [_row(one) for one in rows]})
         return
     stdout_console().print(_table(rows))
-    for line in _below(rows, rows):
+    for line in _below(rows):
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -105,7 +105,7 @@ def show_size(
         print_json({"tokens": ask.tokens, "answer": _row(answer), "tried": [_row(one) for one in rows]})
         return
     stdout_console().print(_table(rows, answer))
-    for line in [_answer(answer, rows, days), *_below(rows, [answer])]:
+    for line in [_answer(answer, rows, days), *_below(rows, answer)]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -162,11 +162,11 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
     return table
 
 
-def _below(rows: "Sequence[Machines]", explained: "Sequence[Machines]") -> list[str]:
-    """Why some do not run, what the intervals of those explained rest on, and what is guessed."""
+def _below(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> list[str]:
+    """Why some do not run, what the intervals of the others, or of the answer, rest on, and what is guessed."""
     lines = [f"{one.spelling}: {one.why}" for one in rows if one.found is None]
     evidence: dict[str, list[str]] = {}
-    for one in explained:
+    for one in rows if answer is None else [answer]:
         if one.bars is not None:
             evidence.setdefault(one.bars.evidence, []).append(one.spelling)
     lines += [f"evidence for {', '.join(names)}: {words}" for words, names in evidence.items()]
