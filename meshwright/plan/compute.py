@@ -110,6 +110,12 @@ _OWN_LAUNCH_S = 9.9e-6
 do not differ by their hosts."""
 
 
+def bare_launch_s(device: Device, *, own: bool) -> float:
+    """What launching a bare operation takes the host: as its profile measured it, or as usual."""
+    measured = None if device.measured is None else device.measured.profile.launch_s
+    return measured or (_OWN_LAUNCH_S if own else USUAL_LAUNCH_S)
+
+
 def host_waits(
     job: Job, device: Device, software: Software, mode: str, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
@@ -118,11 +124,9 @@ def host_waits(
     Ranks that share every product meet at each collective, where sometimes one's host is late and sometimes another's
     device: there neither hides behind the other in full.
     """
-    bare_s = _OWN_LAUNCH_S if software.own else USUAL_LAUNCH_S
-    if device.measured is not None and device.measured.profile.launch_s is not None:
-        if device.measured.on_cpu:
-            return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
-        bare_s = device.measured.profile.launch_s
+    if device.measured is not None and device.measured.on_cpu:
+        return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
+    bare_s = bare_launch_s(device, own=software.own)
     if software.own:
         forward, backward = (count * bare_s for count in own_launches(job, software, mode))
     else:
