@@ -143,7 +143,7 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
     """The host's work for one of our blocks, forward and backward, in multiples of a bare launch.
 
     Fitted to blocks of GPT-2, Llama and Qwen3 with so few tokens that an H200 waits for its host (benchmarks/LOG.md):
-    an eager operation is nearly three launches with its autograd; a compiled block's guards and wrappers cost more than
+    an eager operation is more than two launches with its autograd; a compiled block's guards and wrappers cost more than
     its few kernels; torch's hooks for recomputation cost as much as many operations.
     """
     model = job.model
@@ -154,8 +154,8 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
         casts = (50, 22) if job.precision.compute == "fp8" else (0, 0)
         again = {"full": 8.0, "segment": forward, "joined": forward}.get(mode, 0.0)  # inside the graph, or around it
         return forward + casts[0], 1.6 * forward + casts[1] + again
-    forward = 2.8 * operations
-    backward = 1.4 * forward + 70
+    forward = 2.65 * operations
+    backward = 1.4 * forward + 66
     if mode in REPEATED:
         return forward + 50, backward + forward + 45
     return (forward + 150, backward + 100) if mode == "selective" else (forward, backward)
@@ -220,9 +220,13 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
         length = sequence if spread == cp else sequence // cp
         if device.measured is not None:
             rows, groups = job.batch.micro_batch * heads / spread, heads / (kv_heads_of(job) * kv_copies(job))
-            masked = device.operations is not None and (job.data.mask_documents or window < sequence)
-            if masked:  # a mask hides scores that a CPU has computed: measured over causal FLOPs
-                flops = 2.0 * queries * sequence * heads * model.head_dim
+            masked = window < sequence
+            if device.operations is not None:
+                masked = masked or job.data.mask_documents
+                if masked:  # a mask hides scores that a CPU has computed: measured over causal FLOPs
+                    flops = 2.0 * queries * sequence * heads * model.head_dim
+            elif masked and length > 2 * window:  # a window's edges waste as much as those of sequences twice as long
+                rows, length = rows * length / (2 * window), 2 * window
             found = device.measured.attention_s(flops, model.head_dim, length, rows, groups, masked=masked)
             if found is not None:
                 return found
