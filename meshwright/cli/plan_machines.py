@@ -147,8 +147,11 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
 def _below(rows: "Sequence[Machines]") -> list[str]:
     """Why some do not run, and what is guessed of the others."""
     lines = [f"{one.spelling}: {one.why}" for one in rows if one.found is None]
-    guessed = (guess for one in rows if one.found for guess in one.found.search.best[0].prediction.guessed)
-    return lines + [f"guessed: {guess}" for guess in dict.fromkeys(guessed)]
+    predictions = [one.found.search.best[0].prediction for one in rows if one.found]
+    lines += [f"profile: {used}" for used in dict.fromkeys(one.profile for one in predictions)]
+    return lines + [
+        f"guessed: {guess}" for guess in dict.fromkeys(guess for one in predictions for guess in one.guessed)
+    ]
 
 
 def _row(one: "Machines") -> dict[str, Any]:
@@ -161,6 +164,7 @@ def _row(one: "Machines") -> dict[str, Any]:
         "tokens_per_s": one.tokens_per_s,
         "tokens_per_s_per_gpu": best.prediction.tokens_per_s_per_gpu,
         "mfu": best.prediction.mfu,
+        "profile": best.prediction.profile,
         "step_s": best.prediction.step_s,
         "device_bytes": best.prediction.fullest.device,
         "global_batch": best.job.batch.global_batch,

@@ -22,11 +22,14 @@ def show_scale(
     machine, note = check_target(job, cluster)
     points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
     guessed = list(dict.fromkeys(guess for one in points if one.prediction for guess in one.prediction.guessed))
+    used = list(dict.fromkeys(one.prediction.profile for one in points if one.prediction))
     if as_json:
         rows = [_row(one, axis) for one in points]
-        print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": rows, "guessed": guessed})
+        answer = {"axis": axis, "kind": "weak" if weak else "strong", "points": rows}
+        print_json({**answer, "profile": used[0] if used else None, "guessed": guessed})
         return
-    for line in [*([note] if note else []), *scale_lines(points, axis), *(f"guessed: {guess}" for guess in guessed)]:
+    below = [*(f"profile: {one}" for one in used), *(f"guessed: {guess}" for guess in guessed)]
+    for line in [*([note] if note else []), *scale_lines(points, axis), *below]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -143,8 +143,8 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
     """The host's work for one of our blocks, forward and backward, in multiples of a bare launch.
 
     Fitted to blocks of GPT-2, Llama and Qwen3 with so few tokens that an H200 waits for its host (benchmarks/LOG.md):
-    an eager operation is more than two launches with its autograd; a compiled block's guards and wrappers cost more than
-    its few kernels; torch's hooks for recomputation cost as much as many operations.
+    an eager operation is more than two launches with its autograd; a compiled block's guards and wrappers cost more
+    than its few kernels; torch's hooks for recomputation cost as much as many operations.
     """
     model = job.model
     operations = 12 + 2 * (model.activation == "swiglu") + 20 * (model.positions == "rope") + 4 * model.qk_norm

@@ -50,7 +50,12 @@ def runs_ahead(job: Job, device: Device, software: Software) -> bool:
 
 
 def step_waits(
-    job: Job, device: Device, software: Software, modes: Sequence[str], passes: tuple[float, float], head: Work,
+    job: Job,
+    device: Device,
+    software: Software,
+    modes: Sequence[str],
+    passes: tuple[float, float],
+    head: Work,
     update_s: float,
 ) -> dict[str, float]:
     """A step's waits for the host, given what the device takes for a micro-batch's forward and backward, the head's
