@@ -52,7 +52,8 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
         for what, value, more in tiles
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}"
-    guessed = "".join(f'<p class="note">guessed: {escape(guess)}</p>' for guess in prediction.guessed)
+    notes = [f"profile: {prediction.profile}", *(f"guessed: {guess}" for guess in prediction.guessed)]
+    guessed = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     body = (
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'
         f"<span>{escape(layout_words(job))}</span>"

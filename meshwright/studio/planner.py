@@ -163,6 +163,7 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": layout_words(job),
         "pictures": layout_pictures(job, cluster, prediction),
+        "profile": prediction.profile,
         "guessed": list(prediction.guessed),
         "job": job_text(job.model_copy(update={"cluster": cluster}), heading),
         "commands": commands(cluster),

@@ -248,7 +248,8 @@ async function choose({ tokens, days, price, ...asked }, mine) {  // one layout 
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
+  const notes = [`profile: ${one.profile}`, ...one.guessed.map(guess => `guessed: ${guess}`)];
+  $("guessed").replaceChildren(...notes.map(note => h("p", { class: "note" }, note)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);
