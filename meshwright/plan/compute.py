@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from meshwright.cost import REPEATED, chunk_rows, in_whole_lines
 from meshwright.job import Job
-from meshwright.layout import kv_copies, kv_heads_of
+from meshwright.layout import gradient_format, kv_copies, kv_heads_of
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
 
@@ -200,7 +200,7 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, products: list
     moved = 2.0 * wide * parameters
     if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
         each = job.precision.number_bytes
-        first = 0 if job.accumulation == 1 or each == wide else each + wide
+        first = 0 if each == wide or gradient_format(job) == job.precision.compute else each + wide
         moved = parameters * (first + (each + 2 * wide) * (job.accumulation - 1)) / job.accumulation
     if job.layout.zero_stage == 3:
         moved += parameters * 8
