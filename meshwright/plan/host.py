@@ -56,18 +56,17 @@ def step_waits(
     modes: Sequence[str],
     passes: tuple[float, float],
     head: Work,
-    update_s: float,
+    update_s: float | None,
 ) -> dict[str, float]:
     """A step's waits for the host, given what the device takes for a micro-batch's forward and backward, the head's
-    part of them, and the update."""
+    part of them, and the update; None if the host does that itself."""
     bare_s = bare_launch_s(device, own=True)
     blocks = [own_launches(job, software, mode) for mode in modes]
     forward, backward = (sum(block[part] for block in blocks) * bare_s for part in range(2))
     chunks, _ = loss_chunks(job)
-    before = [
-        Region(BETWEEN, update_launches(job) * bare_s, update_s),
-        Region(BETWEEN, _BETWEEN_STEPS * bare_s, 0.0),
-    ]
+    before = [Region(BETWEEN, _BETWEEN_STEPS * bare_s, 0.0)]
+    if update_s is not None:
+        before.insert(0, Region(BETWEEN, update_launches(job) * bare_s, update_s))
     micro_batch = [
         Region(FORWARD, forward + _ENDS * bare_s, passes[0] - head.forward),
         Region(FORWARD, chunks * _CHUNK * bare_s, head.forward + head.backward),

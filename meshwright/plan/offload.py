@@ -68,7 +68,9 @@ def offload_phases(
     transfers = moved / 2 / host_bytes_per_s
     phases = {"waiting for transfers to the host": max(0.0, transfers - compute_s)}
     if offloads_states(job):
-        narrow = sum(size < MASTER_BYTES for size in (job.precision.gradient_bytes, job.precision.number_bytes))
-        each = ADAMW_MOVED_BYTES + narrow * _CAST_BYTES
-        phases["update on the host"] = parameters * each * node_ranks / (update_bytes_per_s * _UPDATE_SHARE)
+        each, share = float(ADAMW_MOVED_BYTES), 1.0
+        if job.layout.zero_stage == 0:  # else torch offloads whole shards, and casts them on the device
+            narrow = sum(size < MASTER_BYTES for size in (job.precision.gradient_bytes, job.precision.number_bytes))
+            each, share = each + narrow * _CAST_BYTES, _UPDATE_SHARE
+        phases["update on the host"] = parameters * each * node_ranks / (update_bytes_per_s * share)
     return phases

@@ -131,7 +131,7 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     blocks = sum(layers[place] for place in set(busy))
     phases |= _once_a_step(job, machine, software, device, groups, held, blocks, *window)
     if runs_ahead(job, device, software):
-        head, update = head_work(job, device, software), 0.0 if offloads_states(job) else phases["optimizer"]
+        head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
         passes = stages[0].forward, stages[0].backward
         phases |= step_waits(job, device, software, modes, passes, head, update)
     if job.memory.offload:
