@@ -152,14 +152,14 @@ def _commit() -> str:
 def measure_all(jobs: dict[str, Timed], path: Path, only: str, limit_s: float) -> None:
     """What is not in the file yet."""
     done = {row["name"] for row in _lines(path)}
-    began = time.monotonic()
+    began, launch_s = time.monotonic(), _launch_s()
     for name, timed in jobs.items():
         if name in done or only not in name:
             continue
         if time.monotonic() - began > limit_s:
             print(f"stopped after {limit_s:.0f} s; run again to continue")
             return
-        row = {"name": name, **_measure(timed), "launch_s": _launch_s()}
+        row = {"name": name, **_measure(timed), "launch_s": launch_s}
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         shown = f"{1e3 * row['step_s']:.1f} ms, {row['peak_bytes'] / GIB:.2f} GiB" if "step_s" in row else row["state"]
@@ -245,9 +245,8 @@ def compare(predicted_at: Path, path: Path) -> None:
             sizes = [abs(value) for value in values]
             mean, bias = statistics.mean(sizes), statistics.mean(values)
             print(f"{name:16} mean {mean:.2%}  largest {max(sizes):.2%}  bias {bias:+.2%}  of {len(values)}")
-    if launches := [row["launch_s"] for row in _lines(path) if row.get("launch_s")]:
-        low, high = 1e6 * min(launches), 1e6 * max(launches)
-        print(f"a bare launch took {1e6 * statistics.median(launches):.2f} µs, from {low:.2f} to {high:.2f}")
+    if launches := sorted({row["launch_s"] for row in _lines(path) if row.get("launch_s")}):
+        print("a bare launch took " + ", ".join(f"{1e6 * one:.2f} µs" for one in launches))
 
 
 def _at(known: dict[str, float], launch_us: float) -> float:
