@@ -99,19 +99,3 @@ def test_every_further_micro_batch_waits_the_same() -> None:
 
     each = step_s(3) - step_s(2)
     assert step_s(40) == pytest.approx(step_s(3) + 37 * each, rel=1e-6)
-
-
-def test_the_new_jobs_of_the_benchmark_are_predicted() -> None:
-    """The committed predictions are of the jobs in the file, and none of them runs out of memory."""
-    import tomllib
-
-    from meshwright.job import load_job
-
-    evidence = RESULTS.parent / "evidence"
-    jobs = tomllib.loads((evidence / "plan_h200_new.toml").read_text())
-    rows = json.loads((evidence / "plan_h200_new_predicted.json").read_text())["rows"]
-    assert list(rows) == list(jobs) and len(jobs) == 12
-    for name, one in jobs.items():
-        prediction = predict(load_job("pretrain-1b", one["set"]).job, Cluster(gpu="h200"))
-        assert prediction.fits and rows[name]["step_s"] > 0, name
-        assert not prediction.not_modelled, name
