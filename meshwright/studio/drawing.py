@@ -54,7 +54,7 @@ def _style() -> str:
     """The page's light colours, by value: programs other than browsers do not support CSS variables."""
     light = asset("base.css").split("@media")[0] + asset("pictures.css").split("@media")[0]
     colours = dict(re.findall(r"--((?:mem|time)-\d+|red|soft):(#\w+)", light))
-    names = [f"{kind}-{tint}" for kind in ("mem", "time") for tint in range(TINTS)]
+    names = [f"{kind}-{tint}" for kind, count in TINTS.items() for tint in range(count)]
     tints = "".join(f".{name}{{fill:{colours[name]}}}" for name in names)
     return (
         f"text{{font:11.5px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:{colours['soft']}}}"
