@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Prediction, RankMemory
 
 GIB = 2**30
-TINTS = {"mem": 13, "time": 15}
+TINTS, TIME_TINTS = 13, 16
 """Classes mem-0 … and time-0 … of the style sheet: one per term of memory, and one per phase of a step."""
 WIDTH, NARROW = 1080, 400
 """Every drawing is made for a page and for a phone, where the first would be too small to read."""
@@ -91,7 +91,7 @@ def step_bar(prediction: "Prediction") -> str:
 def draw_step(prediction: "Prediction", width: int = WIDTH) -> Bars:
     """Only the bar of `step_bar`."""
     phases = _phases(prediction)
-    tints = {name: f"time-{place % TINTS['time']}" for place, name in enumerate(phases)}
+    tints = {name: f"time-{place % TIME_TINTS}" for place, name in enumerate(phases)}
     scale = _room(width) / prediction.step_s
     drawn, x = [], float(_left(width))
     for name, seconds in phases.items():
@@ -130,9 +130,8 @@ def _parts(rank: "RankMemory") -> list[tuple[str, float]]:
 def _tints(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[str, str]:
     """A colour for every term; those too small to see share the last one."""
     large = dict.fromkeys(name for name, size in zip(names, sizes, strict=True) if size > _SMALLEST_SHARE * most)
-    last = TINTS["mem"] - 1
-    tints = {name: min(place, last) for place, name in enumerate(large)}
-    return {name: f"mem-{tints.get(name, last)}" for name in dict.fromkeys(names)}
+    tints = {name: min(place, TINTS - 1) for place, name in enumerate(large)}
+    return {name: f"mem-{tints.get(name, TINTS - 1)}" for name in dict.fromkeys(names)}
 
 
 def _axis(most: float, base: float, width: int, words: str) -> str:
