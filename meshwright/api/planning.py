@@ -99,6 +99,11 @@ class Plan:
         return self.best.bars.evidence
 
     @property
+    def profile(self) -> str:
+        """Which profile of the GPU was used, from where and when, or what its rates are derived from."""
+        return self.best.prediction.profile
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """The table: a dictionary for every layout."""
         return [layout.row() for layout in self.layouts]

@@ -43,6 +43,9 @@ SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the sam
 AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are sizes of this axis (tp, cp, pp, dp_shard …).")
 WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays fixed.")
 SVG = typer.Option(None, "--svg", metavar="FILE", help="With --check: draw memory and time to this file.")
+PROFILE = typer.Option(
+    None, "--profile", metavar="FILE|FOLDER", help="Use this profile of the GPU, or this folder's: calibrate --export."
+)
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a Markdown page here.")
 
 GIB = 2**30
@@ -51,6 +54,7 @@ _FEW_GROUPS = 10
 
 
 def plan(
+    context: typer.Context,
     given: list[str] | None = JOB,
     model: str | None = MODEL,
     cluster: str | None = CLUSTER,
@@ -64,6 +68,7 @@ def plan(
     price: float | None = PRICE,
     mtbf_hours: float | None = MTBF,
     compare: list[str] = COMPARE,
+    profile: Path | None = PROFILE,
     days: float | None = DAYS,
     budget: float | None = BUDGET,
     check: str | None = CHECK,
@@ -79,7 +84,9 @@ def plan(
     """Find the fastest layout that fits, explain one job, or compare predictions with published runs."""
     from meshwright.cli.output import require_new
     from meshwright.errors import UserError
+    from meshwright.hardware import profiles_from
 
+    context.with_resource(profiles_from(profile))
     for option, path in (("--write", write), ("--svg", svg), ("--markdown", markdown)):
         require_new(path, option, force)
     job, clusters = _arguments(given or [], model, compare)
@@ -93,6 +100,8 @@ def plan(
         raise UserError(f"--write = {write} writes the layout that a search finds; give it with JOB or --model NAME")
     if markdown is not None and not validate:
         raise UserError(f"--markdown = {markdown} writes the table of --validate; give --validate or leave it out")
+    if profile is not None and validate:
+        raise UserError(f"--profile = {profile} measures our own programs, not those of --validate; leave it out")
     if scale is not None and not check:
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
@@ -192,6 +201,7 @@ def _as_json(prediction: "Prediction", bars: "ErrorBars") -> dict[str, Any]:
         ],
         "interval": bars.as_json(),
         "evidence": {"time": bars.evidence, "memory": bars.memory_evidence},
+        "profile": prediction.profile,
         "guessed": list(prediction.guessed),
         "not_modelled": list(prediction.not_modelled),
     }
@@ -251,6 +261,7 @@ def _summary(prediction: "Prediction", bars: "ErrorBars") -> list[str]:
         kept, there = max(rank.host for rank in prediction.memory), prediction.host_capacity_bytes or 0.0
         lines.append(f"does not fit its host: {kept / GIB:.1f} GiB are needed per GPU, which has {there / GIB:.1f} GiB")
     lines += bar_lines(bars, prediction)
+    lines.append(f"profile: {prediction.profile}")
     lines += [f"guessed: {guess}" for guess in prediction.guessed]
     return lines + [f"not modelled: {what}" for what in prediction.not_modelled]
 

@@ -170,8 +170,11 @@ def _below(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> list
         if one.bars is not None:
             evidence.setdefault(one.bars.evidence, []).append(one.spelling)
     lines += [f"evidence for {', '.join(names)}: {words}" for words, names in evidence.items()]
-    guessed = (guess for one in rows if one.found for guess in one.found.search.best[0].prediction.guessed)
-    return lines + [f"guessed: {guess}" for guess in dict.fromkeys(guessed)]
+    predictions = [one.found.search.best[0].prediction for one in rows if one.found]
+    lines += [f"profile: {used}" for used in dict.fromkeys(one.profile for one in predictions)]
+    return lines + [
+        f"guessed: {guess}" for guess in dict.fromkeys(guess for one in predictions for guess in one.guessed)
+    ]
 
 
 def _row(one: "Machines") -> dict[str, Any]:
@@ -184,6 +187,7 @@ def _row(one: "Machines") -> dict[str, Any]:
         "tokens_per_s": one.tokens_per_s,
         "tokens_per_s_per_gpu": best.prediction.tokens_per_s_per_gpu,
         "mfu": best.prediction.mfu,
+        "profile": best.prediction.profile,
         "step_s": best.prediction.step_s,
         "interval": one.bars.as_json(),
         "evidence": {"time": one.bars.evidence, "memory": one.bars.memory_evidence},

@@ -24,21 +24,15 @@ def show_scale(
     largest = next((one.bars for one in reversed(points) if one.bars is not None), None)
     evidence = None if largest is None else {"time": largest.evidence, "memory": largest.memory_evidence}
     guessed = list(dict.fromkeys(guess for one in points if one.prediction for guess in one.prediction.guessed))
+    used = list(dict.fromkeys(one.prediction.profile for one in points if one.prediction))
     if as_json:
         rows = [_row(one, axis) for one in points]
-        print_json(
-            {
-                "axis": axis,
-                "kind": "weak" if weak else "strong",
-                "points": rows,
-                "evidence": evidence,
-                "guessed": guessed,
-            }
-        )
+        answer = {"axis": axis, "kind": "weak" if weak else "strong", "points": rows, "evidence": evidence}
+        print_json({**answer, "profile": used[0] if used else None, "guessed": guessed})
         return
     last = [] if largest is None else [f"evidence for the last: {largest.evidence}"]
-    lines = [*([note] if note else []), *scale_lines(points, axis), *last]
-    for line in [*lines, *(f"guessed: {guess}" for guess in guessed)]:
+    below = [*last, *(f"profile: {one}" for one in used), *(f"guessed: {guess}" for guess in guessed)]
+    for line in [*([note] if note else []), *scale_lines(points, axis), *below]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 

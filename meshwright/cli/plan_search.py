@@ -156,6 +156,7 @@ def _lines(found: "Found", training: Training) -> list[str]:
         lines.append(f"warning: {warning}")
     lines += _host_lines(best, asked.machines)
     lines += _whole(best, asked.machines, training)
+    lines.append(f"profile: {best.prediction.profile}")
     lines += [f"guessed: {guess}" for guess in best.prediction.guessed]
     return lines + [f"faster but too large: {why_not(miss, search)}" for miss in search.misses]
 
@@ -304,5 +305,6 @@ def _as_json(found: "Found", training: Training) -> dict[str, Any]:
         "layouts": [row(place, one) for place, one in enumerate(search.best)],
         "misses": [why_not(one, search) for one in search.misses],
         "evidence": {"time": bars[0].evidence, "memory": bars[0].memory_evidence},
+        "profile": best.prediction.profile,
         "guessed": list(best.prediction.guessed),
     }

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, Validati
 
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import gpu_by_key
-from meshwright.hardware.profile import profile_of
+from meshwright.hardware.profile_files import profile_of
 from meshwright.job.reading import read_settings_text, reason, toml_table
 from meshwright.job.sanitize import odd_character
 

@@ -106,11 +106,13 @@ class Measured:
     ) -> tuple[float, float] | None:
         """Forward and backward of the kernel that takes least for both; None where none was measured.
 
-        `heads` are all that run at once, those of every sequence; `masked` is a CPU's attention with a mask.
+        `heads` are all that run at once, those of every sequence. With a mask a CPU has its own figures, and a GPU the
+        one kernel that takes masks.
         """
         taken = []
         for (kernel, grouped), (forward, backward) in self._attention.items():
-            if grouped == (groups > 1) and kernel.endswith("masked") == masked:
+            usable = kernel.endswith("masked") == masked if self.on_cpu else kernel.startswith("flash") or not masked
+            if grouped == (groups > 1) and usable:
                 sizes = (head_dim, sequence, max(1.0, heads))
                 taken.append((forward_flops / forward.at(*sizes), 2.5 * forward_flops / backward.at(*sizes)))
         return min(taken, key=sum, default=None)

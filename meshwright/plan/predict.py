@@ -44,6 +44,8 @@ class Prediction:
     """What the job asks for and the prediction does not account for."""
     on_cpu: bool = False
     """Whether ranks run on a CPU, and what is said of one GPU is said of one of its ranks."""
+    profile: str = ""
+    """Which profile of the GPU was used, from where and when, or what its rates are derived from."""
 
     @property
     def per(self) -> str:
@@ -106,6 +108,7 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
         causal,
         not_modelled(job, on_cpu=on_cpu),
         on_cpu,
+        machine.profile,
     )
 
 

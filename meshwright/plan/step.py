@@ -29,6 +29,7 @@ from meshwright.plan.compute import (
     tokens_of,
 )
 from meshwright.plan.context import context_s
+from meshwright.plan.host import runs_ahead, step_waits
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
@@ -129,6 +130,10 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
     blocks = sum(layers[place] for place in set(busy))
     phases |= _once_a_step(job, machine, software, device, groups, held, blocks, *window)
+    if runs_ahead(job, device, software):
+        head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
+        passes = stages[0].forward, stages[0].backward
+        phases |= step_waits(job, device, software, modes, passes, head, update)
     if job.memory.offload:
         owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
@@ -159,6 +164,8 @@ def _stages(
         forward, backward = shared_s(job, device, software, wires, groups, mode, work)
         if device.operations is not None:  # a CPU is its own host
             waits = block_calls_s(job.model.positions, device, software, mode)
+        elif runs_ahead(job, device, software):  # the waits of a whole step are counted at once
+            waits = 0.0, 0.0
         else:
             waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(

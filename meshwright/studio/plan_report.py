@@ -63,7 +63,7 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}"
     notes = [f"evidence for time: {bars.evidence}", f"evidence for memory: {bars.memory_evidence}"]
-    notes += [f"guessed: {guess}" for guess in prediction.guessed]
+    notes += [f"profile: {prediction.profile}", *(f"guessed: {guess}" for guess in prediction.guessed)]
     guessed = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     body = (
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'

@@ -176,6 +176,7 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
         "title": layout_words(job),
         "pictures": layout_pictures(job, cluster, prediction),
         "evidence": [f"80% intervals, time: {bars.evidence}", f"memory: {bars.memory_evidence}"],
+        "profile": prediction.profile,
         "guessed": list(prediction.guessed),
         "job": job_text(job.model_copy(update={"cluster": cluster}), heading),
         "commands": commands(cluster),

@@ -253,7 +253,8 @@ async function choose({ tokens, days, price, ...asked }, mine) {  // one layout 
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...[...one.evidence, ...one.guessed.map(guess => `guessed: ${guess}`)].map(words => h("p", { class: "note" }, words)));
+  const notes = [...one.evidence, `profile: ${one.profile}`, ...one.guessed.map(guess => `guessed: ${guess}`)];
+  $("guessed").replaceChildren(...notes.map(note => h("p", { class: "note" }, note)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);
