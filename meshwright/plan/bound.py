@@ -15,7 +15,7 @@ from meshwright.plan.communication import all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
 from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import COMMUNICATOR_BYTES, FRAGMENTS
+from meshwright.plan.reserve import COMMUNICATOR_BYTES, FRAGMENTS
 from meshwright.plan.software import CONTEXT_BYTES
 from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
 from meshwright.plan.step import STRAGGLERS, groups_of

@@ -269,8 +269,9 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         moved += (0 if fused else norm) * turned  # fused, rotation reads what it writes
         moved_back += (1 if fused else norm_back) * turned
     if model.activation == "swiglu":
-        moved += (3 if fused else 5) * inner
-        moved_back += (5 if fused else 9) * inner
+        gate_fused = fused and software.fused_gate
+        moved += (3 if gate_fused else 5) * inner
+        moved_back += (5 if gate_fused else 9) * inner
     else:
         moved += 2 * inner
         moved_back += 3 * inner

@@ -153,8 +153,10 @@ def _run(row: Fields) -> Case:
         **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed),
         "tp": tp, "pp": pp, "cp": cp, "schedule": schedule, "virtual_stages": virtual,
         "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
-        "split": split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
+        "split": None,
     }  # fmt: skip
+    if not software.split_by_cost:
+        layout["split"] = split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1)
     precision = {"compute": row["precision"] or "bf16"}
     job = _job(
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,

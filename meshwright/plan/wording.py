@@ -139,11 +139,15 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
         chunked = "Liger" in notes  # its loss never holds all logits
         return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
     if attention == "no":
-        return programs.DEEPSPEED_3 if "ZeRO-3" in sharded else programs.MEGATRON
+        if "ZeRO-3" in sharded:
+            return programs.DEEPSPEED_3
+        return programs.DEEPSPEED if "DeepSpeed" in f"{sharded} {row['source']} {notes}" else programs.MEGATRON
     if row["gpu"].startswith(("A100", "V100")):
         assumed.append("attention with its scores written out, as was usual on this GPU")
         return programs.MEGATRON
     assumed.append("fused attention")
+    if "nanotron" in row["source"]:
+        return programs.NANOTRON
     return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
 
 
