@@ -108,8 +108,10 @@ def _states(job: Job, software: Software, parameters: float, projections: float,
         if job.precision.compute in software.narrow_gradients:
             wide = 6.0 if software.flat_gradients else 4.0
             terms["gradients in the other format"] = wide * parameters / shared if half else 2.0 * parameters / whole
-        if zero > 0 and sharers > 1 and software.bucket_bytes:
-            terms["a bucket of gradients"] = software.bucket_bytes
+        if zero > 0 and sharers > 1 and software.bucket_elements:
+            # Sums in 32 bits are copied by whole tensors, and the table of words may be more than a bucket.
+            table = job.model.vocab_size * job.model.width / layout.tp
+            terms["a bucket of gradients"] = gradient * max(software.bucket_elements, table if gradient == 4 else 0.0)
         return terms | _gathered(job, software, together)
     # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
     whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))

@@ -66,8 +66,8 @@ class Software:
     """Pipeline stages are equal in what they compute, the head included, rather than in their number of layers."""
     workspace_bytes: float = 0.25e9
     """What libraries keep allocated permanently: matrix products, attention, casts."""
-    bucket_bytes: float = 0.0
-    """What sharded states keep for gradients on their way into a collective."""
+    bucket_elements: float = 0.0
+    """Gradients that are copied into one piece on their way into a collective, where states are sharded."""
     communicators: int = 0
     """How many it makes beyond one for each axis."""
     context_bytes: float = CONTEXT_BYTES
@@ -108,7 +108,7 @@ DEEPSPEED = replace(
     name="Megatron-DeepSpeed before fused attention",
     narrow_gradients=("fp16", "bf16"),
     flat_gradients=True,
-    bucket_bytes=1e9,  # 5e8 gradients of 16 bits
+    bucket_elements=5e8,
     communicators=4,  # of everyone, of a replica, of the other neighbour in the pipeline, of the tied table
 )
 DEEPSPEED_3 = replace(DEEPSPEED, name="DeepSpeed's ZeRO-3 of 2021", gathers="weight", communicators=1)

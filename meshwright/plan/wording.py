@@ -122,11 +122,12 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     own_kernels = re.search(r"\bTE\b|cuDNN", attention) is not None
     if _is_fsdp(sharded) and not (own_kernels and int(row["tp"] or 1) * int(row["pp"] or 1) > 1):
         if row["compile"] == "yes":
-            return replace(programs.FSDP_COMPILED, tensor_overlap=re.search(r"async\s?TP", notes, re.I) is not None)
+            overlap = re.search(r"async\s?TP", notes, re.I) is not None
+            return replace(programs.FSDP_COMPILED, tensor_overlap=overlap, logit_bytes=_logit_bytes(row))
         if own_kernels:
             return replace(programs.FSDP_EAGER, fp8_scales="delayed")  # Transformer Engine's
         if "SDPA" in attention:
-            return programs.FSDP_EAGER
+            return replace(programs.FSDP_EAGER, logit_bytes=_logit_bytes(row))
         return programs.FSDP_FLASH if attention not in ("", "no") else programs.FSDP
     if own_kernels:
         if "overlap OFF" in notes:
@@ -149,6 +150,14 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     if "nanotron" in row["source"]:
         return programs.NANOTRON
     return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
+
+
+def _logit_bytes(row: Fields) -> float:
+    """What torch's loss holds for each logit: torchtitan has compiled it since 2025, and reads and writes 16 bits;
+    before, three copies in 32 bits, or four where the vocabulary is sharded."""
+    if row["compile"] == "yes" and re.search(r"torchtitan.*_20(2[5-9]|[3-9]\d)\d\d", row["source"]):
+        return 4.0
+    return 16.0 if int(row["tp"] or 1) > 1 else 12.0
 
 
 def _is_fsdp(text: str) -> bool:
