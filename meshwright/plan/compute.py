@@ -128,6 +128,8 @@ def host_waits(
     else:
         forward = kernels_of(job, software) * software.launch_s * bare_s / USUAL_LAUNCH_S
         backward = (3 if mode in REPEATED else 2) * forward
+    if software.blocking:
+        return forward, backward
     waits = []
     for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
         both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)

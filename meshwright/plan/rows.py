@@ -28,6 +28,7 @@ from meshwright.plan.wording import (
     gpt_shape,
     measured_step_s,
     model_of,
+    padded_vocabulary,
     schedule_of,
     software_of,
     split_of,
@@ -130,6 +131,8 @@ def _run(row: Fields) -> Case:
     if not sequence:
         raise Unpredicted("does not say its sequence length")
     software = software_of(row, assumed)
+    if software.pads_vocabulary:
+        model["vocab_size"] = padded_vocabulary(model["vocab_size"], tp)
     schedule, virtual = schedule_of(row, pp, assumed)
     micro, batch = int(row["micro_batch"] or 0), int(row["global_batch_seqs"] or 0)
     tuned = not micro

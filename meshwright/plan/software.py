@@ -62,6 +62,8 @@ class Software:
     next to 32-bit sums; of fp16, they are widened for updates."""
     flat_gradients: bool = False
     """A rank copies its share of 16-bit gradients into one piece before it widens them."""
+    pads_vocabulary: bool = False
+    """The table of words is padded to whole tiles on every tensor-parallel rank, as Megatron does."""
     split_by_cost: bool = False
     """Pipeline stages are equal in what they compute, the head included, rather than in their number of layers."""
     workspace_bytes: float = 0.25e9
@@ -75,6 +77,9 @@ class Software:
     launch_s: float = 6e-6
     """Host time to launch one kernel; a device that waits for its host takes this long per kernel. Ours is counted by
     block instead (`own_launches`)."""
+    blocking: bool = False
+    """The host waits for every kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1): its time adds to the
+    device's."""
     step_s: float = 0.0
     """Host time of a step that nothing hides: data, logging, reading the loss back."""
 
@@ -91,6 +96,7 @@ MEGATRON = Software(
     attention="fused-softmax",
     fusion="fused",
     selective="attention",
+    pads_vocabulary=True,
     gradient_overlap=False,
     parameter_overlap=False,
     scatter_sends=True,
@@ -117,6 +123,7 @@ MEGATRON_CORE = Software(
     flash_generation=3,
     fusion="fused",
     selective="attention",
+    pads_vocabulary=True,
     tensor_overlap=True,
     messages="buckets",
     regather=True,

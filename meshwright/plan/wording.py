@@ -142,7 +142,11 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     if attention == "no":
         if "ZeRO-3" in sharded:
             return programs.DEEPSPEED_3
-        return programs.DEEPSPEED if "DeepSpeed" in f"{sharded} {row['source']} {notes}" else programs.MEGATRON
+        if "DeepSpeed" not in f"{sharded} {row['source']} {notes}":
+            return programs.MEGATRON
+        # BLOOM's chronicles: without it, jobs of 320 GPUs and more always hung.
+        blocking = "tr11-176B" in row["source"] and int(row["gpus"]) >= 320
+        return replace(programs.DEEPSPEED, blocking=blocking)
     if row["gpu"].startswith(("A100", "V100")):
         assumed.append("attention with its scores written out, as was usual on this GPU")
         return programs.MEGATRON
@@ -150,6 +154,11 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     if "nanotron" in row["source"]:
         return programs.NANOTRON
     return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
+
+
+def padded_vocabulary(words: int, tp: int) -> int:
+    """Megatron's table of words: a multiple of 128 on every tensor-parallel rank (make-vocab-size-divisible-by)."""
+    return -(-words // (128 * tp)) * 128 * tp
 
 
 def _logit_bytes(row: Fields) -> float:
