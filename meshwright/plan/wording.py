@@ -142,7 +142,7 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     if attention == "no":
         if "ZeRO-3" in sharded:
             return programs.DEEPSPEED_3
-        if "DeepSpeed" not in f"{sharded} {row['source']} {notes}":
+        if not re.search("DeepSpeed|BF16Optimizer|tr11-176B", f"{sharded} {row['source']} {notes}"):
             return programs.MEGATRON
         # BLOOM's chronicles: without it, jobs of 320 GPUs and more always hung.
         blocking = "tr11-176B" in row["source"] and int(row["gpus"]) >= 320
