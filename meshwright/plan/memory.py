@@ -70,17 +70,15 @@ def rank_memory(
         # Gradients appear as the backward frees activations: only the excess over those adds to the peak.
         for moment in moments:
             moment["gradients"] = max(0.0, states["gradients"] - sum(moment.values()))
-    held_on_host = []
-    for moment in moments:
-        moment |= {name: size for name, size in states.items() if name not in moment}
-        if job.memory.offload:
-            kept = max(block_bytes(job, software, mode)[0] for mode in set(modes))
-            held_on_host.append(move_to_host(job, moment, kept, layer_parameters(job), together))
+    moments, on_host = [states | moment for moment in moments], [0.0]
+    if job.memory.offload:
+        kept = max(block_bytes(job, software, mode)[0] for mode in set(modes))
+        on_host = [move_to_host(job, moment, kept, layer_parameters(job), together) for moment in moments]
     terms = max(moments, key=lambda moment: sum(moment.values()))
     terms["workspaces"] = software.workspace_bytes
     reserve = reserve_bytes(job, software, sum(terms.values()), first=first, last=last)
     outside = software.context_bytes + communicator_bytes(job, software)
-    return RankMemory(rank, terms, reserve, outside, max(held_on_host, default=0.0))
+    return RankMemory(rank, terms, reserve, outside, max(on_host))
 
 
 def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:

@@ -47,8 +47,8 @@ STRAGGLERS = 0.008
 _LISTED_LAUNCHES = 2
 """The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
 CONTENTION = 0.189
-"""What compute loses while a collective runs beside it, to which it gives multiprocessors and memory bandwidth: the mean
-over training on A100 and H100, AMD's cards included (arXiv:2507.03114)."""
+"""What compute loses while a collective runs beside it and takes multiprocessors and memory bandwidth: the mean over
+training on A100, H100 and AMD's cards (arXiv:2507.03114)."""
 _COPIED = 0.06
 """The same beside transfers of copy engines, which take memory bandwidth and power alone."""
 
