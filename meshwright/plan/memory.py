@@ -30,6 +30,8 @@ class RankMemory:
     outside: float
     host: float = 0.0
     """Bytes in the host's memory instead."""
+    gap: float = 0.0
+    """What the allocator holds idle, and gives back when memory is short."""
 
     @property
     def allocated(self) -> float:
@@ -39,6 +41,11 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """What the allocator takes from the device."""
+        return self.needed + self.gap
+
+    @property
+    def needed(self) -> float:
+        """What the allocator cannot do without."""
         return self.allocated + self.fragments
 
     @property
@@ -76,9 +83,9 @@ def rank_memory(
         on_host = [move_to_host(job, moment, kept, layer_parameters(job), together) for moment in moments]
     terms = max(moments, key=lambda moment: sum(moment.values()))
     terms["workspaces"] = software.workspace_bytes
-    reserve = reserve_bytes(job, software, sum(terms.values()), first=first, last=last)
+    rounded, gap = reserve_bytes(job, software, sum(terms.values()), first=first, last=last)
     outside = software.context_bytes + communicator_bytes(job, software)
-    return RankMemory(rank, terms, reserve, outside, max(on_host))
+    return RankMemory(rank, terms, rounded, outside, max(on_host), gap)
 
 
 def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:

@@ -12,17 +12,19 @@ COMMUNICATOR_BYTES = 0.35e9
 """Buffers of a communicator."""
 
 
-def reserve_bytes(job: Job, software: Software, allocated: float, *, first: bool, last: bool) -> float:
+def reserve_bytes(
+    job: Job, software: Software, allocated: float, *, first: bool, last: bool
+) -> tuple[float, float]:
     """What the allocator takes from the device beyond what is `allocated`, on a rank with the model's first or last
-    stage.
+    stage: rounding, and a gap that it gives back before it fails.
 
     A tensor needs one free piece as long as itself. Of memory that was freed in smaller pieces, as much as the largest
     of a step's tensors lies idle: Megatron's runs of eight configurations reserved 2% and one such tensor (SimuMax's
     simulator prints both figures), torchtitan's the same. Ours never makes one that is much larger than the others.
     """
     if software.own:
-        return FRAGMENTS * allocated
-    return _ROUNDED * allocated + largest_tensor(job, software, first=first, last=last)
+        return FRAGMENTS * allocated, 0.0
+    return _ROUNDED * allocated, largest_tensor(job, software, first=first, last=last)
 
 
 def largest_tensor(job: Job, software: Software, *, first: bool, last: bool) -> float:
