@@ -77,15 +77,18 @@ def rank_memory(
         # Gradients appear as the backward frees activations: only the excess over those adds to the peak.
         for moment in moments:
             moment["gradients"] = max(0.0, states["gradients"] - sum(moment.values()))
-    moments, on_host = [states | moment for moment in moments], [0.0]
+    moments, host = [states | moment for moment in moments], 0.0
     if job.memory.offload:
-        kept = max(block_bytes(job, software, mode)[0] for mode in set(modes))
-        on_host = [move_to_host(job, moment, kept, layer_parameters(job), together) for moment in moments]
+        largest = max(block_bytes(job, software, mode)[0] for mode in set(modes))
+        all_of_a_step = states | {"activations": max(moment["activations"] for moment in moments)}
+        host = move_to_host(job, all_of_a_step, largest, layer_parameters(job), together)
+        for moment in moments:
+            move_to_host(job, moment, largest, layer_parameters(job), together)
     terms = max(moments, key=lambda moment: sum(moment.values()))
     terms["workspaces"] = software.workspace_bytes
     rounded, gap = reserve_bytes(job, software, sum(terms.values()), first=first, last=last)
     outside = software.context_bytes + communicator_bytes(job, software)
-    return RankMemory(rank, terms, rounded, outside, max(on_host), gap)
+    return RankMemory(rank, terms, rounded, outside, host, gap)
 
 
 def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:
