@@ -12,9 +12,7 @@ COMMUNICATOR_BYTES = 0.35e9
 """Buffers of a communicator."""
 
 
-def reserve_bytes(
-    job: Job, software: Software, allocated: float, *, first: bool, last: bool
-) -> tuple[float, float]:
+def reserve_bytes(job: Job, software: Software, allocated: float, *, first: bool, last: bool) -> tuple[float, float]:
     """What the allocator takes from the device beyond what is `allocated`, on a rank with the model's first or last
     stage: rounding, and a gap that it gives back before it fails.
 
