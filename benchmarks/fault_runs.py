@@ -265,7 +265,10 @@ class Forked:
         time.sleep(2.0)
         for file in (self._folder / "err", self._folder / "out", *self._folder.glob("run*/logs/*")):
             if file.is_file():
-                print(f"{file}:\n{file.read_text(errors='replace')[-8000:]}", file=sys.stderr)
+                lines = file.read_text(errors="replace").splitlines()
+                found = [number for number, line in enumerate(lines) if "most recent call first" in line]
+                shown = [line for number in found for line in lines[number : number + 9]]  # the innermost frames
+                print(f"{file}:", *(shown or lines[-9:]), sep="\n", file=sys.stderr)
 
 
 def fork(run: Run) -> Forked:

@@ -3,6 +3,7 @@
 Never for ranks on GPUs, which cannot be used in a fork of a process that has initialized them.
 """
 
+import functools
 import gc
 import multiprocessing
 import os
@@ -49,26 +50,59 @@ def ranks_forked() -> Iterator[None]:
 
     torch.set_num_threads(1)  # a fork has none of the compute threads, and would wait for them
     agent: Any = api  # where it looks up how to start a rank
-    starter, agent.get_subprocess_handler = agent.get_subprocess_handler, _Handler
+    gate = _Gate()
+    starter, agent.get_subprocess_handler = agent.get_subprocess_handler, functools.partial(_Handler, gate)
     gc.freeze()  # else the first collection in each rank touches, and so copies, all that was imported
     try:
         yield
     finally:
         gc.unfreeze()
+        gate.open()
         agent.get_subprocess_handler = starter
+
+
+class _Gate:
+    """Keeps the ranks from connecting until all of them are forked.
+
+    When a rank connects, a thread of the agent's store looks up its host name and holds a lock of the C library. A
+    rank forked at that moment inherits the lock without the thread that would release it, and hangs once it connects.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        self._is_open = False
+
+    def open(self) -> None:
+        """All ranks are forked; the second call does nothing."""
+        if not self._is_open:
+            os.close(self._write)
+            os.close(self._read)
+        self._is_open = True
+
+    def wait(self) -> None:
+        """In a rank: wait until all are forked, or the launcher is gone."""
+        os.close(self._write)
+        os.read(self._read, 1)  # nothing is ever written: returns once no process holds the other end
+        os.close(self._read)
 
 
 class _Handler(SubprocessHandler):
     """The agent's handle on one rank."""
+
+    def __init__(self, gate: _Gate, **given: Any) -> None:
+        self._gate = gate
+        super().__init__(**given)
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         sys.stdout.flush()
         sys.stderr.flush()
         _python, _m, module, *words = args
         own = {name: value for name, value in env.items() if os.environ.get(name) != value}
-        given = (module, words, own, self._stdout, self._stderr)
+        given = (module, words, own, self._stdout, self._stderr, self._gate)
         process = multiprocessing.get_context("fork").Process(target=_run, args=given)
         process.start()
+        if int(env["LOCAL_RANK"]) == int(env["LOCAL_WORLD_SIZE"]) - 1:
+            self._gate.open()
         return _Started(process)
 
 
@@ -92,7 +126,14 @@ class _Started:
         return code
 
 
-def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str] | None, err: IO[str] | None) -> None:
+def _run(
+    module: str,
+    words: list[str],
+    environment: dict[str, str],
+    out: IO[str] | None,
+    err: IO[str] | None,
+    gate: _Gate,
+) -> None:
     """In the fork: reset to the state of a new program, then run the module."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
@@ -105,6 +146,7 @@ def _run(module: str, words: list[str], environment: dict[str, str], out: IO[str
     os.environ.update(environment)  # only its own: some of the launcher's differ in a fork
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = [module, *words]
+    gate.wait()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
