@@ -15,17 +15,17 @@ from meshwright.plan.communication import all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
 from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import COMMUNICATOR_BYTES, FRAGMENTS
+from meshwright.plan.reserve import COMMUNICATOR_BYTES, FRAGMENTS
 from meshwright.plan.software import CONTEXT_BYTES
 from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
-from meshwright.plan.step import STRAGGLERS, groups_of
+from meshwright.plan.step import CONTENTION, STRAGGLERS, groups_of
 from meshwright.plan.update import update_s
 
 _ROUNDING = 1 - 1e-6
 """Bytes are whole numbers, and sums of floats differ in their last digits."""
 WORTH = 0.002
 """Share of a step that hybrid sharding must save over sharding over all replicas, which takes less memory."""
-_CONTENTION = 1.06
+_CONTENTION = 1 + CONTENTION
 """What a second of transfers may add to a step, at most."""
 _BY_ROW = (
     "f",

@@ -132,6 +132,8 @@ def host_waits(
     else:
         forward = kernels_of(job, software) * software.launch_s * bare_s / USUAL_LAUNCH_S
         backward = (3 if mode in REPEATED else 2) * forward
+    if software.blocking:
+        return forward, backward
     waits = []
     for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
         both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
@@ -277,8 +279,9 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         moved += (0 if fused else norm) * turned  # fused, rotation reads what it writes
         moved_back += (1 if fused else norm_back) * turned
     if model.activation == "swiglu":
-        moved += (3 if fused else 5) * inner
-        moved_back += (5 if fused else 9) * inner
+        gate_fused = fused and software.fused_gate
+        moved += (3 if gate_fused else 5) * inner
+        moved_back += (5 if gate_fused else 9) * inner
     else:
         moved += 2 * inner
         moved_back += 3 * inner

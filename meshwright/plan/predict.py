@@ -65,7 +65,8 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether every rank's device and host memory fit."""
-        return self.fullest.device <= self.capacity_bytes and self.host_over_bytes <= 0.0
+        needed = max(rank.needed + rank.outside for rank in self.memory)
+        return needed <= self.capacity_bytes and self.host_over_bytes <= 0.0
 
     @property
     def host_over_bytes(self) -> float:

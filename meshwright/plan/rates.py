@@ -67,14 +67,14 @@ _AMD = {
     ),
     "mi300x": replace(
         _CDNA3,
-        guess="guessed from AMD's benchmarks and one of its runs; six other runs took from 3% less to 44% longer than "
+        guess="guessed from AMD's benchmarks and one of its runs; six other runs took from 4% less to 44% longer than "
         "predicted, the longest with one short sequence a micro-batch",
     ),
     "mi325x": replace(
         _CDNA3,
         matmul=0.57,
         matmul_fp8=0.515,
-        guess="guessed from AMD's benchmarks; five of its runs took from 7% less to 1% longer than predicted",
+        guess="guessed from AMD's benchmarks; five of its runs took from 8% less to 1% longer than predicted",
     ),
 }
 

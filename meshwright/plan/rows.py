@@ -30,6 +30,7 @@ from meshwright.plan.wording import (
     gpt_shape,
     measured_step_s,
     model_of,
+    padded_vocabulary,
     schedule_of,
     software_of,
     split_of,
@@ -134,6 +135,8 @@ def _run(row: Fields) -> Case:
     if not sequence:
         raise Unpredicted("does not say its sequence length")
     software = software_of(row, assumed)
+    if software.pads_vocabulary:
+        model["vocab_size"] = padded_vocabulary(model["vocab_size"], tp)
     schedule, virtual = schedule_of(row, pp, assumed)
     micro, batch = int(row["micro_batch"] or 0), int(row["global_batch_seqs"] or 0)
     tuned = not micro
@@ -157,8 +160,10 @@ def _run(row: Fields) -> Case:
         **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed),
         "tp": tp, "pp": pp, "cp": cp, "schedule": schedule, "virtual_stages": virtual,
         "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
-        "split": split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
+        "split": None,
     }  # fmt: skip
+    if not software.split_by_cost:
+        layout["split"] = split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1)
     precision = {"compute": row["precision"] or "bf16"}
     job = _job(
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,

@@ -47,8 +47,11 @@ STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
 _LISTED_LAUNCHES = 2
 """The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
-_CONTENTION = 0.06
-"""What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
+CONTENTION = 0.189
+"""What compute loses while a collective runs beside it and takes multiprocessors and memory bandwidth: the mean over
+training on A100, H100 and AMD's cards (arXiv:2507.03114)."""
+_COPIED = 0.06
+"""The same beside transfers of copy engines, which take memory bandwidth and power alone."""
 
 
 @dataclass(frozen=True)
@@ -218,10 +221,11 @@ def shared_s(
     if layout.sp and software.regather:
         # What was scattered is gathered again for the weights' gradients while those of the inputs are computed.
         again = 2 * all_gather_s(wires, groups.tp, size)
-        backward += max(0.0, again - work.input_matmul) + _CONTENTION * min(again, work.input_matmul)
+        share = _COPIED if software.tensor_overlap else CONTENTION
+        backward += max(0.0, again - work.input_matmul) + share * min(again, work.input_matmul)
     backward += repeated
     attention = work.forward_attention, work.backward_attention
-    ahead, back = context_s(job, device, wires, groups.cp, attention, _CONTENTION)
+    ahead, back = context_s(job, device, wires, groups.cp, attention, CONTENTION)
     return forward + ahead, backward + back + (ahead if mode in REPEATED else 0.0)
 
 
@@ -229,7 +233,7 @@ def _piecewise(transfer: float, product: float, pieces: int) -> float:
     """What is left of transfers that run in pieces beside a product: the first of them, or what the product is too
     short for."""
     hidden = min(transfer * (1 - 1 / pieces), product)
-    return transfer - hidden + _CONTENTION * hidden
+    return transfer - hidden + _COPIED * hidden
 
 
 def _gather_s(
@@ -287,7 +291,7 @@ def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> fl
     """What transfers add to the compute they overlap: the first of them, what compute cannot hide, and its slowdown."""
     if not overlaps:
         return transfers
-    return max(transfers / layers, transfers - compute) + _CONTENTION * min(transfers, compute)
+    return max(transfers / layers, transfers - compute) + CONTENTION * min(transfers, compute)
 
 
 def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
