@@ -8,7 +8,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import gpu_by_key
@@ -41,6 +50,12 @@ class Site(BaseModel):
     """The network between machines."""
     network_gb_s: PositiveFloat | None = None
     """Its bandwidth for one machine in one direction, GB/s."""
+    gpu_watts: PositiveFloat | None = None
+    """Power of one GPU under load, if measured there."""
+    pue: float | None = Field(default=None, ge=1.0)
+    """Energy of the whole site over that of its computers."""
+    co2_g_per_kwh: NonNegativeFloat | None = None
+    """CO₂ of its electricity."""
     internet: bool | None = None
     """Whether compute nodes reach the internet."""
     partition: str | None = None

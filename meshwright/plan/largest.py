@@ -1,0 +1,203 @@
+"""The largest model, the longest sequence and the largest batch that fit a cluster: bisection, each step a search."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshwright.cost import parameter_count
+from meshwright.errors import UserError
+from meshwright.job import Job, Model, model_preset, model_presets
+from meshwright.plan.economy import economy
+from meshwright.plan.explain import batch_sequences, why_not
+from meshwright.plan.grow import grown, grown_how
+from meshwright.plan.question import Found, Question
+from meshwright.plan.search import search
+
+Kind = Literal["model", "sequence", "batch"]
+KINDS: tuple[Kind, ...] = ("model", "sequence", "batch")
+_EIGHTHS = tuple(2**octave * eighth // 8 for octave in range(3, 31) for eighth in range(8, 16))
+"""Eight sizes in every doubling."""
+_SHORTEST, _LONGEST = 128, 2**24
+_MOST_EACH = 2**16
+"""Sequences on a GPU."""
+_NEAR = 4.0
+"""Presets up to so many times the largest model are tried."""
+_PRESETS = 3
+
+
+@dataclass(frozen=True)
+class Within:
+    """What a training may take; None is not limited."""
+
+    tokens: float | None = None
+    days: float | None = None
+    budget: float | None = None
+    price: float | None = None
+
+    def __bool__(self) -> bool:
+        return self.days is not None or self.budget is not None
+
+    def over(self, found: Found) -> str:
+        """Why the fastest layout is too slow or too dear; empty if it is neither."""
+        if not self or self.tokens is None:
+            return ""
+        best, machines = found.search.best[0], found.question.machines
+        whole = economy(best.job, best.prediction, machines, self.tokens, self.price)
+        if self.days is not None and whole.days > self.days:
+            return f"takes {whole.days:,.1f} days"
+        if self.budget is not None and (whole.cost is None or whole.cost > self.budget):
+            return f"costs {whole.cost:,.0f}" if whole.cost is not None else "has no price"
+        return ""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The answer: the largest size that fits, with its layouts."""
+
+    kind: Kind
+    size: int
+    """Parameters, tokens of a sequence, or sequences of a step."""
+    found: Found
+    """The layouts at this size, fastest first."""
+    meaning: str
+    """What was enlarged, and what stayed."""
+    next_size: int | None
+    """The smallest size that was tried and does not fit; None if the largest of all tried sizes fits."""
+    next_why: str
+    tried: tuple[tuple[int, bool], ...]
+    """Sizes and whether they fit, in the order of the search."""
+    presets: tuple[tuple[str, int], ...] = ()
+    """Of a model: the largest known presets that fit, and their parameters, largest first."""
+
+
+class _Probe:
+    """Whether a question has an answer: a search that ends with the first layout that fits, or, where the time of the
+    training counts, with the fastest."""
+
+    def __init__(
+        self, allow: Collection[str], within: Within, stop: Callable[[], None], *, at_once: bool = False
+    ) -> None:
+        self._allow, self._within, self._stop, self._at_once = allow, within, stop, at_once
+
+    def why(self, asked: Question) -> str:
+        """Empty if it fits, else why not."""
+        self._stop()
+        try:
+            found = Found(
+                asked,
+                search(asked.job, asked.machines, 1, self._allow, lambda: not self._within, at_once=self._at_once),
+            )
+        except UserError as error:
+            return str(error)
+        if not found.search.best:
+            misses = found.search.misses
+            return why_not(misses[0], found.search) if misses else "no layout fits"
+        return self._within.over(found)
+
+    def all(self, asked: Question, top: int) -> Found:
+        """The fastest layouts at the answer."""
+        self._stop()
+        return Found(asked, search(asked.job, asked.machines, top, self._allow, at_once=self._at_once))
+
+
+def largest(
+    kind: Kind,
+    ask: Callable[[Model | None], Question],
+    allow: Collection[str] = (),
+    within: Within | None = None,
+    top: int = 3,
+    stop: Callable[[], None] = lambda: None,
+) -> Largest | None:
+    """The largest size that fits, or None if not even the smallest does.
+
+    `ask` gives the question for another model, and for None as it is. `stop` is called before every search and may
+    raise, if nobody waits any more.
+    """
+    probe = _Probe(allow, within or Within(), stop, at_once=kind == "batch")
+    asked = ask(None)
+    if kind == "model":
+        return _largest_model(ask, asked, probe, top)
+    if kind == "sequence":
+        sizes = [size for size in _EIGHTHS if _SHORTEST <= size <= _LONGEST]
+        changed = _with_sequence
+        meaning = (
+            f"the longest sequence with about {asked.job.tokens_per_step:,} tokens per step, at least one sequence; "
+            "the model's positions are taken to reach so far"
+        )
+    else:
+        sizes = _batches(asked.machines.nodes * asked.machines.gpus_per_node)
+        changed = _with_batch
+        meaning = (
+            "the most sequences that all GPUs compute at once; memory does not limit the batch of a step, which may "
+            "have any number of them one after the other (accumulation)"
+        )
+    return _bisected(kind, [(size, lambda size=size: changed(asked, size)) for size in sizes], probe, top, meaning)
+
+
+def _bisected(
+    kind: Kind, sizes: Sequence[tuple[int, Callable[[], Question]]], probe: _Probe, top: int, meaning: str
+) -> Largest | None:
+    """The last of ascending sizes that fits."""
+    tried: dict[int, str] = {}
+    low, high = -1, len(sizes)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried[middle] = probe.why(sizes[middle][1]())
+        low, high = (low, middle) if tried[middle] else (middle, high)
+    if low < 0:
+        return None
+    size, asked = sizes[low]
+    above = sizes[high][0] if high < len(sizes) else None
+    steps = tuple((sizes[place][0], not why) for place, why in tried.items())
+    return Largest(kind, size, probe.all(asked(), top), meaning, above, tried.get(high, ""), steps)
+
+
+def _largest_model(ask: Callable[[Model | None], Question], asked: Question, probe: _Probe, top: int) -> Largest | None:
+    own = asked.job.model
+    models = {parameter_count(model): model for model in grown(own)}
+    sizes = [(size, lambda model=models[size]: ask(model)) for size in sorted(models)]
+    found = _bisected("model", sizes, probe, top, grown_how(own))
+    return found and replace(found, presets=_presets(found.size, ask, own, probe))
+
+
+def _presets(
+    size: int, ask: Callable[[Model | None], Question], own: Model, probe: _Probe
+) -> tuple[tuple[str, int], ...]:
+    """The largest presets that fit; those of other shapes may, though they are larger, or not, though they are
+    smaller."""
+    known = {name: Model.model_validate({**model_preset(name), "preset": name}) for name in model_presets()}
+    counts = {name: parameter_count(model) for name, model in known.items()}
+    near = sorted((name for name in known if counts[name] <= _NEAR * size), key=lambda name: -counts[name])
+    fitting: list[tuple[str, int]] = []
+    for name in near:
+        model = known[name]
+        reach = max(model.max_sequence_length, own.max_sequence_length)
+        if not probe.why(ask(model.model_copy(update={"max_sequence_length": reach}))):
+            fitting.append((name, counts[name]))
+        if len(fitting) == _PRESETS:
+            break
+    return tuple(fitting)
+
+
+def _with_sequence(asked: Question, sequence: int) -> Question:
+    job = asked.job
+    model = job.model.model_copy(update={"max_sequence_length": max(sequence, job.model.max_sequence_length)})
+    gpus = asked.machines.nodes * asked.machines.gpus_per_node
+    batch, _ = batch_sequences(parameter_count(model), sequence, gpus, max(sequence, job.tokens_per_step))
+    sizes = {"sequence_length": sequence, "global_batch": batch}
+    return replace(asked, job=_resized(job, sizes).model_copy(update={"model": model}))
+
+
+def _with_batch(asked: Question, sequences: int) -> Question:
+    return replace(asked, job=_resized(asked.job, {"global_batch": sequences}))
+
+
+def _resized(job: Job, sizes: dict[str, int]) -> Job:
+    return job.model_copy(update={"batch": job.batch.model_copy(update=sizes)})
+
+
+def _batches(gpus: int) -> list[int]:
+    """Sequences that some of the GPUs, and then all of them, have equally many of."""
+    some = [ranks for ranks in range(1, gpus) if gpus % ranks == 0]
+    each = [*range(1, 8), *(size for size in _EIGHTHS if size <= _MOST_EACH)]
+    return [*some, *(gpus * size for size in each)]
