@@ -148,21 +148,25 @@ def _largest(wanted: Wanted, ask: Asked, places: Sequence[tuple[str | None, floa
 
 
 def _in_words(kind: "Kind", one: "Largest") -> str:
+    from meshwright.plan import in_parameters
+
     if kind != "model":
         return f"{one.size:,}"
     model = one.found.question.job.model
-    return f"{one.size / 1e9:,.3g}B: {model.layers} layers of {model.width}, {model.heads} heads"
+    return f"{in_parameters(one.size)}: {model.layers} layers of {model.width}, {model.heads} heads"
 
 
 def _about(one: "Largest") -> list[str]:
     """What stops it, and what else fits."""
+    from meshwright.plan import in_parameters
+
     batch = one.found.question.job.batch
     lines = [f"{batch.global_batch} sequences of {batch.sequence_length} tokens per step"]
     if one.next_size is not None:
-        following = f"{one.next_size / 1e9:,.3g}B" if one.kind == "model" else f"{one.next_size:,}"
+        following = in_parameters(one.next_size) if one.kind == "model" else f"{one.next_size:,}"
         lines.append(f"{following} is too large: {one.next_why}")
     if one.kind == "model":
-        names = ", ".join(f"{name} ({size / 1e9:,.3g}B)" for name, size in one.presets)
+        names = ", ".join(f"{name} ({in_parameters(size)})" for name, size in one.presets)
         lines.append(f"the largest presets that fit: {names}" if names else "no preset fits")
     return lines
 

@@ -19,7 +19,7 @@ from meshwright.plan.explain import (
     why_not,
 )
 from meshwright.plan.largest import KINDS as LARGEST_KINDS
-from meshwright.plan.largest import Kind, Largest, Within, largest
+from meshwright.plan.largest import Kind, Largest, Within, in_parameters, largest
 from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled, usual_compute
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.pareto import Choice, choices, frontier, frontier_words
@@ -74,6 +74,7 @@ __all__ = [
     "frontier_words",
     "guessed_rows",
     "in_kwh",
+    "in_parameters",
     "job_text",
     "largest",
     "layout_words",

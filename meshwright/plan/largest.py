@@ -1,4 +1,4 @@
-"""The largest model, the longest sequence and the largest batch that fit a cluster: bisection, each step a search."""
+"""The largest model, sequence or batch that fits a cluster: by bisection, confirmed by searches."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from meshwright.plan.economy import economy
 from meshwright.plan.explain import batch_sequences, why_not
 from meshwright.plan.grow import grown, grown_how
 from meshwright.plan.question import Found, Question
-from meshwright.plan.search import search
+from meshwright.plan.search import anything_fits, search
 
 Kind = Literal["model", "sequence", "batch"]
 KINDS: tuple[Kind, ...] = ("model", "sequence", "batch")
@@ -70,23 +70,32 @@ class Largest:
     """Of a model: the largest known presets that fit, and their parameters, largest first."""
 
 
+def in_parameters(number: float) -> str:
+    """A number of parameters as people write it: 124M, 70.6B."""
+    unit, name = next((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (0.0, "M")) if number >= 0.9995 * unit)
+    return f"{number / (unit or 1e6):.3g}{name}"
+
+
 class _Probe:
-    """Whether a question has an answer: a search that ends with the first layout that fits, or, where the time of the
-    training counts, with the fastest."""
+    """Whether a question has an answer."""
 
     def __init__(
         self, allow: Collection[str], within: Within, stop: Callable[[], None], *, at_once: bool = False
     ) -> None:
         self._allow, self._within, self._stop, self._at_once = allow, within, stop, at_once
 
+    def likely(self, asked: Question) -> bool:
+        """Whether one of the smallest layouts fits and, where the time of the training counts, the fastest is in it."""
+        self._stop()
+        if not anything_fits(asked.job, asked.machines, self._allow, at_once=self._at_once):
+            return False
+        return not self._within or not self.why(asked)
+
     def why(self, asked: Question) -> str:
-        """Empty if it fits, else why not."""
+        """Empty if a search finds a layout, else why it does not."""
         self._stop()
         try:
-            found = Found(
-                asked,
-                search(asked.job, asked.machines, 1, self._allow, lambda: not self._within, at_once=self._at_once),
-            )
+            found = self.fastest(asked, 1, lambda: not self._within)
         except UserError as error:
             return str(error)
         if not found.search.best:
@@ -94,10 +103,10 @@ class _Probe:
             return why_not(misses[0], found.search) if misses else "no layout fits"
         return self._within.over(found)
 
-    def all(self, asked: Question, top: int) -> Found:
-        """The fastest layouts at the answer."""
-        self._stop()
-        return Found(asked, search(asked.job, asked.machines, top, self._allow, at_once=self._at_once))
+    def fastest(self, asked: Question, top: int, enough: Callable[[], bool] = lambda: False) -> Found:
+        """The layouts of a search."""
+        found = search(asked.job, asked.machines, top, self._allow, enough, at_once=self._at_once)
+        return Found(asked, found)
 
 
 def largest(
@@ -137,19 +146,24 @@ def largest(
 def _bisected(
     kind: Kind, sizes: Sequence[tuple[int, Callable[[], Question]]], probe: _Probe, top: int, meaning: str
 ) -> Largest | None:
-    """The last of ascending sizes that fits."""
-    tried: dict[int, str] = {}
+    """The last of ascending sizes that fits: halved by what is likely, then confirmed by searches at the answer and at
+    the next size."""
+    tried: dict[int, bool] = {}
     low, high = -1, len(sizes)
     while high - low > 1:
         middle = (low + high) // 2
-        tried[middle] = probe.why(sizes[middle][1]())
-        low, high = (low, middle) if tried[middle] else (middle, high)
+        tried[middle] = probe.likely(sizes[middle][1]())
+        low, high = (middle, high) if tried[middle] else (low, middle)
+    why = ""
+    while high < len(sizes) and not (why := probe.why(sizes[high][1]())):
+        tried[high] = True
+        low, high = high, high + 1
     if low < 0:
         return None
     size, asked = sizes[low]
     above = sizes[high][0] if high < len(sizes) else None
-    steps = tuple((sizes[place][0], not why) for place, why in tried.items())
-    return Largest(kind, size, probe.all(asked(), top), meaning, above, tried.get(high, ""), steps)
+    steps = tuple((sizes[place][0], fits) for place, fits in tried.items())
+    return Largest(kind, size, probe.fastest(asked(), top), meaning, above, why, steps)
 
 
 def _largest_model(ask: Callable[[Model | None], Question], asked: Question, probe: _Probe, top: int) -> Largest | None:
@@ -172,7 +186,7 @@ def _presets(
     for name in near:
         model = known[name]
         reach = max(model.max_sequence_length, own.max_sequence_length)
-        if not probe.why(ask(model.model_copy(update={"max_sequence_length": reach}))):
+        if probe.likely(ask(model.model_copy(update={"max_sequence_length": reach}))):
             fitting.append((name, counts[name]))
         if len(fitting) == _PRESETS:
             break

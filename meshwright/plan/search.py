@@ -290,23 +290,24 @@ def _runs(job: Job, gpus: int) -> bool:
 
 def what_would_fit(job: Job, cluster: Cluster) -> str | None:
     """The smallest change that makes a job fit: the host's memory, or a multiple of the GPUs."""
-    if _anything_fits(job, cluster, frozenset({"offload"})):
+    if anything_fits(job, cluster, frozenset({"offload"})):
         return "--allow offload, which keeps optimizer states in the host's memory"
     for times in (2, 4, 8, 16, 32, 64):
         within_node = min(8, cluster.gpus_per_node * times)
         larger = _resized(cluster, cluster.nodes * cluster.gpus_per_node * times // within_node, within_node)
         sequences = max(job.batch.global_batch, within_node * larger.nodes)
         batch = job.batch.model_copy(update={"global_batch": sequences})
-        if _anything_fits(job.model_copy(update={"batch": batch}), larger, frozenset()):
+        if anything_fits(job.model_copy(update={"batch": batch}), larger, frozenset()):
             return f"--cluster {larger.nodes}x{within_node}x{cluster.gpu}, {times} times the GPUs"
     return None
 
 
-def _anything_fits(job: Job, cluster: Cluster, allow: frozenset[str]) -> bool:
-    """Whether one of the layouts that need least fits."""
+def anything_fits(job: Job, cluster: Cluster, allow: Collection[str], *, at_once: bool = False) -> bool:
+    """Whether one of the layouts that need least fits: sooner known than which is the fastest, and nearly always true
+    if a search finds one."""
     machine = machine_of(cluster)
     room = SAFE * machine.memory_bytes
-    layouts = bounded(job, machine, allow, room)
+    layouts = bounded(job, machine, _allowed(allow) | _own(job), room, at_once=at_once)
     fewest = [index for index in map(int, np.argsort(layouts.memory_bytes)) if not layouts.is_budget(index)]
     for index in fewest[:_SMALLEST]:
         if layouts.memory_bytes[index] > room:
