@@ -166,7 +166,7 @@ def test_other_questions_answer_in_the_same_place(tab: Any) -> None:
     page.select_option("[name=ask]", "pareto")
     page.wait_for_selector("#other-picture svg circle.kept")
     page.select_option("[name=ask]", "sensitivity")
-    page.wait_for_selector("#other-table td:has-text('compute')")
+    page.wait_for_selector("#other-title:has-text('Which part')")
     assert not page.is_visible("[name=clusters]") and page.inner_html("#other-picture") == ""
     page.select_option("[name=ask]", "batch")
     page.wait_for_selector("#other-sentence:has-text('at once')")
