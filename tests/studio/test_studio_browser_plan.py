@@ -170,7 +170,8 @@ def test_other_questions_answer_in_the_same_place(tab: Any) -> None:
     assert not page.is_visible("[name=clusters]") and page.inner_html("#other-picture") == ""
     page.select_option("[name=ask]", "batch")
     page.wait_for_selector("#other-sentence:has-text('at once')")
+    title = page.inner_text("#other-table button.open >> nth=0")
     page.click("#other-table button.open >> nth=0")
-    planned(page)
+    page.wait_for_function("title => document.getElementById('chosen-title').textContent === title", arg=title)
     assert page.is_visible("#layouts") and not page.is_visible("#other")
     assert page.input_value("[name=ask]") == "layouts" and page.input_value("[name=seq]") == "1024"
