@@ -12,7 +12,7 @@ from meshwright.hardware.profile import (
     today,
     write_profile,
 )
-from meshwright.hardware.sites import Site, find_site, known_sites, unsourced
+from meshwright.hardware.sites import Site, find_site, known_sites, site_names, unsourced
 
 __all__ = [
     "Finding",
@@ -33,6 +33,7 @@ __all__ = [
     "profile_of",
     "profiles_folder",
     "read_profile",
+    "site_names",
     "today",
     "unsourced",
     "write_profile",

@@ -110,11 +110,18 @@ _NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "
 
 
 @cache
+def site_names() -> tuple[str, ...]:
+    """The name of every site that comes with the package."""
+    entries = (entry.name for entry in files("meshwright.hardware").joinpath("sites").iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
+
+
+@cache
 def known_sites() -> dict[str, Site]:
     """Every site that comes with the package, by name."""
     folder = files("meshwright.hardware").joinpath("sites")
-    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {name: _site(name, tomllib.loads(folder.joinpath(f"{name}.toml").read_text("utf-8"))) for name in names}
+    texts = {name: folder.joinpath(f"{name}.toml").read_text("utf-8") for name in site_names()}
+    return {name: _site(name, tomllib.loads(text)) for name, text in texts.items()}
 
 
 def find_site(name: str, field: str = "--site") -> Site:

@@ -73,14 +73,15 @@ def search(
     *,
     at_most_bytes: float | None = None,
     at_once: bool = False,
+    impatient: bool = False,
 ) -> Search:
     """The fastest layouts of a job that fit, and the nearest that do not: its layout, recomputation, offload and
     micro-batch are chosen, all else is the job's own.
 
     `allow` adds what is not tried by default: fp8, offload, zero-bubble; what the job itself has is always tried.
-    `enough` is called before every prediction once one layout fits; if it returns true, the search ends with what it
-    has. `at_most_bytes` leaves a layout less than the device has. With `at_once` every rank computes one micro-batch
-    per step, so that nothing is accumulated.
+    `enough` is called before every prediction once one layout fits, and if `impatient` before that, too; if it returns
+    true, the search ends with what it has. `at_most_bytes` leaves a layout less than the device has. With `at_once`
+    every rank computes one micro-batch per step, so that nothing is accumulated.
     """
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster)
     allowed = _allowed(allow) | _own(job)
@@ -119,7 +120,7 @@ def search(
             if effort > _EFFORT:
                 exact = False
                 break
-            if found.best and enough():
+            if (impatient or found.best) and enough():
                 exact = whole = False
                 break
             looked += 1
@@ -174,11 +175,8 @@ class _Best:
     def __init__(self, top: int, machine: Machine) -> None:
         self._top, self._machine = top, machine
         self._by_kind: dict[tuple[Any, ...], Candidate] = {}
-
-    @property
-    def best(self) -> list[Candidate]:
+        self.best: list[Candidate] = []
         """Fastest first."""
-        return sorted(self._by_kind.values(), key=lambda one: one.prediction.step_s)[: self._top]
 
     @property
     def slowest_s(self) -> float:
@@ -196,6 +194,7 @@ class _Best:
         slowest = self.slowest_s if before is None else before.prediction.step_s
         if one.prediction.step_s < slowest and _runs(job, self._machine.gpus):
             self._by_kind[kind] = one
+            self.best = sorted(self._by_kind.values(), key=lambda one: one.prediction.step_s)[: self._top]
 
 
 def _kind(job: Job) -> tuple[Any, ...]:

@@ -123,6 +123,7 @@ class Planner:
             top=_TOP if full else _QUICK_TOP,
             allow=_allowed(state),
             enough=self._interrupted if full else lambda: process_time() > until,
+            impatient=True,
         )
         complete = full and found.whole
         if complete:
@@ -144,10 +145,11 @@ def _allowed(state: dict[str, Any]) -> list[str]:
 
 
 def _nothing(question: Asked, found: "Search", hinted: bool) -> str:
-    """That nothing fits, with the smallest change that would, if there is time to look for it."""
+    """That nothing fits, with the smallest change that would, if there is time to look for it; nothing before that is
+    known."""
     from meshwright.plan import what_would_fit
 
-    if found.best:
+    if found.best or not found.whole:
         return ""
     gpus = "one GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
     hint = None
