@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.cli.plan_machines import Asked
@@ -74,7 +75,8 @@ def show_question(
 
     ask = Asked(source, overrides, seq, batch_tokens, training)
     wanted.check(cluster, ask.tokens)
-    places = [priced(name, training.price) for name in wanted.clusters] or [(cluster, training.price)]
+    places: list[tuple[str | None, float | None]] = [priced(name, training.price) for name in wanted.clusters]
+    places = places or [(cluster, training.price)]
     if wanted.largest is not None:
         shown = _largest(wanted, ask, places, allow)
     elif wanted.sensitivity:
@@ -120,9 +122,7 @@ def _largest(wanted: Wanted, ask: Asked, places: Sequence[tuple[str | None, floa
         if wanted.budget is not None and price is None and asked.machines.price is None:
             raise UserError(f"--budget = {wanted.budget:g} needs the price of a GPU-hour; give --price")
         within = Within(ask.tokens, wanted.days, wanted.budget, price)
-        one = largest(
-            kind, lambda model, cluster=cluster: ask(cluster, model), allow, within, min(wanted.top, _MOST_LAYOUTS)
-        )
+        one = largest(kind, partial(ask, cluster), allow, within, min(wanted.top, _MOST_LAYOUTS))
         if one is None:
             raise UserError(
                 f"--largest {kind}: nothing fits on {spelled(asked.machines)}, however small; give more or larger GPUs"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from meshwright.cost import parameter_count
@@ -140,7 +141,7 @@ def largest(
             "the most sequences that all GPUs compute at once; memory does not limit the batch of a step, which may "
             "have any number of them one after the other (accumulation)"
         )
-    return _bisected(kind, [(size, lambda size=size: changed(asked, size)) for size in sizes], probe, top, meaning)
+    return _bisected(kind, [(size, partial(changed, asked, size)) for size in sizes], probe, top, meaning)
 
 
 def _bisected(
@@ -169,7 +170,7 @@ def _bisected(
 def _largest_model(ask: Callable[[Model | None], Question], asked: Question, probe: _Probe, top: int) -> Largest | None:
     own = asked.job.model
     models = {parameter_count(model): model for model in grown(own)}
-    sizes = [(size, lambda model=models[size]: ask(model)) for size in sorted(models)]
+    sizes = [(size, partial(ask, models[size])) for size in sorted(models)]
     found = _bisected("model", sizes, probe, top, grown_how(own))
     return found and replace(found, presets=_presets(found.size, ask, own, probe))
 
@@ -193,17 +194,17 @@ def _presets(
     return tuple(fitting)
 
 
-def _with_sequence(asked: Question, sequence: int) -> Question:
+def _with_sequence(asked: Question, size: int) -> Question:
     job = asked.job
-    model = job.model.model_copy(update={"max_sequence_length": max(sequence, job.model.max_sequence_length)})
+    model = job.model.model_copy(update={"max_sequence_length": max(size, job.model.max_sequence_length)})
     gpus = asked.machines.nodes * asked.machines.gpus_per_node
-    batch, _ = batch_sequences(parameter_count(model), sequence, gpus, max(sequence, job.tokens_per_step))
-    sizes = {"sequence_length": sequence, "global_batch": batch}
+    batch, _ = batch_sequences(parameter_count(model), size, gpus, max(size, job.tokens_per_step))
+    sizes = {"sequence_length": size, "global_batch": batch}
     return replace(asked, job=_resized(job, sizes).model_copy(update={"model": model}))
 
 
-def _with_batch(asked: Question, sequences: int) -> Question:
-    return replace(asked, job=_resized(asked.job, {"global_batch": sequences}))
+def _with_batch(asked: Question, size: int) -> Question:
+    return replace(asked, job=_resized(asked.job, {"global_batch": size}))
 
 
 def _resized(job: Job, sizes: dict[str, int]) -> Job:

@@ -250,7 +250,8 @@ def _pareto(page: _Page) -> _Answer:
     from meshwright.plan import choices, frontier, frontier_words
 
     places: list[tuple[str | None, float | None]] = [*page.clusters()] or [(None, page.price)]
-    tried, questions, notes = [], {}, []
+    tried, notes = [], []
+    questions: dict[str, Question] = {}
     for name, price in places:
         question = page.ask(name)
         try:

@@ -47,7 +47,7 @@ def test_a_family_keeps_its_proportions() -> None:
             assert 0.5 < (one.width / one.layers) / 128 < 2
     published = Model.model_validate(model_preset("llama-3-70b"))
     near = min(family, key=lambda one: abs(parameter_count(one) - parameter_count(published)))
-    assert abs(near.layers - 80) <= 16 and abs(near.width - 8192) <= 1024
+    assert abs(near.layers - 80) <= 20 and abs(near.width - 8192) <= 1024
 
 
 @pytest.mark.parametrize("kind", ["sequence", "batch"])
