@@ -78,7 +78,7 @@ def show_question(
     places: list[tuple[str | None, float | None]] = [priced(name, training.price) for name in wanted.clusters]
     places = places or [(cluster, training.price)]
     if wanted.largest is not None:
-        shown = _largest(wanted, ask, places, allow)
+        shown = _largest(wanted, source, ask, places, allow)
     elif wanted.sensitivity:
         shown = _sensitivity(ask(cluster), allow, source)
     else:
@@ -112,8 +112,10 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
     return table
 
 
-def _largest(wanted: Wanted, ask: Asked, places: Sequence[tuple[str | None, float | None]], allow: list[str]) -> _Shown:
-    from meshwright.plan import Within, largest, layout_words, spelled
+def _largest(
+    wanted: Wanted, source: str, ask: Asked, places: Sequence[tuple[str | None, float | None]], allow: list[str]
+) -> _Shown:
+    from meshwright.plan import Within, find_layouts, largest, layout_words, spelled
 
     kind = cast("Kind", wanted.largest)
     found: list[tuple[Question, Largest]] = []
@@ -124,6 +126,8 @@ def _largest(wanted: Wanted, ask: Asked, places: Sequence[tuple[str | None, floa
         within = Within(ask.tokens, wanted.days, wanted.budget, price)
         one = largest(kind, partial(ask, cluster), allow, within, min(wanted.top, _MOST_LAYOUTS))
         if one is None:
+            if not within:
+                find_layouts(asked, 1, allow, source)  # which says what would fit
             raise UserError(
                 f"--largest {kind}: nothing fits on {spelled(asked.machines)}, however small; give more or larger GPUs"
                 f"{', or more days or money' if within else ''}"
