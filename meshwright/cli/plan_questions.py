@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from meshwright.cli.plan_machines import Asked
-from meshwright.cli.plan_search import GIB, Training
+from meshwright.cli.plan_search import GIB, Training, host_lines
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def _largest(
             figures = [rate, "–" if mfu is None else f"{mfu:.1%}", f"{prediction.step_s:.3g}"]
             memory = f"{prediction.fullest.device / GIB:.1f}"
             rows.append([*first, *figures, memory, layout_words(candidate.job)])
-        lines += [f"{name}: {line}" for line in _about(one)]
+        hosts = host_lines(one.found.search.best[0], asked.machines)
+        lines += [f"{name}: {line}" for line in (*_about(one), *hosts)]
     lines = [found[0][1].meaning, *lines, *_guesses([one.found.search.best[0] for _, one in found])]
     columns = ("cluster", size, "tokens/s per GPU", "MFU", "step s", "GiB", "layout")
     answers = [{"cluster": spelled(asked.machines), **_largest_json(one)} for asked, one in found]

@@ -151,7 +151,7 @@ def _lines(found: "Found", training: Training) -> list[str]:
     gpus = asked.machines.nodes * asked.machines.gpus_per_node
     if warning := small_batch(best.job, best.prediction, gpus):
         lines.append(f"warning: {warning}")
-    lines += _host_lines(best, asked.machines)
+    lines += host_lines(best, asked.machines)
     lines += _whole(best, asked.machines, training)
     lines += [f"guessed: {guess}" for guess in best.prediction.guessed]
     return lines + [f"faster but too large: {why_not(miss, search)}" for miss in search.misses]
@@ -168,7 +168,7 @@ def _mfu_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     return [f"MFU: {over}; attention over every pair, {prediction.mfu_causal:.1%} with the causal half alone"]
 
 
-def _host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
+def host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     """What a layout keeps in the memory of its hosts."""
     held = max(rank.host for rank in best.prediction.memory) * machines.gpus_per_node / GIB
     if not held:

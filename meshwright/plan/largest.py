@@ -148,17 +148,22 @@ def _bisected(
     kind: Kind, sizes: Sequence[tuple[int, Callable[[], Question]]], probe: _Probe, top: int, meaning: str
 ) -> Largest | None:
     """The last of ascending sizes that fits: halved by what is likely, then confirmed by searches at the answer and at
-    the next size."""
+    the next size; if that fits after all, the larger sizes are halved by searches."""
     tried: dict[int, bool] = {}
-    low, high = -1, len(sizes)
-    while high - low > 1:
-        middle = (low + high) // 2
-        tried[middle] = probe.likely(sizes[middle][1]())
-        low, high = (middle, high) if tried[middle] else (low, middle)
-    why = ""
-    while high < len(sizes) and not (why := probe.why(sizes[high][1]())):
+
+    def halved(low: int, high: int, fits: Callable[[Question], bool]) -> tuple[int, int]:
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried[middle] = fits(sizes[middle][1]())
+            low, high = (middle, high) if tried[middle] else (low, middle)
+        return low, high
+
+    low, high = halved(-1, len(sizes), probe.likely)
+    why = probe.why(sizes[high][1]()) if high < len(sizes) else ""
+    if high < len(sizes) and not why:
         tried[high] = True
-        low, high = high, high + 1
+        low, high = halved(high, len(sizes), lambda asked: not probe.why(asked))
+        why = probe.why(sizes[high][1]()) if high < len(sizes) else ""
     if low < 0:
         return None
     size, asked = sizes[low]
@@ -187,7 +192,7 @@ def _presets(
     for name in near:
         model = known[name]
         reach = max(model.max_sequence_length, own.max_sequence_length)
-        if probe.likely(ask(model.model_copy(update={"max_sequence_length": reach}))):
+        if not probe.why(ask(model.model_copy(update={"max_sequence_length": reach}))):
             fitting.append((name, counts[name]))
         if len(fitting) == _PRESETS:
             break
