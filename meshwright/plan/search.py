@@ -73,14 +73,14 @@ def search(
     *,
     at_most_bytes: float | None = None,
     at_once: bool = False,
-    impatient: bool = False,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Search:
     """The fastest layouts of a job that fit, and the nearest that do not: its layout, recomputation, offload and
     micro-batch are chosen, all else is the job's own.
 
     `allow` adds what is not tried by default: fp8, offload, zero-bubble; what the job itself has is always tried.
-    `enough` is called before every prediction once one layout fits, and if `impatient` before that, too; if it returns
-    true, the search ends with what it has. `at_most_bytes` leaves a layout less than the device has. With `at_once`
+    `enough` is called before every prediction once one layout fits, `give_up` before that; if it returns true, the
+    search ends with what it has. `at_most_bytes` leaves a layout less than the device has. With `at_once`
     every rank computes one micro-batch per step, so that nothing is accumulated.
     """
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster)
@@ -120,7 +120,7 @@ def search(
             if effort > _EFFORT:
                 exact = False
                 break
-            if (impatient or found.best) and enough():
+            if enough() if found.best else give_up():
                 exact = whole = False
                 break
             looked += 1

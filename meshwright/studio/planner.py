@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 QUICK_S = 0.12
 """Time of a first answer for bounds and predictions; the page then requests the full search with more rows."""
+_MORE_S = 0.1
+"""More time for a first answer if no layout fits yet."""
 _TOP, _QUICK_TOP = 10, 3
 _KEPT = 256
 LONG_S = 60.0
@@ -123,7 +125,7 @@ class Planner:
             top=_TOP if full else _QUICK_TOP,
             allow=_allowed(state),
             enough=self._interrupted if full else lambda: process_time() > until,
-            impatient=True,
+            give_up=self._interrupted if full else lambda: process_time() > until + _MORE_S,
         )
         complete = full and found.whole
         if complete:
