@@ -39,6 +39,17 @@ COMPARE = typer.Option(
 )
 DAYS = typer.Option(None, "--days", help="How many nodes of --cluster end the training of --tokens within these days.")
 BUDGET = typer.Option(None, "--budget", help="How many nodes of --cluster this pays for, with --price per GPU-hour.")
+LARGEST = typer.Option(
+    None, "--largest", metavar="WHAT", help="The largest model, sequence or batch that fits the cluster, by bisection."
+)
+SENSITIVITY = typer.Option(
+    False,
+    "--sensitivity",
+    help="How much faster with twice the compute, memory, bandwidth or network.",
+)
+PARETO = typer.Option(
+    False, "--pareto", help="Layouts that none beats in time, memory and cost; with --compare over several clusters."
+)
 SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the same job on other numbers of GPUs.")
 AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are sizes of this axis (tp, cp, pp, dp_shard …).")
 WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays fixed.")
@@ -71,6 +82,9 @@ def plan(
     profile: Path | None = PROFILE,
     days: float | None = DAYS,
     budget: float | None = BUDGET,
+    largest: str | None = LARGEST,
+    sensitivity: bool = SENSITIVITY,
+    pareto: bool = PARETO,
     check: str | None = CHECK,
     scale: str | None = SCALE,
     axis: str | None = AXIS,
@@ -111,18 +125,25 @@ def plan(
         if value is not None and not value > 0:
             raise UserError(f"{option} = {value:g} must be greater than 0; correct it or leave it out")
     asks_machines = {"--compare": clusters, "--days": days, "--budget": budget}
-    for option, given_value in asks_machines.items():
+    asked = {**asks_machines, "--largest": largest, "--sensitivity": sensitivity, "--pareto": pareto}
+    for option, given_value in asked.items():
         if given_value and (not source or write is not None):
             raise UserError(
                 f"{option} asks about machines for a job; give it with JOB or --model NAME, without --write"
             )
-    if price is not None and tokens is None and not any(asks_machines.values()):
+    if price is not None and tokens is None and not (pareto or any(asks_machines.values())):
         raise UserError(f"--price = {price:g} prices the whole training; give its length with --tokens")
     if source:
         from meshwright.cli.plan_search import Training, show_search
 
         training = Training(None if tokens is None else float(tokens), price, mtbf_hours)
         words = [word for word in allow.split(",") if word]
+        if largest is not None or sensitivity or pareto:
+            from meshwright.cli.plan_questions import Wanted, show_question
+
+            wanted = Wanted(largest, sensitivity, pareto, tuple(clusters), days, budget, top)
+            show_question(wanted, source, cluster, overrides, seq, batch_tokens, words, training, as_json)
+            return
         if clusters:
             from meshwright.cli.plan_machines import show_comparison
 

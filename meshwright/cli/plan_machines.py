@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cli.plan_search import Training, opened_job
 
 if TYPE_CHECKING:
-    from meshwright.api.comparing import Machines
-    from meshwright.api.planning import Question
+    from meshwright.job import Model
     from meshwright.job.devices import Cluster
+    from meshwright.plan import Machines, Question
 
 
-class _Asked:
+class Asked:
     """One job, asked about on whichever machines."""
 
     def __init__(
@@ -22,12 +22,13 @@ class _Asked:
         self._sizes = {"sequence_length": seq, "batch_tokens": batch_tokens}
         self._training = training
 
-    def __call__(self, cluster: "str | Cluster | None") -> "Question":
-        from meshwright.api.planning import question
+    def __call__(self, cluster: "str | Cluster | None", model: "Model | None" = None) -> "Question":
+        """The question on these machines, and for another model if one is given."""
+        from meshwright.plan import question
 
         opened = self.opened
         return question(
-            opened.job,
+            opened.job if model is None else opened.job.model_copy(update={"model": model}),
             cluster,
             exact=opened.file is not None,
             mtbf_hours=self._training.mtbf_hours,
@@ -54,13 +55,13 @@ def show_comparison(
     as_json: bool,
 ) -> None:
     """The fastest layout on each of several clusters, side by side."""
-    from meshwright.api.comparing import on_machines
     from meshwright.cli.output import print_json, stdout_console
+    from meshwright.plan import on_machines
 
-    ask = _Asked(source, overrides, seq, batch_tokens, training)
+    ask = Asked(source, overrides, seq, batch_tokens, training)
     rows = on_machines(ask, clusters, allow, ask.tokens, training.price)
     if as_json:
-        print_json({"tokens": ask.tokens, "clusters": [_row(one) for one in rows]})
+        print_json({"tokens": ask.tokens, "clusters": [machines_row(one) for one in rows]})
         return
     stdout_console().print(_table(rows))
     for line in _below(rows):
@@ -80,11 +81,11 @@ def show_size(
     as_json: bool,
 ) -> None:
     """How many nodes a training needs to end within days, or that a budget pays for."""
-    from meshwright.api.comparing import enough_machines
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
+    from meshwright.plan import enough_machines
 
-    ask = _Asked(source, overrides, seq, batch_tokens, training)
+    ask = Asked(source, overrides, seq, batch_tokens, training)
     node = ask(cluster).machines
     option, asked_for = ("--days", days) if days is not None else ("--budget", budget)
     if ask.tokens is None:
@@ -102,7 +103,7 @@ def show_size(
             f"{' and '.join(limits)}{near}; allow more, or other GPUs"
         )
     if as_json:
-        print_json({"tokens": ask.tokens, "answer": _row(answer), "tried": [_row(one) for one in rows]})
+        print_json({"tokens": ask.tokens, "answer": machines_row(answer), "tried": [machines_row(one) for one in rows]})
         return
     stdout_console().print(_table(rows, answer))
     for line in [_answer(answer, rows, days), *_below(rows, answer)]:
@@ -135,12 +136,14 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
     from rich.table import Table
 
     from meshwright.cli.plan_bars import interval
-    from meshwright.plan import layout_words
+    from meshwright.plan import in_kwh, layout_words
 
     priced, timed = any(one.price for one in rows), any(one.economy for one in rows)
     columns = ["cluster", "tokens/s", "80% interval", "a GPU", "MFU", "GPU-hours per 10⁹ tokens"]
     columns += (["cost per 10⁹"] if priced else []) + (["days"] if timed else [])
     columns += ["cost"] if priced and timed else []
+    powered = any(one.economy and one.economy.energy for one in rows)
+    columns += ["energy"] if powered else []
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in [*columns, "layout"]:
         table.add_column(name, justify="left" if name in ("cluster", "layout") else "right", overflow="fold")
@@ -158,15 +161,19 @@ def _table(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> Any:
         cells += ["–" if one.economy is None else f"{one.economy.days:,.1f}"] if timed else []
         cost = None if one.economy is None else one.economy.cost
         cells += ["–" if cost is None else f"{cost:,.0f}"] if priced and timed else []
+        energy = None if one.economy is None else one.economy.energy
+        cells += ["–" if energy is None else in_kwh(energy.site_kwh or energy.gpu_kwh)] if powered else []
         table.add_row(name, *cells, layout_words(best.job))
     return table
 
 
 def _below(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> list[str]:
-    """Why some do not run, what the intervals of the others, or of the answer, rest on, and what is guessed."""
+    """Why some do not run, what the others draw, what the intervals rest on, and what is guessed."""
     lines = [f"{one.spelling}: {one.why}" for one in rows if one.found is None]
     evidence: dict[str, list[str]] = {}
     for one in rows if answer is None else [answer]:
+        if one.economy is not None and one.economy.energy is not None:
+            lines.append(f"{one.spelling}: {one.economy.energy.sentence}")
         if one.bars is not None:
             evidence.setdefault(one.bars.evidence, []).append(one.spelling)
     lines += [f"evidence for {', '.join(names)}: {words}" for words, names in evidence.items()]
@@ -177,7 +184,8 @@ def _below(rows: "Sequence[Machines]", answer: "Machines | None" = None) -> list
     ]
 
 
-def _row(one: "Machines") -> dict[str, Any]:
+def machines_row(one: "Machines") -> dict[str, Any]:
+    """A cluster's answer as JSON."""
     if one.found is None or one.bars is None:
         return {"cluster": one.spelling, "gpus": None, "why": one.why}
     best = one.found.search.best[0]

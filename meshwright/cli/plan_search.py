@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api.planning import Found
     from meshwright.job import Job, LoadedJob
     from meshwright.job.devices import Cluster
-    from meshwright.plan import Candidate, Economy
+    from meshwright.plan import Candidate, Economy, Found
 
 GIB = 2**30
 _PLANNED = ("layout", "memory", "batch", "precision", "run", "cluster")
@@ -49,8 +48,8 @@ def show_search(
     as_json: bool,
 ) -> None:
     """Search, print and, if asked, write the best layout."""
-    from meshwright.api.planning import find_layouts, question
     from meshwright.cli.output import print_json, stdout_console, write_file
+    from meshwright.plan import find_layouts, question
 
     opened = opened_job(source, overrides)
     asked = question(
@@ -154,7 +153,7 @@ def _lines(found: "Found", training: Training) -> list[str]:
     gpus = asked.machines.nodes * asked.machines.gpus_per_node
     if warning := small_batch(best.job, best.prediction, gpus):
         lines.append(f"warning: {warning}")
-    lines += _host_lines(best, asked.machines)
+    lines += host_lines(best, asked.machines)
     lines += _whole(best, asked.machines, training)
     lines.append(f"profile: {best.prediction.profile}")
     lines += [f"guessed: {guess}" for guess in best.prediction.guessed]
@@ -172,7 +171,7 @@ def _mfu_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     return [f"MFU: {over}; attention over every pair, {prediction.mfu_causal:.1%} with the causal half alone"]
 
 
-def _host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
+def host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     """What a layout keeps in the memory of its hosts."""
     held = max(rank.host for rank in best.prediction.memory) * machines.gpus_per_node / GIB
     if not held:
@@ -203,7 +202,7 @@ def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[st
     line += f"{report.gpu_hours:,.0f} {best.prediction.per}-hours"
     line += "" if report.cost is None else f", cost {report.cost:,.0f}"
     steps = ceil(report.tokens / best.job.tokens_per_step)
-    lines = [f"{line}, {steps:,} steps"]
+    lines = [f"{line}, {steps:,} steps", *([report.energy.sentence] if report.energy else [])]
     size = f"a checkpoint of {report.checkpoint_bytes / 1e9:,.0f} GB blocks training for {report.save_s:.2f} s"
     size += f" and is written in {report.write_s:,.0f} s"
     if report.storage_guessed:

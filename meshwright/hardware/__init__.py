@@ -14,7 +14,7 @@ from meshwright.hardware.profile_files import (
     require_given_profile_of,
     write_profile,
 )
-from meshwright.hardware.sites import Site, find_site, known_sites, unsourced
+from meshwright.hardware.sites import Site, find_site, known_sites, site_names, unsourced
 
 __all__ = [
     "Finding",
@@ -39,6 +39,7 @@ __all__ = [
     "profiles_from",
     "read_profile",
     "require_given_profile_of",
+    "site_names",
     "today",
     "unsourced",
     "write_profile",

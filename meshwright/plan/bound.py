@@ -84,11 +84,14 @@ class Layouts:
         return made
 
 
-def bounded(job: Job, machine: Machine, allow: frozenset[str], room_bytes: float) -> Layouts:
-    """Least seconds and least bytes of every valid layout; a budget's seconds are those within `room_bytes`."""
-    families = list(families_of(job, machine, allow))
+def bounded(job: Job, machine: Machine, allow: frozenset[str], room_bytes: float, *, at_once: bool = False) -> Layouts:
+    """Least seconds and least bytes of every valid layout; a budget's seconds are those within `room_bytes`.
+
+    With `at_once` only layouts whose ranks compute one micro-batch per step.
+    """
+    families = list(families_of(job, machine, allow, at_once=at_once))
     pipes, shardings = pipes_of(job, machine.gpus, allow), shardings_of(machine.gpus)
-    rows = _Rows(job, machine, families, pipes, shardings)
+    rows = _Rows(job, machine, families, pipes, shardings, at_once=at_once)
     time, memory = rows.bounds(room_bytes, offload="offload" in allow)
     shape = time.shape
     family, pipe, sharding = (np.broadcast_to(one[:, None, None], shape) for one in (rows.f, rows.p, rows.z))
@@ -102,9 +105,17 @@ class _Rows:
     """The valid combinations of a family, a pipeline and a sharding, and what they take in each mode."""
 
     def __init__(
-        self, job: Job, machine: Machine, families: list[Family], pipes: list[Pipe], shardings: list[tuple[int, int]]
+        self,
+        job: Job,
+        machine: Machine,
+        families: list[Family],
+        pipes: list[Pipe],
+        shardings: list[tuple[int, int]],
+        *,
+        at_once: bool,
     ) -> None:
         self.job, self.machine, self.families, self.pipes = job, machine, families, pipes
+        self._at_once = at_once
         self.f, self.p, self.z = self._valid(shardings)
         self.tp, self.cp = (
             np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f] for axis in ("tp", "cp")
@@ -134,6 +145,8 @@ class _Rows:
         dp = np.maximum(1, gpus // (group * pp))
         pairs = (gpus % (group * pp) == 0) & (batch % (micro * dp) == 0)
         pairs &= ~loops | (batch // (micro * dp) % pp == 0)
+        if self._at_once:
+            pairs &= batch == micro * dp
         # Halves of a backward are not compiled; what is not compiled for their sake runs nothing else.
         pairs &= np.where(splits, ~compiled, compiled == self.job.run.compile)
         zero, shard = (np.array(one)[None, None, :] for one in zip(*shardings, strict=True))

@@ -45,10 +45,13 @@ class Work:
         return self.input + self.weight_matmul
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Work(*(getattr(self, name) + getattr(other, name) for name in _PARTS))
 
     def __mul__(self, times: float) -> "Work":
-        return Work(*(getattr(self, field.name) * times for field in fields(self)))
+        return Work(*(getattr(self, name) * times for name in _PARTS))
+
+
+_PARTS = tuple(field.name for field in fields(Work))
 
 
 Product = tuple[int, int, int]

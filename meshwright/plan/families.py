@@ -35,9 +35,9 @@ class Family:
     """The host's own work once a step, if it cannot hide behind the device's."""
 
 
-def families_of(job: Job, machine: Machine, allow: frozenset[str]) -> Iterator[Family]:
+def families_of(job: Job, machine: Machine, allow: frozenset[str], *, at_once: bool = False) -> Iterator[Family]:
     """Every degree of tensor and context parallelism, every micro-batch and format that the job may take."""
-    micros = micro_batches_of(job.batch.global_batch)
+    micros = micro_batches_of(job.batch.global_batch, machine.gpus if at_once else None)
     for compute, compiled in ways_of(job, machine.gpu, allow):
         way = with_way(job, compute, compiled)
         device = device_of(machine.gpu, machine.rates, compute, machine.measured)

@@ -11,9 +11,9 @@ from meshwright.hardware import (
     find_profile,
     gpu_by_key,
     is_known,
-    known_sites,
     profile_of,
     require_given_profile_of,
+    site_names,
 )
 from meshwright.hardware.profile import CPU
 from meshwright.job import Job
@@ -95,7 +95,7 @@ def parse_cluster(spelling: str) -> Cluster:
     """`8xh100` is one node of eight, `16x8xa100-80gb` sixteen of them, `16xleonardo` sixteen of a site or profile."""
     if site := _SITE.fullmatch(spelling):
         nodes, name = site.groups()
-        if name.lower() in known_sites() or name.endswith(".toml"):
+        if name.lower() in site_names() or name.endswith(".toml"):
             _require_some(spelling, name, int(nodes or 1))
             return completed(Cluster(name=name, nodes=int(nodes or 1)), field="--cluster")
     found = _SPELLING.fullmatch(spelling.lower())
