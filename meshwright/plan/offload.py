@@ -31,6 +31,10 @@ def move_to_host(
         sharded = job.layout.zero_stage > 0
         for name in _HOST_TERMS if not sharded else _HOST_TERMS[:3]:
             host += terms.pop(name, 0.0)
+        if not sharded:
+            # A block's gradients, until they are copied; the sum of earlier micro-batches' is brought back for them.
+            summed = job.precision.gradient_bytes if job.accumulation > 1 else 0
+            terms["gradients on their way to the host"] = layer_parameters * (job.precision.number_bytes + summed)
         if "params" in job.memory.offload and not sharded:
             working = terms.pop("working weights", 0.0)
             host += working

@@ -81,7 +81,7 @@ def test_intervals_hold_what_they_promise(found: Validation, summary: dict[str, 
     halved = coverage(found.outcomes, with_factors(rows, shipped.names, shipped.bands))
     assert halved["time"]["all"]["share"] < 0.65 and halved["memory"]["all"]["share"] < 0.65
     own = [summary["coverage"]["time"]["sources"][name] for name in ("planh200", "segmenth200", "peersh200")]
-    assert all(one["half_width"] < 0.7 * time["half_width"] for one in own), "what is measured here is known better"
+    assert all(one["half_width"] < 0.75 * time["half_width"] for one in own), "what is measured here is known better"
 
 
 def test_layouts_that_are_told_apart_are_in_order(summary: dict[str, Any]) -> None:
