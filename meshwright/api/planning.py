@@ -137,7 +137,7 @@ def plan(
     A job file is planned as it is. In a job from elsewhere, as from a preset, what is not set is taken as usual: batch
     and sequence length for models of this size, bf16, compiled blocks. Needs no torch.
     """
-    from meshwright.plan import find_layouts, predict, question, refusal, why_not
+    from meshwright.plan import find_layouts, order_of, predict, question, refusal, why_not
 
     own = load_job(job, trust=True)  # nothing of it is run
     exact = isinstance(job, str | Path) and not is_preset(str(job))
@@ -145,7 +145,7 @@ def plan(
     found = find_layouts(asked, top, allow)
     jobs = [_validated(candidate.job, asked.machines) for candidate in found.search.best]
     layouts = [PlannedLayout(one, predict(one, asked.machines)) for one in jobs]
-    fitting = sorted((one for one in layouts if one.prediction.fits), key=lambda one: one.step_s)
+    fitting = sorted((one for one in layouts if one.prediction.fits), key=lambda one: order_of(one.job, one.step_s))
     if not fitting:
         raise refusal(found, "the job")
     misses = tuple(why_not(miss, found.search) for miss in found.search.misses)

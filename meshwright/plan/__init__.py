@@ -26,7 +26,7 @@ from meshwright.plan.pareto import Choice, choices, frontier, frontier_words
 from meshwright.plan.predict import Prediction, predict, timeline
 from meshwright.plan.question import Found, Question, find_layouts, question, refusal
 from meshwright.plan.scale import Point, scale, scale_lines
-from meshwright.plan.search import Candidate, Search, search, what_would_fit
+from meshwright.plan.search import Candidate, Search, order_of, search, what_would_fit
 from meshwright.plan.sensitivity import Gain, Sensitivity, sensitivity
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import ALLOWED
@@ -83,6 +83,7 @@ __all__ = [
     "machine_of",
     "machines_of",
     "on_machines",
+    "order_of",
     "parse_cluster",
     "predict",
     "priced",

@@ -75,6 +75,18 @@ def step_waits(
     return waits(before, micro_batch, job.accumulation)
 
 
+def least_s(job: Job, device: Device, software: Software, modes: Sequence[str]) -> float:
+    """What the host of a rank with some of the layers launches in a step: no step of ours is shorter, whoever waits for
+    whom."""
+    if not software.own or (device.measured is not None and device.measured.on_cpu):
+        return 0.0
+    share = len(modes) / job.model.layers
+    blocks = sum(sum(own_launches(job, software, mode)) for mode in modes)
+    ends = share * (_ENDS + loss_chunks(job)[0] * _CHUNK)
+    once = _BETWEEN_STEPS + share * update_launches(job)
+    return (job.accumulation * (blocks + ends) + once) * bare_launch_s(device, own=True)
+
+
 def waits(before: Sequence[Region], micro_batch: Sequence[Region], times: int) -> dict[str, float]:
     """How long the device waits in all, by name, where `before` is followed by so many equal micro-batches."""
     found = _by_name(chain(before, *repeat(micro_batch, min(times, _SIMULATED))))

@@ -29,7 +29,7 @@ from meshwright.plan.compute import (
     tokens_of,
 )
 from meshwright.plan.context import context_s
-from meshwright.plan.host import runs_ahead, step_waits
+from meshwright.plan.host import least_s, runs_ahead, step_waits
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
@@ -137,6 +137,10 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
         head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
         passes = stages[0].forward, stages[0].backward
         phases |= step_waits(job, device, software, modes, passes, head, update)
+    else:
+        starts = [sum(layers[:place]) for place in range(len(layers))]
+        own = [mode for place in set(busy) for mode in modes[starts[place] : starts[place] + layers[place]]]
+        phases["host"] += max(0.0, least_s(job, device, software, own) - sum(phases.values()))
     if job.memory.offload:
         owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
