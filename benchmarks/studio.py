@@ -2,7 +2,8 @@
 
     python benchmarks/studio.py [--runs 100] [--steps 100000] [--folder DIR]
 
-Times are wall time, whatever else this machine does: it reports how busy it was.
+Times are wall time, whatever else this machine does: it reports how busy it was. Of plans it reports the planner's CPU
+time, too, which others do not lengthen as much. `--only-plans` leaves out the runs.
 """
 
 import argparse
@@ -27,7 +28,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, default=None, help="Keep generated runs here, and reuse them.")
+    parser.add_argument("--only-plans", action="store_true")
     asked = parser.parse_args()
+    if asked.only_plans:
+        asked.runs = 0
     with tempfile.TemporaryDirectory() as scratch:
         runs = asked.folder or Path(scratch)
         names = make_runs(runs, asked.runs, asked.steps)
@@ -67,11 +71,13 @@ def measured(runs: Path, names: list[str]) -> dict[str, Any]:
         address = json.loads(server.stdout.readline())["address"]
         get(address)
         first_page_s = time.perf_counter() - begun
+        if not names:
+            return {"first_page_s": round(first_page_s, 3), **plans(address, server.pid)}
         listed_s = timed(lambda: get(f"{address}api/runs"))
         overlay = all_curves(address, names)
         again_s = timed(lambda: get(f"{address}api/curves?" + "&".join(f"run={name}" for name in names)))
         memory = resident(server.pid)
-        planning = plans(address)
+        planning = plans(address, server.pid)
         return {
             "first_page_s": round(first_page_s, 3),
             "runs": len(names),
@@ -98,12 +104,14 @@ def all_curves(address: str, names: list[str]) -> float:
     return time.perf_counter() - begun
 
 
-def plans(address: str) -> dict[str, Any]:
+def plans(address: str, server: int) -> dict[str, Any]:
     """Seconds of an answer with its pictures, for models and machines of the page's lists, each twice.
+
+    As the page asks: first for the layouts, then for the pictures of the best.
 
     The very first one may also wait for the planner's process to start.
     """
-    cold, warm = {}, {}
+    cold, warm, cpu = {}, {}, {}
     first_s = timed(
         lambda: post(address, {"part": "search", "model": "tiny-llama", "nodes": 1, "gpus": 1, "gpu": "h100"})
     )
@@ -117,13 +125,16 @@ def plans(address: str) -> dict[str, Any]:
                     "gpu": gpu,
                     "seq": 1024 if "gpt" in model else None,
                 }
-                begun = time.perf_counter()
+                begun, used = time.perf_counter(), cpu_s(server)
                 found = post(address, {"part": "search", **state})
                 if found.get("rows"):
                     post(address, {"part": "layout", **state, "pick": found["rows"][0]["pick"]})
-                times[f"{model} on {nodes}x{gpus}x{gpu}"] = time.perf_counter() - begun
+                name = f"{model} on {nodes}x{gpus}x{gpu}"
+                times[name] = time.perf_counter() - begun
+                if times is cold:
+                    cpu[name] = cpu_s(server) - used
     told = {}
-    for name, times in (("cold", cold), ("again", warm)):
+    for name, times in (("cold", cold), ("again", warm), ("cold, CPU time of server and planner", cpu)):
         ordered = sorted(times.values())
         told[name] = {
             "median_s": round(ordered[len(ordered) // 2], 3),
@@ -157,6 +168,15 @@ def resident(pid: int) -> float:
     """MiB a process holds in memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     return round(int(status.partition("VmRSS:")[2].split()[0]) / 1024, 1)
+
+
+def cpu_s(server: int) -> float:
+    """CPU seconds that the server and its planner have used so far."""
+    ticks = 0
+    for pid in (server, *map(int, children(server))):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[str]:

@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from meshwright.ranks import Place
 
 OUT = typer.Option(None, "--out", metavar="FILE", help="Write the profile here instead of this user's folder.")
+EXPORT = typer.Option(
+    None,
+    "--export",
+    metavar="FILE|FOLDER",
+    help="Also write the profile here, for plans on other machines: plan --profile FILE|FOLDER.",
+)
 
 
 def calibrate(
     out: Path | None = OUT,
+    export: Path | None = EXPORT,
     force: bool = FORCE,
     quick: bool = typer.Option(False, "--quick", help="Fewer repeats: half a minute instead of two."),
     nproc: int | None = typer.Option(None, "--nproc", min=2, help="Measure collectives too, over this many ranks."),
@@ -30,13 +37,17 @@ def calibrate(
 
     require_new(out, "--out", force)
     place = own_place()
+    if export is not None and not export.is_dir():
+        require_new(export, "--export", force)
     if place is None and nproc is not None:
-        _with_ranks(out, quick, nproc, device, as_json)
+        _with_ranks(out, export, force, quick, nproc, device, as_json)
     else:
-        _here(out, quick, place, device, as_json)
+        _here(out, export, force, quick, place, device, as_json)
 
 
-def _with_ranks(out: Path | None, quick: bool, nproc: int, device: str, as_json: bool) -> None:
+def _with_ranks(
+    out: Path | None, export: Path | None, force: bool, quick: bool, nproc: int, device: str, as_json: bool
+) -> None:
     from tempfile import TemporaryDirectory
 
     from meshwright.cli.output import rank_failures_told
@@ -47,23 +58,36 @@ def _with_ranks(out: Path | None, quick: bool, nproc: int, device: str, as_json:
     job = Job.model_validate({"run": {"device": device}})
     require_devices(job, nproc)
     words = ["calibrate", "--device", device, *(["--quick"] if quick else []), *(["--json"] if as_json else [])]
-    words += [] if out is None else ["--out", str(out), "--force"]
+    words += [] if out is None else ["--out", str(out)]
+    words += [] if export is None else ["--export", str(export)]
+    words += ["--force"] if force else []
     with TemporaryDirectory() as folder, rank_failures_told():
         run_under_agent(job, Path(folder), nproc, words)
 
 
-def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_json: bool) -> None:
-    from meshwright.cli.output import print_json, stderr_console, stdout_console
+def _here(
+    out: Path | None,
+    export: Path | None,
+    force: bool,
+    quick: bool,
+    place: Place | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    from meshwright.cli.output import print_json, require_new, stderr_console, stdout_console
     from meshwright.hardware import profiles_folder, write_profile
     from meshwright.job import Job
     from meshwright.launch.devices import with_own_device
     from meshwright.launch.failures import failures_written_down
-    from meshwright.measure import measure_profile
+    from meshwright.measure import measure_profile, profile_name
     from meshwright.train import choose_device
 
     job = Job.model_validate({"run": {"device": device}})
     with failures_written_down():
         chosen = choose_device(job if place is None else with_own_device(job, place))
+        if export is not None and export.is_dir():
+            export = export / profile_name(chosen, place)
+            require_new(export, "--export", force)
         console = stderr_console() if as_json else stdout_console()
         console.quiet = place is not None and place.rank > 0
         with console.status("measuring") as status:
@@ -73,10 +97,12 @@ def _here(out: Path | None, quick: bool, place: Place | None, device: str, as_js
         return
     path = out or profiles_folder() / profile.file_name
     write_profile(profile, path)
+    if export is not None:
+        write_profile(profile, export)
     if as_json:
-        print_json({"file": str(path), **summary(profile)})
+        print_json({"file": str(path), "exported": None if export is None else str(export), **summary(profile)})
         return
-    for name, value in _lines(profile, path):
+    for name, value in _lines(profile, path) + ([] if export is None else [("exported", str(export))]):
         console.print(f"{name:22} {value}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -9,7 +9,7 @@ from meshwright.cli.amounts import token_option
 from meshwright.cli.job import FORCE, JSON, SET
 
 if TYPE_CHECKING:
-    from meshwright.plan import Prediction
+    from meshwright.plan import ErrorBars, Prediction
 
 JOB = typer.Argument(
     None, metavar="[JOB]", help="Find layouts for this job file, recipe or preset; after --compare, further clusters."
@@ -39,10 +39,24 @@ COMPARE = typer.Option(
 )
 DAYS = typer.Option(None, "--days", help="How many nodes of --cluster end the training of --tokens within these days.")
 BUDGET = typer.Option(None, "--budget", help="How many nodes of --cluster this pays for, with --price per GPU-hour.")
+LARGEST = typer.Option(
+    None, "--largest", metavar="WHAT", help="The largest model, sequence or batch that fits the cluster, by bisection."
+)
+SENSITIVITY = typer.Option(
+    False,
+    "--sensitivity",
+    help="How much faster with twice the compute, memory, bandwidth or network.",
+)
+PARETO = typer.Option(
+    False, "--pareto", help="Layouts that none beats in time, memory and cost; with --compare over several clusters."
+)
 SCALE = typer.Option(None, "--scale", metavar="N,N", help="With --check: the same job on other numbers of GPUs.")
 AXIS = typer.Option(None, "--axis", help="With --scale: the numbers are sizes of this axis (tp, cp, pp, dp_shard …).")
 WEAK = typer.Option(False, "--weak/--strong", help="With --scale: the batch grows with the replicas, or stays fixed.")
 SVG = typer.Option(None, "--svg", metavar="FILE", help="With --check: draw memory and time to this file.")
+PROFILE = typer.Option(
+    None, "--profile", metavar="FILE|FOLDER", help="Use this profile of the GPU, or this folder's: calibrate --export."
+)
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a Markdown page here.")
 
 GIB = 2**30
@@ -51,6 +65,7 @@ _FEW_GROUPS = 10
 
 
 def plan(
+    context: typer.Context,
     given: list[str] | None = JOB,
     model: str | None = MODEL,
     cluster: str | None = CLUSTER,
@@ -64,8 +79,12 @@ def plan(
     price: float | None = PRICE,
     mtbf_hours: float | None = MTBF,
     compare: list[str] = COMPARE,
+    profile: Path | None = PROFILE,
     days: float | None = DAYS,
     budget: float | None = BUDGET,
+    largest: str | None = LARGEST,
+    sensitivity: bool = SENSITIVITY,
+    pareto: bool = PARETO,
     check: str | None = CHECK,
     scale: str | None = SCALE,
     axis: str | None = AXIS,
@@ -79,7 +98,9 @@ def plan(
     """Find the fastest layout that fits, explain one job, or compare predictions with published runs."""
     from meshwright.cli.output import require_new
     from meshwright.errors import UserError
+    from meshwright.hardware import profiles_from
 
+    context.with_resource(profiles_from(profile))
     for option, path in (("--write", write), ("--svg", svg), ("--markdown", markdown)):
         require_new(path, option, force)
     job, clusters = _arguments(given or [], model, compare)
@@ -93,6 +114,8 @@ def plan(
         raise UserError(f"--write = {write} writes the layout that a search finds; give it with JOB or --model NAME")
     if markdown is not None and not validate:
         raise UserError(f"--markdown = {markdown} writes the table of --validate; give --validate or leave it out")
+    if profile is not None and validate:
+        raise UserError(f"--profile = {profile} measures our own programs, not those of --validate; leave it out")
     if scale is not None and not check:
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
@@ -102,18 +125,25 @@ def plan(
         if value is not None and not value > 0:
             raise UserError(f"{option} = {value:g} must be greater than 0; correct it or leave it out")
     asks_machines = {"--compare": clusters, "--days": days, "--budget": budget}
-    for option, given_value in asks_machines.items():
+    asked = {**asks_machines, "--largest": largest, "--sensitivity": sensitivity, "--pareto": pareto}
+    for option, given_value in asked.items():
         if given_value and (not source or write is not None):
             raise UserError(
                 f"{option} asks about machines for a job; give it with JOB or --model NAME, without --write"
             )
-    if price is not None and tokens is None and not any(asks_machines.values()):
+    if price is not None and tokens is None and not (pareto or any(asks_machines.values())):
         raise UserError(f"--price = {price:g} prices the whole training; give its length with --tokens")
     if source:
         from meshwright.cli.plan_search import Training, show_search
 
         training = Training(None if tokens is None else float(tokens), price, mtbf_hours)
         words = [word for word in allow.split(",") if word]
+        if largest is not None or sensitivity or pareto:
+            from meshwright.cli.plan_questions import Wanted, show_question
+
+            wanted = Wanted(largest, sensitivity, pareto, tuple(clusters), days, budget, top)
+            show_question(wanted, source, cluster, overrides, seq, batch_tokens, words, training, as_json)
+            return
         if clusters:
             from meshwright.cli.plan_machines import show_comparison
 
@@ -149,26 +179,27 @@ def _arguments(given: list[str], model: str | None, compare: list[str]) -> tuple
 def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.job import load_job
-    from meshwright.plan import check_target, predict
+    from meshwright.plan import check_target, error_bars, predict
 
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     machines, note = check_target(job, cluster)
     prediction = predict(job, machines)
+    bars = error_bars(job, machines, prediction)
     if svg is not None:
         from meshwright.studio import write_plan_svg
 
         write_plan_svg(prediction, svg)
     if as_json:
-        print_json(_as_json(prediction))
+        print_json(_as_json(prediction, bars))
         return
     console = stdout_console()
     for table in (_phase_table(prediction), _memory_table(prediction)):
         console.print(table)
-    for line in [*([note] if note else []), *_summary(prediction)]:
+    for line in [*([note] if note else []), *_summary(prediction, bars)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _as_json(prediction: "Prediction") -> dict[str, Any]:
+def _as_json(prediction: "Prediction", bars: "ErrorBars") -> dict[str, Any]:
     return {
         "kind": "CPU" if prediction.on_cpu else "GPU",
         "step_s": prediction.step_s,
@@ -189,6 +220,9 @@ def _as_json(prediction: "Prediction") -> dict[str, Any]:
             }
             for rank in prediction.memory
         ],
+        "interval": bars.as_json(),
+        "evidence": {"time": bars.evidence, "memory": bars.memory_evidence},
+        "profile": prediction.profile,
         "guessed": list(prediction.guessed),
         "not_modelled": list(prediction.not_modelled),
     }
@@ -232,7 +266,9 @@ def _memory_table(prediction: "Prediction") -> Any:
     return table
 
 
-def _summary(prediction: "Prediction") -> list[str]:
+def _summary(prediction: "Prediction", bars: "ErrorBars") -> list[str]:
+    from meshwright.cli.plan_bars import bar_lines
+
     mfu = ""
     if prediction.mfu is not None:
         mfu = f", MFU {prediction.mfu:.1%} (attention over every pair; {prediction.mfu_causal:.1%} over causal ones)"
@@ -245,12 +281,15 @@ def _summary(prediction: "Prediction") -> list[str]:
     if prediction.host_over_bytes:
         kept, there = max(rank.host for rank in prediction.memory), prediction.host_capacity_bytes or 0.0
         lines.append(f"does not fit its host: {kept / GIB:.1f} GiB are needed per GPU, which has {there / GIB:.1f} GiB")
+    lines += bar_lines(bars, prediction)
+    lines.append(f"profile: {prediction.profile}")
     lines += [f"guessed: {guess}" for guess in prediction.guessed]
     return lines + [f"not modelled: {what}" for what in prediction.not_modelled]
 
 
 def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     from meshwright.cli.output import print_json, stderr_console, stdout_console, write_file
+    from meshwright.cli.plan_bars import coverage_lines, own_lines
     from meshwright.errors import UserError
     from meshwright.plan import accuracy_page, accuracy_rows, guessed_rows, validate
 
@@ -274,6 +313,8 @@ def _validate(paths: list[Path], markdown: Path | None, as_json: bool) -> None:
     for row in rows:
         table.add_row(*row)
     stdout_console().print(table)
+    for line in [*own_lines(summary), *coverage_lines(summary)]:
+        stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
     for run, gpus, layout, use, predicted, measured, error in guessed_rows(summary)[1:]:
         line = f"rates guessed, {use} {run}: {gpus}, {layout}: {predicted} s predicted, {measured} s measured, {error}"
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -21,17 +21,23 @@ def show_scale(
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     machine, note = check_target(job, cluster)
     points = scale(job, machine, numbers, "weak" if weak else "strong", axis)
+    largest = next((one.bars for one in reversed(points) if one.bars is not None), None)
+    evidence = None if largest is None else {"time": largest.evidence, "memory": largest.memory_evidence}
     guessed = list(dict.fromkeys(guess for one in points if one.prediction for guess in one.prediction.guessed))
+    used = list(dict.fromkeys(one.prediction.profile for one in points if one.prediction))
     if as_json:
         rows = [_row(one, axis) for one in points]
-        print_json({"axis": axis, "kind": "weak" if weak else "strong", "points": rows, "guessed": guessed})
+        answer = {"axis": axis, "kind": "weak" if weak else "strong", "points": rows, "evidence": evidence}
+        print_json({**answer, "profile": used[0] if used else None, "guessed": guessed})
         return
-    for line in [*([note] if note else []), *scale_lines(points, axis), *(f"guessed: {guess}" for guess in guessed)]:
+    last = [] if largest is None else [f"evidence for the last: {largest.evidence}"]
+    below = [*last, *(f"profile: {one}" for one in used), *(f"guessed: {guess}" for guess in guessed)]
+    for line in [*([note] if note else []), *scale_lines(points, axis), *below]:
         stdout_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _row(point: "Point", axis: str | None) -> dict[str, Any]:
-    if point.prediction is None or point.job is None:
+    if point.prediction is None or point.job is None or point.bars is None:
         return {"gpus": None, "size": point.gpus, "why": point.why}
     return {
         "gpus": point.gpus,
@@ -40,6 +46,7 @@ def _row(point: "Point", axis: str | None) -> dict[str, Any]:
         "tokens_per_s": point.prediction.tokens_per_s_per_gpu * point.gpus,
         "tokens_per_s_per_gpu": point.prediction.tokens_per_s_per_gpu,
         "mfu": point.prediction.mfu,
+        "interval": point.bars.as_json(),
         "efficiency": point.efficiency,
         "device_bytes": point.prediction.fullest.device,
         "fits": point.prediction.fits,

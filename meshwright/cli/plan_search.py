@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api.planning import Found
     from meshwright.job import Job, LoadedJob
     from meshwright.job.devices import Cluster
-    from meshwright.plan import Candidate, Economy
+    from meshwright.plan import Candidate, Economy, Found
 
 GIB = 2**30
 _PLANNED = ("layout", "memory", "batch", "precision", "run", "cluster")
@@ -49,8 +48,8 @@ def show_search(
     as_json: bool,
 ) -> None:
     """Search, print and, if asked, write the best layout."""
-    from meshwright.api.planning import find_layouts, question
     from meshwright.cli.output import print_json, stdout_console, write_file
+    from meshwright.plan import find_layouts, question
 
     opened = opened_job(source, overrides)
     asked = question(
@@ -136,7 +135,8 @@ def _written(opened: Opened, found: "Found", overrides: list[str], training: Tra
 
 def _lines(found: "Found", training: Training) -> list[str]:
     """What is said below the table."""
-    from meshwright.plan import alike, small_batch, why_not
+    from meshwright.cli.plan_bars import bar_lines
+    from meshwright.plan import error_bars, small_batch, tie_words, tied, why_not
 
     search, asked = found.search, found.question
     best, job = search.best[0], asked.job
@@ -147,13 +147,15 @@ def _lines(found: "Found", training: Training) -> list[str]:
         f"of {job.batch.sequence_length} tokens per step"
     )
     lines += _mfu_lines(best, asked.machines)
-    if (near := alike(search.best)) > 1:
-        lines.append(f"the first {near} are within 5% of each other, which predictions do not tell apart")
+    lines += bar_lines(error_bars(best.job, asked.machines, best.prediction), best.prediction)
+    if (near := sum(tied(search.best))) > 1:
+        lines.append(f"{near} layouts are a tie (≈), and the simplest of them is marked: {tie_words()}")
     gpus = asked.machines.nodes * asked.machines.gpus_per_node
     if warning := small_batch(best.job, best.prediction, gpus):
         lines.append(f"warning: {warning}")
-    lines += _host_lines(best, asked.machines)
+    lines += host_lines(best, asked.machines)
     lines += _whole(best, asked.machines, training)
+    lines.append(f"profile: {best.prediction.profile}")
     lines += [f"guessed: {guess}" for guess in best.prediction.guessed]
     return lines + [f"faster but too large: {why_not(miss, search)}" for miss in search.misses]
 
@@ -169,7 +171,7 @@ def _mfu_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     return [f"MFU: {over}; attention over every pair, {prediction.mfu_causal:.1%} with the causal half alone"]
 
 
-def _host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
+def host_lines(best: "Candidate", machines: "Cluster") -> list[str]:
     """What a layout keeps in the memory of its hosts."""
     held = max(rank.host for rank in best.prediction.memory) * machines.gpus_per_node / GIB
     if not held:
@@ -196,10 +198,11 @@ def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[st
     report = _economy(best, cluster, training)
     if report is None:
         return []
-    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days, {report.gpu_hours:,.0f} {best.prediction.per}-hours"
+    line = f"{report.tokens:.3g} tokens: {report.days:,.1f} days ({_days_interval(best, cluster, report)}), "
+    line += f"{report.gpu_hours:,.0f} {best.prediction.per}-hours"
     line += "" if report.cost is None else f", cost {report.cost:,.0f}"
     steps = ceil(report.tokens / best.job.tokens_per_step)
-    lines = [f"{line}, {steps:,} steps"]
+    lines = [f"{line}, {steps:,} steps", *([report.energy.sentence] if report.energy else [])]
     size = f"a checkpoint of {report.checkpoint_bytes / 1e9:,.0f} GB blocks training for {report.save_s:.2f} s"
     size += f" and is written in {report.write_s:,.0f} s"
     if report.storage_guessed:
@@ -214,6 +217,14 @@ def _whole(best: "Candidate", cluster: "Cluster", training: Training) -> list[st
     ]
 
 
+def _days_interval(one: "Candidate", cluster: "Cluster", report: "Economy") -> str:
+    from meshwright.cli.plan_bars import interval
+    from meshwright.plan import error_bars
+
+    bars = error_bars(one.job, cluster, one.prediction)
+    return f"{bars.level:.0%} interval {interval(bars.times(report.days), ',.1f')}"
+
+
 def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
 
@@ -221,24 +232,26 @@ def _duration(seconds: float) -> str:
 def _table(found: "Found", training: Training) -> Any:
     from rich.table import Table
 
-    from meshwright.plan import layout_words, limit, simplest
+    from meshwright.cli.plan_bars import interval
+    from meshwright.plan import error_bars, layout_words, limit, simplest, tied
 
     best, machines = found.search.best, found.question.machines
     table = Table(box=None, pad_edge=False, header_style="bold")
     rate = f"tokens/s per {best[0].prediction.per}"
-    columns = ["layout", rate, "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
+    columns = ["layout", rate, "80% interval", "MFU", "step s", "GiB"] + (["days"] if training.tokens else [])
     for name in [*columns, "limited by"]:
         table.add_column(name, justify="left" if name in ("layout", "limited by") else "right", overflow="fold")
-    plain = simplest(best)
+    plain, ties = simplest(best), tied(best)
     for place, one in enumerate(best):
         prediction = one.prediction
+        between = interval(error_bars(one.job, machines, prediction).tokens_per_s_per_gpu)
         words = layout_words(one.job) + (" (simplest)" if place == plain else "")
         mfu = "–" if prediction.mfu is None else f"{prediction.mfu:.1%}"
         size = f"{prediction.fullest.device / GIB:.1f}"
-        rate = f"{prediction.tokens_per_s_per_gpu:,.0f}"
+        rate = ("≈ " if place and ties[place] else "") + f"{prediction.tokens_per_s_per_gpu:,.0f}"
         report = _economy(one, machines, training)
         days = [] if report is None else [f"{report.days:,.1f}"]
-        table.add_row(words, rate, mfu, f"{prediction.step_s:.3g}", size, *days, limit(prediction))
+        table.add_row(words, rate, between, mfu, f"{prediction.step_s:.3g}", size, *days, limit(prediction))
     return table
 
 
@@ -250,10 +263,11 @@ def _line(one: "Candidate") -> str:
 
 
 def _as_json(found: "Found", training: Training) -> dict[str, Any]:
-    from meshwright.plan import limit, simplest, small_batch, why_not
+    from meshwright.plan import error_bars, limit, simplest, small_batch, tied, why_not
 
     search, asked = found.search, found.question
-    machines, plain = asked.machines, simplest(search.best)
+    machines, plain, ties = asked.machines, simplest(search.best), tied(search.best)
+    bars = [error_bars(one.job, machines, one.prediction) for one in search.best]
 
     def row(place: int, one: "Candidate") -> dict[str, Any]:
         named = ("batch", "layout", "memory", "precision")
@@ -266,7 +280,9 @@ def _as_json(found: "Found", training: Training) -> dict[str, Any]:
             "mfu": one.prediction.mfu,
             "device_bytes": one.prediction.fullest.device,
             "host_bytes_per_node": max(rank.host for rank in one.prediction.memory) * machines.gpus_per_node,
+            "interval": bars[place].as_json(),
             "limited_by": limit(one.prediction),
+            "tie": ties[place],
             "simplest": place == plain,
             "training": None if report is None else asdict(report),
         }
@@ -287,5 +303,7 @@ def _as_json(found: "Found", training: Training) -> dict[str, Any]:
         "exact": search.exact,
         "layouts": [row(place, one) for place, one in enumerate(search.best)],
         "misses": [why_not(one, search) for one in search.misses],
+        "evidence": {"time": bars[0].evidence, "memory": bars[0].memory_evidence},
+        "profile": best.prediction.profile,
         "guessed": list(best.prediction.guessed),
     }

@@ -8,7 +8,7 @@ from meshwright.job.devices import Cluster
 
 
 def completed(cluster: Cluster, ranks: int | None = None, field: str = "cluster.name") -> Cluster:
-    """The section with its site's GPU, links and host memory, and as many machines as the ranks fill.
+    """The section with its site's GPU, links, host memory and power, and as many machines as the ranks fill.
 
     Given values stay, and `model_fields_set` still names only those: a job file is written with no more. Where
     a site does not fit, `field` is what named it.
@@ -36,5 +36,5 @@ def completed(cluster: Cluster, ranks: int | None = None, field: str = "cluster.
 
 def _of_site(site: Site) -> dict[str, Any]:
     links = None if site.network_gb_s is None else {"network": site.network_gb_s}
-    size, memory = site.gpus_per_node, site.host_memory_gib
-    return {"gpu": site.gpu, "gpus_per_node": size, "links": links, "host_memory_gib": memory}
+    same = ("gpu", "gpus_per_node", "host_memory_gib", "gpu_watts", "pue", "co2_g_per_kwh")
+    return {"links": links, **{name: getattr(site, name) for name in same}}

@@ -59,6 +59,8 @@ class Gpu(Fact):
     """To the host's memory."""
     host_memory_gib: PositiveFloat | None = None
     """Host memory for each GPU, where it is soldered to the part."""
+    board_watts: PositiveFloat | None = None
+    """The most power that its board draws."""
     source: str
     """The source of the numbers."""
 

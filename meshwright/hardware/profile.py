@@ -1,20 +1,15 @@
-"""Measurements of a device: calibration profiles, where they are stored, and which one is used."""
+"""Measurements of a device: what a calibration profile holds."""
 
-import json
-import os
 from datetime import date
-from functools import lru_cache
-from importlib.resources import files
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from meshwright.atomic import write_atomic
-from meshwright.errors import UserError
 from meshwright.hardware.gpus import Dtype, Fact, Gpu, known_gpus
 
-FOLDER_VARIABLE = "MESHWRIGHT_PROFILES"
+FORMAT = 2
+"""The version of a profile's fields that is written. Files without a version are of the first, which does not say with
+which driver, beside which CPU and how it was measured."""
 ProductKind = Literal["forward", "input", "weight", "weight sum"]
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 OperationName = Literal[
@@ -153,6 +148,8 @@ class Collective(Fact):
 class Profile(Fact):
     """A device as it was measured."""
 
+    format: PositiveInt = 1
+    """The version of these fields."""
     gpu: str
     """Its key in the hardware table, or one made of its name."""
     device: str
@@ -163,6 +160,18 @@ class Profile(Fact):
     """The version measured with."""
     cuda: str | None = None
     """The version of CUDA torch was built for."""
+    driver: str | None = None
+    """The version of the GPU's driver."""
+    host_cpu: str | None = None
+    """The CPU that launches kernels and updates what is offloaded."""
+    host_cores: PositiveInt | None = None
+    """Cores that the measuring process could use."""
+    machine: str | None = None
+    """The name of the machine that was measured."""
+    meshwright: str | None = None
+    """The version of Meshwright that measured."""
+    how: str | None = None
+    """How it was measured, in a sentence."""
     memory_gib: PositiveFloat
     """Memory of the device."""
     units: PositiveInt
@@ -215,7 +224,7 @@ class Profile(Fact):
     @property
     def file_name(self) -> str:
         """Where plans look for it: a CPU has a profile for each number of ranks that share it."""
-        return _file_name(self.gpu, self.ranks)
+        return file_name_of(self.gpu, self.ranks)
 
     def shared_by(self, ranks: int) -> "Profile":
         """A CPU's profile for another number of ranks than measured it, if each gets its part of the cores."""
@@ -249,47 +258,6 @@ def _slowed(row: Fact, times: float) -> Fact:
     return row.model_copy(update=seconds)
 
 
-def profiles_folder() -> Path:
-    """Where this user's profiles are stored."""
-    if named := os.environ.get(FOLDER_VARIABLE):
-        return Path(named)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "meshwright" / "profiles"
-
-
-def profile_of(key: str, ranks: int = 1) -> Profile | None:
-    """The profile of a device: this user's, else one that comes with Meshwright, else None.
-
-    Of a CPU preferably the one that as many ranks measured together, sharing its cores.
-    """
-    names = [f"{key}.json"]
-    if key == CPU:
-        others = sorted(path.name for path in profiles_folder().glob(f"{CPU}-*-ranks.json"))
-        names = [_file_name(key, ranks), *names, *others]
-    for name in names:
-        own = profiles_folder() / name
-        if own.is_file():
-            return _read(own, own.stat().st_mtime_ns)
-    return _shipped(f"{key}.json")
-
-
-def read_profile(path: Path) -> Profile:
-    """A profile from a file."""
-    return _parsed(path.read_text(encoding="utf-8"), str(path))
-
-
-def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = profile.model_dump(mode="json", exclude_none=True)
-    lists = {name: value for name, value in fields.items() if isinstance(value, list) and value}
-    plain = {name: value for name, value in fields.items() if not isinstance(value, list)}
-    parts = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in plain.items()]
-    for name, rows in lists.items():
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        parts.append(f"  {json.dumps(name)}: [\n{lines}\n  ]")
-    write_atomic(path, "{\n" + ",\n".join(parts) + "\n}\n")
-
-
 def today() -> str:
     """The day as profiles write it."""
     return date.today().isoformat()
@@ -300,28 +268,6 @@ def is_known(gpu: Gpu) -> bool:
     return any(known.key == gpu.key for known in known_gpus())
 
 
-def _file_name(key: str, ranks: int) -> str:
+def file_name_of(key: str, ranks: int) -> str:
+    """The file of a device's profile in a folder of profiles."""
     return f"{key}.json" if key != CPU or ranks == 1 else f"{key}-{ranks}-ranks.json"
-
-
-@lru_cache(maxsize=8)
-def _read(path: Path, changed_ns: int) -> Profile:
-    return read_profile(path)
-
-
-@lru_cache(maxsize=32)
-def _shipped(name: str) -> Profile | None:
-    path = files("meshwright.hardware").joinpath("profiles", name)
-    return _parsed(path.read_text(encoding="utf-8"), str(path)) if path.is_file() else None
-
-
-def _parsed(text: str, where: str) -> Profile:
-    try:
-        return Profile.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(
-            f"the profile {where} cannot be read by this version ({place}: {first['msg']}); "
-            "measure again with meshwright calibrate, or remove it"
-        ) from None

@@ -8,11 +8,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from meshwright.errors import UserError
 from meshwright.hardware.gpus import gpu_by_key
-from meshwright.hardware.profile import profile_of
+from meshwright.hardware.profile_files import profile_of
 from meshwright.job.reading import read_settings_text, reason, toml_table
 from meshwright.job.sanitize import odd_character
 
@@ -41,6 +50,12 @@ class Site(BaseModel):
     """The network between machines."""
     network_gb_s: PositiveFloat | None = None
     """Its bandwidth for one machine in one direction, GB/s."""
+    gpu_watts: PositiveFloat | None = None
+    """Power of one GPU under load, if measured there."""
+    pue: float | None = Field(default=None, ge=1.0)
+    """Energy of the whole site over that of its computers."""
+    co2_g_per_kwh: NonNegativeFloat | None = None
+    """CO₂ of its electricity."""
     internet: bool | None = None
     """Whether compute nodes reach the internet."""
     partition: str | None = None
@@ -95,11 +110,18 @@ _NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "
 
 
 @cache
+def site_names() -> tuple[str, ...]:
+    """The name of every site that comes with the package."""
+    entries = (entry.name for entry in files("meshwright.hardware").joinpath("sites").iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
+
+
+@cache
 def known_sites() -> dict[str, Site]:
     """Every site that comes with the package, by name."""
     folder = files("meshwright.hardware").joinpath("sites")
-    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return {name: _site(name, tomllib.loads(folder.joinpath(f"{name}.toml").read_text("utf-8"))) for name in names}
+    texts = {name: folder.joinpath(f"{name}.toml").read_text("utf-8") for name in site_names()}
+    return {name: _site(name, tomllib.loads(text)) for name, text in texts.items()}
 
 
 def find_site(name: str, field: str = "--site") -> Site:

@@ -137,8 +137,8 @@ class Cluster(Section):
     """The machines a job is meant for, used by the planner and by the launcher on a site; `train` runs it on any."""
 
     name: str | None = None
-    """A known site such as `leonardo`, or a profile file; it provides gpu, gpus_per_node, links and host_memory_gib
-    where the job does not."""
+    """A known site such as `leonardo`, or a profile file; it provides gpu, gpus_per_node, links, host_memory_gib
+    and power where the job does not."""
     nodes: PositiveInt = Field(default=1, le=10**6)
     """Machines; by default as many as the layout needs of those that name or gpus_per_node describes."""
     gpus_per_node: PositiveInt = Field(default=1, le=10**4)
@@ -155,3 +155,9 @@ class Cluster(Section):
     """Mean time between failures of the whole allocation."""
     price: NonNegativeFloat | None = Field(default=None, le=1e9)
     """Cost of one device-hour."""
+    gpu_watts: PositiveFloat | None = Field(default=None, le=1e5)
+    """Power of one device under load, if measured; by default the limit of its board."""
+    pue: float | None = Field(default=None, ge=1.0, le=100.0)
+    """Energy of the whole site over that of its computers; without it a plan counts the devices alone."""
+    co2_g_per_kwh: NonNegativeFloat | None = Field(default=None, le=1e5)
+    """Grams of CO₂ per kWh of the site's electricity."""

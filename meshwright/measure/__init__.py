@@ -2,7 +2,19 @@
 
 from meshwright.measure.bench import Bench, Spread, bench
 from meshwright.measure.calibrate import measure_profile
+from meshwright.measure.identity import profile_name
 from meshwright.measure.sweep import Sweep, settings_of
 from meshwright.measure.tune import Tried, Tuned, tune
 
-__all__ = ["Bench", "Spread", "Sweep", "Tried", "Tuned", "bench", "measure_profile", "settings_of", "tune"]
+__all__ = [
+    "Bench",
+    "Spread",
+    "Sweep",
+    "Tried",
+    "Tuned",
+    "bench",
+    "measure_profile",
+    "profile_name",
+    "settings_of",
+    "tune",
+]

@@ -5,8 +5,6 @@ Operands are random and together larger than the device's caches, and times are 
 is not supported is skipped and listed; if time runs out, the coarse shapes are measured and the finer ones are not.
 """
 
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +15,20 @@ import torch.nn.functional as F
 
 from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.errors import UserError
-from meshwright.hardware import Profile, find_gpu, today
-from meshwright.hardware.profile import CPU, Attention, Copy, Decoder, Loss, Operation, Product, ProductKind, Update
+from meshwright.hardware import Profile
+from meshwright.hardware.profile import (
+    Attention,
+    Copy,
+    Decoder,
+    Loss,
+    Operation,
+    Product,
+    ProductKind,
+    Update,
+)
 from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
 from meshwright.measure.collectives import collectives
+from meshwright.measure.identity import device_words, identity, ranks_here
 from meshwright.measure.operations import measured_decoder, measured_operation, update_call
 from meshwright.measure.stopwatch import Stopwatch
 from meshwright.model import CausalAttend, attend
@@ -28,7 +36,6 @@ from meshwright.model.head import add_product, loss_of_logits
 from meshwright.model.numbers import DTYPES
 from meshwright.parallel.fp8 import FORWARD, GRADIENT
 from meshwright.ranks import Place
-from meshwright.runs.provenance import cpu_name
 from meshwright.torch_private.arithmetic import scaled_mm
 from meshwright.train.kernels import BACKENDS
 from meshwright.train.memory_usage import resident_bytes
@@ -341,32 +348,6 @@ def _groups(one: AttentionShape) -> tuple[str, ...]:
     return ("native", "expanded") if one.heads != one.kv_heads else ("native",)
 
 
-def identity(device: torch.device) -> dict[str, Any]:
-    """The fields of a profile that identify the device."""
-    common: dict[str, Any] = {"date": today(), "torch": torch.__version__, "device": device_words(device)}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = find_gpu(properties.name, properties.total_memory)
-        key = gpu.key if gpu else "-".join(properties.name.lower().replace("/", " ").split())
-        memory = properties.total_memory / 2**30
-        return common | {
-            "gpu": key,
-            "cuda": torch.version.cuda,
-            "memory_gib": round(memory, 2),
-            "units": properties.multi_processor_count,
-        }
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return common | {"gpu": CPU, "memory_gib": round(memory, 2), "units": torch.get_num_threads()}
-
-
-def device_words(device: torch.device) -> str:
-    """The device's product name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"CPU {cpu_name() or platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
 def measure_profile(device: torch.device, place: Place | None, *, quick: bool, report: Report) -> Profile | None:
     """The profile on rank 0 or in a single process; None on other ranks."""
     if place is None:
@@ -376,7 +357,7 @@ def measure_profile(device: torch.device, place: Place | None, *, quick: bool, r
     measures = place.rank == 0 or device.type == "cpu"
     profile = Calibration(device, quick, report).profile() if measures else None
     dist.barrier()  # nothing else may run while links are measured
-    local = place.local_size or int(os.environ.get("SLURM_NTASKS_PER_NODE", place.size))
+    local = ranks_here(place)
     report("collectives")
     found = collectives(device, lambda ranks: len({rank // local for rank in ranks}))
     ways = shapes_for(device).sharded

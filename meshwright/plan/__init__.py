@@ -3,10 +3,12 @@
 from meshwright.calls import callable_as
 from meshwright.job import job_text
 from meshwright.plan.accuracy import accuracy_page, accuracy_rows, guessed_rows
+from meshwright.plan.clusters import Ask, Machines, enough_machines, on_machines, priced
 from meshwright.plan.compare import Term, compare_with_plan
 from meshwright.plan.economy import Economy, economy
+from meshwright.plan.energy import Energy, in_kwh
+from meshwright.plan.error_bars import ErrorBars, error_bars, tie_words, tied
 from meshwright.plan.explain import (
-    alike,
     batch_sequences,
     fine_tuning_batch,
     layout_words,
@@ -16,11 +18,16 @@ from meshwright.plan.explain import (
     usual_batch_tokens,
     why_not,
 )
+from meshwright.plan.largest import KINDS as LARGEST_KINDS
+from meshwright.plan.largest import Kind, Largest, Within, in_parameters, largest
 from meshwright.plan.machine import Machine, machine_of, machines_of, parse_cluster, spelled, usual_compute
 from meshwright.plan.memory import RankMemory
+from meshwright.plan.pareto import Choice, choices, frontier, frontier_words
 from meshwright.plan.predict import Prediction, predict, timeline
+from meshwright.plan.question import Found, Question, find_layouts, question, refusal
 from meshwright.plan.scale import Point, scale, scale_lines
-from meshwright.plan.search import Candidate, Search, search, what_would_fit
+from meshwright.plan.search import Candidate, Search, order_of, search, what_would_fit
+from meshwright.plan.sensitivity import Gain, Sensitivity, sensitivity
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import ALLOWED
 from meshwright.plan.target import check_target, target_of
@@ -28,41 +35,70 @@ from meshwright.plan.validate import Validation, validate
 
 __all__ = [
     "ALLOWED",
+    "LARGEST_KINDS",
     "MESHWRIGHT",
     "MESHWRIGHT_COMPILED",
+    "Ask",
     "Candidate",
+    "Choice",
     "Economy",
+    "Energy",
+    "ErrorBars",
+    "Found",
+    "Gain",
+    "Kind",
+    "Largest",
     "Machine",
+    "Machines",
     "Point",
     "Prediction",
+    "Question",
     "RankMemory",
     "Search",
+    "Sensitivity",
     "Software",
     "Term",
     "Validation",
+    "Within",
     "accuracy_page",
     "accuracy_rows",
-    "alike",
     "batch_sequences",
     "check_target",
+    "choices",
     "compare_with_plan",
     "economy",
+    "enough_machines",
+    "error_bars",
+    "find_layouts",
     "fine_tuning_batch",
+    "frontier",
+    "frontier_words",
     "guessed_rows",
+    "in_kwh",
+    "in_parameters",
     "job_text",
+    "largest",
     "layout_words",
     "limit",
     "machine_of",
     "machines_of",
+    "on_machines",
+    "order_of",
     "parse_cluster",
     "predict",
+    "priced",
+    "question",
+    "refusal",
     "scale",
     "scale_lines",
     "search",
+    "sensitivity",
     "simplest",
     "small_batch",
     "spelled",
     "target_of",
+    "tie_words",
+    "tied",
     "timeline",
     "usual_batch_tokens",
     "usual_compute",

@@ -28,11 +28,34 @@ def accuracy_rows(summary: dict[str, Any]) -> list[list[str]]:
 def guessed_rows(summary: dict[str, Any]) -> list[list[str]]:
     """Header and lines of the runs on GPUs whose rates are guessed, each with its error; only a header if none."""
     lines = [["run", "GPUs", "layout", "rates", "predicted s", "measured s", "error"]]
-    for row in (row for row in summary["rows"] if row["use"]):
+    for row in (row for row in summary["rows"] if row["use"] not in ("", "own")):
         error = row["predicted"] / row["measured"] - 1
         seconds = [f"{row[name]:.3g}" for name in ("predicted", "measured")]
         gpus = f"{row['gpus']} × {row['gpu']}"
         lines.append([row["id"], gpus, row["layout"], row["use"], *seconds, f"{error:+.1%}"])
+    return lines
+
+
+def coverage_rows(summary: dict[str, Any], kind: str) -> list[list[str]]:
+    """Header and lines of how many measurements are in their intervals: every source, then the published ones."""
+    lines = [["source", "rows", "inside", "share", "half of the interval"]]
+    covered = summary["coverage"][kind]
+    for name, figures in [*covered["sources"].items(), ("published", covered["all"])]:
+        if figures["rows"]:
+            share, half = f"{figures['share']:.0%}", f"{figures['half_width']:.1%}"
+            lines.append([name, str(figures["rows"]), str(figures["inside"]), share, half])
+    return lines
+
+
+def own_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """Header and lines of our own trainer's runs, each with its errors; only a header if none."""
+    lines = [["run", "GPUs", "layout", "predicted s", "measured s", "time", "memory"]]
+    for row in (row for row in summary["rows"] if row["use"] == "own"):
+        error = row["predicted"] / row["measured"] - 1
+        memory = row["predicted_memory_bytes"] / row["measured_memory_bytes"] - 1
+        seconds = [f"{row[name]:.3g}" for name in ("predicted", "measured")]
+        gpus = f"{row['gpus']} × {row['gpu']}"
+        lines.append([row["id"], gpus, row["layout"], *seconds, f"{error:+.1%}", f"{memory:+.1%}"])
     return lines
 
 
@@ -85,6 +108,8 @@ def accuracy_page(summary: dict[str, Any], files: list[str]) -> str:
             ]
         ),
         "",
+        *_interval_section(summary),
+        "",
         "## Runs that ran and are called impossible",
         "",
         *(
@@ -108,6 +133,7 @@ def accuracy_page(summary: dict[str, Any], files: list[str]) -> str:
         "error is to be looked for.",
         "",
         *_markdown(worst_rows(summary), words=6),
+        *_own_section(summary),
         *_guessed_section(summary),
         "",
         "## Left out",
@@ -119,6 +145,54 @@ def accuracy_page(summary: dict[str, Any], files: list[str]) -> str:
         *(f"- {assumption}: {count} rows" for assumption, count in sorted(assumed.items())),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _interval_section(summary: dict[str, Any]) -> list[str]:
+    """How often intervals hold what was measured."""
+    return [
+        "## How often the intervals hold",
+        "",
+        "The 80% interval of every row, as plans give it, from all other sources: neither its errors nor its share in",
+        "the intervals' width are used for a source's own rows. Our own runs are listed, and not counted in the last",
+        "line. Time:",
+        "",
+        *_markdown(coverage_rows(summary, "time")),
+        "",
+        "Memory, of fewer and more different sources:",
+        "",
+        *_markdown(coverage_rows(summary, "memory")),
+        *_order_lines(summary["coverage"]["order"]),
+    ]
+
+
+def _order_lines(order: dict[str, Any]) -> list[str]:
+    """How often layouts of one job are in the predicted order, if there are any."""
+    apart, ties = order["apart"], order["ties"]
+    if not apart["pairs"] + ties["pairs"]:
+        return []
+    return [
+        "",
+        f"Layouts of one job, two by two: {apart['pairs']} are told apart, and {apart['right']} of them were in this",
+        f"order; {ties['pairs']} are called a tie, and {ties['right']} of them were.",
+    ]
+
+
+def _own_section(summary: dict[str, Any]) -> list[str]:
+    """Runs of our own trainer, if there are any."""
+    header, *rows = own_rows(summary)
+    if not rows:
+        return []
+    own = summary["own"]
+    time, mean, memory = (own[f"{name}_error"] for name in ("median_abs_time", "mean_abs_time", "median_abs_memory"))
+    return [
+        "",
+        "## Our own runs",
+        "",
+        f"{own['predicted']} runs of Meshwright's trainer, predicted from the profile that comes with it, not counted",
+        f"above: time {time:.1%} in the median and {mean:.1%} in the mean, memory {memory:.1%} in the median.",
+        "",
+        *_markdown([header, *rows], words=3),
+    ]
 
 
 def _guessed_section(summary: dict[str, Any]) -> list[str]:

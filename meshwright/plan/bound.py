@@ -15,17 +15,17 @@ from meshwright.plan.communication import all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
 from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import COMMUNICATOR_BYTES, FRAGMENTS
+from meshwright.plan.reserve import COMMUNICATOR_BYTES, FRAGMENTS
 from meshwright.plan.software import CONTEXT_BYTES
 from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
-from meshwright.plan.step import STRAGGLERS, groups_of
+from meshwright.plan.step import CONTENTION, STRAGGLERS, groups_of
 from meshwright.plan.update import update_s
 
 _ROUNDING = 1 - 1e-6
 """Bytes are whole numbers, and sums of floats differ in their last digits."""
 WORTH = 0.002
 """Share of a step that hybrid sharding must save over sharding over all replicas, which takes less memory."""
-_CONTENTION = 1.06
+_CONTENTION = 1 + CONTENTION
 """What a second of transfers may add to a step, at most."""
 _BY_ROW = (
     "f",
@@ -84,11 +84,14 @@ class Layouts:
         return made
 
 
-def bounded(job: Job, machine: Machine, allow: frozenset[str], room_bytes: float) -> Layouts:
-    """Least seconds and least bytes of every valid layout; a budget's seconds are those within `room_bytes`."""
-    families = list(families_of(job, machine, allow))
+def bounded(job: Job, machine: Machine, allow: frozenset[str], room_bytes: float, *, at_once: bool = False) -> Layouts:
+    """Least seconds and least bytes of every valid layout; a budget's seconds are those within `room_bytes`.
+
+    With `at_once` only layouts whose ranks compute one micro-batch per step.
+    """
+    families = list(families_of(job, machine, allow, at_once=at_once))
     pipes, shardings = pipes_of(job, machine.gpus, allow), shardings_of(machine.gpus)
-    rows = _Rows(job, machine, families, pipes, shardings)
+    rows = _Rows(job, machine, families, pipes, shardings, at_once=at_once)
     time, memory = rows.bounds(room_bytes, offload="offload" in allow)
     shape = time.shape
     family, pipe, sharding = (np.broadcast_to(one[:, None, None], shape) for one in (rows.f, rows.p, rows.z))
@@ -102,9 +105,17 @@ class _Rows:
     """The valid combinations of a family, a pipeline and a sharding, and what they take in each mode."""
 
     def __init__(
-        self, job: Job, machine: Machine, families: list[Family], pipes: list[Pipe], shardings: list[tuple[int, int]]
+        self,
+        job: Job,
+        machine: Machine,
+        families: list[Family],
+        pipes: list[Pipe],
+        shardings: list[tuple[int, int]],
+        *,
+        at_once: bool,
     ) -> None:
         self.job, self.machine, self.families, self.pipes = job, machine, families, pipes
+        self._at_once = at_once
         self.f, self.p, self.z = self._valid(shardings)
         self.tp, self.cp = (
             np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f] for axis in ("tp", "cp")
@@ -134,6 +145,8 @@ class _Rows:
         dp = np.maximum(1, gpus // (group * pp))
         pairs = (gpus % (group * pp) == 0) & (batch % (micro * dp) == 0)
         pairs &= ~loops | (batch // (micro * dp) % pp == 0)
+        if self._at_once:
+            pairs &= batch == micro * dp
         # Halves of a backward are not compiled; what is not compiled for their sake runs nothing else.
         pairs &= np.where(splits, ~compiled, compiled == self.job.run.compile)
         zero, shard = (np.array(one)[None, None, :] for one in zip(*shardings, strict=True))

@@ -12,18 +12,18 @@ GIB = 2**30
 _TRIES = 3
 
 
-def within(job: Job, room_bytes: float, held_of: Callable[[Job], tuple[float, float]]) -> Job | None:
+def within(job: Job, room_bytes: float, device_bytes: Callable[[Job], float]) -> Job | None:
     """A job without recomputation with a budget under which it takes at most `room_bytes`; None if there is none.
 
     A budget counts what blocks save; what the device holds beside it is seen by trying.
     """
     least, most = sure_budget(job, table_for(job))
     budget = float(most)
-    over = held_of(job)[0] - room_bytes
+    over = device_bytes(job) - room_bytes
     for _ in range(_TRIES):
         budget -= over
         tried = _budgeted(job, max(budget, 1.02 * least))
-        over = held_of(tried)[0] - room_bytes
+        over = device_bytes(tried) - room_bytes
         if over <= 0:
             return tried
         if budget < least:

@@ -9,13 +9,14 @@ from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.plan.compute import head_work
+from meshwright.plan.host import BACKWARD, FORWARD
 from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import machine_of
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED
 
-_FORWARD = ("forward products", "forward attention", "forward elementwise")
-_BACKWARD = ("backward products", "backward attention", "backward elementwise", "recomputation")
+_FORWARD = ("forward products", "forward attention", "forward elementwise", FORWARD)
+_BACKWARD = ("backward products", "backward attention", "backward elementwise", "recomputation", BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def _parts(job: Job, cluster: Cluster, prediction: Prediction) -> dict[str, floa
     head = head_work(job, device, MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT)
     phases = prediction.phases
     return {
-        "forward": sum(phases[name] for name in _FORWARD) - job.accumulation * head.forward,
+        "forward": sum(phases.get(name, 0.0) for name in _FORWARD) - job.accumulation * head.forward,
         "loss": job.accumulation * (head.forward + head.backward),
-        "backward": sum(phases[name] for name in _BACKWARD) - job.accumulation * head.backward,
+        "backward": sum(phases.get(name, 0.0) for name in _BACKWARD) - job.accumulation * head.backward,
         "optimizer": phases["optimizer"],
     }

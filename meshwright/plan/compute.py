@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from meshwright.cost import REPEATED, chunk_rows, in_whole_lines
 from meshwright.job import Job
-from meshwright.layout import kv_copies, kv_heads_of
+from meshwright.layout import gradient_format, kv_copies, kv_heads_of
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
 
@@ -45,10 +45,13 @@ class Work:
         return self.input + self.weight_matmul
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Work(*(getattr(self, name) + getattr(other, name) for name in _PARTS))
 
     def __mul__(self, times: float) -> "Work":
-        return Work(*(getattr(self, field.name) * times for field in fields(self)))
+        return Work(*(getattr(self, name) * times for name in _PARTS))
+
+
+_PARTS = tuple(field.name for field in fields(Work))
 
 
 Product = tuple[int, int, int]
@@ -110,6 +113,12 @@ _OWN_LAUNCH_S = 9.9e-6
 do not differ by their hosts."""
 
 
+def bare_launch_s(device: Device, *, own: bool) -> float:
+    """What launching a bare operation takes the host: as its profile measured it, or as usual."""
+    measured = None if device.measured is None else device.measured.profile.launch_s
+    return measured or (_OWN_LAUNCH_S if own else USUAL_LAUNCH_S)
+
+
 def host_waits(
     job: Job, device: Device, software: Software, mode: str, forward_s: float, backward_s: float
 ) -> tuple[float, float]:
@@ -118,16 +127,16 @@ def host_waits(
     Ranks that share every product meet at each collective, where sometimes one's host is late and sometimes another's
     device: there neither hides behind the other in full.
     """
-    bare_s = _OWN_LAUNCH_S if software.own else USUAL_LAUNCH_S
-    if device.measured is not None and device.measured.profile.launch_s is not None:
-        if device.measured.on_cpu:
-            return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
-        bare_s = device.measured.profile.launch_s
+    if device.measured is not None and device.measured.on_cpu:
+        return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
+    bare_s = bare_launch_s(device, own=software.own)
     if software.own:
         forward, backward = (count * bare_s for count in own_launches(job, software, mode))
     else:
         forward = kernels_of(job, software) * software.launch_s * bare_s / USUAL_LAUNCH_S
         backward = (3 if mode in REPEATED else 2) * forward
+    if software.blocking:
+        return forward, backward
     waits = []
     for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
         both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
@@ -139,8 +148,8 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
     """The host's work for one of our blocks, forward and backward, in multiples of a bare launch.
 
     Fitted to blocks of GPT-2, Llama and Qwen3 with so few tokens that an H200 waits for its host (benchmarks/LOG.md):
-    an eager operation is nearly three launches with its autograd; a compiled block's guards and wrappers cost more than
-    its few kernels; torch's hooks for recomputation cost as much as many operations.
+    an eager operation is more than two launches with its autograd; a compiled block's guards and wrappers cost more
+    than its few kernels; torch's hooks for recomputation cost as much as many operations.
     """
     model = job.model
     operations = 12 + 2 * (model.activation == "swiglu") + 20 * (model.positions == "rope") + 4 * model.qk_norm
@@ -150,8 +159,8 @@ def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]
         casts = (50, 22) if job.precision.compute == "fp8" else (0, 0)
         again = {"full": 8.0, "segment": forward, "joined": forward}.get(mode, 0.0)  # inside the graph, or around it
         return forward + casts[0], 1.6 * forward + casts[1] + again
-    forward = 2.8 * operations
-    backward = 1.4 * forward + 70
+    forward = 2.65 * operations
+    backward = 1.4 * forward + 66
     if mode in REPEATED:
         return forward + 50, backward + forward + 45
     return (forward + 150, backward + 100) if mode == "selective" else (forward, backward)
@@ -196,7 +205,7 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, products: list
     moved = 2.0 * wide * parameters
     if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
         each = job.precision.number_bytes
-        first = 0 if job.accumulation == 1 or each == wide else each + wide
+        first = 0 if each == wide or gradient_format(job) == job.precision.compute else each + wide
         moved = parameters * (first + (each + 2 * wide) * (job.accumulation - 1)) / job.accumulation
     if job.layout.zero_stage == 3:
         moved += parameters * 8
@@ -216,9 +225,13 @@ def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, f
         length = sequence if spread == cp else sequence // cp
         if device.measured is not None:
             rows, groups = job.batch.micro_batch * heads / spread, heads / (kv_heads_of(job) * kv_copies(job))
-            masked = device.operations is not None and (job.data.mask_documents or window < sequence)
-            if masked:  # a mask hides scores that a CPU has computed: measured over causal FLOPs
-                flops = 2.0 * queries * sequence * heads * model.head_dim
+            masked = window < sequence
+            if device.operations is not None:
+                masked = masked or job.data.mask_documents
+                if masked:  # a mask hides scores that a CPU has computed: measured over causal FLOPs
+                    flops = 2.0 * queries * sequence * heads * model.head_dim
+            elif masked and length > 2 * window:  # a window's edges waste as much as those of sequences twice as long
+                rows, length = rows * length / (2 * window), 2 * window
             found = device.measured.attention_s(flops, model.head_dim, length, rows, groups, masked=masked)
             if found is not None:
                 return found
@@ -269,8 +282,9 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         moved += (0 if fused else norm) * turned  # fused, rotation reads what it writes
         moved_back += (1 if fused else norm_back) * turned
     if model.activation == "swiglu":
-        moved += (3 if fused else 5) * inner
-        moved_back += (5 if fused else 9) * inner
+        gate_fused = fused and software.fused_gate
+        moved += (3 if gate_fused else 5) * inner
+        moved_back += (5 if gate_fused else 9) * inner
     else:
         moved += 2 * inner
         moved_back += 3 * inner

@@ -1,10 +1,11 @@
-"""What a whole training run takes: days, GPU-hours and money, and how much time failures and checkpoints cost."""
+"""What a whole training run takes: days, GPU-hours, money, energy, and the time lost to failures and checkpoints."""
 
 from dataclasses import dataclass
 
 from meshwright.cost import best_interval_s, checkpoint_bytes, parameter_count
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
+from meshwright.plan.energy import Energy, energy_of
 from meshwright.plan.predict import Prediction
 
 _STAGING_BYTES_PER_S = 20e9
@@ -39,6 +40,8 @@ class Economy:
     """How long storage takes to write it, while training goes on, or to read it."""
     storage_guessed: bool
     """Whether the bandwidth of storage is a guess, since cluster.storage_gb_s does not say."""
+    energy: Energy | None = None
+    """If the power of the GPU is known."""
 
 
 def economy(job: Job, prediction: Prediction, cluster: Cluster, tokens: float, price: float | None = None) -> Economy:
@@ -56,7 +59,7 @@ def economy(job: Job, prediction: Prediction, cluster: Cluster, tokens: float, p
     each = cluster.price if price is None else price
     cost = None if each is None else hours * each
     saving = (goodput, save_s, every_s, size, write_s, storage is None)
-    return Economy(tokens, seconds / _DAY_S, hours, cost, *saving)
+    return Economy(tokens, seconds / _DAY_S, hours, cost, *saving, energy=energy_of(hours, cluster))
 
 
 def save_seconds(job: Job, prediction: Prediction) -> float:

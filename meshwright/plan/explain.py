@@ -6,6 +6,7 @@ from math import log2
 from typing import Any
 
 from meshwright.job import Job
+from meshwright.plan.error_bars import tied
 from meshwright.plan.predict import Prediction
 from meshwright.plan.search import SAFE, Candidate, Search
 
@@ -28,8 +29,6 @@ def usual_batch_tokens(parameters: float) -> tuple[int, str]:
 
 _FINE_TUNING = 64
 """Sequences per step of a fine-tuning whose job says nothing: Llama 2-Chat's (arXiv 2307.09288)."""
-_DISTINCT = 0.05
-"""Rows nearer than this to the fastest are not told apart: predictions err by more."""
 _SMALL_MFU = 0.25
 _SMALL_TOKENS = 8192
 """Tokens of a step per GPU below which a low MFU is the batch's fault."""
@@ -91,17 +90,12 @@ def layers_in_words(split: tuple[int, ...]) -> str:
     return " ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in runs)
 
 
-def alike(best: Sequence[Candidate]) -> int:
-    """How many rows are not told apart from the fastest, itself included."""
-    return sum(one.prediction.step_s <= (1 + _DISTINCT) * best[0].prediction.step_s for one in best)
-
-
 def simplest(best: Sequence[Candidate]) -> int | None:
-    """Of the rows that are not told apart from the fastest, the place of the simplest; None if there is one alone."""
-    near = best[: alike(best)]
+    """Of the rows that tie with the fastest, the place of the simplest; None if there is one alone."""
+    near = [place for place, tie in enumerate(tied(best)) if tie]
     if len(near) < 2:
         return None
-    return min(range(len(near)), key=lambda place: (_complexity(near[place].job), place))
+    return min(near, key=lambda place: (_complexity(best[place].job), place))
 
 
 def _complexity(job: Job) -> int:

@@ -32,12 +32,12 @@ class Family:
     ends_elements: tuple[float, float, float]
     """Beside the blocks: of a first stage, of a last one, and of one that is both."""
     step_s: float
-    """The host's own work once a step."""
+    """The host's own work once a step, if it cannot hide behind the device's."""
 
 
-def families_of(job: Job, machine: Machine, allow: frozenset[str]) -> Iterator[Family]:
+def families_of(job: Job, machine: Machine, allow: frozenset[str], *, at_once: bool = False) -> Iterator[Family]:
     """Every degree of tensor and context parallelism, every micro-batch and format that the job may take."""
-    micros = micro_batches_of(job.batch.global_batch)
+    micros = micro_batches_of(job.batch.global_batch, machine.gpus if at_once else None)
     for compute, compiled in ways_of(job, machine.gpu, allow):
         way = with_way(job, compute, compiled)
         device = device_of(machine.gpu, machine.rates, compute, machine.measured)
@@ -80,5 +80,5 @@ def _families(jobs: list[Job], device: Device, software: Software, machine: Mach
             tuple(job.batch.micro_batch * size for size in each),
             block,
             (first, last, both),
-            software.step_s,
+            0.0 if one.layout.tp == 1 else software.step_s,
         )

@@ -1,7 +1,7 @@
 """How long one kernel takes: matrix products by a GPU's tiles, fused attention, and work bounded by memory."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,15 +106,28 @@ def matmul_at_once(device: Device, kind: ProductKind, sizes: Iterable[Sizes], *,
     new = [size for size in dict.fromkeys(sizes) if size not in known]
     if not new:
         return
-    formula = partial(_plain_s if device.operations is not None else _tiled_s, device, wide, kind)
-    seconds = formula(np.array(new))
+    formula = _plain_s if device.operations is not None else _tiled_s
+    seconds = formula(device, wide, kind, np.array(new))
     if device.measured is not None:
         dtype = device.wide if wide else device.compute
-        factors = device.measured.product_factors(dtype, kind, new, formula)
+        as_measured = partial(formula, _as_measured(device, device.measured), wide, kind)
+        factors = device.measured.product_factors(dtype, kind, new, as_measured)
         seconds = seconds * factors
     elif kind != "forward" and not wide:
         seconds = seconds / device.backward
     known.update(zip(new, seconds.tolist(), strict=True))
+
+
+def _as_measured(device: Device, measured: Measured) -> Device:
+    """The device without what it is taken to be faster by."""
+    if measured.compute == measured.bandwidth == 1.0:
+        return device
+    return replace(
+        device,
+        matmul_flops_per_s=device.matmul_flops_per_s / measured.compute,
+        wide_flops_per_s=device.wide_flops_per_s / measured.compute,
+        bytes_per_s=device.bytes_per_s / measured.bandwidth,
+    )
 
 
 def _plain_s(device: Device, wide: bool, kind: ProductKind, sizes: Any) -> Any:

@@ -4,7 +4,17 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.hardware import Gpu, Profile, completed, gpu_by_key, is_known, known_sites, profile_of
+from meshwright.hardware import (
+    Gpu,
+    Profile,
+    completed,
+    find_profile,
+    gpu_by_key,
+    is_known,
+    profile_of,
+    require_given_profile_of,
+    site_names,
+)
 from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
@@ -54,6 +64,8 @@ class Machine:
     """What a calibration profile says of the GPU."""
     node_memory_bytes: float | None = None
     """Memory of one node's host; None where it is not known."""
+    profile: str = ""
+    """Where the GPU's rates are from: its profile, or what they are derived from."""
 
     @property
     def on_cpu(self) -> bool:
@@ -83,7 +95,7 @@ def parse_cluster(spelling: str) -> Cluster:
     """`8xh100` is one node of eight, `16x8xa100-80gb` sixteen of them, `16xleonardo` sixteen of a site or profile."""
     if site := _SITE.fullmatch(spelling):
         nodes, name = site.groups()
-        if name.lower() in known_sites() or name.endswith(".toml"):
+        if name.lower() in site_names() or name.endswith(".toml"):
             _require_some(spelling, name, int(nodes or 1))
             return completed(Cluster(name=name, nodes=int(nodes or 1)), field="--cluster")
     found = _SPELLING.fullmatch(spelling.lower())
@@ -126,7 +138,10 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
             "--cluster 8xh100"
         )
     gpu, links = _gpu(cluster.gpu), cluster.links or {}
-    profile = profile_of(gpu.key, cluster.gpus_per_node) if profiled else None
+    if profiled:
+        require_given_profile_of(gpu.key)
+    found = find_profile(gpu.key, cluster.gpus_per_node) if profiled else None
+    profile = None if found is None else found.profile
     measured = None if profile is None else measured_of(profile, cluster.gpus_per_node)
     if measured is not None and measured.on_cpu:
         gpu = measured.profile.as_gpu()  # as this many ranks share it
@@ -142,7 +157,8 @@ def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
         wires, known = measured.wires(wires, given=set(links))
         said = {link: why for link, why in said.items() if link not in known}
     node_bytes = None if cluster.host_memory_gib is None else cluster.host_memory_gib * 2**30
-    return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured, node_bytes)
+    about = f"{gpu.key}, {found.words}" if found else f"{gpu.key}, none; rates: {rates.origin}"
+    return Machine(gpu, rates, cluster.nodes, wires, (*guessed, *said.values()), measured, node_bytes, about)
 
 
 def usual_compute(cluster: Cluster) -> str:

@@ -2,6 +2,7 @@
 attention by the fastest kernel, and rates of memory, host and links."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +69,29 @@ class Measured:
         self._loss = Cloud.of(
             ((one.rows, one.vocabulary), one.seconds / (one.rows * one.vocabulary)) for one in profile.losses
         )
+        self.compute = self.bandwidth = 1.0
+        """How many times as fast as measured arithmetic and memory are taken to be."""
+        self._faster: dict[tuple[float, float, float], Measured] = {}
+
+    def faster(self, *, compute: float = 1.0, bandwidth: float = 1.0, memory: float = 1.0) -> "Measured":
+        """The same device with arithmetic, memory bandwidth or memory size so many times as large."""
+        key = compute, bandwidth, memory
+        if key not in self._faster:
+            other = copy(self)
+            other._faster = {}
+            other.compute, other.bandwidth = compute * self.compute, bandwidth * self.bandwidth
+            other.profile = self.profile.model_copy(update={"memory_gib": memory * self.profile.memory_gib})
+            other.copy_bytes_per_s = bandwidth * self.copy_bytes_per_s
+            if self.update_s_per_parameter is not None:
+                other.update_s_per_parameter = self.update_s_per_parameter / bandwidth
+            self._faster[key] = other
+        return self._faster[key]
 
     def product_factors(
         self, dtype: str, kind: str, sizes: Sequence[tuple[int, int, int]], formula: Callable[[Any], Any]
     ) -> Floats:
-        """Seconds measured near each shape over what the formula gives there; 1 where the format was not measured."""
+        """Seconds measured near each shape over what the formula of the device as measured gives there; 1 where the
+        format was not measured."""
         if (dtype, kind) not in self._products:
             samples = [one for one in self.profile.products if one.dtype == dtype and one.kind == kind]
             points = [(one.rows, one.columns, one.inner) for one in samples]
@@ -106,18 +125,21 @@ class Measured:
     ) -> tuple[float, float] | None:
         """Forward and backward of the kernel that takes least for both; None where none was measured.
 
-        `heads` are all that run at once, those of every sequence; `masked` is a CPU's attention with a mask.
+        `heads` are all that run at once, those of every sequence. With a mask a CPU has its own figures, and a GPU the
+        one kernel that takes masks.
         """
         taken = []
         for (kernel, grouped), (forward, backward) in self._attention.items():
-            if grouped == (groups > 1) and kernel.endswith("masked") == masked:
+            usable = kernel.endswith("masked") == masked if self.on_cpu else kernel.startswith("flash") or not masked
+            if grouped == (groups > 1) and usable:
                 sizes = (head_dim, sequence, max(1.0, heads))
-                taken.append((forward_flops / forward.at(*sizes), 2.5 * forward_flops / backward.at(*sizes)))
+                flops = forward_flops / self.compute
+                taken.append((flops / forward.at(*sizes), 2.5 * flops / backward.at(*sizes)))
         return min(taken, key=sum, default=None)
 
     def loss_s(self, rows: int, vocabulary: int) -> float | None:
         """The loss and its gradient from logits; None where not measured."""
-        return None if self._loss is None else self._loss.at(rows, vocabulary) * rows * vocabulary
+        return None if self._loss is None else self._loss.at(rows, vocabulary) * rows * vocabulary / self.bandwidth
 
     def wires(self, wires: Wires, given: set[str]) -> tuple[Wires, set[str]]:
         """Links as all-reduces showed them, `node` and `network`, but for those `given`; and which were measured."""

@@ -14,14 +14,10 @@ from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.offload import move_to_host
+from meshwright.plan.reserve import communicator_bytes, reserve_bytes, score_count
 from meshwright.plan.software import Software
 
 Terms = dict[str, float]
-
-COMMUNICATOR_BYTES = 0.35e9
-"""Buffers of each axis with more than one rank."""
-FRAGMENTS = 0.03
-"""The allocator's overhead over what is allocated: rounding, and gaps too small to use."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +30,8 @@ class RankMemory:
     outside: float
     host: float = 0.0
     """Bytes in the host's memory instead."""
+    gap: float = 0.0
+    """What the allocator holds idle, and gives back when memory is short."""
 
     @property
     def allocated(self) -> float:
@@ -43,6 +41,11 @@ class RankMemory:
     @property
     def reserved(self) -> float:
         """What the allocator takes from the device."""
+        return self.needed + self.gap
+
+    @property
+    def needed(self) -> float:
+        """What the allocator cannot do without."""
         return self.allocated + self.fragments
 
     @property
@@ -63,27 +66,29 @@ def rank_memory(
     starts = [sum(layers[:place]) for place in range(len(layers))]
     owned = [modes[starts[place] : starts[place] + layers[place]] for place in held]
     together = max((len(segment) for own in owned for segment in segments_of(own)), default=1)
-    terms = _states(job, software, parameters, projections, together)
+    states = _states(job, software, parameters, projections, together)
+    first, last = 0 in held, len(layers) - 1 in held
     if table is None and software.own:
-        terms |= fullest_moment(job, software, modes, terms)
+        moments = own_moments(job, software, modes, states)
     else:
-        last = [place == len(layers) - 1 for place in held]
-        terms |= _activations(job, software, owned, last, table, rank)
-        if len(layers) - 1 in held:
-            terms |= _loss(job, software)
+        ends = [place == len(layers) - 1 for place in held]
+        moments = _moments(job, software, owned, ends, table, rank, last=last)
     if job.accumulation == 1 and table is None and not software.own and not software.weights_apart:
         # Gradients appear as the backward frees activations: only the excess over those adds to the peak.
-        passing = terms["activations"] + terms.get("logits and loss", 0.0)
-        terms["gradients"] = max(0.0, terms["gradients"] - passing)
-    host = 0.0
+        for moment in moments:
+            moment["gradients"] = max(0.0, states["gradients"] - sum(moment.values()))
+    moments, host = [states | moment for moment in moments], 0.0
     if job.memory.offload:
-        host = move_to_host(
-            job, terms, max(block_bytes(job, software, mode)[0] for mode in set(modes)), layer_parameters(job), together
-        )
+        largest = max(block_bytes(job, software, mode)[0] for mode in set(modes))
+        all_of_a_step = states | {"activations": max(moment["activations"] for moment in moments)}
+        host = move_to_host(job, all_of_a_step, largest, layer_parameters(job), together)
+        for moment in moments:
+            move_to_host(job, moment, largest, layer_parameters(job), together)
+    terms = max(moments, key=lambda moment: sum(moment.values()))
     terms["workspaces"] = software.workspace_bytes
-    allocated = sum(terms.values())
-    axes = sum(size > 1 for size in (job.layout.tp, job.layout.cp, job.layout.pp, job.data_parallel))
-    return RankMemory(rank, terms, FRAGMENTS * allocated, software.context_bytes + axes * COMMUNICATOR_BYTES, host)
+    rounded, gap = reserve_bytes(job, software, sum(terms.values()), first=first, last=last)
+    outside = software.context_bytes + communicator_bytes(job, software)
+    return RankMemory(rank, terms, rounded, outside, host, gap)
 
 
 def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:
@@ -108,10 +113,13 @@ def _states(job: Job, software: Software, parameters: float, projections: float,
             "gradients": gradient * parameters / whole,
             "optimizer states": (MASTER_BYTES * parameters + moments) / shared,
         }
-        if software.narrow_gradients:
-            terms["gradients in the other format"] = 4.0 * parameters / shared if half else 2.0 * parameters / whole
-        if zero > 0 and sharers > 1 and software.bucket_bytes:
-            terms["a bucket of gradients"] = software.bucket_bytes
+        if job.precision.compute in software.narrow_gradients:
+            wide = 6.0 if software.flat_gradients else 4.0
+            terms["gradients in the other format"] = wide * parameters / shared if half else 2.0 * parameters / whole
+        if zero > 0 and sharers > 1 and software.bucket_elements:
+            # Sums in 32 bits are copied by whole tensors, and the table of words may be more than a bucket.
+            table = job.model.vocab_size * job.model.width / layout.tp
+            terms["a bucket of gradients"] = gradient * max(software.bucket_elements, table if gradient == 4 else 0.0)
         return terms | _gathered(job, software, together)
     # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
     whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
@@ -147,6 +155,31 @@ def _gathered(job: Job, software: Software, together: int) -> Terms:
         "gathered parameters": 2.0 * (max(1 + layout.prefetch, together) * unit + table),
         "gradients before they are reduced": 6.0 * max(unit, table),
     }
+
+
+def _moments(
+    job: Job,
+    software: Software,
+    modes: list[list[str]],
+    ends: list[bool],
+    table: Table | None,
+    rank: int,
+    *,
+    last: bool,
+) -> list[Terms]:
+    """What a rank's stages hold besides the states when their memory may be fullest: in the backward of a block, and in
+    the loss, when all is kept for the backward. Of our own pipelines both at once: nobody has measured them apart."""
+    held = _activations(job, software, modes, ends, table, rank)
+    if software.own:
+        return [held | (_loss(job, software) if last else {})]
+    moments = [held | {"a block's backward": _passing(job, software)}]
+    if last:
+        loss = {"activations": held["activations"], **_loss(job, software)}
+        if _gathered(job, software, 1):  # no block's parameters are there, and no gradients yet
+            loss["gathered parameters"] = 2.0 * job.model.vocab_size * job.model.width / job.layout.tp
+            loss["gradients before they are reduced"] = 0.0
+        moments.append(loss)
+    return moments
 
 
 def _activations(
@@ -208,7 +241,7 @@ def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
 def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, float]:
     """The saved tensors of a program that fuses, gathers again or writes scores out."""
     edited = dict(sizes)
-    if software.fusion == "fused" and job.model.activation == "swiglu":
+    if software.fusion == "fused" and software.fused_gate and job.model.activation == "swiglu":
         edited.pop("ffn.activated", None)  # recomputed from gate and up inside the fused kernel's backward
     if software.own and software.fusion == "fused" and job.layout.tp == 1:
         # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
@@ -233,8 +266,7 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         for name in ("attention.input", "ffn.input"):
             edited[name] /= job.layout.tp
     if software.attention == "fused-softmax":
-        pairs = job.batch.micro_batch * job.batch.sequence_length**2 * job.model.heads / job.layout.tp
-        edited["attention.scores"] = pairs * (5.0 if job.model.dropout > 0 else 2.0)
+        edited["attention.scores"] = score_count(job) * (5.0 if job.model.dropout > 0 else 2.0)
     return edited
 
 
@@ -287,14 +319,16 @@ def _loss(job: Job, software: Software) -> Terms:
     return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}
 
 
-def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms) -> Terms:
-    """Of a step without a pipeline, what is held besides the states at the peak, gradients included.
+def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -> list[Terms]:
+    """Of our own step without a pipeline, what is held besides the states when memory may be fullest, gradients
+    included.
 
     That is in the loss, when all is kept for the backward; in the backward of the last block or of the first, with what
     it recomputes and what passes through it; or when the last gradient, the embedding's, has been computed. Of segments
     the last may be shorter than the others: then it may be in the one before.
     """
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
+    again = {mode: max(0.0, size[1] - _unwritten(job, software, mode)) for mode, size in sizes.items()}
     kept = sum(sizes[mode][0] for mode in modes)
     each = job.precision.number_bytes
     table = job.model.vocab_size * job.model.width / job.layout.tp
@@ -304,11 +338,13 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
     # With several micro-batches a step, the gradients of those before are there all the time.
     before = whole if job.accumulation > 1 else 0.0
     # The head's gradient: of a tied table it waits for the embedding's, of its own it is one of the gradients.
-    pending = each * table if job.model.tied else 0.0 if before else per_entry * table
+    waiting = each * table if job.model.tied else 0.0
+    pending = waiting or (0.0 if before else per_entry * table)
+    last = whole + (each * table if before else waiting)
     segments = segments_of(modes)
     longest = max(segments, key=lambda segment: (len(segment), segment.start))
 
-    passing = _passing(job)
+    passing = _passing(job, software)
 
     def backward_in(segment: range, gradients: float, *, first: bool = False) -> Terms:
         """When a segment was recomputed, and its backward starts or has come to its first block."""
@@ -316,11 +352,11 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
         return {
             "activations": sum(sizes[mode][0] for mode in modes[: segment.stop]),
             "gradients": gradients,
-            "a block's forward made again": sum(sizes[modes[place]][1] for place in missing),
+            "a block's forward made again": sum(again[modes[place]] for place in missing),
             "a block's backward": passing,
         }
 
-    moments: list[Terms] = [
+    return [
         {"activations": kept, "gradients": before, **_loss(job, software)},
         backward_in(segments[-1], before + pending),
         *(
@@ -328,14 +364,22 @@ def fullest_moment(job: Job, software: Software, modes: list[str], states: Terms
             for segment in {longest, segments[0]}
             if len(segment) > 1
         ),
-        backward_in(segments[0], before or whole - per_entry * table - layer + pending, first=True),
-        {"activations": 0.0, "gradients": whole + each * table, "a block's forward made again": 0.0},
+        backward_in(segments[0], before or whole - per_entry * table - layer + waiting, first=True),
+        {"activations": 0.0, "gradients": last, "a block's forward made again": 0.0},
     ]
-    return max(moments, key=lambda terms: sum(terms.values()))
 
 
-def _passing(job: Job) -> float:
-    """Gradients on their way through a block where they are widest: two of the inner width and two of the stream."""
+def _passing(job: Job, software: Software) -> float:
+    """Gradients on their way through a block where they are widest: two of the inner width and two of the stream, or
+    two of the scores."""
     each = job.precision.number_bytes
     tokens, tp = tokens_of(job), job.layout.tp
-    return each * tokens * (2.0 * job.model.ffn_width / tp + 2.0 * job.model.width)
+    inside = each * tokens * (2.0 * job.model.ffn_width / tp + 2.0 * job.model.width)
+    return inside if software.attention == "flash" else max(inside, 2.0 * each * score_count(job))
+
+
+def _unwritten(job: Job, software: Software, mode: str) -> float:
+    """What a compiled block that recomputes inside its graph never has at once: two norms' results and a sum. With 1B
+    and 32,768 or 65,536 tokens on an H200 it were 3.1 to 3.4 widths, in bf16 and in fp8."""
+    inside = software.own and software.fusion == "fused" and mode in ("full", "selective")
+    return 3.0 * job.precision.number_bytes * tokens_of(job) * job.model.width if inside else 0.0

@@ -44,6 +44,8 @@ class Prediction:
     """What the job asks for and the prediction does not account for."""
     on_cpu: bool = False
     """Whether ranks run on a CPU, and what is said of one GPU is said of one of its ranks."""
+    profile: str = ""
+    """Which profile of the GPU was used, from where and when, or what its rates are derived from."""
 
     @property
     def per(self) -> str:
@@ -63,7 +65,8 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """Whether every rank's device and host memory fit."""
-        return self.fullest.device <= self.capacity_bytes and self.host_over_bytes <= 0.0
+        needed = max(rank.needed + rank.outside for rank in self.memory)
+        return needed <= self.capacity_bytes and self.host_over_bytes <= 0.0
 
     @property
     def host_over_bytes(self) -> float:
@@ -72,19 +75,28 @@ class Prediction:
         return 0.0 if self.host_capacity_bytes is None else max(0.0, kept - self.host_capacity_bytes)
 
 
-def predict(job: Job, cluster: Cluster, software: Software | None = None, *, every_rank: bool = True) -> Prediction:
+def predict(
+    job: Job,
+    cluster: Cluster | Machine,
+    software: Software | None = None,
+    *,
+    every_rank: bool = True,
+    held: tuple[RankMemory, ...] | None = None,
+) -> Prediction:
     """Time and memory of one step; `software` is Meshwright's own trainer when not given.
 
     Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and similar schedules are considered:
-    the first two, which hold most micro-batches, and the last, which has the loss.
+    the first two, which hold most micro-batches, and the last, which has the loss. `held` is what `memory_of` gave for
+    this job, if the caller has it.
     """
-    machine = machine_of(cluster, profiled=software is None)  # a profile measures this torch, not other programs
+    # A profile measures this torch, not other programs.
+    machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=software is None)
     _require_ranks(job, machine)
 
     software = software or own_software(job, on_cpu=machine.on_cpu)
     layers = _stage_layers(job, table_for(job))
     phases = step_phases(job, machine, software, layers, _modes(job, layers))
-    memory = memory_of(job, software, every_rank=every_rank)
+    memory = memory_of(job, software, every_rank=every_rank) if held is None else held
     if machine.measured is not None and machine.on_cpu:
         memory = tuple(replace(rank, outside=machine.measured.profile.process_bytes or 0.0) for rank in memory)
     rate = job.tokens_per_step / sum(phases.values()) / machine.gpus
@@ -106,6 +118,7 @@ def predict(job: Job, cluster: Cluster, software: Software | None = None, *, eve
         causal,
         not_modelled(job, on_cpu=on_cpu),
         on_cpu,
+        machine.profile,
     )
 
 

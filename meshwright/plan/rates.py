@@ -33,6 +33,8 @@ class Rates:
     guess: str = ""
     """Where the figures are from if they are a guess, and how far predictions with them are from other runs; empty for
     parts that many published runs have checked."""
+    origin: str = "derived from published rows"
+    """What the figures are from, if no profile replaces them."""
 
 
 # Ceilings of Hopper and Blackwell are lower because their power limit, not their clock, bounds long runs: an H200 gives
@@ -44,7 +46,9 @@ _VOLTA = Rates(80, 0.80, 0.80, 0.95, (0.30, 0.30, 0.30), 0.76, 0.75, 4e-6)
 _AMPERE = Rates(108, 0.80, 0.80, 0.95, (0.32, 0.50, 0.50), 0.76, 0.77, 4e-6)
 _HOPPER = Rates(132, 0.68, 0.66, 0.95, (0.20, 0.29, 0.42), 0.76, 0.80, 4e-6)
 _BLACKWELL = Rates(148, 0.55, 0.62, 0.95, (0.12, 0.16, 0.35), 0.76, 0.75, 4e-6)
-_CONSUMER = Rates(82, 0.80, 0.75, 0.95, (0.32, 0.50, 0.50), 0.76, 0.70, 10e-6)
+_CONSUMER = Rates(
+    82, 0.80, 0.75, 0.95, (0.32, 0.50, 0.50), 0.76, 0.70, 10e-6, origin="data sheet, with the shares of other GPUs"
+)
 
 # AMD's parts, which nobody has calibrated for us. The rows named here are in benchmarks/evidence/published_amd.csv.
 # CDNA 3: AMD's "max-achievable" 708 (MI300X) and 843 (MI325X) of 1307 TFLOP/s in bf16, 1273 and 1519 of 2615 in fp8
@@ -63,14 +67,14 @@ _AMD = {
     ),
     "mi300x": replace(
         _CDNA3,
-        guess="guessed from AMD's benchmarks and one of its runs; six other runs took from 3% less to 44% longer than "
+        guess="guessed from AMD's benchmarks and one of its runs; six other runs took from 4% less to 44% longer than "
         "predicted, the longest with one short sequence a micro-batch",
     ),
     "mi325x": replace(
         _CDNA3,
         matmul=0.57,
         matmul_fp8=0.515,
-        guess="guessed from AMD's benchmarks; five of its runs took from 7% less to 1% longer than predicted",
+        guess="guessed from AMD's benchmarks; five of its runs took from 8% less to 1% longer than predicted",
     ),
 }
 
@@ -83,7 +87,7 @@ _BY_PREFIX = {
     "h100-96gb-500w": replace(_HOPPER, matmul=0.56, matmul_fp8=0.50, attention=(0.165, 0.24, 0.35)),
     "h100": _HOPPER,
     "h200": _HOPPER,
-    "gh200": _HOPPER,
+    "gh200": replace(_HOPPER, origin="data sheet, with the H100's shares, derived from published rows"),
     "b200": _BLACKWELL,
     "gb200": _BLACKWELL,
     # 1400 W instead of 1200 for the same peak: by as much as 500 W take from an H100 of 700.

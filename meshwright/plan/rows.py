@@ -1,6 +1,7 @@
 """Published measurements as jobs: what a row says becomes a job, a cluster and a program; what it does not is assumed.
 
-Three formats are known by their headers: collected runs, collected memory figures, and layout sweeps (vTrain's).
+Four formats are known by their headers: collected runs, collected memory figures, layout sweeps (vTrain's), and runs of
+our own trainer.
 """
 
 import csv
@@ -13,10 +14,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from meshwright.errors import UserError
-from meshwright.job import Job
+from meshwright.job import Job, load_job
 from meshwright.job.devices import Cluster
 from meshwright.plan import software as programs
-from meshwright.plan.predict import predict
+from meshwright.plan.machine import parse_cluster
+from meshwright.plan.predict import own_software, predict
 from meshwright.plan.software import Software
 from meshwright.plan.wording import (
     Fields,
@@ -28,6 +30,7 @@ from meshwright.plan.wording import (
     gpt_shape,
     measured_step_s,
     model_of,
+    padded_vocabulary,
     schedule_of,
     software_of,
     split_of,
@@ -56,12 +59,12 @@ class Case:
     """Rows of one group are layouts of the same job."""
     assumed: tuple[str, ...]
     use: str = ""
-    """"fitted" where a guessed rate was chosen to meet this row, "held out" where it was not; empty for rows of GPUs
-    whose rates are no guess."""
+    """"fitted" where a guessed rate was chosen to meet this row, "held out" where it was not, "own" for runs of our own
+    trainer; empty for other programs on GPUs whose rates are no guess."""
 
 
 def read_rows(path: Path) -> tuple[str, list[Fields]]:
-    """A file's format ("runs", "memory" or "sweep") and its rows; a sweep's get ids from their lines."""
+    """A file's format ("runs", "memory", "sweep" or "own") and its rows; a sweep's get ids from their lines."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         header, rows = set(reader.fieldnames or ()), list(reader)
@@ -71,12 +74,14 @@ def read_rows(path: Path) -> tuple[str, list[Fields]]:
         return "memory", rows
     if {"iteration time (ms)", "hidden size", "tensor parallelism"} <= header:
         return "sweep", [{**row, "id": f"{path.stem}:{line}"} for line, row in enumerate(rows, start=2)]
+    if {"id", "job", "overrides", "cluster", "step_s", "allocated_bytes", "device_bytes"} <= header:
+        return "own", rows
     raise UserError(f"{path} has none of the known headers; give a table of runs, of memory figures or of layouts")
 
 
 def case_of(kind: str, row: Fields) -> Case:
     """The row as a case; Unpredicted says what is missing."""
-    make: Callable[[Fields], Case] = {"runs": _run, "memory": _memory_figure, "sweep": _sweep}[kind]
+    make: Callable[[Fields], Case] = {"runs": _run, "memory": _memory_figure, "sweep": _sweep, "own": _own}[kind]
     try:
         return make(row)
     except ValueError as error:
@@ -130,6 +135,8 @@ def _run(row: Fields) -> Case:
     if not sequence:
         raise Unpredicted("does not say its sequence length")
     software = software_of(row, assumed)
+    if software.pads_vocabulary:
+        model["vocab_size"] = padded_vocabulary(model["vocab_size"], tp)
     schedule, virtual = schedule_of(row, pp, assumed)
     micro, batch = int(row["micro_batch"] or 0), int(row["global_batch_seqs"] or 0)
     tuned = not micro
@@ -153,8 +160,10 @@ def _run(row: Fields) -> Case:
         **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed),
         "tp": tp, "pp": pp, "cp": cp, "schedule": schedule, "virtual_stages": virtual,
         "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
-        "split": split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1),
+        "split": None,
     }  # fmt: skip
+    if not software.split_by_cost:
+        layout["split"] = split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1)
     precision = {"compute": row["precision"] or "bf16"}
     job = _job(
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,
@@ -255,6 +264,28 @@ def _memory_figure(row: Fields) -> Case:
         memory_of_last_rank="logging rank" in row["notes"],
         ran=None,
         group=None,
+    )
+
+
+def _own(row: Fields) -> Case:
+    """A run of our own trainer: a job with overrides on a cluster, which a profile may be of."""
+    job = load_job(row["job"], row["overrides"].split()).job
+    device = row["device_bytes"]
+    return Case(
+        id=row["id"],
+        source=_source(row["id"]),
+        job=job,
+        cluster=parse_cluster(row["cluster"]),
+        software=own_software(job),
+        step_s=float(row["step_s"]),
+        memory_bytes=float(device or row["allocated_bytes"]),
+        memory_kind="peak of a run",
+        memory_counted="device" if device else "allocated",
+        memory_of_last_rank=False,
+        ran=True,
+        group=None,
+        assumed=(),
+        use="own",
     )
 
 

@@ -10,6 +10,7 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
 from meshwright.layout import require_layout
+from meshwright.plan.error_bars import ErrorBars, error_bars
 from meshwright.plan.predict import Prediction, predict
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
@@ -28,6 +29,8 @@ class Point:
     """Tokens per second and GPU relative to the first size that could be predicted."""
     why: str = ""
     """Why there is no prediction."""
+    bars: ErrorBars | None = None
+    """How sure the prediction is."""
 
 
 def scale(
@@ -52,7 +55,8 @@ def scale(
             continue
         rate = prediction.tokens_per_s_per_gpu
         first = first or rate
-        points.append(Point(machine.nodes * machine.gpus_per_node, resized, prediction, rate / first))
+        bars = error_bars(resized, machine, prediction)
+        points.append(Point(machine.nodes * machine.gpus_per_node, resized, prediction, rate / first, bars=bars))
     return points
 
 
@@ -99,9 +103,9 @@ def scale_lines(points: Sequence[Point], axis: str | None) -> list[str]:
     """A text chart: a bar of efficiency for each size, with throughput and memory."""
     on_cpu = any(point.prediction is not None and point.prediction.on_cpu for point in points)
     name, one = axis or ("ranks" if on_cpu else "GPUs"), "a rank" if on_cpu else "a GPU"
-    lines = [f"{name:>8} {'tokens/s':>12} {one:>9} {'GiB':>7}  efficiency"]
+    lines = [f"{name:>8} {'tokens/s':>12} {'80% interval':>15} {one:>9} {'GiB':>7}  efficiency"]
     for point in points:
-        if point.prediction is None or point.efficiency is None or point.job is None:
+        if point.prediction is None or point.efficiency is None or point.job is None or point.bars is None:
             lines.append(f"{point.gpus:>8} {point.why}")
             continue
         at = getattr(point.job.layout, axis) if axis else point.gpus
@@ -109,6 +113,7 @@ def scale_lines(points: Sequence[Point], axis: str | None) -> list[str]:
         size = point.prediction.fullest.device / 2**30
         bar = "█" * max(1, round(_WIDTH * min(1.2, point.efficiency)))
         over = "" if point.prediction.fits else "  does not fit"
-        total = f"{each * point.gpus:>12,.0f} {each:>9,.0f} {size:>7.1f}"
+        low, high = (f"{each_end * point.gpus:,.0f}" for each_end in point.bars.tokens_per_s_per_gpu)
+        total = f"{each * point.gpus:>12,.0f} {low + '–' + high:>15} {each:>9,.0f} {size:>7.1f}"
         lines.append(f"{at:>8} {total}  {bar} {point.efficiency:.0%}{over}")
     return lines

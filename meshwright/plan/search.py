@@ -16,7 +16,7 @@ from meshwright.layout import require_layout
 from meshwright.plan.bound import Layouts, bounded
 from meshwright.plan.budgets import within
 from meshwright.plan.machine import Machine, machine_of
-from meshwright.plan.memory import block_bytes
+from meshwright.plan.memory import RankMemory, block_bytes
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 from meshwright.plan.space import ALLOWED
 
@@ -29,6 +29,8 @@ _ACTIONS = 400
 _BLOCKS = 5
 """Blocks whose budget takes as long to find."""
 _MISSES = 3
+Held = tuple[RankMemory, ...]
+"""What ranks hold, by pipeline rank."""
 _SMALLEST = 50
 _BUDGETS = 6
 """Pipelines that do not fit for which a budget is looked for: every one takes as long as dozens of predictions."""
@@ -62,22 +64,33 @@ class Search:
     """Whether the search made all its predictions, and was not told to stop early."""
 
 
+def order_of(job: Job, step_s: float) -> tuple[float, bool]:
+    """Faster first; of equal ones, but for rounding, one that recomputes nothing."""
+    return float(f"{step_s:.9g}"), job.memory.recompute != "none"
+
+
 def search(
     job: Job,
-    cluster: Cluster,
+    cluster: Cluster | Machine,
     top: int = 10,
     allow: Collection[str] = (),
     enough: Callable[[], bool] = lambda: False,
+    *,
+    at_most_bytes: float | None = None,
+    at_once: bool = False,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> Search:
     """The fastest layouts of a job that fit, and the nearest that do not: its layout, recomputation, offload and
     micro-batch are chosen, all else is the job's own.
 
     `allow` adds what is not tried by default: fp8, offload, zero-bubble; what the job itself has is always tried.
-    `enough` is called before every prediction once one layout fits; if it returns true, the search ends with what it
-    has.
+    `enough` is called before every prediction once one layout fits, `give_up` before that; if it returns true, the
+    search ends with what it has. `at_most_bytes` leaves a layout less than the device has. With `at_once`
+    every rank computes one micro-batch per step, so that nothing is accumulated.
     """
-    machine, allowed = machine_of(cluster), _allowed(allow) | _own(job)
-    room = SAFE * machine.memory_bytes
+    machine = cluster if isinstance(cluster, Machine) else machine_of(cluster)
+    allowed = _allowed(allow) | _own(job)
+    room = min(SAFE * machine.memory_bytes, at_most_bytes or float("inf"))
     sequence, most = job.batch.sequence_length, job.model.max_sequence_length
     if sequence > most:
         raise UserError(
@@ -85,7 +98,7 @@ def search(
             f"or set model.max_sequence_length = {sequence}"
         )
     begun = process_time()
-    layouts = bounded(job, machine, allowed, room)
+    layouts = bounded(job, machine, allowed, room, at_once=at_once)
     bound_s = process_time() - begun
     if not len(layouts):
         raise UserError(
@@ -94,8 +107,8 @@ def search(
             f"{machine.gpus}"
         )
 
-    def candidate(job: Job) -> Candidate:
-        return Candidate(job, predict(job, cluster, every_rank=False))
+    def candidate(job: Job, held: Held | None = None) -> Candidate:
+        return Candidate(job, predict(job, machine, every_rank=False, held=None if machine.on_cpu else held))
 
     order = np.argsort(layouts.time_s, kind="stable")
     order = order[layouts.memory_bytes[order] <= room]
@@ -112,25 +125,25 @@ def search(
             if effort > _EFFORT:
                 exact = False
                 break
-            if found.best and enough():
+            if enough() if found.best else give_up():
                 exact = whole = False
                 break
             looked += 1
-            made, held, on_host = _fitted(layouts, index, room)
+            made, held = _fitted(layouts, index, room)
             effort += 1 + _to_find(made)
-            if held > room:
-                over.append((held, index))
+            if _device(held) > room:
+                over.append((_device(held), index))
             else:
                 effort += _to_simulate(made)
-                found.offer(made, on_host, candidate)
+                found.offer(made, held, candidate)
     budgets = _to_budget(layouts, [index for _, index in over]) if whole else []
     for job_over in budgets:
-        if (smaller := within(job_over, room, held_of)) is not None:
-            found.offer(smaller, held_of(smaller)[1], candidate)
+        if (smaller := within(job_over, room, device_bytes_of)) is not None:
+            found.offer(smaller, held_of(smaller), candidate)
     best = found.best
     fastest = best[0].prediction.step_s if best else float("inf")
     nearest = _nearest(layouts, room, fastest) if whole else []
-    over += [(held_of(layouts.job_at(index))[0], index) for index in nearest]
+    over += [(device_bytes_of(layouts.job_at(index)), index) for index in nearest]
     may_be_faster = [layouts.job_at(index) for _, index in sorted(over) if whole and layouts.time_s[index] < fastest]
     kinds = {_kind(made): made for made in reversed(may_be_faster)}  # of each kind the smallest
     smallest = (made for made in may_be_faster if kinds[_kind(made)] is made)
@@ -167,11 +180,8 @@ class _Best:
     def __init__(self, top: int, machine: Machine) -> None:
         self._top, self._machine = top, machine
         self._by_kind: dict[tuple[Any, ...], Candidate] = {}
-
-    @property
-    def best(self) -> list[Candidate]:
+        self.best: list[Candidate] = []
         """Fastest first."""
-        return sorted(self._by_kind.values(), key=lambda one: one.prediction.step_s)[: self._top]
 
     @property
     def slowest_s(self) -> float:
@@ -179,16 +189,18 @@ class _Best:
         best = self.best
         return best[-1].prediction.step_s if len(best) == self._top else float("inf")
 
-    def offer(self, job: Job, on_host: float, candidate: Callable[[Job], Candidate]) -> None:
+    def offer(self, job: Job, held: Held, candidate: Callable[[Job, Held], Candidate]) -> None:
         """Predict a layout that fits its devices, and keep it if its host has room, it runs and it is fast enough."""
-        if self._machine.host_bytes is not None and on_host > self._machine.host_bytes:
+        if self._machine.host_bytes is not None and _host(held) > self._machine.host_bytes:
             return
-        one = candidate(job)
+        one = candidate(job, held)
         kind = _kind(job)
         before = self._by_kind.get(kind)
         slowest = self.slowest_s if before is None else before.prediction.step_s
         if one.prediction.step_s < slowest and _runs(job, self._machine.gpus):
             self._by_kind[kind] = one
+            found = self._by_kind.values()
+            self.best = sorted(found, key=lambda one: order_of(one.job, one.prediction.step_s))[: self._top]
 
 
 def _kind(job: Job) -> tuple[Any, ...]:
@@ -199,19 +211,20 @@ def _kind(job: Job) -> tuple[Any, ...]:
     return *degrees, job.batch.micro_batch, recompute if isinstance(recompute, str) else type(recompute), *way
 
 
-def _fitted(layouts: Layouts, index: int, room: float) -> tuple[Job, float, float]:
-    """A layout with as much recomputation as its mode needs to fit, and its bytes on the device and on the host."""
+def _fitted(layouts: Layouts, index: int, room: float) -> tuple[Job, Held]:
+    """A layout with as much recomputation as its mode needs to fit, and what its ranks hold."""
     job = layouts.job_at(index)
-    held, on_host = held_of(job)
-    if held > room and layouts.is_budget(index):
-        if held_of(recomputing(job, "full"))[0] > room:  # no budget is below that
-            return job, held, on_host
-        job = within(job, room, held_of) or job
-    elif held > room and job.memory.recompute == "full":  # segments take longer: tried only where it does not fit
+    held = held_of(job)
+    over = _device(held) > room
+    if over and layouts.is_budget(index):
+        if device_bytes_of(recomputing(job, "full")) > room:  # no budget is below that
+            return job, held
+        job = within(job, room, device_bytes_of) or job
+    elif over and job.memory.recompute == "full":  # segments take longer: tried only where it does not fit
         job = _in_segments(job)
     else:
-        return job, held, on_host
-    return (job, *held_of(job))
+        return job, held
+    return job, held_of(job)
 
 
 def _own(job: Job) -> frozenset[str]:
@@ -220,10 +233,22 @@ def _own(job: Job) -> frozenset[str]:
     return frozenset(word for word, given in words.items() if given)
 
 
-def held_of(job: Job) -> tuple[float, float]:
-    """Most bytes of a rank on its device, and on its host."""
-    ranks = memory_of(job, own_software(job), every_rank=False)
-    return max(rank.device for rank in ranks), max(rank.host for rank in ranks)
+def held_of(job: Job) -> Held:
+    """What the pipeline ranks that may be fullest hold."""
+    return memory_of(job, own_software(job), every_rank=False)
+
+
+def device_bytes_of(job: Job) -> float:
+    """Most bytes of a rank on its device."""
+    return _device(held_of(job))
+
+
+def _device(held: Held) -> float:
+    return max(rank.device for rank in held)
+
+
+def _host(held: Held) -> float:
+    return max(rank.host for rank in held)
 
 
 def _in_segments(job: Job) -> Job:
@@ -238,7 +263,7 @@ def _in_segments(job: Job) -> Job:
     if worth <= 2:  # two blocks restored instead of one are more than the half of the inputs
         return job
     lengths = sorted({int(sqrt(worth)), int(sqrt(worth)) + 1} - {1})
-    return min((recomputing(job, Segments(segments=each)) for each in lengths), key=lambda way: held_of(way)[0])
+    return min((recomputing(job, Segments(segments=each)) for each in lengths), key=device_bytes_of)
 
 
 def recomputing(job: Job, recompute: Segments | str) -> Job:
@@ -270,30 +295,31 @@ def _runs(job: Job, gpus: int) -> bool:
 
 def what_would_fit(job: Job, cluster: Cluster) -> str | None:
     """The smallest change that makes a job fit: the host's memory, or a multiple of the GPUs."""
-    if _anything_fits(job, cluster, frozenset({"offload"})):
+    if anything_fits(job, cluster, frozenset({"offload"})):
         return "--allow offload, which keeps optimizer states in the host's memory"
     for times in (2, 4, 8, 16, 32, 64):
         within_node = min(8, cluster.gpus_per_node * times)
         larger = _resized(cluster, cluster.nodes * cluster.gpus_per_node * times // within_node, within_node)
         sequences = max(job.batch.global_batch, within_node * larger.nodes)
         batch = job.batch.model_copy(update={"global_batch": sequences})
-        if _anything_fits(job.model_copy(update={"batch": batch}), larger, frozenset()):
+        if anything_fits(job.model_copy(update={"batch": batch}), larger, frozenset()):
             return f"--cluster {larger.nodes}x{within_node}x{cluster.gpu}, {times} times the GPUs"
     return None
 
 
-def _anything_fits(job: Job, cluster: Cluster, allow: frozenset[str]) -> bool:
-    """Whether one of the layouts that need least fits."""
+def anything_fits(job: Job, cluster: Cluster, allow: Collection[str], *, at_once: bool = False) -> bool:
+    """Whether one of the layouts that need least fits: sooner known than which is the fastest, and nearly always true
+    if a search finds one."""
     machine = machine_of(cluster)
     room = SAFE * machine.memory_bytes
-    layouts = bounded(job, machine, allow, room)
+    layouts = bounded(job, machine, _allowed(allow) | _own(job), room, at_once=at_once)
     fewest = [index for index in map(int, np.argsort(layouts.memory_bytes)) if not layouts.is_budget(index)]
     for index in fewest[:_SMALLEST]:
         if layouts.memory_bytes[index] > room:
             return False
-        made, held, on_host = _fitted(layouts, index, room)
-        roomy = machine.host_bytes is None or on_host <= machine.host_bytes
-        if held <= room and roomy and _runs(made, machine.gpus):
+        made, held = _fitted(layouts, index, room)
+        roomy = machine.host_bytes is None or _host(held) <= machine.host_bytes
+        if _device(held) <= room and roomy and _runs(made, machine.gpus):
             return True
     return False
 

@@ -25,6 +25,8 @@ class Software:
     """1 FlashAttention of 2022, 2 its successor (torch's own kernel), 3 what the GPU's maker wrote for it."""
     fusion: Literal["eager", "fused"] = "eager"
     """Whether neighbouring elementwise operations run as one kernel (by hand or compiled)."""
+    fused_gate: bool = True
+    """With fused kernels, whether SwiGLU is one of them, which computes its first half again in the backward."""
     selective: Literal["cheap", "half", "attention"] = "cheap"
     """What selective recomputation recomputes: everything but projections and attention; that and every second
     projection; or the attention between its projections."""
@@ -55,34 +57,48 @@ class Software:
     """What the loss holds for each logit of a micro-batch, all at once; by default it works in chunks as ours does."""
     weights_apart: bool = False
     """16-bit weights in addition to the optimizer's 32-bit masters; else the parameter is the master, sharded whole."""
-    narrow_gradients: bool = False
-    """With separate weights: 16-bit gradients are kept next to 32-bit sums (bf16), or are widened for updates
-    (fp16)."""
+    narrow_gradients: tuple[str, ...] = ()
+    """With separate weights, the formats of which gradients exist in both widths: of bf16, 16-bit gradients are kept
+    next to 32-bit sums; of fp16, they are widened for updates."""
+    flat_gradients: bool = False
+    """A rank copies its share of 16-bit gradients into one piece before it widens them."""
+    pads_vocabulary: bool = False
+    """The table of words is padded to whole tiles on every tensor-parallel rank, as Megatron does."""
+    split_by_cost: bool = False
+    """Pipeline stages are equal in what they compute, the head included, rather than in their number of layers."""
     workspace_bytes: float = 0.25e9
     """What libraries keep allocated permanently: matrix products, attention, casts."""
-    bucket_bytes: float = 0.0
-    """What sharded states keep for gradients on their way into a collective."""
+    bucket_elements: float = 0.0
+    """Gradients that are copied into one piece on their way into a collective, where states are sharded."""
+    communicators: int = 0
+    """How many it makes beyond one for each axis."""
     context_bytes: float = CONTEXT_BYTES
     """What the driver takes for itself, kernels included."""
     launch_s: float = 6e-6
     """Host time to launch one kernel; a device that waits for its host takes this long per kernel. Ours is counted by
     block instead (`own_launches`)."""
+    blocking: bool = False
+    """The host waits for every kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1): its time adds to the
+    device's."""
     step_s: float = 0.0
     """Host time of a step that nothing hides: data, logging, reading the loss back."""
 
 
+_OWN_WORKSPACES = 2 * 32 * 2**20
+"""cuBLAS takes 32 MiB on Hopper for each thread that calls it: the program's, and autograd's in the backward."""
 MESHWRIGHT = Software(
-    "meshwright", own=True, flash_generation=3, fp8_scales="dynamic", workspace_bytes=0.03e9, step_s=0.7e-3
+    "meshwright", own=True, flash_generation=3, fp8_scales="dynamic", workspace_bytes=_OWN_WORKSPACES, step_s=0.7e-3
 )
 MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused")
-_EVERY_KERNEL = 1.4e9
-"""Before CUDA 11.7 a process loaded every kernel of its libraries when it started: 1343 MB with torch's alone, as
-Hugging Face's guide to training on one GPU measured."""
+_EVERY_KERNEL = 1.65e9
+"""Before CUDA 11.7 a process loaded every kernel of its libraries when it started: 1573 MiB on an A100, as BLOOM's
+chronicles measured."""
 MEGATRON = Software(
-    "Megatron-LM or Megatron-DeepSpeed before fused attention",
+    "Megatron-LM before fused attention",
     attention="fused-softmax",
     fusion="fused",
     selective="attention",
+    pads_vocabulary=True,
     gradient_overlap=False,
     parameter_overlap=False,
     scatter_sends=True,
@@ -91,17 +107,25 @@ MEGATRON = Software(
     reduced_bytes=2,
     logit_bytes=10.0,
     weights_apart=True,
-    narrow_gradients=True,
-    bucket_bytes=1e9,  # DeepSpeed's 5e8 gradients of 16 bits
+    narrow_gradients=("fp16",),
     context_bytes=_EVERY_KERNEL,
     launch_s=30e-6,
 )
-DEEPSPEED_3 = replace(MEGATRON, name="DeepSpeed's ZeRO-3 of 2021", gathers="weight")
+DEEPSPEED = replace(
+    MEGATRON,
+    name="Megatron-DeepSpeed before fused attention",
+    narrow_gradients=("fp16", "bf16"),
+    flat_gradients=True,
+    bucket_elements=5e8,
+    communicators=4,  # of everyone, of a replica, of the other neighbour in the pipeline, of the tied table
+)
+DEEPSPEED_3 = replace(DEEPSPEED, name="DeepSpeed's ZeRO-3 of 2021", gathers="weight", communicators=1)
 MEGATRON_CORE = Software(
     "Megatron core with Transformer Engine",
     flash_generation=3,
     fusion="fused",
     selective="attention",
+    pads_vocabulary=True,
     tensor_overlap=True,
     messages="buckets",
     regather=True,
@@ -138,5 +162,6 @@ PLAIN = Software(
     parameter_overlap=False,
     logit_bytes=10.0,
     weights_apart=True,
-    narrow_gradients=True,
+    narrow_gradients=("fp16", "bf16"),
 )
+NANOTRON = replace(PLAIN, name="nanotron", fused_gate=False, split_by_cost=True)

@@ -91,8 +91,11 @@ def degrees_of(job: Job, gpus: int) -> Iterator[tuple[int, int]]:
             yield tp, cp
 
 
-def micro_batches_of(batch: int) -> list[int]:
-    """Sequences per micro-batch that divide the batch."""
+def micro_batches_of(batch: int, at_once_on: int | None = None) -> list[int]:
+    """Sequences per micro-batch that divide the batch; or of any size, with which one on each of some of so many ranks
+    is all of it."""
+    if at_once_on is not None:
+        return sorted(batch // ranks for ranks in divisors(at_once_on) if batch % ranks == 0)
     return [size for size in _MICRO_BATCHES if batch % size == 0]
 
 

@@ -29,6 +29,7 @@ from meshwright.plan.compute import (
     tokens_of,
 )
 from meshwright.plan.context import context_s
+from meshwright.plan.host import least_s, runs_ahead, step_waits
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import block_bytes, gradient_bytes
@@ -46,8 +47,11 @@ STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
 _LISTED_LAUNCHES = 2
 """The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
-_CONTENTION = 0.06
-"""What a product loses while a collective runs concurrently: multiprocessors and memory bandwidth."""
+CONTENTION = 0.189
+"""What compute loses while a collective runs beside it and takes multiprocessors and memory bandwidth: the mean over
+training on A100, H100 and AMD's cards (arXiv:2507.03114)."""
+_COPIED = 0.06
+"""The same beside transfers of copy engines, which take memory bandwidth and power alone."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,14 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
     blocks = sum(layers[place] for place in set(busy))
     phases |= _once_a_step(job, machine, software, device, groups, held, blocks, *window)
+    if runs_ahead(job, device, software):
+        head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
+        passes = stages[0].forward, stages[0].backward
+        phases |= step_waits(job, device, software, modes, passes, head, update)
+    else:
+        starts = [sum(layers[:place]) for place in range(len(layers))]
+        own = [mode for place in set(busy) for mode in modes[starts[place] : starts[place] + layers[place]]]
+        phases["host"] += max(0.0, least_s(job, device, software, own) - sum(phases.values()))
     if job.memory.offload:
         owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
@@ -159,6 +171,8 @@ def _stages(
         forward, backward = shared_s(job, device, software, wires, groups, mode, work)
         if device.operations is not None:  # a CPU is its own host
             waits = block_calls_s(job.model.positions, device, software, mode)
+        elif runs_ahead(job, device, software):  # the waits of a whole step are counted at once
+            waits = 0.0, 0.0
         else:
             waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
         blocks[mode] = replace(
@@ -211,10 +225,11 @@ def shared_s(
     if layout.sp and software.regather:
         # What was scattered is gathered again for the weights' gradients while those of the inputs are computed.
         again = 2 * all_gather_s(wires, groups.tp, size)
-        backward += max(0.0, again - work.input_matmul) + _CONTENTION * min(again, work.input_matmul)
+        share = _COPIED if software.tensor_overlap else CONTENTION
+        backward += max(0.0, again - work.input_matmul) + share * min(again, work.input_matmul)
     backward += repeated
     attention = work.forward_attention, work.backward_attention
-    ahead, back = context_s(job, device, wires, groups.cp, attention, _CONTENTION)
+    ahead, back = context_s(job, device, wires, groups.cp, attention, CONTENTION)
     return forward + ahead, backward + back + (ahead if mode in REPEATED else 0.0)
 
 
@@ -222,7 +237,7 @@ def _piecewise(transfer: float, product: float, pieces: int) -> float:
     """What is left of transfers that run in pieces beside a product: the first of them, or what the product is too
     short for."""
     hidden = min(transfer * (1 - 1 / pieces), product)
-    return transfer - hidden + _CONTENTION * hidden
+    return transfer - hidden + _COPIED * hidden
 
 
 def _gather_s(
@@ -280,7 +295,7 @@ def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> fl
     """What transfers add to the compute they overlap: the first of them, what compute cannot hide, and its slowdown."""
     if not overlaps:
         return transfers
-    return max(transfers / layers, transfers - compute) + _CONTENTION * min(transfers, compute)
+    return max(transfers / layers, transfers - compute) + CONTENTION * min(transfers, compute)
 
 
 def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:

@@ -17,9 +17,9 @@ _NODE = (
 )
 """Most GPUs of a node: a GB200 rack has 72 behind one NVLink switch, a DGX-2 has 16 V100, superchips and the blades of
 Leonardo and MareNostrum 5 have four; else eight, as every HGX board."""
-_KEPT = ("mtbf_hours", "price", "storage_gb_s")
+_KEPT = ("mtbf_hours", "price", "storage_gb_s", "pue", "co2_g_per_kwh")
 """What a job's section says about where it runs, whichever machines are asked about."""
-_OF_THE_GPU = ("links", "host_memory_gib")
+_OF_THE_GPU = ("links", "host_memory_gib", "gpu_watts")
 
 
 def target_of(job: Job | None, spelling: str | Cluster | None) -> tuple[Cluster, str]:

@@ -8,6 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from meshwright.errors import UserError
+from meshwright.plan.coverage import coverage
 from meshwright.plan.explain import layout_words, limit
 from meshwright.plan.predict import Prediction, predict
 from meshwright.plan.rows import Case, case_of, read_rows
@@ -45,7 +46,7 @@ class Validation:
     """Id, source and reason."""
 
     def summary(self) -> dict[str, Any]:
-        """The figures of `--json`; rows of GPUs whose rates are guessed have their own, apart from all others."""
+        """The figures of `--json`; rows of our own trainer and of GPUs whose rates are guessed are counted apart."""
         known = [outcome for outcome in self.outcomes if not outcome.case.use]
         sources = dict.fromkeys([*(o.case.source for o in known), *(source for _, source, _ in self.unpredicted)])
         by_source = {
@@ -56,12 +57,15 @@ class Validation:
             for source in sources
         }
         kinds = dict.fromkeys(outcome.case.memory_kind for outcome in known if outcome.case.memory_bytes)
-        uses = dict.fromkeys(outcome.case.use for outcome in self.outcomes if outcome.case.use)
+        own = [outcome for outcome in self.outcomes if outcome.case.use == "own"]
+        uses = dict.fromkeys(outcome.case.use for outcome in self.outcomes if outcome.case.use not in ("", "own"))
         return {
             "overall": _figures(known, len(self.unpredicted)),
             "sources": by_source,
             "memory_kinds": {kind: _memory_figures([o for o in known if o.case.memory_kind == kind]) for kind in kinds},
             "guessed": {use: _figures([o for o in self.outcomes if o.case.use == use], 0) for use in uses},
+            "own": _figures(own, 0),
+            "coverage": coverage(self.outcomes),
             "axes": {axis: _by(known, key) for axis, key in _AXES.items()},
             "refused": _refused(known),
             "worst": [_worst(outcome) for outcome in sorted(_timed(known), key=_size, reverse=True)[:_WORST]],
@@ -80,7 +84,7 @@ def validate(paths: Iterable[Path]) -> Validation:
         for row in rows:
             try:
                 case = case_of(kind, row)
-                prediction = predict(case.job, case.cluster, case.software)
+                prediction = predict(case.job, case.cluster, None if case.software.own else case.software)
             except (Unpredicted, UserError) as reason:
                 separator = ":" if kind == "sweep" else "-"
                 unpredicted.append((row["id"], row["id"].rpartition(separator)[0], str(reason)))
@@ -94,7 +98,7 @@ def _memory(case: Case, prediction: Prediction) -> float:
     """The figure that a case's measurement refers to: which rank, and how it was counted."""
     rank = prediction.memory[-1] if case.memory_of_last_rank else prediction.fullest
     if case.memory_kind == "steady_allocated_end_of_step":
-        passing = ("activations", "a block's forward made again", "logits and loss")
+        passing = ("activations", "a block's forward made again", "a block's backward", "logits and loss")
         return sum(size for name, size in rank.terms.items() if name not in passing)
     return {"allocated": rank.allocated, "reserved": rank.reserved, "device": rank.device}[case.memory_counted]
 

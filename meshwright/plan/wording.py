@@ -122,11 +122,12 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     own_kernels = re.search(r"\bTE\b|cuDNN", attention) is not None
     if _is_fsdp(sharded) and not (own_kernels and int(row["tp"] or 1) * int(row["pp"] or 1) > 1):
         if row["compile"] == "yes":
-            return replace(programs.FSDP_COMPILED, tensor_overlap=re.search(r"async\s?TP", notes, re.I) is not None)
+            overlap = re.search(r"async\s?TP", notes, re.I) is not None
+            return replace(programs.FSDP_COMPILED, tensor_overlap=overlap, logit_bytes=_logit_bytes(row))
         if own_kernels:
             return replace(programs.FSDP_EAGER, fp8_scales="delayed")  # Transformer Engine's
         if "SDPA" in attention:
-            return programs.FSDP_EAGER
+            return replace(programs.FSDP_EAGER, logit_bytes=_logit_bytes(row))
         return programs.FSDP_FLASH if attention not in ("", "no") else programs.FSDP
     if own_kernels:
         if "overlap OFF" in notes:
@@ -139,12 +140,33 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
         chunked = "Liger" in notes  # its loss never holds all logits
         return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
     if attention == "no":
-        return programs.DEEPSPEED_3 if "ZeRO-3" in sharded else programs.MEGATRON
+        if "ZeRO-3" in sharded:
+            return programs.DEEPSPEED_3
+        if not re.search("DeepSpeed|BF16Optimizer|tr11-176B", f"{sharded} {row['source']} {notes}"):
+            return programs.MEGATRON
+        # BLOOM's chronicles: without it, jobs of 320 GPUs and more always hung.
+        blocking = "tr11-176B" in row["source"] and int(row["gpus"]) >= 320
+        return replace(programs.DEEPSPEED, blocking=blocking)
     if row["gpu"].startswith(("A100", "V100")):
         assumed.append("attention with its scores written out, as was usual on this GPU")
         return programs.MEGATRON
     assumed.append("fused attention")
+    if "nanotron" in row["source"]:
+        return programs.NANOTRON
     return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
+
+
+def padded_vocabulary(words: int, tp: int) -> int:
+    """Megatron's table of words: a multiple of 128 on every tensor-parallel rank (make-vocab-size-divisible-by)."""
+    return -(-words // (128 * tp)) * 128 * tp
+
+
+def _logit_bytes(row: Fields) -> float:
+    """What torch's loss holds for each logit: torchtitan has compiled it since 2025, and reads and writes 16 bits;
+    before, three copies in 32 bits, or four where the vocabulary is sharded."""
+    if row["compile"] == "yes" and re.search(r"torchtitan.*_20(2[5-9]|[3-9]\d)\d\d", row["source"]):
+        return 4.0
+    return 16.0 if int(row["tp"] or 1) > 1 else 12.0
 
 
 def _is_fsdp(text: str) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.plan import Prediction, RankMemory
 
 GIB = 2**30
-TINTS = 13
+TINTS, TIME_TINTS = 13, 16
 """Classes mem-0 … and time-0 … of the style sheet: one per term of memory, and one per phase of a step."""
 WIDTH, NARROW = 1080, 400
 """Every drawing is made for a page and for a phone, where the first would be too small to read."""
@@ -91,7 +91,7 @@ def step_bar(prediction: "Prediction") -> str:
 def draw_step(prediction: "Prediction", width: int = WIDTH) -> Bars:
     """Only the bar of `step_bar`."""
     phases = _phases(prediction)
-    tints = {name: f"time-{place % TINTS}" for place, name in enumerate(phases)}
+    tints = {name: f"time-{place % TIME_TINTS}" for place, name in enumerate(phases)}
     scale = _room(width) / prediction.step_s
     drawn, x = [], float(_left(width))
     for name, seconds in phases.items():

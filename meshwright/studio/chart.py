@@ -117,8 +117,9 @@ def _value_scale(low: float, high: float, from_zero: bool, height: int) -> Scale
     return Scale(low, high, height - BOTTOM, TOP, log, tuple(tick for tick in ticks if low <= tick <= high))
 
 
-def axes(x: Scale, y: Scale, unit: str, width: int, height: int, axis: str = "step") -> str:
-    """Both axes with their ticks and names, and a grid at the values' ticks."""
+def axes(x: Scale, y: Scale, unit: str, width: int, height: int, axis: str = "step", *, plural: bool = True) -> str:
+    """Both axes with their ticks and names, and a grid at the values' ticks; `axis` is one of what is counted, unless
+    it is not `plural`."""
     parts = []
     for tick in y.ticks:
         at = y(tick)
@@ -136,7 +137,7 @@ def axes(x: Scale, y: Scale, unit: str, width: int, height: int, axis: str = "st
         f'<text class="unit" text-anchor="middle" transform="translate(11 {middle:.0f}) rotate(-90)">'
         f"{escape(unit)}</text>"
         f'<text class="unit" text-anchor="middle" x="{(LEFT + width - RIGHT) / 2:.0f}" y="{height - 6}">'
-        f"{escape(axis)}s</text>"
+        f"{escape(axis)}{'s' if plural else ''}</text>"
     )
     return "".join(parts)
 

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.studio.bars import TINTS, WIDTH, Bars, draw_memory, draw_step
+from meshwright.studio.bars import TIME_TINTS, TINTS, WIDTH, Bars, draw_memory, draw_step
 from meshwright.studio.files import write_page
 from meshwright.studio.page import asset
 
@@ -54,7 +54,7 @@ def _style() -> str:
     """The page's light colours, by value: programs other than browsers do not support CSS variables."""
     light = asset("base.css").split("@media")[0] + asset("pictures.css").split("@media")[0]
     colours = dict(re.findall(r"--((?:mem|time)-\d+|red|soft):(#\w+)", light))
-    names = [f"{kind}-{tint}" for kind in ("mem", "time") for tint in range(TINTS)]
+    names = [f"{kind}-{tint}" for kind, most in (("mem", TINTS), ("time", TIME_TINTS)) for tint in range(most)]
     tints = "".join(f".{name}{{fill:{colours[name]}}}" for name in names)
     return (
         f"text{{font:11.5px system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:{colours['soft']}}}"

@@ -17,6 +17,11 @@ LABELS = {
     "tokens": "Tokens",
     "days": "Days",
     "price": "Price",
+    "budget": "Budget",
+    "clusters": "Clusters",
+    "pue": "PUE",
+    "co2": "CO₂",
+    "ask": "Question",
 }
 """What the form calls its fields; it shows those of a model's shape with spaces for underscores."""
 
@@ -26,6 +31,11 @@ _WORDS = (
     (r"--batch-tokens\b", LABELS["batch"], "batch"),
     (r"--allow (fp8|offload|zero-bubble)\b", r"\1 under Allowed", "allow"),
     (r"--allow\b", LABELS["allow"], "allow"),
+    (r"\bon --cluster = ", "on ", None),
+    (r"--compare\b", LABELS["clusters"], "clusters"),
+    (r"--budget\b", LABELS["budget"], "budget"),
+    (r"\bcluster\.pue\b", LABELS["pue"], "pue"),
+    (r"\bcluster\.co2_g_per_kwh\b", "the CO₂ of a kWh", "co2"),
     (r"--cluster 1x(\d+)x[\w-]+", r"\1 GPUs in a node", None),
     (r"--cluster (\d+)x(\d+)x[\w-]+", r"\1 nodes with \2 GPUs each", None),
     (r"name one of (\d+) with --cluster or change the layout", r"choose \1 GPUs or another layout", None),

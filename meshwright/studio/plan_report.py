@@ -17,6 +17,7 @@ from meshwright.version import VERSION
 if TYPE_CHECKING:
     from meshwright.job import Job
     from meshwright.job.devices import Cluster
+    from meshwright.pipeline import Simulation, Table
     from meshwright.plan import Point as Scaled
     from meshwright.plan import Prediction
 
@@ -28,23 +29,36 @@ _SCALES = (1, 2, 4, 8, 16)
 
 def layout_pictures(job: "Job", cluster: "Cluster", prediction: "Prediction") -> str:
     """All charts of a job planned for these machines, as HTML."""
-    parts = [memory_bars(prediction), step_bar(prediction), _schedule(job, cluster)]
-    return "".join([*parts, _mesh(job, cluster), _scaling(job, cluster)])
+    from meshwright.plan import timeline
+
+    drawn = timeline(job, cluster, _drawn_micro_batches(job))
+    parts = [memory_bars(prediction), step_bar(prediction), _schedule(job, drawn)]
+    return "".join([*parts, _mesh(job, cluster, None if drawn is None else drawn[0]), _scaling(job, cluster)])
 
 
 def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> Path:
     """Write the charts of a job on these machines as one page, and return its path."""
-    from meshwright.plan import job_text, layout_words, predict
+    from meshwright.plan import error_bars, job_text, layout_words, predict
 
     prediction = predict(job, cluster)
+    bars = error_bars(job, cluster, prediction)
+    rate, step, size = (
+        "–".join(format(end, form) for end in ends)
+        for ends, form in (
+            (bars.tokens_per_s_per_gpu, ",.0f"),
+            (bars.step_s, ".3g"),
+            ([size / GIB for size in bars.device_bytes], ".0f"),
+        )
+    )
     mfu = "unknown" if prediction.mfu is None else f"{prediction.mfu:.1%}"
     over = prediction.fullest.device - prediction.capacity_bytes
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"does not fit: {over / GIB:.1f} GiB too much"
+    batch = f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"
     tiles = (
-        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", f"per {prediction.per}"),
+        ("Tokens per second", f"{prediction.tokens_per_s_per_gpu:,.0f}", f"per {prediction.per}; 80% interval {rate}"),
         ("MFU", mfu, "attention over every pair"),
-        ("Step", f"{prediction.step_s:.3g} s", f"{job.batch.global_batch} sequences of {job.batch.sequence_length}"),
-        ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", room),
+        ("Step", f"{prediction.step_s:.3g} s", f"{batch}; 80% interval {step} s"),
+        ("Memory", f"{prediction.fullest.device / GIB:.1f} GiB", f"{room}; 80% interval {size} GiB"),
     )
     shown = "".join(
         f'<div class="tile"><div class="what">{what}</div><div class="value">{escape(value)}</div>'
@@ -52,7 +66,9 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
         for what, value, more in tiles
     )
     machines = f"{cluster.nodes} × {cluster.gpus_per_node} × {cluster.gpu}"
-    guessed = "".join(f'<p class="note">guessed: {escape(guess)}</p>' for guess in prediction.guessed)
+    notes = [f"evidence for time: {bars.evidence}", f"evidence for memory: {bars.memory_evidence}"]
+    notes += [f"profile: {prediction.profile}", *(f"guessed: {guess}" for guess in prediction.guessed)]
+    guessed = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     body = (
         f'<header><div class="name"><h1>{escape(name)}</h1></div><p class="facts">'
         f"<span>{escape(layout_words(job))}</span>"
@@ -64,18 +80,13 @@ def write_plan_report(job: "Job", cluster: "Cluster", name: str, out: Path) -> P
     return write_page(out, page(f"{name} · Meshwright", body))
 
 
-def _schedule(job: "Job", cluster: "Cluster") -> str:
-    from meshwright.plan import timeline
-
-    layout = job.layout
-    if layout.pp == 1:
+def _schedule(job: "Job", drawn: "tuple[Table, Simulation] | None") -> str:
+    if drawn is None:
         return (
             '<figure class="picture gantt"><figcaption><h3>Pipeline schedule</h3></figcaption>'
             '<p class="note">One stage: '
             f"{job.accumulation} micro-batches one after the other, without a bubble.</p></figure>"
         )
-    drawn = timeline(job, cluster, _drawn_micro_batches(job))
-    assert drawn is not None
     return gantt(*drawn, job.accumulation)
 
 
@@ -87,19 +98,18 @@ def _drawn_micro_batches(job: "Job") -> int:
     return min(job.accumulation, rounds * layout.pp)
 
 
-def _mesh(job: "Job", cluster: "Cluster") -> str:
+def _mesh(job: "Job", cluster: "Cluster", table: "Table | None") -> str:
     from meshwright.layout import axes
 
-    return mesh(axes(job.layout), cluster.gpus_per_node, _stages(job))
+    return mesh(axes(job.layout), cluster.gpus_per_node, _stages(job, table))
 
 
-def _stages(job: "Job") -> list[str]:
+def _stages(job: "Job", table: "Table | None") -> list[str]:
     """What each pipeline rank holds, in words; empty without a pipeline."""
-    from meshwright.layout import stages_of_rank, table_of
+    from meshwright.layout import stages_of_rank
 
-    if job.layout.pp == 1:
+    if table is None:
         return []
-    table = table_of(job)
     ranks = [[layers for layers, _ in stages_of_rank(job, table, rank)] for rank in range(table.ranks)]
     return ["; ".join(_stage(layers, job.model.layers) for layers in stages) for stages in ranks]
 

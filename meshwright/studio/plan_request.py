@@ -11,6 +11,7 @@ from meshwright.studio.page_words import FieldError, label
 if TYPE_CHECKING:
     from meshwright.job import Job, Model
     from meshwright.job.devices import Cluster
+    from meshwright.plan import Question
 
 SHAPE = (
     *("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "max_sequence_length"),
@@ -34,6 +35,8 @@ LIMITS = {
 """Minimum and maximum of every number; larger values are typos, or attempts to keep the planner busy."""
 _WRITTEN = {"seq": length, "batch": tokens}
 """Numbers that the form takes as people write them."""
+_SITE = {"pue": ("pue", 1.0, 10.0), "co2": ("co2_g_per_kwh", 0.0, 5000.0)}
+"""Of the site's electricity: the cluster's field, and its least and largest value."""
 _PICKED = ("layout", "memory", "precision", "run")
 
 
@@ -53,6 +56,13 @@ class Asked:
     def gpus(self) -> int:
         """In total."""
         return self.cluster.nodes * self.cluster.gpus_per_node
+
+    @property
+    def question(self) -> "Question":
+        """The same for the planner's other questions."""
+        from meshwright.plan import Question
+
+        return Question(self.job, self.cluster, self.practice, ())
 
     @property
     def job(self) -> "Job":
@@ -94,12 +104,12 @@ def pick_of(job: "Job") -> str:
     return json.dumps(parts, separators=(",", ":"))
 
 
-def asked(state: dict[str, Any]) -> Asked:
-    """The request for a page's state; a UserError names what is invalid."""
+def asked(state: dict[str, Any], cluster: "Cluster | None" = None, model: "Model | None" = None) -> Asked:
+    """The request for a page's state, or for another cluster or model; a UserError names what is invalid."""
     from meshwright.cost import parameter_count
     from meshwright.plan import batch_sequences
 
-    model, cluster = _model(state), _cluster(state)
+    model, cluster = model or _model(state), cluster or _cluster(state)
     sequence = _number(state, "seq") or min(4096, model.max_sequence_length)
     gpus = cluster.nodes * cluster.gpus_per_node
     batch, practice = batch_sequences(parameter_count(model), sequence, gpus, _number(state, "batch"))
@@ -145,8 +155,21 @@ def _cluster(state: dict[str, Any]) -> "Cluster":
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1e5:
                 raise FieldError(key, f"{label(key)} = {rate} is not a rate; give GB/s above 0, or leave it empty")
             links[name] = float(rate)
-    fields: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "gpu": known.gpu}
+    fields: dict[str, Any] = {"nodes": nodes, "gpus_per_node": gpus, "gpu": known.gpu, **site_of(state)}
     return Cluster(**fields, **({"links": links} if links else {}))
+
+
+def site_of(state: dict[str, Any]) -> dict[str, float]:
+    """What the form says of the site's electricity, as fields of a cluster."""
+    found = {}
+    for name, (field, least, most) in _SITE.items():
+        value = state.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise FieldError(name, f"{label(name)} = {str(value)[:40]} is not a number from {least:g} to {most:g}")
+        found[field] = float(value)
+    return found
 
 
 def _number(fields: dict[str, Any], name: str) -> int | None:

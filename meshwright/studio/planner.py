@@ -15,6 +15,7 @@ from meshwright.studio.numbers import count
 from meshwright.studio.page_words import field_of, in_page_words
 from meshwright.studio.plan_report import layout_pictures
 from meshwright.studio.plan_request import SHAPE, Asked, asked, pick_of
+from meshwright.studio.questions import other_answer
 from meshwright.studio.training import FIELDS, Training, training
 
 if TYPE_CHECKING:
@@ -23,9 +24,18 @@ if TYPE_CHECKING:
 
 QUICK_S = 0.12
 """Time of a first answer for bounds and predictions; the page then requests the full search with more rows."""
+_MORE_S = 0.1
+"""More time for a first answer if no layout fits yet."""
 _TOP, _QUICK_TOP = 10, 3
 _KEPT = 256
+LONG_S = 60.0
+"""CPU time of the longest answer: one request must not keep the planner from all others."""
+_GIVES_UP = 2
 GIB = 2**30
+
+
+class _Interrupted(Exception):
+    """Another request waits."""
 
 
 class Planner:
@@ -36,10 +46,11 @@ class Planner:
         """Whether another request waits: then a long search returns what it has."""
         self._answers: dict[str, dict[str, Any]] = {}
         self._searches: dict[str, Search] = {}
+        self._given_up: dict[str, int] = {}
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """What the page shows for a request, or `error`: one sentence on what is invalid."""
-        parts = {"search": self._search, "layout": _layout, "config": _config, "run": _run}
+        parts = {"search": self._search, "layout": _layout, "config": _config, "run": _run, "question": self._question}
         key = json.dumps(question, sort_keys=True)
         for known in (key, json.dumps({**question, "full": True}, sort_keys=True)):
             if known in self._answers:
@@ -76,11 +87,28 @@ class Planner:
             "bounded": found.bounded,
             "predicted": found.predicted,
             "whole": complete,
-            "rows": [_row(one, whole, question.cluster) for one in found.best],
+            "rows": _rows(found, whole, question.cluster),
             "training": whole.sentence(best, question.cluster),
             "misses": [in_page_words(why_not(one, found)) for one in found.misses],
             "nothing": _nothing(question, found, complete),
         }
+
+    def _question(self, state: dict[str, Any]) -> dict[str, Any]:
+        """One of the page's other questions. It ends early if another request waits, and is then asked again; not more
+        than twice, or two pages would keep each other from an answer."""
+        key, until = json.dumps(state, sort_keys=True), process_time() + LONG_S
+
+        def stop() -> None:
+            if process_time() > until:
+                raise UserError("the answer takes too long for so many GPUs; ask for fewer, or the command line")
+            if self._interrupted() and self._given_up.get(key, 0) < _GIVES_UP:
+                raise _Interrupted
+
+        try:
+            return other_answer(state, _allowed(state), stop)
+        except _Interrupted:
+            _keep(self._given_up, key, self._given_up.get(key, 0) + 1)
+            return {"whole": False, "interrupted": True}
 
     def _found(self, question: Asked, state: dict[str, Any]) -> tuple["Search", bool]:
         """The layouts, and whether the search was complete: then it is not repeated for another whole training."""
@@ -97,6 +125,7 @@ class Planner:
             top=_TOP if full else _QUICK_TOP,
             allow=_allowed(state),
             enough=self._interrupted if full else lambda: process_time() > until,
+            give_up=self._interrupted if full else lambda: process_time() > until + _MORE_S,
         )
         complete = full and found.whole
         if complete:
@@ -118,10 +147,11 @@ def _allowed(state: dict[str, Any]) -> list[str]:
 
 
 def _nothing(question: Asked, found: "Search", hinted: bool) -> str:
-    """That nothing fits, with the smallest change that would, if there is time to look for it."""
+    """That nothing fits, with the smallest change that would, if there is time to look for it; nothing before that is
+    known."""
     from meshwright.plan import what_would_fit
 
-    if found.best:
+    if found.best or not found.whole:
         return ""
     gpus = "one GPU" if question.gpus == 1 else f"{question.gpus} GPUs"
     hint = None
@@ -131,14 +161,25 @@ def _nothing(question: Asked, found: "Search", hinted: bool) -> str:
     return f"No layout fits on {gpus} of this kind; {remedy}."
 
 
-def _row(one: "Candidate", whole: Training, cluster: "Cluster") -> dict[str, Any]:
-    from meshwright.plan import layout_words, limit
+def _rows(found: "Search", whole: Training, cluster: "Cluster") -> list[dict[str, Any]]:
+    from meshwright.plan import tied
+
+    ties = tied(found.best) if found.best else ()
+    return [_row(one, whole, cluster, tie) for one, tie in zip(found.best, ties, strict=True)]
+
+
+def _row(one: "Candidate", whole: Training, cluster: "Cluster", tie: bool) -> dict[str, Any]:
+    from meshwright.plan import error_bars, layout_words, limit
 
     prediction = one.prediction
+    bars = error_bars(one.job, cluster, prediction)
     return {
         "pick": pick_of(one.job),
         "layout": layout_words(one.job),
         "tokens_per_s_per_gpu": prediction.tokens_per_s_per_gpu,
+        "interval": list(bars.tokens_per_s_per_gpu),
+        "gib_interval": [size / GIB for size in bars.device_bytes],
+        "tie": tie,
         "mfu": prediction.mfu,
         "step_s": prediction.step_s,
         "gib": prediction.fullest.device / GIB,
@@ -149,12 +190,13 @@ def _row(one: "Candidate", whole: Training, cluster: "Cluster") -> dict[str, Any
 
 
 def _layout(state: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.plan import job_text, layout_words, predict, spelled
+    from meshwright.plan import error_bars, job_text, layout_words, predict, spelled
 
     question = asked(state)
     job = question.picked(str(state.get("pick")))
     cluster = question.cluster
     prediction = predict(job, cluster)
+    bars = error_bars(job, cluster, prediction)
     heading = (
         f"planned for {spelled(cluster)}: {layout_words(job)}; "
         f"{prediction.tokens_per_s_per_gpu:,.0f} tokens/s per {prediction.per}, "
@@ -163,6 +205,8 @@ def _layout(state: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": layout_words(job),
         "pictures": layout_pictures(job, cluster, prediction),
+        "evidence": [f"80% intervals, time: {bars.evidence}", f"memory: {bars.memory_evidence}"],
+        "profile": prediction.profile,
         "guessed": list(prediction.guessed),
         "job": job_text(job.model_copy(update={"cluster": cluster}), heading),
         "commands": commands(cluster),

@@ -21,6 +21,7 @@ from meshwright.studio.learn import START, guide_groups, guide_page, guide_pictu
 from meshwright.studio.limits import QUESTIONS, Connections, Guesses, TimedReader, TooLarge
 from meshwright.studio.plan_request import LIMITS
 from meshwright.studio.planner_process import PlannerProcess
+from meshwright.studio.questions import ASKS
 from meshwright.studio.runs import Runs
 from meshwright.version import VERSION
 
@@ -210,8 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.runs.write_note(str(question.get("run")), question.get("text"), question.get("before"))
             self._send_json({"saved": True})
             return
-        if question.get("part") not in ("search", "layout", "config"):
-            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, layout or config")
+        if question.get("part") not in ("search", "question", "layout", "config"):
+            raise Refused(HTTPStatus.BAD_REQUEST, "a request needs a part: search, question, layout or config")
         self._ask(question)
 
     def _body(self) -> dict[str, Any]:
@@ -307,6 +308,7 @@ def choices(runs: Path) -> dict[str, Any]:
         "gpus": {gpu.key: {"gib": gpu.memory_gib, "guessed": _is_guessed(gpu.key)} for gpu in known_gpus()},
         "limits": LIMITS,
         "allowed": list(ALLOWED),
+        "questions": ASKS,
     }
 
 

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.amounts import NoAmount, amount
 from meshwright.studio.numbers import count
-from meshwright.studio.page_words import FieldError, label
+from meshwright.studio.page_words import FieldError, in_page_words, label
 
 if TYPE_CHECKING:
     from meshwright.job.devices import Cluster
     from meshwright.plan import Candidate
 
-FIELDS = ("tokens", "days", "price")
+FIELDS = ("tokens", "days", "price", "pue", "co2")
 """The fields of a request that change no layout."""
-_MOST = {"tokens": 1e18, "days": 1e5, "price": 1e6}
+_MOST = {"tokens": 1e18, "days": 1e5, "price": 1e6, "budget": 1e12}
 _DAY_S = 86400.0
 
 
@@ -42,6 +42,7 @@ class Training:
             "gpu_hours": found.gpu_hours,
             "cost": found.cost,
             "late": late,
+            "energy": None if found.energy is None else in_page_words(found.energy.sentence),
         }
 
     def sentence(self, best: "Candidate | None", cluster: "Cluster") -> str:
@@ -53,18 +54,19 @@ class Training:
         words += "" if found["cost"] is None else f", cost {found['cost']:,.0f}"
         if found["late"] and self.days:
             words += f"; that is {found['days'] / self.days:.2g} times the {self.days:g} days wanted"
-        return f"{words}. Failures are not counted."
+        energy = found["energy"]
+        return f"{words}. Failures are not counted." + (f" {energy[0].upper()}{energy[1:]}." if energy else "")
 
 
 def training(state: dict[str, Any]) -> Training:
     """The whole training of a page's state; an error names what is invalid."""
-    found = Training(*(_amount(state, name) for name in FIELDS))
+    found = Training(*(amount_of(state, name) for name in ("tokens", "days", "price")))
     if found.price is not None and found.tokens is None and found.days is None:
         raise FieldError("price", "Price is of a whole training; give its Tokens or Days, too")
     return found
 
 
-def _amount(state: dict[str, Any], name: str) -> float | None:
+def amount_of(state: dict[str, Any], name: str) -> float | None:
     """A number as people write it: 300e9, 15T, 1.4B."""
     given = state.get(name)
     if given is None or given == "":

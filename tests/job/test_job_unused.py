@@ -23,6 +23,7 @@ READ_ELSEWHERE = {
     "data.stages": "with data.weights, without which it is refused",
     **dict.fromkeys(["cluster.name", "cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"], "by plan and submit"),
     **dict.fromkeys(["cluster.links", "cluster.host_memory_gib", "cluster.storage_gb_s", "cluster.price"], "by plan"),
+    **dict.fromkeys(["cluster.gpu_watts", "cluster.pue", "cluster.co2_g_per_kwh"], "by plan"),
 }
 
 

@@ -111,5 +111,27 @@ def test_the_command_writes_where_plans_look(tmp_path: Path, monkeypatch: pytest
     assert report["file"] == str(tmp_path / "profiles" / "cpu.json") and report["copy_bytes_per_s"] > 0
     checked = CliRunner().invoke(app, ["plan", "--check", "demo", "--cluster", "1xcpu", "--json"])
     assert json.loads(checked.stdout)["step_s"] > 0 and json.loads(checked.stdout)["kind"] == "CPU"
+    assert report["exported"] is None
     shown = CliRunner().invoke(app, ["calibrate", "--quick", "--device", "cpu"])
     assert "CPU" in shown.output and "GPU" not in shown.output
+
+
+def test_an_export_describes_itself_and_is_used_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate_shapes, "_CPU", FEW)
+    monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path / "here"))
+    site = tmp_path / "site"
+    site.mkdir()
+    words = ["calibrate", "--quick", "--device", "cpu", "--json", "--export", str(site)]
+    report = json.loads(CliRunner().invoke(app, words).stdout)
+    assert report["exported"] == str(site / "cpu.json")
+    exported = json.loads((site / "cpu.json").read_text())
+    assert exported["format"] == 2 and exported["torch"] == torch.__version__
+    assert exported["machine"] and exported["host_cores"] and exported["meshwright"] and "calibrate" in exported["how"]
+    assert read_profile(site / "cpu.json") == read_profile(tmp_path / "here" / "cpu.json")
+    again = CliRunner().invoke(app, words)  # a folder keeps what it has unless --force
+    assert isinstance(again.exception, UserError) and "--export" in str(again.exception)
+    monkeypatch.setenv("MESHWRIGHT_PROFILES", str(tmp_path / "elsewhere"))
+    for given in (site, site / "cpu.json"):
+        check = ["plan", "--check", "demo", "--cluster", "1xcpu", "--profile", str(given), "--json"]
+        answer = json.loads(CliRunner().invoke(app, check).stdout)
+        assert answer["step_s"] > 0 and answer["profile"].endswith(f"(from {site / 'cpu.json'})")

@@ -141,7 +141,7 @@ def test_a_preset_takes_what_is_set(cli: Callable[..., Any]) -> None:
 
 
 def test_a_fine_tuning_is_not_pre_trained(tmp_path: Path) -> None:
-    from meshwright.api.planning import question
+    from meshwright.plan import question
 
     job = asked("llama-3-8b", 4096, 8)
     start = job.model_copy(update={"model": job.model.model_copy(update={"init_from": "weights"}), "batch": job.batch})

@@ -14,6 +14,7 @@ from meshwright.job.devices import Cluster
 from meshwright.layout import holdings_of_rank, stages_of_rank, table_of
 from meshwright.layout.budget import peak_bytes
 from meshwright.plan import predict
+from meshwright.plan import software as programs
 from meshwright.plan.memory import sizes_of
 
 BATCH = {"sequence_length": 2048, "global_batch": 64, "micro_batch": 1}
@@ -117,3 +118,56 @@ def test_what_an_h200_measured(compute: str) -> None:
     assert prediction.memory[0].allocated == pytest.approx(row["peak_memory_bytes"], rel=0.03)
     assert prediction.step_s == pytest.approx(row["step_s"]["median"], rel=0.06)
     assert not prediction.guessed
+
+
+def test_offload_decides_which_moment_is_fullest() -> None:
+    """With one sequence of a deep model gradients outgrow activations; once they leave the device, activations stay."""
+    batch = {"sequence_length": 512, "global_batch": 1, "micro_batch": 1}
+
+    def terms(offload: list[str]) -> dict[str, float]:
+        job = llama(batch=batch, memory={"recompute": "full", "offload": offload})
+        return predict(job, Cluster(gpu="h200")).memory[0].terms
+
+    here, away = terms([]), terms(["optimizer"])
+    assert here["activations"] == 0 < here["gradients"]
+    assert away["activations"] > 0 and "gradients" not in away
+
+
+def test_offloaded_memory_that_an_h200_measured() -> None:
+    row = json.loads((RESULTS / "2026-11-15-offload-h200.json").read_text())["results"][0]
+    given = [
+        f"{section}.{name}={json.dumps(value)}"
+        for section, fields in row["job"].items()
+        for name, value in fields.items()
+    ]
+    memory = predict(load_job("pretrain-1b", given).job, Cluster(gpu="h200")).memory[0]
+    assert memory.allocated == pytest.approx(row["device_peak_allocated_gib"] * 2**30, rel=0.03)
+    assert memory.host == pytest.approx(row["host_peak_gib"] * 2**30, rel=0.04)
+
+
+def test_other_programs_peak_in_the_loss_or_in_a_block() -> None:
+    """Not both at once, and a gap as large as the largest tensor lies idle beside them."""
+    batch = {**BATCH, "sequence_length": 8192}
+    job = llama(batch=batch, layout={"dp_shard": 8, "zero": 3}, memory={"recompute": "full"})
+    memory = predict(job, nodes(1), programs.FSDP_EAGER).memory[0]
+    assert "logits and loss" in memory.terms and "a block's backward" not in memory.terms
+    logits = 4.0 * job.batch.sequence_length * job.model.vocab_size
+    assert memory.reserved == pytest.approx(1.02 * memory.allocated + logits)
+    assert memory.gap == logits, "which is given back before a run fails"
+    few = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": 256})})
+    assert "a block's backward" in predict(few, nodes(1), programs.FSDP_EAGER).memory[0].terms
+    ours = predict(job, nodes(1)).memory[0]
+    assert ours.reserved == pytest.approx(1.03 * ours.allocated)
+
+
+def test_deepspeed_keeps_more_than_megatron() -> None:
+    """Its pipeline's communicators, a bucket and a flat copy of gradients, and of bf16 both widths."""
+    layout = {"dp_shard": 2, "zero": 1, "tp": 2, "pp": 2, "sp": False}
+    for compute, copies in (("fp16", 2 / 2), ("bf16", 2)):
+        job = llama(batch=BATCH, layout=layout, precision={"compute": compute})
+        plain, deep = (predict(job, nodes(1), one).fullest for one in (programs.MEGATRON, programs.DEEPSPEED))
+        name = "gradients in the other format"
+        more = deep.terms[name] - plain.terms.get(name, 0.0)
+        assert more == pytest.approx(copies * deep.terms["weights"] / 2)
+        assert deep.terms["a bucket of gradients"] == 5e8 * (2 if compute == "fp16" else 4)
+        assert deep.outside - plain.outside == pytest.approx(4 * 0.35e9)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.plan import predict, validate
 from meshwright.plan import software as programs
-from meshwright.plan import validate
 from meshwright.plan.rows import case_of, read_rows
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "evidence" / "published_runs.csv"
@@ -88,3 +88,33 @@ def test_what_a_row_leaves_open_is_what_its_program_would_do() -> None:
     tuned = case_of("runs", row("mlmh100-005"))
     assert tuned.job.batch.micro_batch > 1 and tuned.job.layout.schedule == "interleaved"
     assert {"micro-batch 4", "4 stages a rank"} <= set(tuned.assumed)
+
+
+def test_megatron_pads_its_vocabulary() -> None:
+    """128 words on every tensor-parallel rank, as make-vocab-size-divisible-by has it; others keep theirs."""
+    assert case_of("runs", row("bloom-030")).job.model.vocab_size == 250880
+    assert case_of("runs", row("titan-013")).job.model.vocab_size == 128256
+
+
+def test_bloom_s_programs() -> None:
+    """DeepSpeed's pipeline, on 320 GPUs and more with blocking launches: every kernel's host time adds to the step."""
+    large, small = (case_of("runs", row(name)) for name in ("bloom-030", "bloom-003"))
+    assert large.software.blocking and not small.software.blocking
+    assert small.software == programs.DEEPSPEED
+    assert case_of("runs", row("mlm21-017")).software == programs.MEGATRON
+    times = [predict(large.job, large.cluster, one).step_s for one in (large.software, programs.DEEPSPEED)]
+    assert 1.01 * times[1] < times[0] < 1.1 * times[1]
+
+
+def test_nanotron_balances_stages_by_cost() -> None:
+    """Its head counts, so that the last stage has fewer layers."""
+    case = case_of("runs", row("nanotron-015"))
+    assert case.software == programs.NANOTRON and case.job.layout.split is None
+    stages = [rank.terms["weights"] for rank in predict(case.job, case.cluster, case.software).memory]
+    assert stages[0] > stages[-1]
+
+
+@pytest.mark.parametrize(("source", "tp", "each"), [("_202506", "1", 4), ("_202412", "1", 12), ("_202412", "8", 16)])
+def test_torchtitan_compiles_its_loss_since_2025(source: str, tp: str, each: float) -> None:
+    words = row("titan-031", source=f"pytorch/torchtitan benchmarks/llama3{source}_x.md", tp=tp, dp=str(32 // int(tp)))
+    assert case_of("runs", words).software.logit_bytes == each

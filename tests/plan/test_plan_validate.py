@@ -2,6 +2,8 @@
 
 import csv
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.errors import UserError
-from meshwright.plan import accuracy_page, validate
+from meshwright.plan import Validation, accuracy_page, validate
+from meshwright.plan.coverage import coverage, made_residuals
+from meshwright.plan.residuals import residuals, with_factors
 
 ROOT = Path(__file__).parents[2]
-EVIDENCE = [ROOT / "benchmarks" / "evidence" / f"published_{name}.csv" for name in ("runs", "memory", "amd")]
+NAMES = ("published_runs", "published_memory", "published_amd", "own_h200")
+EVIDENCE = [ROOT / "benchmarks" / "evidence" / f"{name}.csv" for name in NAMES]
 FIGURES = {
     "count", "predicted", "median_abs_time_error", "mean_abs_time_error", "time_bias", "median_abs_memory_error",
     "oom_precision", "oom_recall", "groups", "mean_regret", "max_regret", "top1_rate",
@@ -25,8 +30,15 @@ SWEEP = (
 
 
 @pytest.fixture(scope="module")
-def summary() -> dict[str, Any]:
-    return validate(EVIDENCE).summary()
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Validation]:
+    with pytest.MonkeyPatch.context() as patch:  # only the profile of the package
+        patch.setenv("MESHWRIGHT_PROFILES", str(tmp_path_factory.mktemp("profiles")))
+        yield validate(EVIDENCE)
+
+
+@pytest.fixture(scope="module")
+def summary(found: Validation) -> dict[str, Any]:
+    return found.summary()
 
 
 def stated(path: Path) -> dict[str, int]:
@@ -40,9 +52,42 @@ def stated(path: Path) -> dict[str, int]:
 
 
 def test_the_guide_shows_these_figures(summary: dict[str, Any]) -> None:
-    """Regenerate with the command in docs/plan.md."""
+    """`python scripts/plan_evidence.py` writes it again, after the table that the intervals are from."""
     page = accuracy_page(summary, [path.name for path in EVIDENCE])
     assert (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8") == page
+
+
+def test_the_table_of_the_package_is_of_these_formulas(found: Validation) -> None:
+    """`python scripts/plan_evidence.py` writes it again after a change."""
+    shipped = residuals()
+    recorded = [row for row in shipped.rows if row.recorded]
+    made = made_residuals(found.outcomes, recorded, shipped.names)
+    assert [(row.id, row.traits) for row in made.rows] == [(row.id, row.traits) for row in shipped.rows]
+    for kind in ("time", "memory"):
+        errors = [getattr(row, kind) for row in made.of(kind)]
+        assert errors == pytest.approx([getattr(row, kind) for row in shipped.of(kind)], abs=1e-4), kind
+    assert made.factors == pytest.approx(shipped.factors, abs=2e-3)
+    assert made.bands == pytest.approx(shipped.bands, abs=1e-3)
+    assert {row.source for row in shipped.rows} == set(shipped.names), "every source has a name in sources.toml"
+
+
+def test_intervals_hold_what_they_promise(found: Validation, summary: dict[str, Any]) -> None:
+    """Every source's rows in the intervals that the others give: 80% of them, and far fewer if errors were halved."""
+    time, memory = (summary["coverage"][kind]["all"] for kind in ("time", "memory"))
+    assert time["rows"] > 300 and 0.75 <= time["share"] <= 0.85
+    assert memory["rows"] > 100 and 0.65 <= memory["share"] <= 0.90  # fewer sources, two of which share a bias
+    shipped = residuals()
+    rows = [replace(row, time=row.time and row.time / 2, memory=row.memory and row.memory / 2) for row in shipped.rows]
+    halved = coverage(found.outcomes, with_factors(rows, shipped.names, shipped.bands))
+    assert halved["time"]["all"]["share"] < 0.65 and halved["memory"]["all"]["share"] < 0.65
+    own = [summary["coverage"]["time"]["sources"][name] for name in ("planh200", "segmenth200", "peersh200")]
+    assert all(one["half_width"] < 0.75 * time["half_width"] for one in own), "what is measured here is known better"
+
+
+def test_layouts_that_are_told_apart_are_in_order(summary: dict[str, Any]) -> None:
+    order = summary["coverage"]["order"]
+    assert order["apart"]["pairs"] >= 50 and order["apart"]["right"] >= 0.8 * order["apart"]["pairs"]
+    assert order["ties"]["pairs"] >= 30 and order["ties"]["right"] < 0.8 * order["ties"]["pairs"]
 
 
 def test_errors_stay_within_bounds(summary: dict[str, Any]) -> None:
@@ -95,7 +140,7 @@ def test_a_sweep_has_groups_and_regret(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(app, ["plan", "--validate", str(path), "--json"])
     found = json.loads(result.stdout)
-    parts = {"overall", "sources", "memory_kinds", "guessed", "axes", "refused", "worst", "groups"}
+    parts = {"overall", "sources", "memory_kinds", "guessed", "own", "coverage", "axes", "refused", "worst", "groups"}
     assert set(found) == parts | {"unpredicted", "rows"}
     assert set(found["overall"]) == FIGURES == set(found["sources"]["sweep"])
     assert [row["id"] for row in found["rows"]] == ["sweep:2", "sweep:3", "sweep:4"]

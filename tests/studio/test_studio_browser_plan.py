@@ -148,3 +148,30 @@ def test_cards_on_offer_are_planned_and_guessed_rates_are_said(tab: Any) -> None
         page.select_option("[name=gpu]", gpu)
         planned(page)
         assert f"guessed: kernels and links of {gpu}: guessed from" in page.inner_text("#guessed")
+
+
+def test_other_questions_answer_in_the_same_place(tab: Any) -> None:
+    """One selector: an answer replaces the layouts, a row opens its layout, and the URL holds the question."""
+    page = tab(SMALL)
+    planned(page)
+    assert not page.is_visible("[name=clusters]") and not page.is_visible("#other")
+    page.select_option("[name=ask]", "compare")
+    page.wait_for_selector("#plan-status.error:has-text('Clusters is empty')")
+    assert page.get_attribute("[name=clusters]", "aria-invalid") == "true" and not page.is_visible("#layouts")
+    page.fill("[name=clusters]", "1xh100@2 2xa100-40gb@1")
+    page.wait_for_selector("#other-sentence:has-text('is the fastest')")
+    assert page.locator("#other-table tbody tr").count() == 2 and not page.is_visible("#found")
+    shared = tab("#" + page.url.partition("#")[2])
+    shared.wait_for_selector("#other-sentence:has-text('is the fastest')")
+    page.select_option("[name=ask]", "pareto")
+    page.wait_for_selector("#other-picture svg circle.kept")
+    page.select_option("[name=ask]", "sensitivity")
+    page.wait_for_selector("#other-title:has-text('Which part')")
+    assert not page.is_visible("[name=clusters]") and page.inner_html("#other-picture") == ""
+    page.select_option("[name=ask]", "batch")
+    page.wait_for_selector("#other-sentence:has-text('at once')")
+    title = page.inner_text("#other-table button.open >> nth=0")
+    page.click("#other-table button.open >> nth=0")
+    page.wait_for_function("title => document.getElementById('chosen-title').textContent === title", arg=title)
+    assert page.is_visible("#layouts") and not page.is_visible("#other")
+    assert page.input_value("[name=ask]") == "layouts" and page.input_value("[name=seq]") == "1024"

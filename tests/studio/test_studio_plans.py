@@ -35,6 +35,10 @@ def test_layouts_and_their_pictures() -> None:
     planner = Planner()
     found = planner.answer({"part": "search", **STATE, "full": True})
     assert found["whole"] and found["batch"] == 64 and len(found["rows"]) == 10
+    for row in found["rows"]:
+        for value, between in (("tokens_per_s_per_gpu", "interval"), ("gib", "gib_interval")):
+            assert row[between][0] < row[value] < row[between][1]
+    assert found["rows"][0]["tie"]
     steps = [row["step_s"] for row in found["rows"]]
     assert steps == sorted(steps)
     piped = next(row for row in found["rows"] if " pp " in row["layout"])

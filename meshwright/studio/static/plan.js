@@ -1,12 +1,14 @@
 // Plan: the form is the state, the URL stores it, and every change queries the planner.
 import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
+import { LAYOUTS, hideAnswer, showAnswer, showInputs } from "./questions.js";
 
 const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size"];
 const CLUSTERS = { "8 × H100": [1, 8, "h100"], "2 × 8 × A100 80 GB": [2, 8, "a100-80gb"], "8 × H200": [1, 8, "h200"],
   "16 × 8 × H100": [16, 8, "h100"], "64 × 8 × H100": [64, 8, "h100"], "16 × 4 × A100 64 GB": [16, 4, "a100-64gb"],
   "4 × L40S": [1, 4, "l40s"], "2 × RTX 3090": [1, 2, "rtx-3090"] };
-const NUMBERS = ["node_link", "network_link"], TRAINING = ["tokens", "days", "price"], WRITTEN = ["seq", "batch", ...TRAINING];
+const NUMBERS = ["node_link", "network_link", "pue", "co2"], TRAINING = ["tokens", "days", "price", "pue", "co2"];
+const ASKED = ["clusters", "budget"], WRITTEN = ["seq", "batch", "tokens", "days", "price", ...ASKED];
 const form = $("question"), fields = form.elements;
 let choices = null, shape = {}, base = {}, pick = null, own = false, busy = false, again = false, turn = 0, timer = 0;
 
@@ -15,6 +17,7 @@ export async function enter(query) {
   shape = parsed(query.get("shape"), {});
   take(fields.model, query.get("model") ?? (Object.keys(shape).length ? "" : "llama-3.2-1b"));
   take(fields.gpu, query.get("gpu") || "h100");
+  take(fields.ask, query.get("ask") || LAYOUTS);
   for (const name of ["nodes", "gpus", ...NUMBERS, ...WRITTEN]) fields[name].value = query.get(name) ?? { nodes: 1, gpus: 8 }[name] ?? "";
   const allowed = parsed(query.get("allow"), []);
   for (const box of form.querySelectorAll("[name=allow]")) box.checked = allowed.includes(box.value);
@@ -44,6 +47,7 @@ async function begin() {
   choices = await ask("/api/choices");
   fields.model.append(h("option", { value: "" }, "custom shape"), ...Object.keys(choices.models).map(name => h("option", {}, name)));
   fields.gpu.append(...Object.entries(choices.gpus).map(([name, { gib, guessed }]) => h("option", { value: name }, `${name} (${gib} GiB${guessed ? ", rates guessed" : ""})`)));
+  fields.ask.append(...Object.entries(choices.questions).map(([name, words]) => h("option", { value: name }, words)));
   fields.cluster.append(h("option", { value: "" }, "as below"), ...Object.keys(CLUSTERS).map(name => h("option", {}, name)));
   $("shape").append(...SLIDERS.map(slider));
   $("allowed").append(...choices.allowed.map(word => h("label", {}, h("input", { type: "checkbox", name: "allow", value: word }), word)));
@@ -81,7 +85,7 @@ async function changed(event) {
   if (target.name === "model") { shape = {}; told(""); }
   if (target.name === "cluster" && CLUSTERS[target.value])
     [fields.nodes.value, fields.gpus.value, fields.gpu.value] = CLUSTERS[target.value];
-  if (!TRAINING.includes(target.name)) own = false;
+  if (!TRAINING.includes(target.name) && target.name !== "ask") own = false;
   matchCluster();
   refresh();
 }
@@ -114,7 +118,10 @@ function state() {
   if (fields.model.value) asked.model = fields.model.value;
   if (Object.keys(shape).length) asked.shape = shape;
   for (const name of NUMBERS) if (fields[name].value) asked[name] = Number(fields[name].value);
-  for (const name of WRITTEN) if (fields[name].value.trim()) asked[name] = fields[name].value.trim();  // as people write it: 15T
+  const other = fields.ask.value !== LAYOUTS;
+  if (other) asked.ask = fields.ask.value;
+  for (const name of WRITTEN)  // as people write it: 15T
+    if (fields[name].value.trim() && (other || !ASKED.includes(name))) asked[name] = fields[name].value.trim();
   const allow = [...form.querySelectorAll("[name=allow]:checked")].map(box => box.value);
   return allow.length ? { ...asked, allow } : asked;
 }
@@ -124,6 +131,7 @@ function refresh() {
   for (const [name, value] of Object.entries(state())) query.set(name, typeof value === "object" ? JSON.stringify(value) : value);
   if (own) query.set("pick", pick);
   setAddress("plan", query);
+  showInputs(form, fields.ask.value);
   again = true;
   if (!busy) run();
 }
@@ -136,9 +144,41 @@ async function run() {
     turn += 1;
     clearTimeout(timer);
     $("answer").classList.add("late");
-    await search(state(), turn, false);
+    if (fields.ask.value === LAYOUTS) await search(state(), turn, false);
+    else answerLater(state(), turn, 150);
   }
   busy = false;
+}
+
+// Not awaited: a change of the form must not wait for it, and interrupts it.
+function answerLater(asked, mine, pause) {
+  say("searching …");
+  timer = setTimeout(() => mine === turn && answer(asked, mine), pause);
+}
+
+async function answer(asked, mine) {
+  const begun = performance.now();
+  const found = await ask("/api/plan", { part: "question", ...asked }).catch(() => ({ error: SILENT }));
+  if (mine !== turn) return;
+  if (found.interrupted) { answerLater(asked, mine, 500); return; }  // by the page of somebody else
+  $("answer").classList.remove("late");
+  $("found").hidden = true;
+  hideAnswer();
+  mark(found.field);
+  if (found.error) { say(found.error, true); return; }
+  showAnswer(choices.questions[asked.ask], found, open);
+  say(`answered in ${Math.round(performance.now() - begun)} ms`);
+}
+
+// Show one of an answer's layouts: the form as it was asked about, and the question that lists layouts.
+function open({ pick: wanted, shape: shown, ...values }) {
+  for (const [name, value] of Object.entries(values)) if (name === "gpu") take(fields.gpu, value); else fields[name].value = value;
+  if (shown) { shape = shown; fields.model.value = ""; }
+  fields.ask.value = LAYOUTS;
+  pick = wanted;
+  own = true;
+  matchCluster();
+  refresh();
 }
 
 async function search(asked, mine, full) {
@@ -147,6 +187,7 @@ async function search(asked, mine, full) {
   if (mine !== turn) return;
   $("answer").classList.remove("late");
   $("found").hidden = Boolean(found.error);  // what is there answers an earlier request
+  hideAnswer();
   mark(found.field);
   if (found.error) { forget(found.error); return; }
   base = found.shape;
@@ -191,12 +232,12 @@ function showShape(found) {
 }
 
 function showRows(found) {
-  const rows = found.rows.map(row => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
+  const rows = found.rows.map((row, place) => h("tr", { "aria-selected": String(row.pick === pick), "data-pick": row.pick, onclick: () => select(row.pick) },
     h("td", {}, h("button", { type: "button", class: "pick", "aria-pressed": String(row.pick === pick) }, row.layout)),
-    h("td", { class: "number", "data-name": "tokens/s per GPU" }, number(row.tokens_per_s_per_gpu)),
+    h("td", { class: "number", "data-name": "tokens/s per GPU" }, place && row.tie ? h("span", { title: "predictions do not tell it apart from the first" }, "≈ ") : null, number(row.tokens_per_s_per_gpu), between(row.interval, number)),
     h("td", { class: "number", "data-name": "MFU" }, row.mfu === null ? "–" : `${(100 * row.mfu).toFixed(1)}%`),
     h("td", { class: "number", "data-name": "step" }, `${number(row.step_s)} s`),
-    h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1)),
+    h("td", { class: "number", "data-name": "GiB" }, row.gib.toFixed(1), between(row.gib_interval, size => size.toFixed(0))),
     ...whole(row.training),
     h("td", { "data-name": "limited by" }, row.limited_by)));
   document.querySelector("#layouts tbody").replaceChildren(...rows);
@@ -209,6 +250,11 @@ function showRows(found) {
   $("rejected").hidden = !found.misses.length;
   document.querySelector("#rejected h2").textContent = found.rows.length ? "Faster, but does not fit" : "Does not fit";
   document.querySelector("#rejected ul").replaceChildren(...found.misses.map(miss => h("li", {}, miss)));
+}
+
+// The 80% interval, small, under its number.
+function between([low, high], words) {
+  return h("small", { class: "between", title: "8 of 10 such predictions end up between these" }, `${words(low)}–${words(high)}`);
 }
 
 // Cells of the whole training: its days, or the tokens of the days that are given, and what it costs.
@@ -248,7 +294,8 @@ async function choose({ tokens, days, price, ...asked }, mine) {  // one layout 
   $("chosen-title").textContent = one.title;
   $("pictures").innerHTML = one.pictures;  // drawn and escaped by the server
   bindFigures($("pictures"));
-  $("guessed").replaceChildren(...one.guessed.map(guess => h("p", { class: "note" }, `guessed: ${guess}`)));
+  const notes = [...one.evidence, `profile: ${one.profile}`, ...one.guessed.map(guess => `guessed: ${guess}`)];
+  $("guessed").replaceChildren(...notes.map(note => h("p", { class: "note" }, note)));
   $("job").textContent = one.job;
   const file = new Blob([one.job], { type: "application/toml" });
   URL.revokeObjectURL($("download").href);

@@ -1,22 +1,18 @@
-"""Questions about machines: one job on several of them, and how many a training needs to end in time or in budget."""
-
-from __future__ import annotations
+"""One job on several clusters, and how many nodes a training needs to end in time or within a budget."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from meshwright.api.planning import Found, find_layouts
 from meshwright.errors import UserError
-
-if TYPE_CHECKING:
-    from meshwright.api.planning import Question
-    from meshwright.job.devices import Cluster
-    from meshwright.plan import Economy
+from meshwright.job.devices import Cluster
+from meshwright.plan.economy import Economy, economy
+from meshwright.plan.error_bars import ErrorBars, error_bars
+from meshwright.plan.machine import spelled
+from meshwright.plan.question import Found, Question, find_layouts
 
 NODES = tuple(sorted({base * 2**power for base in (1, 3) for power in range(12)}))
 """Numbers of nodes that are tried: powers of two and half-way between."""
-Ask = Callable[["str | Cluster"], "Question"]
+Ask = Callable[[str | Cluster], Question]
 """The question on other machines."""
 
 
@@ -46,6 +42,14 @@ class Machines:
         return 0.0 if self.found is None else self.found.search.best[0].prediction.tokens_per_s_per_gpu * self.gpus
 
     @property
+    def bars(self) -> ErrorBars | None:
+        """How sure the prediction of the fastest layout is; None where nothing was found."""
+        if self.found is None:
+            return None
+        best = self.found.search.best[0]
+        return error_bars(best.job, self.found.question.machines, best.prediction)
+
+    @property
     def gpu_hours_per_billion(self) -> float | None:
         """GPU-hours for 10⁹ tokens, without failures."""
         return 1e9 / self.tokens_per_s * self.gpus / 3600 if self.tokens_per_s else None
@@ -61,10 +65,11 @@ def on_machines(
     ask: Ask, spellings: Sequence[str], allow: Collection[str], tokens: float | None, price: float | None
 ) -> list[Machines]:
     """The fastest layout on each of the clusters; `64xh100@2.5` gives a price of its own."""
-    return [_on(ask, *_priced(spelling, price), allow, tokens) for spelling in spellings]
+    return [_on(ask, *priced(spelling, price), allow, tokens) for spelling in spellings]
 
 
-def _priced(spelling: str, price: float | None) -> tuple[str, float | None]:
+def priced(spelling: str, price: float | None) -> tuple[str, float | None]:
+    """A cluster's name and the price of its GPU-hour: its own after an @, else the given one."""
     name, at, own = spelling.partition("@")
     if not at:
         return name, price
@@ -80,8 +85,6 @@ def _priced(spelling: str, price: float | None) -> tuple[str, float | None]:
 def _on(
     ask: Ask, cluster: str | Cluster, price: float | None, allow: Collection[str], tokens: float | None
 ) -> Machines:
-    from meshwright.plan import economy, spelled
-
     asked = ask(cluster)
     each = asked.machines.price if price is None else price
     try:

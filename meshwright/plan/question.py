@@ -1,0 +1,115 @@
+"""What a search is about: a job on machines with its batch and sequence length, and the answer or why there is none."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cost import parameter_count
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.job.devices import Cluster
+from meshwright.plan.explain import batch_sequences, fine_tuning_batch, why_not
+from meshwright.plan.machine import spelled, usual_compute
+from meshwright.plan.search import Search, search, what_would_fit
+from meshwright.plan.target import target_of
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a search is about."""
+
+    job: Job
+    """With the batch and the sequence length of the search; its layout and memory are for the search to choose."""
+    machines: Cluster
+    practice: str
+    """Where the batch is from, if nobody said."""
+    notes: tuple[str, ...]
+    """How what was asked was understood, where it had to be."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A question and what was found."""
+
+    question: Question
+    search: Search
+
+
+def question(
+    job: Job,
+    cluster: str | Cluster | None,
+    *,
+    exact: bool,
+    sequence_length: int | None = None,
+    batch_tokens: int | None = None,
+    mtbf_hours: float | None = None,
+    longest: bool = False,
+) -> Question:
+    """A job on machines, with the batch and the sequence length to plan for.
+
+    If `exact`, what the job leaves out has its default, as in a training; else it is as usual for models of this size.
+    `longest` takes the model's longest sequences where nobody gives a length.
+    """
+    machines, note = target_of(job, cluster)
+    if mtbf_hours is not None:
+        machines = machines.model_copy(update={"mtbf_hours": mtbf_hours})
+    most, said = job.model.max_sequence_length, job.batch.model_fields_set
+    sequence = sequence_length
+    if sequence is None:
+        own = exact or "sequence_length" in said
+        sequence = job.batch.sequence_length if own else most if longest else min(4096, most)
+    if not exact:
+        job = _as_usual(job, machines)
+    gpus = machines.nodes * machines.gpus_per_node
+    batch, practice, rounded = _batch(job, sequence, gpus, batch_tokens, own=exact or "global_batch" in said)
+    sizes = {"sequence_length": sequence, "global_batch": batch, "micro_batch": 1}
+    sized = job.model_copy(update={"batch": job.batch.model_copy(update=sizes)})
+    return Question(sized, machines, practice, tuple(words for words in (note, rounded) if words))
+
+
+def _as_usual(job: Job, machines: Cluster) -> Job:
+    """A job in bf16, or fp16 on older GPUs, and compiled, where it does not say otherwise."""
+    update: dict[str, Any] = {}
+    if "compute" not in job.precision.model_fields_set:
+        update["precision"] = job.precision.model_copy(update={"compute": usual_compute(machines)})
+    if "compile" not in job.run.model_fields_set:
+        update["run"] = job.run.model_copy(update={"compile": True})
+    return job.model_copy(update=update)
+
+
+def _batch(job: Job, sequence: int, gpus: int, batch_tokens: int | None, *, own: bool) -> tuple[int, str, str]:
+    """Sequences a step; where they are from if nobody said; and how a request was rounded if it was."""
+    if batch_tokens is None and own:
+        return job.batch.global_batch, "", ""
+    practice = ""
+    wanted = batch_tokens
+    if batch_tokens is None and job.model.init_from is not None:
+        sequences, practice = fine_tuning_batch()
+        wanted = sequences * sequence
+    if wanted is not None and wanted < sequence:
+        raise UserError(
+            f"--batch-tokens = {wanted} is less than one sequence of {sequence} tokens; give a multiple of {sequence}, "
+            "or a shorter --seq"
+        )
+    batch, usual = batch_sequences(parameter_count(job.model), sequence, gpus, wanted)
+    rounded = ""
+    if batch_tokens is not None and batch * sequence != batch_tokens:
+        shared = f"{batch} sequences, which {gpus} GPUs can share"
+        rounded = f"--batch-tokens = {batch_tokens} is taken as {batch * sequence}: {shared}"
+    return batch, usual or practice, rounded
+
+
+def find_layouts(asked: Question, top: int, allow: Collection[str], called: str = "the model") -> Found:
+    """Search the layouts of a question; refused where none fits."""
+    found = Found(asked, search(asked.job, asked.machines, top=top, allow=allow))
+    if not found.search.best:
+        raise refusal(found, called)
+    return found
+
+
+def refusal(found: Found, called: str) -> UserError:
+    """That no layout fits, why not, and the smallest change with which one would."""
+    misses, asked = found.search.misses, found.question
+    reason = f" ({why_not(misses[0], found.search)})" if misses else ""
+    remedy = what_would_fit(asked.job, asked.machines) or "more or larger GPUs"
+    return UserError(f"no layout of {called} fits on --cluster = {spelled(asked.machines)}{reason}; give {remedy}")
