@@ -59,8 +59,7 @@ class SortedByExpert:
 
     def combined(self, out_RD: Tensor, weights_TK: Tensor) -> Tensor:
         """The weighted sum of each token's results, added up in the weights' format."""
-        by_token_TKD = _Permuted.apply(out_RD, self._place, self._order)  # type: ignore[no-untyped-call]
-        by_token_TKD = by_token_TKD.view(self._tokens, self._top_k, -1)
+        by_token_TKD = permuted(out_RD, self._place, self._order).view(self._tokens, self._top_k, -1)
         return (by_token_TKD * weights_TK.unsqueeze(-1)).sum(1).to(out_RD.dtype)
 
 
@@ -135,7 +134,7 @@ class PackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(count * outputs)) if bias else None
 
     def forward(self, rows: Tensor, counts_N: Tensor) -> Tensor:
-        weights_NOI = self.own(self.weight).unflatten(0, (-1, self.outputs))
+        weights_NOI = self.own(self.weight).view(-1, self.outputs, self.weight.shape[1])
         together = rows.is_cuda and rows.dtype == torch.bfloat16
         products: Tensor = (products_together if together else products_one_by_one)(rows, weights_NOI, counts_N)
         if self.bias is None:
@@ -153,7 +152,7 @@ def products_together(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> Te
 def products_one_by_one(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> Tensor:
     """The same, one expert at a time, in any format."""
     # Experts without rows take part, so that their gradients exist: ranks reduce them together.
-    pairs = zip(rows.split(counts_N.tolist()), weights_NOI.unbind(0), strict=True)
+    pairs = zip(torch.split(rows, counts_N.tolist()), weights_NOI.unbind(0), strict=True)
     return torch.cat([F.linear(own, weight) for own, weight in pairs])
 
 

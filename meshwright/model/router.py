@@ -95,7 +95,7 @@ class Router(nn.Module):
             return turns.view(batch, sequence, experts.top_k)
         preferred_BSN = scores_BSN + self.preference.to(scores_BSN.dtype)
         if experts.groups_kept < experts.groups:
-            best = preferred_BSN.unflatten(-1, (experts.groups, -1))
+            best = preferred_BSN.view(*preferred_BSN.shape[:-1], experts.groups, -1)
             of_group = best.topk(2, -1).values.sum(-1) if experts.scores == "sigmoid" else best.amax(-1)
             kept = of_group.sort(dim=-1, descending=True, stable=True).indices[..., : experts.groups_kept]
             outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, kept, False)

@@ -93,7 +93,7 @@ def orthogonalise(matrix: Tensor, matrices: int = 1) -> Tensor:
     It consists of matrix products of the shorter side, so it suits bf16 and tensor cores.
     """
     a, b, c = COEFFICIENTS
-    each = matrix.unflatten(0, (matrices, -1))
+    each = matrix.reshape(matrices, -1, matrix.shape[1])
     tall = each.shape[1] > each.shape[2]
     wide = each.mT if tall else each
     x: Tensor = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
