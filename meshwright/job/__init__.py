@@ -27,6 +27,7 @@ from meshwright.job.load import (
     planned_text,
     updated_text,
 )
+from meshwright.job.experts import Experts
 from meshwright.job.model import Latent, Model, RopeScaling
 from meshwright.job.presets import is_model_folder, model_preset, model_presets, preset_named, recipes, unknown_model
 from meshwright.job.text import job_text, toml_value
@@ -37,6 +38,7 @@ __all__ = [
     "FORMAT_BYTES",
     "Converted",
     "Job",
+    "Experts",
     "Latent",
     "LoadedJob",
     "Model",

@@ -218,19 +218,23 @@ def _memory_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _groups(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Layouts of the same job: what choosing the fastest predicted one costs over the fastest measured one."""
+    """Layouts of the same job: what choosing the fastest predicted one costs over the fastest measured one; a layout
+    that was measured several times, as with versions of a program, took the median."""
     members: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.case.group is not None and outcome.case.step_s:
             members[outcome.case.group].append(outcome)
     groups = []
     for name, rows in members.items():
-        if len({row.case.job.model_dump_json() for row in rows}) < 2:
+        by_layout: dict[str, list[Outcome]] = defaultdict(list)
+        for row in rows:
+            by_layout[layout_words(row.case.job)].append(row)
+        if len(by_layout) < 2:
             continue
+        took = {layout: median(row.case.step_s or 0.0 for row in same) for layout, same in by_layout.items()}
         chosen = min(rows, key=lambda row: row.step_s)
-        best = min(rows, key=lambda row: row.case.step_s or 0.0)
-        assert chosen.case.step_s is not None and best.case.step_s is not None
-        regret = chosen.case.step_s / best.case.step_s - 1
+        best = min(rows, key=lambda row: took[layout_words(row.case.job)])
+        regret = took[layout_words(chosen.case.job)] / took[layout_words(best.case.job)] - 1
         groups.append(
             {"group": name, "rows": len(rows), "chosen": chosen.case.id, "best": best.case.id, "regret": regret}
         )

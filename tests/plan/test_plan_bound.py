@@ -10,7 +10,7 @@ from plan_jobs import asked, nodes
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Cluster
+from meshwright.job.devices import Cluster, Layout
 from meshwright.layout import require_layout
 from meshwright.plan import machine_of, parse_cluster, predict, search
 from meshwright.plan.bound import WORTH, bounded
@@ -70,14 +70,14 @@ def every_layout(job: Job, cluster: Cluster) -> Iterator[Job]:
     """All layouts that the trainer accepts, tried one by one."""
     gpus = cluster.nodes * cluster.gpus_per_node
     pipes, shardings = pipes_of(job, gpus, frozenset()), shardings_of(gpus)
-    for pipe, (tp, cp), micro in product(pipes, degrees_of(job, gpus), micro_batches_of(job.batch.global_batch)):
+    for pipe, (tp, cp, ep), micro in product(pipes, degrees_of(job, gpus), micro_batches_of(job.batch.global_batch)):
         data, rest = divmod(gpus, tp * cp * pipe.pp)
         if rest or data == 0 or job.batch.global_batch % (micro * data):
             continue
         for (zero, shard), mode in product(shardings, range(3)):
             if data % shard or (zero == 0 and cp > 1) or (zero and shard * cp == 1):
                 continue
-            made = with_layout(job, pipe, tp, cp, micro, zero, shard, data // shard, mode)
+            made = with_layout(job, pipe, Layout(tp=tp, cp=cp, ep=ep), micro, zero, shard, data // shard, mode)
             try:
                 require_layout(made, gpus)
             except UserError:

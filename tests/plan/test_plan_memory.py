@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from plan_jobs import llama, nodes
 
-from meshwright.cost import layer_parameters, parameter_count
+from meshwright.cost import layer_elements, parameter_count
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.layout import holdings_of_rank, stages_of_rank, table_of
@@ -81,7 +81,7 @@ def test_a_segment_s_parameters_are_gathered_together() -> None:
             .terms[name]
             for blocks in (4, 5)
         ]
-        assert terms[1] - terms[0] == pytest.approx(2.0 * layer_parameters(llama()))
+        assert terms[1] - terms[0] == pytest.approx(2.0 * layer_elements(llama()).total)
 
 
 def test_the_first_stage_of_1f1b_holds_most() -> None:
