@@ -1,6 +1,7 @@
 """The Job: one file that the planner writes and everything else reads. Imports no torch."""
 
 from meshwright.job.convert import Converted
+from meshwright.job.experts import Experts
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.from_megatron import job_from_megatron
@@ -27,7 +28,6 @@ from meshwright.job.load import (
     planned_text,
     updated_text,
 )
-from meshwright.job.experts import Experts
 from meshwright.job.model import Latent, Model, RopeScaling
 from meshwright.job.presets import is_model_folder, model_preset, model_presets, preset_named, recipes, unknown_model
 from meshwright.job.text import job_text, toml_value
@@ -37,8 +37,8 @@ from meshwright.job.trust import code_of, require_trust
 __all__ = [
     "FORMAT_BYTES",
     "Converted",
-    "Job",
     "Experts",
+    "Job",
     "Latent",
     "LoadedJob",
     "Model",

@@ -11,15 +11,15 @@ import numpy as np
 
 from meshwright.cost import MASTER_BYTES, Elements, state_bytes
 from meshwright.job import Job
-from meshwright.plan.communication import all_gather_s, all_reduce_s
+from meshwright.plan.communication import CONTENTION, all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
+from meshwright.plan.groups import groups_of
 from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.reserve import COMMUNICATOR_BYTES, FRAGMENTS
 from meshwright.plan.software import CONTEXT_BYTES
 from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
-from meshwright.plan.groups import groups_of
-from meshwright.plan.step import CONTENTION, STRAGGLERS
+from meshwright.plan.step import STRAGGLERS
 from meshwright.plan.update import update_s
 
 _ROUNDING = 1 - 1e-6

@@ -9,7 +9,7 @@ from math import ceil
 
 from meshwright.cost import REPEATED
 from meshwright.job import Experts, Job, Model
-from meshwright.plan.communication import Group, Wires
+from meshwright.plan.communication import CONTENTION, Group, Wires
 from meshwright.plan.kernels import Device, matmul_s, memory_s
 from meshwright.plan.software import Software
 
@@ -132,7 +132,17 @@ def _copies(experts: Experts, group: Group, software: Software) -> tuple[float, 
     return to_ranks, to_nodes
 
 
-def transfers_s(job: Job, wires: Wires, group: Group, software: Software, mode: str) -> tuple[float, float]:
-    """Forward and backward of one block: rows go and come back, and so do their gradients."""
+def transfers_s(
+    job: Job, wires: Wires, group: Group, software: Software, mode: str, compute: tuple[float, float]
+) -> tuple[float, float]:
+    """What rows on their way add to the forward and backward of a block: they go and come back, and so do their
+    gradients, beside so many seconds of `compute` where the program does both at once."""
     once = 2 * dispatch_s(job, wires, group, software)
-    return once, once + (once if mode in REPEATED else 0.0)
+    moved = once, once + (once if mode in REPEATED else 0.0)
+    if not software.expert_overlap:
+        return moved
+    forward, backward = (
+        max(0.0, transfer - beside) + CONTENTION * min(transfer, beside)
+        for transfer, beside in zip(moved, compute, strict=True)
+    )
+    return forward, backward

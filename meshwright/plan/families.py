@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from meshwright.cost import Elements, layer_elements, stage_elements
 from meshwright.job import Job
 from meshwright.plan.compute import block_work, embedding_work, head_work, products_of
-from meshwright.plan.experts import without_experts
+from meshwright.plan.experts import transfers_s, without_experts
+from meshwright.plan.groups import groups_of
+from meshwright.plan.kept import block_bytes, side_by_side
 from meshwright.plan.kernels import Device, device_of, matmul_at_once
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import block_bytes, side_by_side
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import KINDS, degrees_of, micro_batches_of, ways_of, with_degrees, with_way
-from meshwright.plan.groups import groups_of
-from meshwright.plan.step import expert_s, shared_s
+from meshwright.plan.step import shared_s
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _passes(job: Job, device: Device, software: Software, machine: Machine) -> l
     for kind in KINDS:
         work = block_work(job, device, software, kind)
         tensor = shared_s(job, device, software, wires, groups, kind, work)
-        rows = expert_s(job, software, wires, groups, kind, work)
+        rows = transfers_s(job, wires, groups.experts, software, kind, (work.forward, work.backward))
         forward = forward or work.forward + tensor[0] + rows[0]
         backward.append(work.backward + tensor[1] + rows[1])
     return [forward, *backward]

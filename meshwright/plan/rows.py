@@ -18,9 +18,9 @@ from meshwright.job import Job, load_job
 from meshwright.job.devices import Cluster
 from meshwright.plan import software as programs
 from meshwright.plan.machine import parse_cluster
+from meshwright.plan.mixtures import expert_parallel, format_of, mixture_of
 from meshwright.plan.predict import own_software, predict
 from meshwright.plan.software import Software
-from meshwright.plan.mixtures import expert_parallel, format_of, mixture_of
 from meshwright.plan.wording import (
     Fields,
     Unpredicted,
@@ -228,8 +228,8 @@ def _tuned(job: Job, cluster: Cluster, software: Software, stages: tuple[int, ..
 
 
 def _recomputing(job: Job, cluster: Cluster, software: Software, assumed: list[str]) -> Job:
-    """The job with as little recomputation as it needs to fit, first that of what takes few FLOPs: tables of mixtures do
-    not say what is recomputed; unchanged where nothing fits."""
+    """The job with as little recomputation as it needs to fit, first of what takes few FLOPs: tables of mixtures do not
+    say what is recomputed; unchanged where nothing fits."""
     ways: tuple[Any, ...] = ("none", "selective", {"every": 8}, {"every": 4}, {"every": 2}, "full")
     for way in ways:
         one = _job(**(job.model_dump(mode="json", exclude_unset=True) | {"memory": {"recompute": way}}))

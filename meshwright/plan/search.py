@@ -15,8 +15,9 @@ from meshwright.job.devices import Budget, Cluster, Segments
 from meshwright.layout import require_layout
 from meshwright.plan.bound import Layouts, bounded
 from meshwright.plan.budgets import within
+from meshwright.plan.kept import block_bytes
 from meshwright.plan.machine import Machine, machine_of
-from meshwright.plan.memory import RankMemory, block_bytes
+from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 from meshwright.plan.space import ALLOWED
 

@@ -9,6 +9,7 @@ from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
 from meshwright.plan.communication import (
+    CONTENTION,
     Group,
     Wires,
     all_gather_s,
@@ -18,23 +19,16 @@ from meshwright.plan.communication import (
     reduce_scatter_s,
     send_s,
 )
-from meshwright.plan.compute import (
-    USUAL_LAUNCH_S,
-    Work,
-    block_work,
-    embedding_work,
-    head_work,
-    host_waits,
-    products_of,
-    tokens_of,
-)
+from meshwright.plan.compute import Work, block_work, embedding_work, head_work, products_of, tokens_of
 from meshwright.plan.context import context_s
 from meshwright.plan.experts import transfers_s, without_experts
 from meshwright.plan.groups import Groups, groups_of, stage_ranges
 from meshwright.plan.host import least_s, runs_ahead, step_waits
+from meshwright.plan.kept import block_bytes
 from meshwright.plan.kernels import Device, device_of
+from meshwright.plan.launches import USUAL_LAUNCH_S, host_waits
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import block_bytes, gradient_bytes
+from meshwright.plan.memory import gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.simulate import Played, play, shortened
 from meshwright.plan.software import Software
@@ -49,9 +43,6 @@ STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
 _LISTED_LAUNCHES = 2
 """The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
-CONTENTION = 0.189
-"""What compute loses while a collective runs beside it and takes multiprocessors and memory bandwidth: the mean over
-training on A100, H100 and AMD's cards (arXiv:2507.03114)."""
 _COPIED = 0.06
 """The same beside transfers of copy engines, which take memory bandwidth and power alone."""
 
@@ -175,7 +166,7 @@ def _block(job: Job, device: Device, software: Software, wires: Wires, groups: G
     """One block as a stage of its own, without what is gathered for it."""
     work = block_work(job, device, software, mode)
     forward, backward = shared_s(job, device, software, wires, groups, mode, work)
-    sent, returned = expert_s(job, software, wires, groups, mode, work)
+    sent, returned = transfers_s(job, wires, groups.experts, software, mode, (work.forward, work.backward))
     if device.operations is not None:  # a CPU is its own host
         waits = block_calls_s(job.model.positions, device, software, mode)
     elif runs_ahead(job, device, software):  # the waits of a whole step are counted at once
@@ -189,16 +180,6 @@ def _block(job: Job, device: Device, software: Software, wires: Wires, groups: G
         backward_elementwise=work.backward_elementwise + waits[1],
     )
     return StageSeconds(waited, forward, backward, 0.0, 0.0, sent, returned)
-
-
-def expert_s(job: Job, software: Software, wires: Wires, groups: Groups, mode: str, work: Work) -> tuple[float, float]:
-    """What rows on their way to experts and back add to a block's forward and backward."""
-    forward, backward = transfers_s(job, wires, groups.experts, software, mode)
-    if not software.expert_overlap:
-        return forward, backward
-    pairs = ((forward, work.forward), (backward, work.backward))
-    ahead, back = (max(0.0, moved - compute) + CONTENTION * min(moved, compute) for moved, compute in pairs)
-    return ahead, back
 
 
 def shared_s(

@@ -15,7 +15,7 @@ from meshwright.layout import holdings_of_rank, stages_of_rank, table_of
 from meshwright.layout.budget import peak_bytes
 from meshwright.plan import predict
 from meshwright.plan import software as programs
-from meshwright.plan.memory import sizes_of
+from meshwright.plan.kept import sizes_of
 
 BATCH = {"sequence_length": 2048, "global_batch": 64, "micro_batch": 1}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
