@@ -1,7 +1,6 @@
 """The Job: one file that the planner writes and everything else reads. Imports no torch."""
 
 from meshwright.job.convert import Converted
-from meshwright.job.experts import Experts
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
 from meshwright.job.from_megatron import job_from_megatron
@@ -37,7 +36,6 @@ from meshwright.job.trust import code_of, require_trust
 __all__ = [
     "FORMAT_BYTES",
     "Converted",
-    "Experts",
     "Job",
     "Latent",
     "LoadedJob",

@@ -8,7 +8,8 @@ from functools import lru_cache
 from math import ceil
 
 from meshwright.cost import REPEATED
-from meshwright.job import Experts, Job, Model
+from meshwright.job import Job, Model
+from meshwright.job.experts import Experts
 from meshwright.plan.communication import CONTENTION, Group, Wires
 from meshwright.plan.kernels import Device, matmul_s, memory_s
 from meshwright.plan.software import Software
