@@ -40,6 +40,16 @@ def imbalance(job: Job) -> float:
     return 1.0 if experts is None or experts.force_balance or job.layout.ep == 1 else IMBALANCE
 
 
+def expert_guess(job: Job, software: Software) -> str:
+    """What is assumed of a mixture, in words for an answer."""
+    load = imbalance(job)
+    even = "equally loaded" if load == 1.0 else f"such that the fullest rank has {load:g} times the mean's rows"
+    return (
+        f"experts: {even}, their products at {software.grouped:.0%} of the rate of one product of that size, as "
+        "published runs of other programs have it"
+    )
+
+
 def routed_tokens(job: Job) -> float:
     """Tokens of a micro-batch that one rank routes: tensor-parallel ranks have different ones."""
     layout = job.layout

@@ -141,6 +141,8 @@ _AXES: dict[str, Callable[[Outcome], Any]] = {
     "tp": lambda outcome: outcome.case.job.layout.tp,
     "cp": lambda outcome: outcome.case.job.layout.cp,
     "pp": lambda outcome: outcome.case.job.layout.pp,
+    "ep": lambda outcome: outcome.case.job.layout.ep,
+    "experts": lambda outcome: "a mixture" if outcome.case.job.model.experts else "none",
     "zero": lambda outcome: outcome.case.job.layout.zero_stage,
     "GPUs": _scale,
     "GPU": lambda outcome: outcome.case.cluster.gpu,
@@ -182,7 +184,9 @@ def _place(word: str) -> tuple[bool, int, str]:
 
 def _stated(outcome: Outcome) -> bool:
     """Whether a row says its micro-batch and recomputation, without which its memory is a guess."""
-    return not any(what.startswith(("micro-batch", "no recomputation")) for what in outcome.case.assumed)
+    return not any(
+        what.startswith(("micro-batch", "no recomputation", "recomputation")) for what in outcome.case.assumed
+    )
 
 
 def _refused(outcomes: Iterable[Outcome]) -> dict[str, Any]:
