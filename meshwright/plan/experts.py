@@ -44,6 +44,7 @@ def expert_guess(job: Job, software: Software) -> str:
     """What is assumed of a mixture, in words for an answer."""
     load = imbalance(job)
     even = "equally loaded" if load == 1.0 else f"such that the fullest rank has {load:g} times the mean's rows"
+    even = "all on every rank" if job.layout.ep == 1 else even
     return (
         f"experts: {even}, their products at {software.grouped:.0%} of the rate of one product of that size, as "
         "published runs of other programs have it"

@@ -8,7 +8,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every, Segments
-from meshwright.layout import recompute_modes, split_layers, table_of
+from meshwright.layout import recompute_modes, require_experts, split_layers, table_of
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.experts import expert_guess
@@ -192,6 +192,7 @@ def _require_ranks(job: Job, machine: Machine) -> None:
             f"layout needs {ranks} ranks, but the cluster has {machine.gpus} {there}; name one of {ranks} with "
             "--cluster or change the layout"
         )
+    require_experts(job)
 
 
 def _modes(job: Job, layers: list[int]) -> list[str]:

@@ -59,14 +59,18 @@ class Validation:
         kinds = dict.fromkeys(outcome.case.memory_kind for outcome in known if outcome.case.memory_bytes)
         own = [outcome for outcome in self.outcomes if outcome.case.use == "own"]
         uses = dict.fromkeys(outcome.case.use for outcome in self.outcomes if outcome.case.use not in ("", "own"))
+        mixtures = [outcome for outcome in known if outcome.case.job.model.experts]
+        plain = [outcome for outcome in known if not outcome.case.job.model.experts]
+        both = {"without experts": _figures(plain, 0), "mixtures": _figures(mixtures, 0)} if mixtures and plain else {}
         return {
             "overall": _figures(known, len(self.unpredicted)),
+            "models": both,
             "sources": by_source,
             "memory_kinds": {kind: _memory_figures([o for o in known if o.case.memory_kind == kind]) for kind in kinds},
             "guessed": {use: _figures([o for o in self.outcomes if o.case.use == use], 0) for use in uses},
             "own": _figures(own, 0),
             "coverage": coverage(self.outcomes),
-            "axes": {axis: _by(known, key) for axis, key in _AXES.items()},
+            "axes": {axis: _by(known if axis in _OF_MIXTURES else plain or known, key) for axis, key in _AXES.items()},
             "refused": _refused(known),
             "worst": [_worst(outcome) for outcome in sorted(_timed(known), key=_size, reverse=True)[:_WORST]],
             "groups": _groups(known),
@@ -149,6 +153,8 @@ _AXES: dict[str, Callable[[Outcome], Any]] = {
     "program": lambda outcome: outcome.case.software.name,
 }
 """By what errors are told apart."""
+_OF_MIXTURES = ("ep", "experts")
+"""By these mixtures are, by the others models without experts, where there are both."""
 
 
 def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
