@@ -45,10 +45,15 @@ _DOUBLING = 0.22
 """Twice as many GPUs."""
 _OTHER_AXIS = 0.75
 """An axis that only one of them uses."""
+_OTHER_MODEL = 2.5
+"""A mixture of experts or none: other kernels do most of its work."""
 _OTHER_PROGRAM = 0.75
 _OTHER_PRECISION = 0.45
 _OTHER_COUNT = 0.75
 """Memory that was counted in another way: what an allocator keeps and a driver takes is not in every count."""
+
+
+_AXIS_DISTANCES = np.array([_OTHER_MODEL if axis == "experts" else _OTHER_AXIS for axis in AXES])
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class Distances:
             + _OTHER_FOOTING * (self._based != getattr(run, self._footing))
             + self._trainer * (self._own != run.own)
             + _DOUBLING * np.abs(self._doublings - np.log2(run.gpus))
-            + _OTHER_AXIS * (self._axes != used).sum(axis=1)
+            + (self._axes != used) @ _AXIS_DISTANCES
             + _OTHER_PROGRAM * (self._program != run.program)
             + _OTHER_PRECISION * (self._precision != run.precision)
             + self._count * (self._counted != run.counted),
