@@ -65,7 +65,7 @@ SERIES: dict[Kind, str] = {"loss": "losses", "norm": "norms", "evaluation": "eva
 TENSORS: dict[Kind, str] = {"gradient": "gradients", "update": "updates"}
 ALL = "all parameters"
 HEAD_MULTIPLE = 8
-"""Of a head's width, for the attention kernels of GPUs."""
+"""Of a head's width and of experts' sides, for the kernels of GPUs."""
 SMOOTH = {"lr": 1e-2, "eps": 1.0}
 
 
@@ -204,17 +204,23 @@ def _follows_gradients(job: Job) -> bool:
 
 
 def _widened(job: Job) -> Job:
-    """A job whose heads 16-bit attention kernels accept, and for fp8 whose matrices the hardware can multiply."""
+    """A job whose heads and experts 16-bit kernels accept, and for fp8 whose matrices the hardware can multiply."""
     model, layout, batch = job.model, job.layout, job.batch
     fp8 = job.precision.compute == "fp8"
     head_dim, side = _up(model.head_dim, FP8_MULTIPLE if fp8 else HEAD_MULTIPLE), FP8_MULTIPLE * layout.tp if fp8 else 1
     as_wide_as_heads = model.heads * model.head_dim == model.width
     sequence = _up(batch.sequence_length, 2 * layout.cp * side)
+    experts, width = model.experts, _up(model.width, side)
+    if experts is not None:
+        width = _up(width, HEAD_MULTIPLE)
+        sizes = {"ffn_width": _up(experts.ffn_width, HEAD_MULTIPLE), "shared_width": _up(experts.shared_width, side)}
+        experts = experts.model_copy(update=sizes)
     shape = {
         "head_dim": head_dim,
-        "width": model.heads * head_dim if as_wide_as_heads else _up(model.width, side),
+        "width": model.heads * head_dim if as_wide_as_heads else width,
         "ffn_width": _up(model.ffn_width, side),
         "max_sequence_length": max(model.max_sequence_length, sequence),
+        "experts": experts,
     }
     longer = {"model": model.model_copy(update=shape), "batch": batch.model_copy(update={"sequence_length": sequence})}
     return job.model_copy(update=longer if fp8 else {"model": longer["model"]})
