@@ -132,10 +132,12 @@ class Check:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
         else:
             rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
+        replayed = Replayed.of(rank.replayed for rank in ranks)
+        if replayed is not None:
+            rows.append(formats.routing_row(self.job, self.dtype, replayed))
         compared = check_exercised(rows, self.job, zeros)
         if exact.choices is not None and all(row.ok is not False for row in compared):
             require_routing(self.job, exact.choices)
-        replayed = Replayed.of(rank.replayed for rank in ranks)
         notes = self.notes if replayed is None else [*self.notes, f"{self.dtype}: {replayed}"]
         seconds = time.monotonic() - self._started
         return Verdict(self.job, self.dtype, compared, seconds, contract, notes, replayed)

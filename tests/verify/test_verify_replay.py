@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.api import verify
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.model import Router
 from meshwright.parallel import World, build
 from meshwright.verify import Verdict, check, load_matrix
 from meshwright.verify.check import _reference, reference
@@ -112,6 +113,17 @@ def test_another_token_s_choice_is_detected(dtype: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Replaying, "__call__", the_token_before)
     assert {"loss", "gradient"} <= wrong(check(job, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "float32"])
+def test_a_router_that_chooses_wrongly_is_detected_although_its_choice_is_not_used(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = mixture(dp_shard=2, ep=2)
+    reference(in_format(job, dtype)[0] if dtype == "bf16" else job, dtype)
+    choose = Router._choose
+    monkeypatch.setattr(Router, "_choose", lambda self, scores_BSN: choose(self, -scores_BSN))
+    assert wrong(check(job, dtype)) == {"routing"}
 
 
 def test_float64_computes_its_routing() -> None:
