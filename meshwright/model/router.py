@@ -71,12 +71,12 @@ class Router(nn.Module):
         self.load.zero_()
 
     def forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None = None) -> Routing:
-        """Tokens to their experts; `replayed_BSK` replaces the router's choice, except where it is -1."""
+        """Tokens to their experts; `replayed_BSK` replaces the router's choice."""
         logits_BSN: Tensor = self.linear(x_BSD)
         softmax = self.experts.scores == "softmax"
         scores_BSN = logits_BSN.softmax(-1) if softmax else logits_BSN.sigmoid()
         own_BSK = self._choose(scores_BSN.detach())
-        chosen_BSK = own_BSK if replayed_BSK is None else torch.where(replayed_BSK < 0, own_BSK, replayed_BSK)
+        chosen_BSK = own_BSK if replayed_BSK is None else replayed_BSK
         weights_BSK = scores_BSN.gather(-1, chosen_BSK)
         if self.experts.normalised:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20))

@@ -99,7 +99,7 @@ class Replaying:
         samples = sample_ids_B.tolist()
         recorded = {layer: moments[self._moment] for layer, moments in self._choices.by_layer.items()}
         return {
-            layer: torch.stack([_at(chosen[sample], places_S) for sample in samples]).to(self._device)
+            layer: torch.stack([chosen[sample][places_S] for sample in samples]).to(self._device)
             for layer, chosen in recorded.items()
         }
 
@@ -116,14 +116,6 @@ class Replaying:
 
 def _moment(step: int | None, last: Moment) -> Moment:
     return (last[0], False) if step is None else (step, True)
-
-
-def _at(chosen_SK: Tensor, places_S: Tensor) -> Tensor:
-    """The choice at some places; -1 for padding that the other run did not have."""
-    known = places_S < len(chosen_SK)
-    found_SK = torch.full((len(places_S), chosen_SK.shape[1]), -1)
-    found_SK[known] = chosen_SK[places_S[known]]
-    return found_SK
 
 
 def _watch(modules: Sequence[nn.Module], see: Callable[[int, Routing], None]) -> None:

@@ -140,23 +140,6 @@ def test_a_job_is_told_that_its_routing_was_replayed() -> None:
     assert any(note.startswith("float32: routing replayed: 0 of ") for note in notes)
 
 
-def test_padding_that_the_other_run_did_not_have_keeps_its_own_choice() -> None:
-    choices = Choices({0: {(1, True): {7: torch.tensor([[1, 2], [3, 0]])}}})
-    replaying = Replaying(choices, CPU)
-    routing = replaying(1, torch.tensor([7]), torch.tensor([1, 2, 0]))
-    assert routing[0].tolist() == [[[3, 0], [-1, -1], [1, 2]]]
-    job = mixture()
-    engine, _ = build(job, World(CPU))
-    [model] = engine.modules
-    router = model.get_submodule("layers.0.moe.router")
-    x = torch.randn(1, 3, 16)
-    own = router(x)
-    replayed = router(x, routing[0])
-    assert replayed.chosen_BSK[0, 1].tolist() == own.chosen_BSK[0, 1].tolist()
-    assert replayed.chosen_BSK[0, ::2].tolist() == [[3, 0], [1, 2]]
-    assert torch.equal(replayed.own_BSK, own.chosen_BSK)
-
-
 def test_weights_and_gradients_are_those_of_its_own_scores() -> None:
     engine, _ = build(mixture(), World(CPU), torch.float64)
     [model] = engine.modules
@@ -168,6 +151,7 @@ def test_weights_and_gradients_are_those_of_its_own_scores() -> None:
     torch.testing.assert_close(routing.weights_BSK, scores / scores.sum(-1, keepdim=True))
     assert routing.counts_BN.tolist() == [given.flatten().bincount(minlength=4).tolist()]
     assert routing.weights_BSK.requires_grad
+    assert torch.equal(routing.own_BSK, router(x).chosen_BSK)
 
 
 def test_the_numbers_of_all_ranks_are_added_up() -> None:
