@@ -90,12 +90,12 @@ def verify(
     """Make a job small, train it in one process and in its layout, and compare losses, gradients and updates.
 
     With `run` it goes through `train`: data, evaluations, checkpoints, resumes in other layouts. `steps` are 3, or 8
-    then; `dtype` is float64, or float32 then. Ranks are forked from this process.
+    then; `dtype` is float64, or then float32 if the model has no experts. Ranks are forked from this process.
     """
     from meshwright.layout import ranks_of, require_layout
 
     own = load_job(job)
-    dtype = dtype or ("float32" if run else "float64")
+    dtype = dtype or (run_format(own) if run else "float64")
     require_format(dtype, device)
     require_layout(own, ranks_of(own.layout))
     if run:
@@ -110,6 +110,7 @@ def verify(
 
 def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:
     from meshwright.launch.worker import run_quietly
+    from meshwright.verify.replay import routes
     from meshwright.verify.run_check import check_run
     from meshwright.verify.run_compare import ROUNDING
     from meshwright.verify.run_plan import legs_of, small_run
@@ -119,9 +120,21 @@ def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:
         raise UserError(f"--dtype {dtype} has no error bounds for runs; use {' or '.join(ROUNDING)} with --run")
     if device != "cpu":
         raise UserError(f"--device {device}: runs are verified on the CPU; leave it out with --run")
+    if dtype != run_format(own) and routes(own):
+        raise UserError(
+            f"--dtype {dtype}: rounding may send a token to other experts in another layout, and a run cannot be given "
+            "the routing of one process; use float64 with --run"
+        )
     small, changes = small_run(own, steps)
     verdict = check_run(small, run_quietly, dtype, is_prepared_data(own.data))
     return Report(verdict, tuple(changes), small.layout, tuple(legs_of(small)))
+
+
+def run_format(job: Job) -> str:
+    """The format in which a run is checked if none is given: float32 as jobs run, float64 if tokens choose experts."""
+    from meshwright.verify.replay import routes
+
+    return "float64" if routes(job) else "float32"
 
 
 def require_format(dtype: str, device: str) -> None:

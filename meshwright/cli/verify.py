@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 JOB = typer.Argument(None, help="A job file, or a recipe's name such as demo.")
 DTYPE = typer.Option(
-    None, "--dtype", help="float64 (and the job's own dtype), float32, bf16, fp16 or fp8; float32 with --run."
+    None,
+    "--dtype",
+    help="float64 (and the job's own dtype), float32, bf16, fp16 or fp8; float32 with --run, without experts.",
 )
 RUN = typer.Option(
     False, "--run", help="Verify `train` itself: data, evaluations, checkpoints, resuming in other layouts."
@@ -75,11 +77,11 @@ def verify(
     if strict and job is None:
         raise UserError(f"--strict is about what the check of a job replaces, not {given[0]}; give a JOB with it")
 
-    from meshwright.api.verifying import require_format
+    from meshwright.api.verifying import require_format, run_format
     from meshwright.job import load_job
     from meshwright.verify import load_matrix, own_model_lines
 
-    dtype = dtype or ("float32" if run else "float64")
+    asked, dtype = dtype, dtype or "float64"
     require_format(dtype, device)
     if layer is not None and collectives is not None:
         raise UserError(
@@ -101,7 +103,8 @@ def verify(
         from meshwright.cli.verify_run import verify_run
 
         assert job is not None
-        ok = verify_run(load_job(job, overrides, trust=trust), steps or 8, dtype, device, strict, as_json)
+        loaded = load_job(job, overrides, trust=trust)
+        ok = verify_run(loaded, steps or 8, asked or run_format(loaded.job), device, strict, as_json)
     else:
         assert job is not None
         ok = _job(load_job(job, overrides, trust=trust), steps or 3, dtype, device, record, strict, as_json)
@@ -224,6 +227,8 @@ def _print_line(console: Console, result: LineResult) -> None:
     say(console, f"{mark}  {top.error:.1e}  {result.verdict.seconds:5.1f} s  {result.line.name}")
     if first is not None:
         say(console, f"           first difference: {where(first)}")
+    if result.verdict.replayed is not None:
+        say(console, f"           {result.verdict.replayed}")
     if result.verdict.collectives is not None and not result.verdict.collectives.ok:
         for line in contract_lines(result.verdict.collectives):
             say(console, f"           {line}")

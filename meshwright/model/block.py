@@ -38,9 +38,10 @@ class Block(nn.Module):
         documents: Documents | None = None,
         draws: Draws | None = None,
         cache: KVCache | None = None,
+        replayed_BSK: Tensor | None = None,
     ) -> Tensor:
         x_BSD, normed_BSD = self.attended(x_BSD, rotary, positions, documents, draws, cache)
-        return x_BSD + self._drop(self._fed_forward(normed_BSD), draws, AFTER_FEEDFORWARD)
+        return x_BSD + self._drop(self._fed_forward(normed_BSD, replayed_BSK), draws, AFTER_FEEDFORWARD)
 
     def attended(
         self,
@@ -56,12 +57,12 @@ class Block(nn.Module):
         x_BSD = x_BSD + self._drop(mixed_BSD, draws, AFTER_ATTENTION)
         return x_BSD, self.ffn_norm(x_BSD)
 
-    def _fed_forward(self, x_BSD: Tensor) -> Tensor:
+    def _fed_forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None) -> Tensor:
         if self.moe is None:
             assert self.ffn is not None
             out_BSD: Tensor = self.ffn(x_BSD)
             return out_BSD
-        routed_BSD: Tensor = self.moe(x_BSD)
+        routed_BSD: Tensor = self.moe(x_BSD, replayed_BSK)
         return routed_BSD if self.shared is None else routed_BSD + self.shared(x_BSD)
 
     def _drop(self, x_BSD: Tensor, draws: Draws | None, site: int) -> Tensor:

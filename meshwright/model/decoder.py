@@ -1,6 +1,6 @@
 """The decoder: tokens in, loss or logits out, on one device. B batch, S sequence, D width, V vocabulary."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self, cast
 
 import torch
@@ -60,11 +60,12 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
         draws: Draws | None = None,
         cache: KVCache | None = None,
+        routing: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
         """Tokens (hidden states where there is no embedding) to loss or logits (hidden states where there is no head).
 
         positions (B, S) default to 0, 1, … or to what follows the cache; documents restrict attention
-        to themselves; draws enable dropout.
+        to themselves; draws enable dropout; routing replays the choice of experts (B, S, K) of its layers.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: give either cache or documents")
@@ -74,7 +75,7 @@ class Decoder(nn.Module):
         hidden_BSD = x if self.embed is None else self._embedded(x, index, draws)
         rotary = rotary_tables(self.shape, index, hidden_BSD.dtype) if self.shape.positions == "rope" else None
         for names in self.segments or [[name] for name in self.layers]:
-            hidden_BSD = self.run_segment(names, hidden_BSD, rotary, positions, documents, draws, cache)
+            hidden_BSD = self.run_segment(names, hidden_BSD, rotary, positions, documents, draws, cache, routing)
         if self.final_norm is not None:
             hidden_BSD = self.final_norm(hidden_BSD)
         if self.head is None:
@@ -91,11 +92,13 @@ class Decoder(nn.Module):
         documents: Documents | None,
         draws: Draws | None,
         cache: KVCache | None,
+        routing: Mapping[int, Tensor] | None,
     ) -> Tensor:
         """Some consecutive blocks; replaced where they are recomputed together."""
         for name in names:
             drawn = None if draws is None else draws.at_layer(int(name))
-            hidden_BSD = self.run_block(name)(hidden_BSD, rotary, positions, documents, drawn, cache)
+            replayed = None if routing is None else routing.get(int(name))
+            hidden_BSD = self.run_block(name)(hidden_BSD, rotary, positions, documents, drawn, cache, replayed)
             if self.after_block is not None:
                 self.after_block(name, hidden_BSD)
         return hidden_BSD

@@ -31,8 +31,8 @@ class MixtureOfExperts(nn.Module):
         self.experts = ExpertWeights(shape.width, experts, bias=shape.linear_bias)
         self.dispatch: Dispatch = here
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        routing: Routing = self.router(x_BSD)
+    def forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None = None) -> Tensor:
+        routing: Routing = self.router(x_BSD, replayed_BSK)
         self.router.count(routing)
         order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), routing.counts_BN.sum(0))
         rows_RD = order.rows(x_BSD.flatten(0, 1))

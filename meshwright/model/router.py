@@ -21,6 +21,8 @@ class Routing(NamedTuple):
     chosen_BSK: Tensor
     weights_BSK: Tensor
     counts_BN: Tensor
+    own_BSK: Tensor
+    """The router's own choice; another one may have been replayed."""
 
 
 class WideLinear(nn.Linear):
@@ -68,18 +70,20 @@ class Router(nn.Module):
         self.preference.zero_()
         self.load.zero_()
 
-    def forward(self, x_BSD: Tensor) -> Routing:
+    def forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None = None) -> Routing:
+        """Tokens to their experts; `replayed_BSK` replaces the router's choice."""
         logits_BSN: Tensor = self.linear(x_BSD)
         softmax = self.experts.scores == "softmax"
         scores_BSN = logits_BSN.softmax(-1) if softmax else logits_BSN.sigmoid()
-        chosen_BSK = self._choose(scores_BSN.detach())
+        own_BSK = self._choose(scores_BSN.detach())
+        chosen_BSK = own_BSK if replayed_BSK is None else replayed_BSK
         weights_BSK = scores_BSN.gather(-1, chosen_BSK)
         if self.experts.normalised:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20))
         counts_BN = _counts(chosen_BSK, self.experts.count)
         if torch.is_grad_enabled():
             weights_BSK = self._with_losses(weights_BSK, logits_BSN, scores_BSN, counts_BN)
-        return Routing(chosen_BSK, weights_BSK * self.experts.scale, counts_BN)
+        return Routing(chosen_BSK, weights_BSK * self.experts.scale, counts_BN, own_BSK)
 
     def count(self, routing: Routing) -> None:
         """Add a training step's tokens to the load; not again when the block is recomputed."""

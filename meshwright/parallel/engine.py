@@ -40,8 +40,11 @@ class OneStage:
         self.modules = [model]
         self._job, self._device, self._weights = job, world.device, weights
         self._inputs = Inputs(job, world)
-        # Code that splits the sequence relies on its full length.
-        whole = world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1)
+        # Code that splits the sequence relies on its full length; and padding chooses experts too, so that their loads
+        # would depend on how micro-batches are made.
+        whole = (
+            world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1) or job.model.experts is not None
+        )
         self._trims = job.data.packing == "none" and not whole
         self._name: Range = nullcontext
 

@@ -22,6 +22,7 @@ class Inputs:
             sequence = job.batch.sequence_length
             self._places = zigzag_places(sequence, world.axis_rank("cp"), world.axis_size("cp"), world.device)
         self._drawn_places = self._of_residual_stream(world)
+        self._replay, self._tp = world.replay, (world.axis_rank("tp"), world.axis_size("tp"))
         self._positions = self._that_models_cannot_count(world)
 
     def _that_models_cannot_count(self, world: World) -> Tensor | None:
@@ -48,11 +49,24 @@ class Inputs:
         draws = None
         if self._job.model.dropout:
             draws = Draws(self._job.run.seed, step, micro.sample_ids_B.to(self._device), self._drawn_places)
-        return self._arguments(micro, valid_count, draws)
+        tokens, arguments = self._arguments(micro, valid_count, draws)
+        return tokens, arguments | self._routing(micro, step)
 
     def held_out(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and keyword arguments of an evaluation forward: no dropout, and the loss is a sum."""
-        return self._arguments(batch, 1, None)
+        tokens, arguments = self._arguments(batch, 1, None)
+        return tokens, arguments | self._routing(batch, None)
+
+    def _routing(self, micro: Batch, step: Tensor | None) -> dict[str, Any]:
+        """The experts of the tokens that this rank routes, as a keyword argument, if they are replayed."""
+        if self._replay is None:
+            return {}
+        # Tensor-parallel ranks route their own tokens each, with or without sequence parallelism.
+        places = torch.arange(micro.tokens_BS.shape[1]) if self._places is None else self._places.cpu()
+        rank, ranks = self._tp
+        return {
+            "routing": self._replay(None if step is None else int(step), micro.sample_ids_B, places.chunk(ranks)[rank])
+        }
 
     def _arguments(self, micro: Batch, valid_count: float, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
         micro = micro.to(self._device)

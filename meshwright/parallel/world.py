@@ -1,6 +1,6 @@
 """This process's rank among its peers, and the one mesh they form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,10 @@ from meshwright.ranks import ALONE, own_place
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All ranks' tensors in one: torch 2.13 renames it and warns about the old name."""
+
+Replay = Callable[[int | None, torch.Tensor, torch.Tensor], Mapping[int, torch.Tensor] | None]
+"""From a step (None in an evaluation), the numbers of samples (B) and places in them (S) to the experts of these tokens
+(B, S, K) by layer."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class World:
     without experts."""
     context_group: dist.ProcessGroup | None = None
     """The ranks that share this one's sequences; None where cp is 1."""
+    replay: Replay | None = None
+    """Replaces the choice of experts, where a check replays that of another run."""
 
     def axis_size(self, name: str) -> int:
         """Ranks along an axis."""

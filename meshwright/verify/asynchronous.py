@@ -22,15 +22,18 @@ from meshwright.parallel import OneStage, WholeWeights
 from meshwright.parallel.weights import square_sum
 from meshwright.train import Trainer, clip_gradients, windows
 from meshwright.verify.observe import Observation, observe
+from meshwright.verify.replay import Choices
 
 STALE_REFERENCE = "reference: one process with the same staleness"
 
 
-def observe_stale(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
+def observe_stale(
+    job: Job, master: torch.dtype | None, device: str = "cpu", choices: Choices | None = None
+) -> Observation:
     """Train an asynchronous job in this process alone, as stale as its pipeline would be, and return what was
     observed."""
     alone = job.model_copy(update={"layout": Layout()})
-    return observe(alone, master, device, partial(_StaleTraining, stages=_stages(job)))
+    return observe(alone, master, device, choices, partial(_StaleTraining, stages=_stages(job)))
 
 
 def _stages(job: Job) -> list[set[str]]:

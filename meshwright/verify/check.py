@@ -23,6 +23,8 @@ from meshwright.verify.exercised import check_exercised
 from meshwright.verify.observe import Observation, observe, observe_own
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
+from meshwright.verify.replay import Choices, Replayed, routes
+from meshwright.verify.vacuous import require_routing
 
 FORMATS = (*BOUNDS, *formats.UNITS)
 TIMEOUT_S = 180.0
@@ -42,6 +44,8 @@ class Verdict:
     """None where they were not recorded."""
     notes: list[str] = field(default_factory=list)
     """What differs from the job, one sentence each."""
+    replayed: Replayed | None = None
+    """Of a mixture of experts in fewer bits than float64."""
 
     @property
     def ok(self) -> bool:
@@ -95,8 +99,9 @@ class Check:
             self._records = CheckRecords(ranks)
         record = None if self._records is None else self._records.folder
         run = observe_own if uses_own_table(job) else observe
+        choices = replayed_choices(job, self.dtype, self.device)
         self._group = RankGroup(
-            run, ranks, job, master, self.device, timeout_s=timeout_s, backend=backend, record=record
+            run, ranks, job, master, self.device, choices, timeout_s=timeout_s, backend=backend, record=record
         )
         return self
 
@@ -127,8 +132,15 @@ class Check:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
         else:
             rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
+        replayed = Replayed.of(rank.replayed for rank in ranks)
+        if replayed is not None:
+            rows.append(formats.routing_row(self.job, self.dtype, replayed))
         compared = check_exercised(rows, self.job, zeros)
-        return Verdict(self.job, self.dtype, compared, time.monotonic() - self._started, contract, self.notes)
+        if exact.choices is not None and all(row.ok is not False for row in compared):
+            require_routing(self.job, exact.choices)
+        notes = self.notes if replayed is None else [*self.notes, f"{self.dtype}: {replayed}"]
+        seconds = time.monotonic() - self._started
+        return Verdict(self.job, self.dtype, compared, seconds, contract, notes, replayed)
 
     def close(self) -> None:
         """End the ranks."""
@@ -157,11 +169,13 @@ def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu",
     if own is None:
         return verdict
     if dtype != "float64":
-        return replace(verdict, notes=[f'precision.compute = "{own}" is not checked with --dtype {dtype}'])
+        return replace(
+            verdict, notes=[*verdict.notes, f'precision.compute = "{own}" is not checked with --dtype {dtype}']
+        )
     second = check(formats.with_precision(small, job, own), own, device)
     report = f'precision.compute = "{own}": a second run in that format is compared within its own bounds'
-    seconds = verdict.seconds + second.seconds
-    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=[report, *second.notes])
+    notes, seconds = [report, *second.notes], verdict.seconds + second.seconds
+    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=notes, replayed=second.replayed)
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:
@@ -191,8 +205,16 @@ def _reference(job_json: str, dtype: str, device: str, registered: int) -> Obser
     # In a forked process like the ranks, so that this one has no thread pools and can safely fork again.
     job, master = _in_format(Job.model_validate_json(job_json), dtype)
     run = observe_stale if is_asynchronous(job) else observe_compressed if is_lossy(job.layout) else observe
-    seen: Observation = run_ranks(run, 1, job, master, device, timeout_s=TIMEOUT_S)[0]
+    choices = replayed_choices(job, dtype, device)
+    seen: Observation = run_ranks(run, 1, job, master, device, choices, timeout_s=TIMEOUT_S)[0]
     return seen
+
+
+def replayed_choices(job: Job, dtype: str, device: str) -> Choices | None:
+    """What a run in fewer bits than float64 is given: the experts that one process chose in float64."""
+    if dtype == "float64" or not routes(job):
+        return None
+    return reference(job, "float64", device).choices
 
 
 def require_compiler(job: Job, device: str) -> None:

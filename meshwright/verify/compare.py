@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.verify.observe import Observation, Shard
 
-Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "sum", "weight", "state", "data"]
+Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "sum", "routing", "weight", "state", "data"]
 
 BOUNDS: dict[str, dict[Kind, float]] = {
     "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update"), 1e-9),

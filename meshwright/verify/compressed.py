@@ -20,6 +20,7 @@ from meshwright.parallel import OneStage, WholeWeights
 from meshwright.parallel.compression import Codec, cut, first_start, make_codec, pays
 from meshwright.train import Trainer
 from meshwright.verify.observe import Observation, observe
+from meshwright.verify.replay import Choices
 
 COMPRESSED_REFERENCE = "reference: one process that compresses as the replicas do"
 LOSSLESS = {"compress": "topk", "compress_ratio": 1.0}
@@ -37,10 +38,12 @@ def only_replicates(layout: Layout) -> bool:
     return ranks_of(layout) == layout.dp_replicate
 
 
-def observe_compressed(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
+def observe_compressed(
+    job: Job, master: torch.dtype | None, device: str = "cpu", choices: Choices | None = None
+) -> Observation:
     """Train in this process alone with gradients compressed as between the job's replicas; return what was observed."""
     alone = job.model_copy(update={"layout": Layout()})
-    return observe(alone, master, device, partial(_CompressedTraining, layout=job.layout))
+    return observe(alone, master, device, choices, partial(_CompressedTraining, layout=job.layout))
 
 
 class _CompressedTraining(Trainer):

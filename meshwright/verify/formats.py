@@ -27,6 +27,10 @@ A bound of 1 would allow anything, so no bound is above 0.9.
 same kind; a layout's may be at most 3 times as large for one tensor (few entries spread widely) and twice for all
 parameters together. Both are made: the first detects a bug that one process has too.
 
+**Experts.** A token whose scores for two experts are close goes to either of them after rounding, so such a run is
+given the choices of one process in float64 (`replay`). Its own routers' choices are compared with these: at most
+2 √R · u of them may differ, with the roundings of the forward pass (in bf16 about 5%, where up to 0.4% were seen).
+
 **Sums in fp32** show in their bits: a sum of two or more 16-bit gradients has entries that 16 bits cannot hold. If
 nearly all fit, the sum was computed in 16 bits; its error would be lost in that of the backward pass.
 """
@@ -47,6 +51,7 @@ from meshwright.verify.compare import Comparison, Kind, differences, series_erro
 from meshwright.verify.compressed import is_lossy
 from meshwright.verify.documents import HELD_OUT
 from meshwright.verify.observe import Observation, Shard
+from meshwright.verify.replay import Replayed
 
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
 """Unit roundoff of what is kept in memory, by precision.compute; fp8 is bf16 but for its products."""
@@ -61,11 +66,13 @@ TIMES_ALONE, TIMES_ALONE_TOGETHER = 3.0, 2.0
 """How much larger than one process's own the error of a tensor, and of all together, may be."""
 MOST_NARROW = 0.9
 """Share of a sum's entries that may fit 16 bits; of correct sums of two a third do (measured)."""
+FEW_CHOICES = 3
+"""Of a check with few tokens, how many may differ in any format."""
 SERIES: dict[Kind, str] = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}
 TENSORS: dict[Kind, str] = {"gradient": "gradients", "update": "updates"}
 ALL = "all parameters"
 HEAD_MULTIPLE = 8
-"""Of a head's width, for the attention kernels of GPUs."""
+"""Of a head's width and of experts' sides, for the kernels of GPUs."""
 SMOOTH = {"lr": 1e-2, "eps": 1.0}
 
 
@@ -130,6 +137,18 @@ def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Obs
     return [replace(row, format=job.precision.compute) for row in rows]
 
 
+def routing_row(job: Job, dtype: str, replayed: Replayed) -> Comparison:
+    """The share of replayed choices that the layout's own routers would not have made.
+
+    Scores err as gradients do, and as large a share of tokens is at most that close to another expert.
+    """
+    narrow = dtype in UNITS
+    share = TENSOR_FACTOR * math.sqrt(_variance(job)[0]) if narrow else 0.0
+    bound = _below_all(max(share, FEW_CHOICES / replayed.choices))
+    error = replayed.differing / replayed.choices
+    return Comparison("routing", "all layers", error, bound, format=job.precision.compute if narrow else "")
+
+
 def _variance(job: Job) -> tuple[float, float]:
     """Σ u² over the roundings on the longest path forward, and over those of the backward."""
     layers, layout, unit = job.model.layers, job.layout, UNITS[job.precision.compute]
@@ -175,10 +194,11 @@ def _tensors(
 def _sums(job: Job, ranks: list[dict[str, Shard]]) -> list[Comparison]:
     """The share of entries that 16 bits hold, of the gradients of matrices that are sums and should be computed in
     fp32."""
-    if job.precision.gradients != "fp32" or job.layout.compress != "none" or _summands(job) == 1:
+    if job.precision.gradients != "fp32" or job.layout.compress != "none":
         return []
     rows = []
-    for name in dict.fromkeys(name for held in ranks for name in held if name.startswith("layers.")):
+    names = dict.fromkeys(name for held in ranks for name in held if name.startswith("layers."))
+    for name in (name for name in names if _summands(job, name) > 1):
         values = torch.cat([held[name].values.flatten() for held in ranks if name in held])
         if any(held[name].values.dim() > 1 for held in ranks if name in held):
             rows.append(Comparison("sum", name, _share_of_narrow(values, DTYPES[job.precision.compute]), MOST_NARROW))
@@ -192,10 +212,11 @@ def _share_of_narrow(values: Tensor, dtype: torch.dtype) -> float:
     return float(((bits & below) == 0).double().mean()) if len(bits) else 0.0
 
 
-def _summands(job: Job) -> int:
-    """How many gradients are summed in a step."""
+def _summands(job: Job, name: str = "") -> int:
+    """How many gradients of a parameter are summed in a step; tokens of several ranks meet in an expert's product."""
     layout = job.layout
-    return job.accumulation * layout.dp_replicate * layout.dp_shard * layout.cp
+    ranks = layout.dp_replicate * layout.dp_shard * layout.cp
+    return job.accumulation * (ranks * layout.tp // layout.ep if ".moe.experts." in name else ranks)
 
 
 def _follows_gradients(job: Job) -> bool:
@@ -204,17 +225,23 @@ def _follows_gradients(job: Job) -> bool:
 
 
 def _widened(job: Job) -> Job:
-    """A job whose heads 16-bit attention kernels accept, and for fp8 whose matrices the hardware can multiply."""
+    """A job whose heads and experts 16-bit kernels accept, and for fp8 whose matrices the hardware can multiply."""
     model, layout, batch = job.model, job.layout, job.batch
     fp8 = job.precision.compute == "fp8"
     head_dim, side = _up(model.head_dim, FP8_MULTIPLE if fp8 else HEAD_MULTIPLE), FP8_MULTIPLE * layout.tp if fp8 else 1
     as_wide_as_heads = model.heads * model.head_dim == model.width
     sequence = _up(batch.sequence_length, 2 * layout.cp * side)
+    experts, width = model.experts, _up(model.width, side)
+    if experts is not None:
+        width = _up(width, HEAD_MULTIPLE)
+        sizes = {"ffn_width": _up(experts.ffn_width, HEAD_MULTIPLE), "shared_width": _up(experts.shared_width, side)}
+        experts = experts.model_copy(update=sizes)
     shape = {
         "head_dim": head_dim,
-        "width": model.heads * head_dim if as_wide_as_heads else _up(model.width, side),
+        "width": model.heads * head_dim if as_wide_as_heads else width,
         "ffn_width": _up(model.ffn_width, side),
         "max_sequence_length": max(model.max_sequence_length, sequence),
+        "experts": experts,
     }
     longer = {"model": model.model_copy(update=shape), "batch": batch.model_copy(update={"sequence_length": sequence})}
     return job.model_copy(update=longer if fp8 else {"model": longer["model"]})

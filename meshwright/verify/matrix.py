@@ -127,7 +127,7 @@ def _run_result(line: Line, dtype: str, train: Train | None) -> LineResult:
     assert train is not None
     job, _ = as_run(line.job, prepared=line.prepared)
     try:
-        return LineResult(line, check_run(job, train, dtype, line.prepared), None)
+        return LineResult(line, check_run(job, train, line.dtype or dtype, line.prepared), None)
     except (RankError, UserError) as error:
         return _failed(line, error)
 

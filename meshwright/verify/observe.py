@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.parallel import ShardIndex, Weights, build, join_world, table_er
 from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, make_trainer
 from meshwright.verify.documents import unequal_corpus
+from meshwright.verify.replay import Choices, Recording, Replayed, Replaying, routes
 
 MATRIX_SCALE = 8.0
 VECTOR_SHIFT = 0.01
@@ -41,16 +42,32 @@ class Observation:
     """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
     """The parameters at the end minus those at the start."""
+    choices: Choices | None = None
+    """Of a mixture of experts in one process: which experts every token was sent to."""
+    replayed: Replayed | None = None
+    """Of a mixture that was given the choices of another run."""
 
 
 def observe(
-    job: Job, master: torch.dtype | None, device: str = "cpu", make: Callable[..., Any] = make_trainer
+    job: Job,
+    master: torch.dtype | None,
+    device: str = "cpu",
+    choices: Choices | None = None,
+    make: Callable[..., Any] = make_trainer,
 ) -> Observation:
     """Train the job on this rank, in its place in the world and in the loop that `make` creates; return what was
-    observed."""
+    observed. Tokens go to the experts of `choices` if they are given."""
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # a CPU without 16-bit products is only slower
     world = join_world(job, _own_device(device))
+    routing: Recording | Replaying | None = None
+    if choices is not None:
+        routing = Replaying(choices, world.device)
+    elif routes(job) and world.size == 1:
+        routing = Recording()
+    world = replace(world, replay=routing)
     engine, weights = build(job, world, master)
+    if routing is not None:
+        routing.watch(engine.modules)
     _enliven(weights)
     seen = Observation()
     listener = _Listener(seen)
@@ -64,14 +81,18 @@ def observe(
     seen.gradients = {name: Shard(held.index, held.values / scale) for name, held in seen.gradients.items()}
     shards = weights.shards()
     seen.updates = {name: Shard(shards[name], after - before[name]) for name, after in _values(weights).items()}
+    seen.choices = routing.choices if isinstance(routing, Recording) else None
+    seen.replayed = routing.replayed if isinstance(routing, Replaying) else None
     return seen
 
 
-def observe_own(job: Job, master: torch.dtype | None, device: str = "cpu") -> Observation:
+def observe_own(
+    job: Job, master: torch.dtype | None, device: str = "cpu", choices: Choices | None = None
+) -> Observation:
     """As `observe`, for a model sharded by its own table: a failure names the line to look at."""
     logging.disable(logging.CRITICAL)  # torch logs the traceback of some failures itself
     try:
-        return observe(job, master, device)
+        return observe(job, master, device, choices)
     except UserError:
         raise
     except Exception as error:

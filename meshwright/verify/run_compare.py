@@ -45,7 +45,7 @@ class Record:
     rows: list[dict[str, Any]]
     """Rows of its metrics: steps and evaluations in order."""
     tensors: dict[str, Tensor]
-    """The last checkpoint's weights and optimizer states."""
+    """The last checkpoint's weights, optimizer states and preferences of routers."""
     position: int
     """Samples of the global stream that were used."""
 
@@ -56,7 +56,7 @@ def read_record(run: Path, attempt: int, steps: int) -> Record:
     rows = [row for row in map(json.loads, lines) if row["attempt"] == attempt]
     checkpoint = Checkpoint.open(checkpoint_path(run, steps))
     with checkpoint:
-        names = [*checkpoint.names("model/"), *checkpoint.names("optimizer/")]
+        names = [name for group in ("model/", "optimizer/", "routing/") for name in checkpoint.names(group)]
         tensors = {name: checkpoint.whole(name).clone() for name in names}
     return Record(rows, tensors, checkpoint.facts.position)
 

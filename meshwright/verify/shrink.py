@@ -109,6 +109,9 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
     ]
     if shape.experts is not None:
         changes.append(Change(f"model.experts: {words(shape.experts, small['experts'])}"))
+        if shape.experts.force_balance:
+            text = "model.experts.force_balance true → false, as what it gives an expert depends on the layout"
+            changes.append(Change(text, hides=True))
     if shape.init_from is not None:
         changes.append(Change(f"model.init_from {shape.init_from} → weights drawn at random"))
     return changes

@@ -37,6 +37,7 @@ def small_experts(job: Job, layout: Layout, layers: int) -> dict[str, Any] | Non
         "first_dense": min(experts.first_dense, 1, layers - 1),
         "groups": groups,
         "groups_kept": kept,
+        "force_balance": False,
     }
 
 

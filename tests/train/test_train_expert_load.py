@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.job import Job
 from meshwright.model import routers
 from meshwright.parallel import World, build
 from meshwright.train import Silent, make_trainer
 from meshwright.train.expert_load import ExpertLoad, Load
+from meshwright.verify import run_ranks
 from meshwright.verify.documents import unequal_corpus
 
 ALONE = World(torch.device("cpu"))
@@ -59,6 +62,41 @@ def test_an_expert_with_fewer_tokens_than_the_mean_is_preferred_more() -> None:
         assert router.preference.tolist() == [-0.5, 0.5, 0.0, 0.0]
         assert router.load.sum() == 0
     assert load.preference_LN[0].tolist() == [0.0] * 4  # a dense layer
+
+
+LOADS = {
+    "all equal": ([5, 5, 5, 5], [0.0, 0.0, 0.0, 0.0]),
+    "a mean between two numbers": ([3, 4, 3, 4], [0.5, -0.5, 0.5, -0.5]),
+    "one apart in a trillion": ([10**12 + 1, 10**12 - 1, 10**12, 10**12], [-0.5, 0.5, 0.0, 0.0]),
+    "no tokens": ([0, 0, 0, 0], [0.0, 0.0, 0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_an_expert_with_as_many_tokens_as_the_mean_stays_as_it_is(case: str) -> None:
+    tokens, expected = LOADS[case]
+    engine, _ = build(job(balance_rate=0.5), ALONE)
+    load = ExpertLoad(job(balance_rate=0.5), engine.modules, ALONE)
+    [(_, router), _] = routers(engine.modules[0])
+    router.load.copy_(torch.tensor(tokens))
+    load.settle(updated=True)
+    assert router.preference.tolist() == expected
+
+
+def preferences_of_unequal_ranks() -> list[float]:
+    engine, _ = build(job(balance_rate=0.5), ALONE)
+    rank = dist.get_rank()
+    load = ExpertLoad(job(balance_rate=0.5), engine.modules, World(torch.device("cpu"), rank=rank, size=2))
+    [(_, router), _] = routers(engine.modules[0])
+    router.load.copy_(torch.tensor([[6, 2, 5, 3], [2, 6, 4, 4]][rank]))
+    load.settle(updated=True)
+    found: list[float] = router.preference.tolist()
+    return found
+
+
+def test_loads_that_are_equal_over_all_ranks_change_nothing_on_any() -> None:
+    """Experts 0 and 1 have the mean's 8 tokens together; 2 has one more and 3 one less."""
+    assert run_ranks(preferences_of_unequal_ranks, 2) == [[0.0, 0.0, -0.5, 0.5]] * 2
 
 
 def test_a_step_that_was_not_made_leaves_preferences_alone() -> None:

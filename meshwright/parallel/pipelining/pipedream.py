@@ -170,6 +170,11 @@ class _Newest(nn.Module):
         super().__init__()
         self._model, self._weights = model, weights
 
+    @property
+    def layers(self) -> nn.Module:
+        """The stage's blocks, under the name that every model has them."""
+        return self._model.get_submodule("layers")
+
     def forward(self, x: Tensor, **arguments: Any) -> Tensor:
         result: Tensor = functional_call(self._model, self._weights.newest.tensors, (x,), arguments)
         return result

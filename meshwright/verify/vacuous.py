@@ -1,0 +1,56 @@
+"""Whether the routing of a check shows anything: tokens that all go the same way, and experts without a token, do not.
+
+Of such a mixture every layout computes the same, whether or not it sends tokens to the right experts.
+"""
+
+from torch import Tensor
+
+from meshwright.errors import UserError
+from meshwright.job import Job
+from meshwright.verify.replay import Choices
+
+MOST_ALIKE = 0.95
+"""Share of a layer's tokens that may choose the same experts."""
+FEWEST_TOKENS = 8
+"""Fewer tokens may all choose the same by chance."""
+FEWEST_FOR_EACH = 8
+"""Tokens for each expert on average, below which one may get none by chance: of evenly spread ones, one in 3000 does
+at this many."""
+
+
+def require_routing(job: Job, choices: Choices) -> None:
+    """Refuse a check in which a layer's routing is so uniform that equal numbers prove nothing about it."""
+    experts = job.model.experts
+    assert experts is not None
+    if experts.top_k == experts.count:
+        return  # every token uses all of them: there is no choice
+    for layer in sorted(choices.by_layer):
+        chosen_TK = choices.trained(layer)
+        if (seen := _alike(chosen_TK) or _idle(chosen_TK, experts.count)) is not None:
+            raise UserError(
+                f"run.seed = {job.run.seed}: in layer {layer} {seen} in the checked steps, so that equal numbers would "
+                "prove little about the routing; set another run.seed, or verify more tokens with --steps"
+            )
+
+
+def _alike(chosen_TK: Tensor) -> str | None:
+    """Which experts nearly all tokens choose, in words."""
+    sets, counts = chosen_TK.sort(-1).values.unique(dim=0, return_counts=True)
+    most, tokens = int(counts.max()), len(chosen_TK)
+    if tokens < FEWEST_TOKENS or most <= MOST_ALIKE * tokens:
+        return None
+    who = "all" if most == tokens else f"{most} of"
+    return f"{who} {tokens} tokens choose {_named(sets[counts.argmax()].tolist())}"
+
+
+def _idle(chosen_TK: Tensor, count: int) -> str | None:
+    """Which experts get no token, in words."""
+    loads = chosen_TK.flatten().bincount(minlength=count)
+    idle = (loads == 0).nonzero().flatten().tolist()
+    if not idle or chosen_TK.numel() < FEWEST_FOR_EACH * count:
+        return None
+    return f"{_named(idle)} get{'s' * (len(idle) == 1)} none of {len(chosen_TK)} tokens"
+
+
+def _named(experts: list[int]) -> str:
+    return f"expert{'s' * (len(experts) > 1)} {', '.join(map(str, experts))}"
