@@ -19,7 +19,7 @@ from meshwright.verify.asynchronous import observe_stale
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
-from meshwright.verify.exercised import check_exercised
+from meshwright.verify.exercised import check_dropping, check_exercised
 from meshwright.verify.observe import Observation, observe, observe_own
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
@@ -122,12 +122,13 @@ class Check:
         self.close()
         exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
         # Only for full gradients: what compression or a stale stage leaves out of the first step may come later.
-        zeros = zero_gradients(reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device))
+        plain = reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device)
+        zeros = zero_gradients(plain)
         if self.dtype in formats.UNITS:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
         else:
             rows = compare(ranks, alone, self.dtype, zeros if self.dtype == "float32" else ())
-        compared = check_exercised(rows, self.job, zeros)
+        compared = check_exercised(rows, self.job, zeros) + check_dropping(self.job, plain)
         return Verdict(self.job, self.dtype, compared, time.monotonic() - self._started, contract, self.notes)
 
     def close(self) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from meshwright.verify.observe import Observation, Shard
 
-Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "sum", "weight", "state", "data"]
+Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "dropped", "sum", "weight", "state", "data"]
 
 BOUNDS: dict[str, dict[Kind, float]] = {
-    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update"), 1e-9),
+    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update", "dropped"), 1e-9),
     # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not bugs.
     "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
 }
@@ -74,6 +74,9 @@ def compare(
         "evaluation",
         series_errors([rank.evaluations for rank in ranks], reference.evaluations, floor),
         bounds.get("evaluation"),
+    )
+    rows += series_rows(
+        "dropped", series_errors([rank.dropped for rank in ranks], reference.dropped, floor), bounds.get("dropped")
     )
     rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floors, bounds)
     rows += _tensors("update", [rank.updates for rank in ranks], updates, floors, bounds)

@@ -41,6 +41,8 @@ class Observation:
     """Of the first step, as they are before clipping, without the loss scale of fp16."""
     updates: dict[str, Shard] = field(default_factory=dict)
     """The parameters at the end minus those at the start."""
+    dropped: list[float] = field(default_factory=list)
+    """The share of tokens that experts dropped in each step, if they have a capacity."""
 
 
 def observe(
@@ -135,6 +137,8 @@ class _Listener:
         else:
             self._seen.losses.append(row["loss"])
             self._seen.norms.append(row["grad_norm"])
+            if "expert_dropped" in row:
+                self._seen.dropped.append(row["expert_dropped"])
 
     def event(self, kind: str, **fields: Any) -> None:
         """Events are not compared."""
