@@ -50,11 +50,11 @@ def test_a_capacity_that_drops_nothing_is_refused() -> None:
     """Every expert may take whole sequences."""
     experts = LINES["moe-capacity · dp_shard 2, ep 2"].model.experts
     assert experts is not None
-    roomy = {"experts": experts.model_dump() | {"capacity": 2.0}}
+    roomy = {"experts": experts.model_dump() | {"capacity": 3.0}}
     verdict = check(job_of("moe-capacity · dp_shard 2, ep 2", model=roomy, run={"steps": 1}))
     assert verdict.ok is False and verdict.first_wrong is not None
     assert verdict.first_wrong.note == (
-        "no token was dropped: the check says nothing about model.experts.capacity = 2; lower it"
+        "no token was dropped: the check says nothing about model.experts.capacity = 3; lower it"
     )
 
 
