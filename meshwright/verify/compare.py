@@ -53,7 +53,8 @@ class Comparison:
 def compare(
     ranks: Sequence[Observation], reference: Observation, dtype: str, zeros: Collection[str] = ()
 ) -> list[Comparison]:
-    """Every loss, norm, first-step gradient and update of all ranks compared with the reference's, in that order.
+    """Every loss, norm, evaluation, share of dropped tokens, first-step gradient and update of all ranks compared with
+    the reference's, in that order.
 
     `zeros` are parameters whose gradient is mathematically zero: in float32 they hold rounding far above FLOOR, so they
     are measured against the largest gradient entry instead.
