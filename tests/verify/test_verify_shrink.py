@@ -59,7 +59,7 @@ def test_experts_are_routed_in_the_same_way(job: Job) -> None:
 
 
 def test_a_capacity_is_low_enough_to_drop_tokens() -> None:
-    job = big("olmoe-1b-7b", dp_shard=8, ep=8)
+    job = big("olmoe-1b-7b", dp_shard=8, ep=8, batch={"global_batch": 64})
     assert job.model.experts is not None
     experts = job.model.experts.model_copy(update={"capacity": 1.25})
     small, changes = shrink(job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})}))
