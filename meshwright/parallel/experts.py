@@ -148,7 +148,7 @@ class EvenExchange:
 
 def _swapped(rows: Tensor, outer: int, inner: int) -> Tensor:
     """Rows that are sorted by one number and then by another, with equally many of each pair, sorted the other way."""
-    return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
+    return rows.reshape(outer, inner, -1, rows.shape[-1]).transpose(0, 1).flatten(0, 2)
 
 
 def _by_expert(arriving_PM: Tensor) -> tuple[Tensor, Tensor]:
