@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from meshwright.job import Model
 from meshwright.job.experts import Experts
 from meshwright.model.router import Router, Routing, as_it_is
+from meshwright.model.rows import gathered, has_kernels, summed, weighted_sum, weighted_swiglu
 from meshwright.model.swiglu import swiglu
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -36,46 +37,45 @@ class MixtureOfExperts(nn.Module):
         self.router.count(routing)
         order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), routing.counts_BN.sum(0))
         rows_RD = order.rows(x_BSD.flatten(0, 1))
+        if self._weighs_inside(rows_RD):
+            weighted_RD = self.experts(rows_RD, order.counts_N, (routing.weights_BSK.flatten(0, 1), order.order_R))
+            return order.summed(weighted_RD).view_as(x_BSD)
         out_RD = self.dispatch(rows_RD, order.counts_N, self.experts)
         return order.combined(out_RD, routing.weights_BSK.flatten(0, 1)).view_as(x_BSD)
+
+    def _weighs_inside(self, rows_RD: Tensor) -> bool:
+        """Whether weights are applied before the last product instead of after it: where this takes no pass over
+        memory of its own, and the results need not be kept for the weights' gradient."""
+        return has_kernels(rows_RD) and self.dispatch is here and self.experts.can_weigh
 
 
 class SortedByExpert:
     """The order in which tokens are handed to experts: by expert, tokens of one expert in their own order."""
 
     def __init__(self, chosen_TK: Tensor, counts_N: Tensor) -> None:
-        self._tokens, self._top_k = chosen_TK.shape
-        flat = chosen_TK.flatten()
-        self._order = flat.argsort(stable=True)
-        self._place = torch.empty_like(self._order)
-        self._place[self._order] = torch.arange(len(flat), device=flat.device)
+        flat = chosen_TK.flatten().int()  # half as many digits to sort by
+        self.order_R = flat.argsort(stable=True)
+        """The slot of each row: token × K + place among the token's experts."""
+        place = torch.empty_like(self.order_R)
+        place[self.order_R] = torch.arange(len(flat), device=flat.device)
+        self._place_TK = place.view_as(chosen_TK)
         self.counts_N = counts_N
         """Rows of each expert."""
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """Every token once for each of its experts, sorted by expert."""
-        rows_RD: Tensor = _Spread.apply(x_TD, self._order, self._place, self._top_k)  # type: ignore[no-untyped-call]
-        return rows_RD
+        return gathered(x_TD, self.order_R, self._place_TK)
+
+    def summed(self, out_RD: Tensor) -> Tensor:
+        """The sum of each token's results, which are weighted already."""
+        return summed(out_RD, self.order_R, self._place_TK)
 
     def combined(self, out_RD: Tensor, weights_TK: Tensor) -> Tensor:
         """The weighted sum of each token's results, added up in the weights' format."""
-        by_token_TKD = permuted(out_RD, self._place, self._order).view(self._tokens, self._top_k, -1)
+        if has_kernels(out_RD):
+            return weighted_sum(out_RD, weights_TK, self.order_R, self._place_TK)
+        by_token_TKD = permuted(out_RD, self._place_TK.flatten(), self.order_R).view(*weights_TK.shape, -1)
         return (by_token_TKD * weights_TK.unsqueeze(-1)).sum(1).to(out_RD.dtype)
-
-
-class _Spread(torch.autograd.Function):
-    """Rows gathered; the gradient is a gather and a sum too, so that its order never depends on timing."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.top_k = top_k
-        return x_TD[order // top_k]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        [place] = ctx.saved_tensors
-        return grad[place].view(-1, ctx.top_k, grad.shape[-1]).sum(1), None, None, None
 
 
 class _Permuted(torch.autograd.Function):
@@ -107,10 +107,21 @@ class ExpertWeights(nn.Module):
         self.gate_up = PackedLinear(experts.count, width, 2 * experts.ffn_width, bias=bias)
         self.down = PackedLinear(experts.count, experts.ffn_width, width, bias=bias)
 
-    def forward(self, rows_RD: Tensor, counts_N: Tensor) -> Tensor:
-        """silu(gate) × up and down, every expert for its own rows; the rows are sorted by expert."""
+    @property
+    def can_weigh(self) -> bool:
+        """Whether weights can be given to the call: a bias after them would not be weighted."""
+        return self.swiglu_limit is None and self.down.bias is None
+
+    def forward(self, rows_RD: Tensor, counts_N: Tensor, weights: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """silu(gate) × up and down, every expert for its own rows; the rows are sorted by expert.
+
+        `weights`, of each token's experts, come with each row's place among them, and are multiplied to the results.
+        """
         gate_up = self.gate_up(rows_RD, counts_N)
-        inner_RF = swiglu(gate_up) if self.swiglu_limit is None else _clamped_swiglu(gate_up, self.swiglu_limit)
+        if weights is not None:
+            inner_RF = weighted_swiglu(gate_up, *weights)
+        else:
+            inner_RF = swiglu(gate_up) if self.swiglu_limit is None else _clamped_swiglu(gate_up, self.swiglu_limit)
         out_RD: Tensor = self.down(inner_RF, counts_N)
         return out_RD
 
