@@ -157,7 +157,36 @@ class PackedLinear(nn.Module):
 def products_together(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> Tensor:
     """Every expert's product with its own rows, in one kernel: for 16-bit numbers on a GPU, where the host never waits
     for the counts."""
-    return F.grouped_mm(rows, weights_NOI.transpose(1, 2), offs=counts_N.cumsum(0, dtype=torch.int32))
+    products: Tensor = _Together.apply(rows, weights_NOI, counts_N)  # type: ignore[no-untyped-call]
+    return products
+
+
+class _Together(torch.autograd.Function):
+    """Groups of rows may have any length as long as memory is contiguous across them: in all three products."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RI: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> Tensor:
+        ends_N = counts_N.cumsum(0, dtype=torch.int32)
+        ctx.save_for_backward(rows_RI, weights_NOI, ends_N)
+        return F.grouped_mm(rows_RI, weights_NOI.transpose(1, 2), offs=ends_N)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows_RI, weights_NOI, ends_N = ctx.saved_tensors
+        grad_RO = grad_RO.contiguous()
+        grad_rows = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = F.grouped_mm(grad_RO, weights_NOI, offs=ends_N)
+        if ctx.needs_input_grad[1]:
+            grad_weights = F.grouped_mm(grad_RO.t(), rows_RI, offs=ends_N)
+            if grad_RO.is_cuda and torch.cuda.get_device_capability(grad_RO.device) >= (10, 0):
+                grad_weights = of_experts_with_rows(grad_weights, ends_N)
+        return grad_rows, grad_weights, None
+
+
+def of_experts_with_rows(grad_NOI: Tensor, ends_N: Tensor) -> Tensor:
+    """Gradients, zero for experts without rows: Blackwell's kernel does not write them (pytorch/pytorch#172439)."""
+    return torch.where(ends_N.diff(prepend=ends_N.new_zeros(1)).view(-1, 1, 1) > 0, grad_NOI, 0)
 
 
 def products_one_by_one(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> Tensor:

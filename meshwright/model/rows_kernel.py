@@ -20,7 +20,7 @@ PER_THREAD = 8
 
 
 @triton.jit
-def _gather(x_ptr, order_ptr, out_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_rows(x_ptr, order_ptr, out_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -30,7 +30,7 @@ def _gather(x_ptr, order_ptr, out_ptr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def _sum(
+def _sum_rows(
     rows_ptr, place_ptr, weights_ptr, out_ptr,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _sum(
 
 
 @triton.jit
-def _sum_backward(
+def _sum_rows_backward(
     grad_ptr, rows_ptr, order_ptr, weights_ptr, grad_rows_ptr, grad_weights_ptr,
     TOP_K: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,9 @@ def _sum_backward(
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, order_ptr, weights_ptr, out_ptr, WIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted_swiglu(
+    gate_up_ptr, order_ptr, weights_ptr, out_ptr, WIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -82,7 +84,7 @@ def _swiglu(gate_up_ptr, order_ptr, weights_ptr, out_ptr, WIDE: tl.constexpr, WI
 
 
 @triton.jit
-def _swiglu_backward(
+def _weighted_swiglu_backward(
     grad_ptr, gate_up_ptr, order_ptr, weights_ptr, grad_gate_up_ptr, grad_weights_ptr,
     WIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +122,7 @@ def gather(x_TD: Tensor, order_R: Tensor, top_k: int) -> Tensor:
     """Every token once for each of its experts, sorted by expert."""
     rows, width, block = len(order_R), x_TD.shape[1], _block(x_TD.shape[1])
     out_RD = x_TD.new_empty(rows, width)
-    _gather[(rows, triton.cdiv(width, block["BLOCK"]))](x_TD, order_R, out_RD, TOP_K=top_k, **block)
+    _gather_rows[(rows, triton.cdiv(width, block["BLOCK"]))](x_TD, order_R, out_RD, TOP_K=top_k, **block)
     return out_RD
 
 
@@ -129,7 +131,7 @@ def total(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tenso
     (tokens, top_k), width, block = place_TK.shape, rows_RD.shape[1], _block(rows_RD.shape[1])
     out_TD = rows_RD.new_empty(tokens, width)
     weights = rows_RD if weights_TK is None else weights_TK
-    _sum[(tokens, triton.cdiv(width, block["BLOCK"]))](
+    _sum_rows[(tokens, triton.cdiv(width, block["BLOCK"]))](
         rows_RD, place_TK, weights, out_TD,
         TOP_K=top_k, WEIGHTED=weights_TK is not None, WIDE=_wide(rows_RD), **block,
     )  # fmt: skip
@@ -139,7 +141,7 @@ def total(rows_RD: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tenso
 def total_backward(grad_TD: Tensor, rows_RD: Tensor, weights_TK: Tensor, order_R: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of the rows and of the weights of a weighted `total`."""
     grad_rows_RD, grad_weights_TK = torch.empty_like(rows_RD), torch.empty_like(weights_TK)
-    _sum_backward[(len(order_R),)](
+    _sum_rows_backward[(len(order_R),)](
         grad_TD, rows_RD, order_R, weights_TK, grad_rows_RD, grad_weights_TK,
         TOP_K=weights_TK.shape[1], WIDE=_wide(rows_RD), **_block(rows_RD.shape[1]),
     )  # fmt: skip
@@ -151,7 +153,7 @@ def swiglu(gate_up: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
     rows, width = len(order_R), gate_up.shape[1] // 2
     block = _block(width)
     out_RF = gate_up.new_empty(rows, width)
-    _swiglu[(rows, triton.cdiv(width, block["BLOCK"]))](
+    _weighted_swiglu[(rows, triton.cdiv(width, block["BLOCK"]))](
         gate_up, order_R, weights_TK, out_RF, WIDE=_wide(gate_up), **block
     )
     return out_RF
@@ -160,7 +162,7 @@ def swiglu(gate_up: Tensor, weights_TK: Tensor, order_R: Tensor) -> Tensor:
 def swiglu_backward(grad_RF: Tensor, gate_up: Tensor, weights_TK: Tensor, order_R: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up side by side, and of the weights."""
     grad_gate_up, grad_weights_TK = torch.empty_like(gate_up), torch.empty_like(weights_TK)
-    _swiglu_backward[(len(order_R),)](
+    _weighted_swiglu_backward[(len(order_R),)](
         grad_RF, gate_up, order_R, weights_TK, grad_gate_up, grad_weights_TK,
         WIDE=_wide(gate_up), **_block(grad_RF.shape[1]),
     )  # fmt: skip
