@@ -19,8 +19,14 @@ from meshwright.model.swiglu import swiglu
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """Rows sorted by expert and the number of rows of each expert, to the experts' results for these rows."""
-Dispatch = Callable[[Tensor, Tensor, Compute], Tensor]
+Meanwhile = Callable[[], None]
+"""What else there is to compute, called once: while rows travel, if they do."""
+Dispatch = Callable[[Tensor, Tensor, Compute, Meanwhile], Tensor]
 """Rows sorted by expert and their number for each expert, to the results: computed here, or where the experts are."""
+
+
+def nothing() -> None:
+    """Nothing else to compute."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -32,15 +38,16 @@ class MixtureOfExperts(nn.Module):
         self.experts = ExpertWeights(shape.width, experts, bias=shape.linear_bias)
         self.dispatch: Dispatch = here
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, meanwhile: Meanwhile = nothing) -> Tensor:
         routing: Routing = self.router(x_BSD)
         self.router.count(routing)
         order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), routing.counts_BN.sum(0))
         rows_RD = order.rows(x_BSD.flatten(0, 1))
         if self._weighs_inside(rows_RD):
             weighted_RD = self.experts(rows_RD, order.counts_N, (routing.weights_BSK.flatten(0, 1), order.order_R))
+            meanwhile()
             return order.summed(weighted_RD).view_as(x_BSD)
-        out_RD = self.dispatch(rows_RD, order.counts_N, self.experts)
+        out_RD = self.dispatch(rows_RD, order.counts_N, self.experts, meanwhile)
         return order.combined(out_RD, routing.weights_BSK.flatten(0, 1)).view_as(x_BSD)
 
     def _weighs_inside(self, rows_RD: Tensor) -> bool:
@@ -196,6 +203,8 @@ def products_one_by_one(rows: Tensor, weights_NOI: Tensor, counts_N: Tensor) -> 
     return torch.cat([F.linear(own, weight) for own, weight in pairs])
 
 
-def here(rows_RD: Tensor, counts_N: Tensor, compute: Compute) -> Tensor:
+def here(rows_RD: Tensor, counts_N: Tensor, compute: Compute, meanwhile: Meanwhile) -> Tensor:
     """All experts are on this device."""
-    return compute(rows_RD, counts_N)
+    out_RD = compute(rows_RD, counts_N)
+    meanwhile()
+    return out_RD
