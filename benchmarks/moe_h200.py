@@ -1,4 +1,4 @@
-"""Mixtures of experts on one GPU: OLMoE's shape in 8 layers, Qwen3-30B-A3B's in 6, a dense one of the same active size.
+"""Mixtures of experts on one GPU: OLMoE's shape in 8 and 16 layers, Qwen3-30B-A3B's in 6, a dense one as active.
 
     python benchmarks/moe_h200.py ours  [--out FILE]     # learned and forced routing, kernels, the dense model
     python benchmarks/moe_h200.py peers [--out FILE]     # ours and the peers in turn on the same card
@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
+import run
 from moe_floor import parameters_of, step_seconds
 from run import from_bench, measure, our_command, said, surroundings
 from shapes import SETTINGS, Setting
@@ -38,6 +39,7 @@ OURS: dict[str, tuple[Setting, bool]] = {
     "dense, same active size, micro-batch 8": (DENSE, True),
     "OLMoE 8 layers, micro-batch 8, forced": (SETTINGS["olmoe-mb8-forced"], False),
     "Qwen3-30B-A3B 6 layers, micro-batch 4, learned": (SETTINGS["qwen3-30b-a3b-mb4"], True),
+    "OLMoE whole, 16 layers, micro-batch 2, learned": (replace(OLMOE, layers=16, micro_batch=2), False),
     "dense, same active size, micro-batch 4": (replace(DENSE, micro_batch=4), False),
     "OLMoE 8 layers, micro-batch 4, forced": (SETTINGS["olmoe-mb4-forced"], False),
     "Qwen3-30B-A3B 6 layers, micro-batch 8, learned": (replace(SETTINGS["qwen3-30b-a3b-mb4"], micro_batch=8), False),
@@ -64,18 +66,21 @@ GROUPS = {
 }
 """Parts of kernels' names; the first group with one wins, in lower case."""
 TOP = 15
+LIMIT_S = 200
+"""A process that takes longer has hung."""
 
 
 def main() -> None:
     """Measure, print as results come, write after every one."""
     asked = parse()
+    run.LIMIT_S = LIMIT_S
     print(__doc__)
     began, rows = time.monotonic(), []
-    for name, run in lines(asked):
+    for name, taken in lines(asked):
         if time.monotonic() - began > asked.seconds:
             print(f"{name}: no time left", flush=True)
             continue
-        row = {"line": name, **run()}
+        row = {"line": name, **taken()}
         rows.append(row)
         print(f"{name}: {shown(row)}", flush=True)
         asked.out.write_text(json.dumps(report(asked, rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -128,7 +133,7 @@ def lines(asked: argparse.Namespace) -> list[tuple[str, Any]]:
             )
             for setting, system in pairs
         ]
-    return [(name, run) for name, run in found if not asked.only or asked.only in name]
+    return [(name, taken) for name, taken in found if not asked.only or asked.only in name]
 
 
 def ours(asked: argparse.Namespace, setting: Setting, profiled: bool) -> Row:
@@ -138,7 +143,10 @@ def ours(asked: argparse.Namespace, setting: Setting, profiled: bool) -> Row:
     command = our_command(setting, asked.warmup, asked.steps, [*norms, *asked.set], options)
     environment = {**surroundings(), "PYTHONPATH": f"{HERE.parent}:{surroundings().get('PYTHONPATH', '')}"}
     began = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"state": "failed", "why": f"not finished after {LIMIT_S} s"}
     if done.returncode:
         return {"state": "failed", "why": done.stderr[-1500:]}
     bench = json.loads(done.stdout)

@@ -1,5 +1,7 @@
 """Products of bf16 matrices in float32: as exact as float32's own, forward and backward."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +15,9 @@ def check(device: str, compiled: bool) -> None:
     x, weight = torch.randn(96, 256, device=device).bfloat16(), torch.randn(16, 256, device=device).bfloat16()
     seed = torch.randn(96, 16, device=device)
 
-    def run(inputs: list[Tensor], multiply: object) -> list[Tensor]:
+    def run(inputs: list[Tensor], multiply: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
         leaves = [each.clone().requires_grad_() for each in inputs]
-        out = multiply(*leaves)  # type: ignore[operator]
+        out = multiply(*leaves)
         return [each.double() for each in (out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype)))]
 
     product = torch.compile(wide_product, backend="aot_eager", fullgraph=True) if compiled else wide_product
