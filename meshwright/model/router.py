@@ -104,7 +104,8 @@ class Router(nn.Module):
             kept = of_group.sort(dim=-1, descending=True, stable=True).indices[..., : experts.groups_kept]
             outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, kept, False)
             preferred_BSN = best.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
-        return preferred_BSN.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k]
+        # A copy: the backward keeps it, and with a view the numbers of all experts.
+        return preferred_BSN.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k].contiguous()
 
     def _with_losses(self, weights_BSK: Tensor, logits_BSN: Tensor, scores_BSN: Tensor, counts_BN: Tensor) -> Tensor:
         """The weights, with the gradients of the balance loss and the z-loss attached."""
