@@ -4,8 +4,8 @@
 
 Bytes count each input read once and each output written once, with 2 bytes a number. A gather reads a row for every row
 that it writes: 8 experts of a token are in 8 places, and together they do not fit into a cache. The floor is the larger
-of FLOPs over 650 TFLOP/s, which bf16 products of these shapes reach on an H200 (attention 470, fp32 50), and bytes over
-4.0 TB/s, kernel after kernel.
+of FLOPs over 650 TFLOP/s, which bf16 products of these shapes reach on an H200 (attention 470), and bytes over 4.0 TB/s, kernel after
+kernel.
 """
 
 import argparse
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from shapes import SETTINGS, Setting
 
-FLOPS_PER_S, ATTENTION_FLOPS_PER_S, WIDE_FLOPS_PER_S, BYTES_PER_S = 650e12, 470e12, 50e12, 4.0e12
+FLOPS_PER_S, ATTENTION_FLOPS_PER_S, BYTES_PER_S = 650e12, 470e12, 4.0e12
 UPDATE_BYTES = 30
 """A parameter's: master and two moments read and written, gradient in bf16 read twice, working copy written."""
 
@@ -46,7 +46,7 @@ def layer_parts(setting: Setting) -> list[Part]:
     up, down = 4.0 * rows * width * inner, 2.0 * rows * width * inner
     router = 2.0 * tokens * width * setting.experts
     return [
-        Part("router: product in fp32, scores, choice, sort", "routing", router, 5 * token, WIDE_FLOPS_PER_S),
+        Part("router: product, scores, choice, sort", "routing", router, token),
         Part("gather tokens to rows", "rows", bytes=2 * row),
         Part("gate and up", "experts' products", up, row + gate_up),
         Part("silu(gate) × up × weight", "swiglu", bytes=gate_up + half),
@@ -59,7 +59,7 @@ def layer_parts(setting: Setting) -> list[Part]:
         Part("backward: gradient of gate's and up's input", "experts' products", up, gate_up + row),
         Part("backward: gradient of gate's and up's weights", "experts' products", up, gate_up + row),
         Part("backward: sum of a token's rows' gradients", "rows", bytes=row + token),
-        Part("backward: router", "routing", 2 * router, 5 * token, WIDE_FLOPS_PER_S),
+        Part("backward: router", "routing", 4 * router, 4 * token),
     ]
 
 
