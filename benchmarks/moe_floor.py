@@ -4,8 +4,8 @@
 
 Bytes count each input read once and each output written once, with 2 bytes a number. A gather reads a row for every row
 that it writes: 8 experts of a token are in 8 places, and together they do not fit into a cache. The floor is the larger
-of FLOPs over 650 TFLOP/s, which bf16 products of these shapes reach on an H200 (attention 470), and bytes over 4.0 TB/s, kernel after
-kernel.
+of FLOPs over 650 TFLOP/s, which bf16 products of these shapes reach on an H200 (attention 470), and bytes over
+4.0 TB/s, kernel after kernel.
 """
 
 import argparse
