@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shapes import CLIP, DEFAULT, SETTINGS, Setting
+from shapes import BALANCE_RATE, CLIP, DEFAULT, SETTINGS, Setting
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -112,11 +112,13 @@ def surroundings() -> dict[str, str]:
     return {**allocator, **os.environ, "CUDA_VISIBLE_DEVICES": one_device}
 
 
-def our_command(setting: Setting, warmup: int, steps: int, overrides: Sequence[str]) -> list[str]:
+def our_command(
+    setting: Setting, warmup: int, steps: int, overrides: Sequence[str], options: Sequence[str] = ()
+) -> list[str]:
     """`meshwright bench` on the recipe for this shape, with the setting's numbers."""
     fields = {
         **{f"model.{name}": getattr(setting, name) for name in ("layers", "width", "heads", "kv_heads", "ffn_width")},
-        "model.head_dim": setting.width // setting.heads,
+        "model.head_dim": setting.head_dim or setting.width // setting.heads,
         "model.vocab_size": setting.vocab_size,
         "model.tied": setting.tied,
         "batch.sequence_length": setting.sequence_length,
@@ -128,10 +130,19 @@ def our_command(setting: Setting, warmup: int, steps: int, overrides: Sequence[s
         "run.compile": setting.compile,
         "run.device": setting.device,
     }
+    if setting.experts:
+        fields |= {
+            "model.experts.count": setting.experts,
+            "model.experts.top_k": setting.top_k,
+            "model.experts.ffn_width": setting.ffn_width,
+            "model.experts.force_balance": setting.forced_balance,
+            "model.experts.balance_rate": BALANCE_RATE,
+            "model.qk_norm": True,
+        }
     words = [f"{name}={json.dumps(value)}" for name, value in fields.items()]
     sets = [word for each in (*words, *setting.ours, *overrides) for word in ("--set", each)]
     command = [sys.executable, "-m", "meshwright", "bench", "pretrain-1b", *sets]
-    return [*command, "--steps", str(steps), "--warmup", str(warmup), "--json"]
+    return [*command, "--steps", str(steps), "--warmup", str(warmup), "--json", *options]
 
 
 def from_bench(bench: Row) -> Row:

@@ -1,6 +1,7 @@
-"""An empty `datasets` package where none can be imported: torchtitan imports it, and tokens in memory need none of it.
+"""Empty packages in place of `datasets` and tensorboard where these cannot be imported: torchtitan imports them, and a
+run with tokens in memory and no logs needs none of it.
 
-To be imported before torchtitan. A real one is used where there is one.
+To be imported before torchtitan. Real ones are used where there are any.
 """
 
 import sys
@@ -13,3 +14,10 @@ except ImportError:
     standin.__dict__.update(Dataset=object, load_dataset=None, distributed=distributed)
     distributed.__dict__.update(split_dataset_by_node=None)
     sys.modules |= {"datasets": standin, "datasets.distributed": distributed}
+
+try:
+    import torch.utils.tensorboard  # noqa: F401
+except ImportError:
+    writer = ModuleType("torch.utils.tensorboard")
+    writer.__dict__.update(SummaryWriter=None)
+    sys.modules["torch.utils.tensorboard"] = writer

@@ -13,12 +13,13 @@ from typing import Any
 import standins  # noqa: F401  before torchtitan, which looks for what it stands in for
 import torch
 import torchtitan.train
-from shapes import CLIP, LEARNING_RATE, NORM_EPS, ROPE_FACTOR, ROPE_THETA, Setting
+from shapes import BALANCE_RATE, CLIP, LEARNING_RATE, NORM_EPS, ROPE_FACTOR, ROPE_THETA, Setting
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import JobConfig
-from torchtitan.models import llama3
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
-from torchtitan.protocols.train_spec import register_train_spec
+from torchtitan.models.moe import MoEArgs
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from window import Window, kept_formats, read_request, synthetic_tokens
 
 NAME = "peers"
@@ -77,6 +78,21 @@ class TimedTrainer(torchtitan.train.Trainer):
 
 def register(setting: Setting) -> None:
     """Register the setting's model with torchtitan, with no tokenizer and with our tokens."""
+    model, arguments, usual = mixture(setting) if setting.experts else llama(setting)
+    spec = dataclasses.replace(
+        usual,
+        model_cls=model,
+        model_args={NAME: arguments},
+        build_tokenizer_fn=None,
+        build_dataloader_fn=lambda **_: Tokens(setting),
+        build_validator_fn=None,
+        state_dict_adapter=None,
+    )
+    register_train_spec(NAME, spec)
+
+
+def llama(setting: Setting) -> tuple[Any, Any, TrainSpec]:
+    """torchtitan's Llama."""
     arguments = llama3.TransformerModelArgs(
         dim=setting.width,
         n_layers=setting.layers,
@@ -90,16 +106,36 @@ def register(setting: Setting) -> None:
         rope_theta=ROPE_THETA,
         rope_scaling_args=RoPEScalingArgs(scaling_factor=ROPE_FACTOR),
     )
-    spec = dataclasses.replace(
-        llama3.get_train_spec(),
-        model_cls=TiedTransformer if setting.tied else llama3.Transformer,
-        model_args={NAME: arguments},
-        build_tokenizer_fn=None,
-        build_dataloader_fn=lambda **_: Tokens(setting),
-        build_validator_fn=None,
-        state_dict_adapter=None,
+    return TiedTransformer if setting.tied else llama3.Transformer, arguments, llama3.get_train_spec()
+
+
+def mixture(setting: Setting) -> tuple[Any, Any, TrainSpec]:
+    """torchtitan's Qwen3 with experts, its routing as in its own Qwen3-30B-A3B."""
+    arguments = qwen3.Qwen3ModelArgs(
+        dim=setting.width,
+        n_layers=setting.layers,
+        n_heads=setting.heads,
+        n_kv_heads=setting.kv_heads,
+        head_dim=setting.head_dim,
+        vocab_size=setting.vocab_size,
+        hidden_dim=setting.ffn_width,
+        norm_eps=NORM_EPS,
+        rope_theta=ROPE_THETA,
+        qk_norm=True,
+        max_seq_len=setting.sequence_length,
+        moe_enabled=True,
+        moe_inter_dim=setting.ffn_width,
+        moe_args=MoEArgs(
+            num_experts=setting.experts,
+            num_shared_experts=0,
+            top_k=setting.top_k,
+            score_func="softmax",
+            route_norm=True,
+            score_before_experts=False,
+            load_balance_coeff=BALANCE_RATE,
+        ),
     )
-    register_train_spec(NAME, spec)
+    return qwen3.Qwen3Model, arguments, qwen3.get_train_spec()
 
 
 def job_of(setting: Setting, steps: int, folder: str) -> JobConfig:
@@ -115,6 +151,7 @@ def job_of(setting: Setting, steps: int, folder: str) -> JobConfig:
     job.optimizer.lr = LEARNING_RATE
     job.lr_scheduler.warmup_steps = 2
     job.compile.enable = setting.compile
+    job.debug.moe_force_load_balance = setting.forced_balance
     job.activation_checkpoint.mode = setting.recompute
     job.metrics.log_freq = 1_000_000  # logging waits for the device; it logs the first step in any case
     return job

@@ -1,6 +1,7 @@
 """transformers' Trainer on one device: LlamaForCausalLM from a config, tokens in memory, nothing saved."""
 
 import json
+import sys
 import tempfile
 from typing import Any
 
@@ -8,7 +9,16 @@ import accelerate  # the Trainer needs it: without it, say so before anything sl
 import torch
 import transformers
 from shapes import CLIP, LEARNING_RATE, NORM_EPS, ROPE_FACTOR, ROPE_THETA, Setting
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from window import Window, kept_formats, read_request, synthetic_tokens
 
 
@@ -67,18 +77,43 @@ def llama(setting: Setting) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
+def mixture(setting: Setting) -> Qwen3MoeForCausalLM:
+    """The same with experts; it has no forced balance, and its loss for balance is off as by default."""
+    config = Qwen3MoeConfig(
+        vocab_size=setting.vocab_size,
+        hidden_size=setting.width,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=setting.heads,
+        num_key_value_heads=setting.kv_heads,
+        head_dim=setting.head_dim,
+        num_experts=setting.experts,
+        num_experts_per_tok=setting.top_k,
+        moe_intermediate_size=setting.ffn_width,
+        norm_topk_prob=True,
+        rms_norm_eps=NORM_EPS,
+        max_position_embeddings=setting.sequence_length,
+        tie_word_embeddings=setting.tied,
+        use_cache=False,
+    )
+    with torch.device(setting.device):
+        return Qwen3MoeForCausalLM(config)
+
+
 def main() -> None:
     """Train, and write what was measured."""
     setting, window, file = read_request()
     steps = window.warmup + window.steps
-    model, clock = llama(setting), Clock(window)
+    if setting.forced_balance:
+        sys.exit("skipped: transformers has no forced balance")
+    model: PreTrainedModel = mixture(setting) if setting.experts else llama(setting)
+    clock = Clock(window)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=steps,
             per_device_train_batch_size=setting.micro_batch,
             bf16=setting.compute == "bf16",
-            torch_compile=setting.compile,
+            torch_compile=setting.compile and not setting.experts,  # their number of tokens would be compiled in
             gradient_checkpointing=setting.recompute == "full",
             optim="adamw_torch_fused",
             learning_rate=LEARNING_RATE,

@@ -62,8 +62,12 @@ class Block(nn.Module):
             assert self.ffn is not None
             out_BSD: Tensor = self.ffn(x_BSD)
             return out_BSD
-        routed_BSD: Tensor = self.moe(x_BSD, replayed_BSK)
-        return routed_BSD if self.shared is None else routed_BSD + self.shared(x_BSD)
+        if (shared := self.shared) is None:
+            routed_BSD: Tensor = self.moe(x_BSD, replayed_BSK)
+            return routed_BSD
+        found: list[Tensor] = []
+        routed_BSD = self.moe(x_BSD, replayed_BSK, lambda: found.append(shared(x_BSD)))
+        return routed_BSD + found[0]
 
     def _drop(self, x_BSD: Tensor, draws: Draws | None, site: int) -> Tensor:
         if draws is None or self.dropout == 0.0:

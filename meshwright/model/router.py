@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from meshwright.job.experts import Experts
 from meshwright.model.capacity import Earlier, Queues, queues
 from meshwright.model.numbers import wide_dtype
+from meshwright.model.wide import wide_product
 from meshwright.torch_private.autograd import in_backward
 
 
@@ -38,6 +39,9 @@ class WideLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         wide = wide_dtype(x.dtype)
         weight, bias = self.own(self.weight), None if self.bias is None else self.own(self.bias)
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+            product = wide_product(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+            return product if bias is None else product + bias.to(wide)
         return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 

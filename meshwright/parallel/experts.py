@@ -1,5 +1,6 @@
 """Expert parallelism: each rank holds some experts of every layer, and tokens travel to them and back.
 
+While they travel, the shared expert computes, and in the backward its gradients are computed while theirs travel.
 R rows that this rank sends, Q rows that it receives, D width, N experts, M experts of a rank, P ranks.
 """
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from meshwright.job import Job
 from meshwright.model import Router
-from meshwright.model.moe import Compute, ExpertWeights, MixtureOfExperts, PackedLinear, permuted
+from meshwright.model.moe import Compute, ExpertWeights, Meanwhile, MixtureOfExperts, PackedLinear, nothing, permuted
 from meshwright.parallel.context.order import zigzag_places
 from meshwright.parallel.world import World, all_gather
 
@@ -120,13 +121,13 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, group.size()
 
-    def __call__(self, rows_RD: Tensor, counts_N: Tensor, compute: Compute) -> Tensor:
+    def __call__(self, rows_RD: Tensor, counts_N: Tensor, compute: Compute, meanwhile: Meanwhile) -> Tensor:
         counts_PM = counts_N.view(self._ranks, -1)
         arriving_PM = torch.empty_like(counts_PM)
         dist.all_to_all_single(arriving_PM, counts_PM.contiguous(), group=self._group)
         # The only place where the host waits for the device: both numbers of rows in one transfer.
         sent, received = torch.stack([counts_PM.sum(1), arriving_PM.sum(1)]).tolist()
-        arrived_QD = _exchanged(rows_RD, sent, received, self._group)
+        arrived_QD = _exchanged(rows_RD, sent, received, self._group, meanwhile)
         order, inverse = _by_expert(arriving_PM)
         out_QD = compute(permuted(arrived_QD, order, inverse), arriving_PM.sum(0))
         return _exchanged(permuted(out_QD, inverse, order), received, sent, self._group)
@@ -138,10 +139,10 @@ class EvenExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, group.size()
 
-    def __call__(self, rows_RD: Tensor, counts_N: Tensor, compute: Compute) -> Tensor:
+    def __call__(self, rows_RD: Tensor, counts_N: Tensor, compute: Compute, meanwhile: Meanwhile) -> Tensor:
         experts = len(counts_N) // self._ranks
         splits = [len(rows_RD) // self._ranks] * self._ranks
-        arrived_RD = _exchanged(rows_RD, splits, splits, self._group)
+        arrived_RD = _exchanged(rows_RD, splits, splits, self._group, meanwhile)
         out_RD = compute(_swapped(arrived_RD, self._ranks, experts), counts_N.view(self._ranks, -1).sum(0))
         return _exchanged(_swapped(out_RD, experts, self._ranks), splits, splits, self._group)
 
@@ -161,21 +162,70 @@ def _by_expert(arriving_PM: Tensor) -> tuple[Tensor, Tensor]:
     return order, inverse
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    result: Tensor = _Exchanged.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Exchanged(torch.autograd.Function):
+def _exchanged(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, meanwhile: Meanwhile = nothing
+) -> Tensor:
     """The first rows go to the first rank, and so on; gradients go the same way back."""
+    transfer = _Transfer(sent, received, group)
+    travelling: Tensor = _Sent.apply(rows, transfer)  # type: ignore[no-untyped-call]
+    meanwhile()
+    arrived: Tensor = _Arrived.apply(travelling, transfer)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class _Transfer:
+    """Rows on their way to other ranks, or their gradients on the way back."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self._sent, self._received, self._group = sent, received, group
+        self._work: Any = None
+        self._rows: list[Tensor] = []
+
+    def start(self, rows: Tensor, *, back: bool = False) -> None:
+        """Send rows without waiting for those of the others."""
+        sent, received = (self._received, self._sent) if back else (self._sent, self._received)
+        self._rows = [rows.contiguous(), rows.new_empty(sum(received), *rows.shape[1:])]
+        self._work = dist.all_to_all_single(
+            self._rows[1], self._rows[0], received, sent, group=self._group, async_op=True
+        )
+
+    def travelling(self) -> Tensor:
+        """Where the rows will be."""
+        return self._rows[1]
+
+    def wait(self) -> Tensor:
+        """The rows of the others, once they are there; on a GPU the host does not wait."""
+        self._work.wait()
+        _, arrived = self._rows
+        self._work, self._rows = None, []
+        return arrived
+
+
+class _Sent(torch.autograd.Function):
+    """Starts a transfer; in the backward, which reaches this last, waits for that of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        result = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(rows)
+        return transfer.travelling()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.wait(), None
+
+
+class _Arrived(torch.autograd.Function):
+    """Waits for a transfer; in the backward starts that of the gradients, which the other side of it receives: what is
+    returned here has the shape of these rows, and is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, travelling: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.wait()
+        return travelling.view_as(travelling)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.transfer.start(grad, back=True)
+        return grad, None

@@ -135,7 +135,12 @@ def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple
 def own_software(job: Job, *, on_cpu: bool = False) -> Software:
     """Meshwright's own trainer as the job runs it; on a CPU transfers use the cores that they could hide behind."""
     own = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
-    return replace(own, gradient_overlap=False, parameter_overlap=False) if on_cpu else own
+    if on_cpu:
+        return replace(own, gradient_overlap=False, parameter_overlap=False)
+    experts = job.model.experts
+    if experts is None or job.layout.ep > 1 or job.model.linear_bias or experts.swiglu_limit is not None:
+        return own
+    return replace(own, weighted_inside=True)
 
 
 def _stage_layers(job: Job, table: Table | None) -> list[int]:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from meshwright.job import Model
 from meshwright.model import Decoder, initialise, routers
-from meshwright.model.moe import MixtureOfExperts, products_one_by_one, products_together
+from meshwright.model.moe import (
+    MixtureOfExperts,
+    fit_one_kernel,
+    of_experts_with_rows,
+    products_one_by_one,
+    products_together,
+)
 
 EXPERTS: dict[str, Any] = {"count": 6, "top_k": 2, "ffn_width": 5}
 SIGMOID = EXPERTS | {"scores": "sigmoid", "groups": 3, "groups_kept": 2, "scale": 2.5}
@@ -99,6 +105,17 @@ def test_products_in_one_kernel_are_those_of_one_expert_at_a_time() -> None:
     theirs = torch.autograd.grad(single, (rows, weights), seed)
     for own, other in zip(torch.autograd.grad(together, (rows, weights), seed), theirs, strict=True):
         torch.testing.assert_close(own, other)
+
+
+def test_what_one_kernel_does_not_take_is_multiplied_one_by_one() -> None:
+    sizes = [(64, 48, 16), (1024, 8, 8), (4, 20, 16), (4, 24, 12)]
+    assert [fit_one_kernel(torch.empty(size)) for size in sizes] == [True, False, False, False]
+
+
+def test_gradients_that_a_kernel_did_not_write_are_zero() -> None:
+    written = torch.full((4, 2, 2), 3.0)
+    found = of_experts_with_rows(written.index_fill(0, torch.tensor([0, 2]), float("nan")), torch.tensor([0, 5, 5, 6]))
+    assert found[:, 0, 0].tolist() == [0.0, 3.0, 0.0, 3.0]
 
 
 def test_of_equal_experts_the_first_are_chosen() -> None:

@@ -1,21 +1,25 @@
 """Experts on several ranks; that all layouts compute the same is what `verify --matrix` proves."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from meshwright.job import Job
 from meshwright.model import routers
-from meshwright.parallel import World, build
+from meshwright.parallel import World, build, experts, join_world
 from meshwright.parallel.experts import run_starts
+from meshwright.verify.ranks import run_ranks
 
-EXPERTS = {"count": 4, "top_k": 2, "ffn_width": 8, "capacity": 0.5}
+EXPERTS = {"count": 4, "top_k": 2, "ffn_width": 8}
+MODEL = {"vocab_size": 32, "width": 8, "layers": 2, "heads": 2, "experts": EXPERTS}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", {"segments": 2}])
 def test_recomputed_tokens_are_counted_once(recompute: object) -> None:
     job = Job.model_validate(
         {
-            "model": {"vocab_size": 32, "width": 8, "layers": 2, "heads": 2, "experts": EXPERTS},
+            "model": MODEL | {"experts": EXPERTS | {"capacity": 0.5}},
             "memory": {"recompute": recompute},
             "run": {"device": "cpu"},
         }
@@ -41,3 +45,42 @@ def test_the_runs_of_all_ranks_are_the_sequence(sequence: int, cp: int, tp: int)
     starts = run_starts(sequence, cp, tp)
     covered = [start + i for start, size in zip(starts, sizes * (cp * tp), strict=True) for i in range(size)]
     assert sorted(covered) == list(range(sequence))
+
+
+def events_of_a_pass() -> list[str]:
+    """What a rank does in one layer's forward and backward, in order."""
+    job = Job.model_validate(
+        {
+            "model": MODEL | {"layers": 1, "experts": EXPERTS | {"shared_width": 8}},
+            "batch": {"sequence_length": 8, "global_batch": 4, "micro_batch": 2},
+            "layout": {"dp_shard": 2, "ep": 2},
+        }
+    )
+    engine, weights = build(job, join_world(job, torch.device("cpu")))
+    [model], seen = engine.modules, []
+
+    def noted(name: str, call: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return call(*args, **options)
+
+        return run
+
+    transfer: Any = experts._Transfer
+    transfer.start, transfer.wait = noted("start", transfer.start), noted("wait", transfer.wait)
+    shared = model.get_submodule("layers.0.shared")
+    shared.register_forward_hook(lambda *_: seen.append("shared"))
+    shared.register_full_backward_hook(lambda *_: seen.append("shared"))
+    weights.start_micro_batch(last=True)
+    tokens = torch.randint(0, 32, (2, 8))
+    model(tokens, tokens, 32.0).backward()
+    return seen
+
+
+def test_the_shared_expert_computes_while_rows_travel() -> None:
+    """In both directions: rows to the experts, and their gradients back from there."""
+    for seen in run_ranks(events_of_a_pass, 2):
+        assert [seen.count(each) for each in ("start", "wait", "shared")] == [4, 4, 2]
+        forward, backward = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+        assert forward == ["start", "shared", "wait", "start", "wait"]
+        assert backward == ["start", "wait", "start", "shared", "wait"]

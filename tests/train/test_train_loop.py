@@ -90,8 +90,9 @@ def test_a_worker_that_is_waited_for_is_an_event(run, monkeypatch) -> None:
     monkeypatch.setattr(watch, "SLOW_S", 0.2)
     monkeypatch.setattr(Stream, "read", lambda self, sample: (sample == 9 and time.sleep(0.8)) or read(self, sample))
     memory, _, _ = run("data.workers=1", "run.steps=4")
-    (told,) = [event["waiting"] for event in memory.events if event["kind"] == "slow_data"]
-    assert re.search(r"for data worker 0 of 1 \(process \d+, reading the step of sample 8\)", told)
+    # On a busy machine other waits may be that long too.
+    told = [event["waiting"] for event in memory.events if event["kind"] == "slow_data"]
+    assert any(re.search(r"for data worker 0 of 1 \(process \d+, reading the step of sample 8\)", one) for one in told)
 
 
 def test_dropout_and_micro_batches_draw_the_same_masks(run) -> None:
