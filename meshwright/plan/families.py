@@ -11,7 +11,8 @@ from meshwright.plan.groups import groups_of
 from meshwright.plan.kept import block_bytes, side_by_side
 from meshwright.plan.kernels import Device, device_of, matmul_at_once
 from meshwright.plan.machine import Machine
-from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
+from meshwright.plan.predict import own_software
+from meshwright.plan.software import Software
 from meshwright.plan.space import KINDS, degrees_of, micro_batches_of, ways_of, with_degrees, with_way
 from meshwright.plan.step import shared_s
 
@@ -44,12 +45,11 @@ def families_of(job: Job, machine: Machine, allow: frozenset[str], *, at_once: b
     for compute, compiled in ways_of(job, machine.gpu, allow):
         way = with_way(job, compute, compiled)
         device = device_of(machine.gpu, machine.rates, compute, machine.measured)
-        software = MESHWRIGHT_COMPILED if compiled else MESHWRIGHT
         degrees = degrees_of(way, machine.gpus)
         groups = [[with_degrees(way, tp, cp, ep, micro) for micro in micros] for tp, cp, ep in degrees]
-        _warm(device, software, [each for group in groups for each in group])
+        _warm(device, own_software(way), [each for group in groups for each in group])
         for group in groups:
-            yield from _families(group, device, software, machine)
+            yield from _families(group, device, own_software(group[0]), machine)
 
 
 def _warm(device: Device, software: Software, jobs: list[Job]) -> None:
