@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,16 +69,34 @@ def _rows(loaded: LoadedJob) -> list[Row]:
         follows = value if name in _FOLLOWING and origin == "default" else derived.get(name)
         differs = (value, derived.get(name)) != (plain[section][field], plain_derived.get(name))
         rows.append(Row(name, value, follows, origin, meaning, differs))
+        rows += _inside(loaded, rows[-1])
     return rows
+
+
+def _inside(loaded: LoadedJob, row: Row) -> list[Row]:
+    """The fields of a field that is a table, if it is set."""
+    from meshwright.job import table_fields
+
+    section, field = row.field.split(".")
+    table = getattr(getattr(loaded.job, section), field)
+    if table is None:
+        return []
+    inside = []
+    for key, meaning in table_fields(row.field).items():
+        given = key in table.model_fields_set
+        differs = given and row.value[key] != type(table).model_fields[key].default
+        origin = loaded.origin(f"{row.field}.{key}") if given else "default"
+        inside.append(Row(f"{row.field}.{key}", row.value[key], None, origin, meaning, differs))
+    return inside
 
 
 def _lines(rows: list[Row], width: int, meanings: bool) -> list[str]:
     """A job file of these fields; what is not set is a comment."""
-    lines, section = [], ""
-    for row in rows:
-        if (own := row.field.partition(".")[0]) != section:
-            lines += [""] * bool(section) + [f"[{own}]"]
-            section = own
+    lines, table = [], ""
+    for row in _by_table(rows):
+        if (own := row.field.rpartition(".")[0]) != table:
+            lines += [""] * bool(table) + [f"[{own}]"]
+            table = own
         elif meanings:
             lines.append("")
         lines += _comment(row.meaning, width) if meanings else []
@@ -84,10 +104,18 @@ def _lines(rows: list[Row], width: int, meanings: bool) -> list[str]:
     return [*lines, ""]
 
 
+def _by_table(rows: list[Row]) -> Iterator[Row]:
+    """The rows in the order of a file: the tables of a section follow its fields, and stand for the fields they are."""
+    tables = {row.field.rpartition(".")[0] for row in rows if row.field.count(".") > 1}
+    for _, section in groupby(rows, lambda row: row.field.partition(".")[0]):
+        own = [row for row in section if row.field not in tables]
+        yield from sorted(own, key=lambda row: row.field.count("."))
+
+
 def _field(row: Row, width: int) -> list[str]:
     from meshwright.job import toml_value
 
-    name = row.field.partition(".")[2]
+    name = row.field.rpartition(".")[2]
     if row.derived is not None:
         return [f"{f'# {name} = {toml_value(row.derived)}':<{_ORIGIN_COLUMN}}# derived"]
     if row.value is None:
@@ -98,17 +126,19 @@ def _field(row: Row, width: int) -> list[str]:
     last = code.rpartition("\n")[2]
     if max(len(last), _ORIGIN_COLUMN) + len(row.origin) + 4 > width:
         return [f"# {row.origin}:", *code.split("\n")]
-    return [*code.split("\n")[:-1], f"{last:<{_ORIGIN_COLUMN}}# {row.origin}"]
+    return [*code.split("\n")[:-1], f"{last:<{_ORIGIN_COLUMN - 1}} # {row.origin}"]
 
 
 def _sums(job: Job) -> str:
     """What the fields together amount to."""
-    from meshwright.cost import parameter_count
+    from meshwright.cost import active_parameters, parameter_count
     from meshwright.layout import ranks_of
 
     ranks, count = ranks_of(job.layout), job.accumulation
     tokens = job.tokens_per_step
     parameters = "a model of your own" if job.model.file else f"{parameter_count(job.model):,} parameters"
+    if job.model.experts is not None and not job.model.file:
+        parameters += f", of which a token uses {active_parameters(job.model):,}"
     return (
         f"{parameters}; {ranks} rank{'s' * (ranks > 1)}, {count} micro-batch{'es' * (count > 1)} per rank and step "
         f"(accumulation), {tokens:,} tokens per step, {tokens * job.run.steps:,} tokens in {job.run.steps:,} steps"

@@ -25,6 +25,7 @@ from meshwright.job.load import (
     load_job,
     override_fields,
     planned_text,
+    table_fields,
     updated_text,
 )
 from meshwright.job.model import Latent, Model, RopeScaling
@@ -71,6 +72,7 @@ __all__ = [
     "recipes",
     "require_trust",
     "start_folder",
+    "table_fields",
     "toml_value",
     "unknown_model",
     "updated_text",

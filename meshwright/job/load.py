@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -37,7 +37,8 @@ class LoadedJob:
     raw: str
     """The job file's text as written."""
     origins: dict[str, str]
-    """Dotted field name → file, preset, init_from or override; a field not listed has its default."""
+    """Dotted field name → file, preset, init_from or override; a field not listed has its default. Keys of a field that
+    is a table have their own (`model.experts.count`)."""
 
     from_run: bool = False
     """Whether the job was read from a run folder, which someone else may have created."""
@@ -158,7 +159,7 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     merged: Table = {}
     for table, origin in (*tables, (from_file, "file"), (from_overrides, "override")):
         _merge(merged, table)
-        origins.update(dict.fromkeys(_leaves(table), origin))
+        origins.update(dict.fromkeys((*_leaves(table), *_inner_leaves(table)), origin))
     if preset:
         merged["model"]["preset"] = preset  # however it was spelled
     if folder:
@@ -198,6 +199,18 @@ def job_fields() -> Iterator[tuple[str, str]]:
     for name, section in _sections().items():
         for field, info in section.model_fields.items():
             yield f"{name}.{field}", info.description or ""
+
+
+def table_fields(name: str) -> dict[str, str]:
+    """The fields of a `section.field` that is a table of its own (`model.experts`), with their descriptions; of others
+    none."""
+    section, _, field = name.partition(".")
+    info = _sections()[section].model_fields.get(field) if section in _sections() else None
+    tables = [one for one in get_args(info.annotation) if isinstance(one, type)] if info else []
+    # One table or nothing: tables that differ by their only field, as in memory.recompute, are written in a line.
+    if len(tables) != 2 or type(None) not in tables or not issubclass(tables[0], BaseModel):
+        return {}
+    return {key: own.description or "" for key, own in tables[0].model_fields.items()}
 
 
 def job_schema() -> dict[str, Any]:
@@ -311,6 +324,14 @@ def _leaves(table: Table) -> Iterator[str]:
             yield from (f"{section}.{field}" for field in fields)
 
 
+def _inner_leaves(table: Table) -> Iterator[str]:
+    """`section.field.key` for every key of a field that is a table."""
+    for name in _leaves(table):
+        section, field = name.split(".", 1)
+        if isinstance(value := table[section][field], dict):
+            yield from (f"{name}.{key}" for key in value)
+
+
 def _validate(merged: Table, origins: dict[str, str], path: Path) -> Job:
     try:
         # Through JSON, because strict mode then still accepts a list for a tuple but not "4" for 4.
@@ -330,6 +351,10 @@ def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> s
         return f"{path}: a text is not valid Unicode ({problem['ctx']['error']}); write it as UTF-8"
     field = ".".join(location[:2])
     where = "--set" if origins.get(field) == "override" else str(path)
+    if len(location) == 3 and (inside := table_fields(field)):
+        table, field = field, ".".join(location)
+        if problem["type"] == "missing":
+            return f"{where}: {table} needs {location[2]}; set {field} ({_begun(inside[location[2]])})"
     if problem["type"] == "extra_forbidden":
         return f"{where}: {'.'.join(location)} is not a known setting; {_known_name(location)}"
     if problem["type"] == "value_error":
@@ -345,10 +370,18 @@ def _known_name(location: list[str]) -> str:
     if len(location) == 1:
         return nearest(location[0], list(sections))
     section, key = location[0], location[1]
+    if len(location) == 3 and (inside := table_fields(f"{section}.{key}")):
+        return nearest(location[2], list(inside)).replace("did you mean ", f"did you mean {section}.{key}.", 1)
     if elsewhere := [name for name in field_names() if name.endswith(f".{key}")]:
         return f"did you mean {elsewhere[0]}?"
     close = nearest(key, list(sections[section].model_fields))
     return close.replace("did you mean ", f"did you mean {section}.", 1)
+
+
+def _begun(meaning: str) -> str:
+    """A description as part of a sentence: its first one, without a capital."""
+    first = " ".join(meaning.split()).split(". ")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
 
 
 def _shown(value: Any) -> str:

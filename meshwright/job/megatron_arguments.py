@@ -3,8 +3,8 @@
 from meshwright.job.convert import ANY, Noted, Passed, Rule
 
 _SPEED = "it tunes how Megatron moves data and changes no results: remove it"
-_DENSE = "experts are not supported: give the arguments of a dense model"
-_LATENT = "latent attention is not supported: give the arguments of another model"
+_DENSE = "experts are not translated: remove it, and set model.experts and layout.ep in the job"
+_LATENT = "latent attention is not translated: remove it, and set model.latent in the job"
 _DECODER = "only decoder-only language models are supported"
 _WEIGHTS = "Megatron's checkpoints are not read: convert one to a Hugging Face folder and set model.init_from"
 _SCALE = "the loss scale here has no such setting: remove it"

@@ -56,4 +56,4 @@ def _require_tensor_parallel(job: Job, shared_width: int) -> None:
 
 def _degrees(most: int) -> str:
     fitting = [str(degree) for degree in range(1, min(most, 4096) + 1) if most % degree == 0]
-    return f"set it to one of {', '.join(fitting)}"
+    return f"set it to {'one of ' * (len(fitting) > 1)}{', '.join(fitting)}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from itertools import product
 from math import prod
 
 _MOST_NODES = 16
@@ -14,18 +15,24 @@ _WORDS = {
     "dp_shard": "shards (dp_shard)",
     "cp": "slices of a sequence (cp)",
     "tp": "shards of a layer (tp)",
+    "ep": "ranks with different experts (ep)",
 }
 
 
-def mesh(axes: dict[str, int], gpus_per_node: int, stages: Sequence[str] = ()) -> str:
+def mesh(axes: dict[str, int], gpus_per_node: int, stages: Sequence[str] = (), ep: int = 1) -> str:
     """A panel for every axis larger than 1; `axes` are sizes by name, outermost first, as ranks are numbered.
 
-    `stages` says what each pipeline rank holds.
+    `stages` says what each pipeline rank holds. Experts are distributed over `ep` of the ranks that have different
+    tokens, whatever axes these are on.
     """
     ranks = prod(axes.values())
     nodes = -(-ranks // gpus_per_node)
     used = [name for name, size in axes.items() if size > 1]
-    panels = "".join(_panel(name, axes, gpus_per_node, stages if name == "pp" else ()) for name in used)
+    panels = "".join(
+        _panel(name, axes[name], _places(name, axes), gpus_per_node, stages if name == "pp" else ()) for name in used
+    )
+    if ep > 1:
+        panels += _panel("ep", ep, _expert_places(axes, ep), gpus_per_node, ())
     note = "Every row is a node, every square a GPU, numbered and coloured by its position along the axis."
     if max(axes.values()) > _TINTS:
         note += f" Colours repeat after {_TINTS} positions."
@@ -39,14 +46,25 @@ def mesh(axes: dict[str, int], gpus_per_node: int, stages: Sequence[str] = ()) -
     )
 
 
-def _panel(name: str, axes: dict[str, int], gpus_per_node: int, stages: Sequence[str]) -> str:
-    sizes = list(axes.items())
-    place = [axis for axis, _ in sizes].index(name)
-    size, stride, ranks = axes[name], prod(size for _, size in sizes[place + 1 :]), prod(axes.values())
-    held = [
-        [rank // stride % size for rank in range(first, min(first + gpus_per_node, ranks))]
-        for first in range(0, ranks, gpus_per_node)
-    ]
+def _places(name: str, axes: dict[str, int]) -> list[int]:
+    """The position of every rank along an axis."""
+    inner = prod(list(axes.values())[list(axes).index(name) + 1 :])
+    return [rank // inner % axes[name] for rank in range(prod(axes.values()))]
+
+
+def _expert_places(axes: dict[str, int], ep: int) -> list[int]:
+    """Which of the shares of experts every rank has: neighbours in a replica have different ones."""
+    sizes = {"dp_shard": 1, "cp": 1, "tp": 1, **axes}
+    found = []
+    for at in product(*(range(size) for size in axes.values())):
+        place = {"dp_shard": 0, "cp": 0, "tp": 0, **dict(zip(axes, at, strict=True))}
+        found.append(((place["dp_shard"] * sizes["cp"] + place["cp"]) * sizes["tp"] + place["tp"]) % ep)
+    return found
+
+
+def _panel(name: str, size: int, places: Sequence[int], gpus_per_node: int, stages: Sequence[str]) -> str:
+    ranks = len(places)
+    held = [places[first : first + gpus_per_node] for first in range(0, ranks, gpus_per_node)]
     rows = _shown(held)
     drawn = [_row(name, node, held[node], gpus_per_node, row) for row, node in enumerate(rows)]
     width = _LEFT + min(gpus_per_node, ranks) * (_CELL + _GAP)

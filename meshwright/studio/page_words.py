@@ -22,6 +22,10 @@ LABELS = {
     "pue": "PUE",
     "co2": "CO₂",
     "ask": "Question",
+    "experts.count": "experts",
+    "experts.top_k": "experts per token",
+    "experts.ffn_width": "expert width",
+    "experts.shared_width": "shared expert width",
 }
 """What the form calls its fields; it shows those of a model's shape with spaces for underscores."""
 
@@ -42,8 +46,8 @@ _WORDS = (
     (r"\bmodel\.preset\b", LABELS["model"], "model"),
     (r"\bmax_sequence_length\b", "longest sequence", None),
 )
-_SHAPE_FIELD = re.compile(r"\bmodel\.(\w+)")
-_JOB_FIELD = re.compile(r"\b(?:model|layout|memory|batch|precision)\.([a-z]\w*)")
+_SHAPE_FIELD = re.compile(r"\bmodel\.(\w+(?:\.\w+)?)")
+_JOB_FIELD = re.compile(r"\b(?:model|layout|memory|batch|precision)\.([a-z]\w*(?:\.[a-z]\w*)?)")
 
 
 class FieldError(UserError):
@@ -56,14 +60,14 @@ class FieldError(UserError):
 
 def label(field: str) -> str:
     """What the page calls a field."""
-    return LABELS.get(field) or field.replace("_", " ")
+    return LABELS.get(field) or field.replace("_", " ").replace(".", " ")
 
 
 def in_page_words(text: str) -> str:
     """A sentence about options and job fields as one about what is on the page."""
     for pattern, words, _ in _WORDS:
         text = re.sub(pattern, words, text)
-    return _JOB_FIELD.sub(lambda found: found[1].replace("_", " "), text)
+    return _JOB_FIELD.sub(lambda found: label(found[1]) if "." in found[1] else found[1].replace("_", " "), text)
 
 
 def field_of(error: UserError) -> str | None:

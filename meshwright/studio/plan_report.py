@@ -101,7 +101,7 @@ def _drawn_micro_batches(job: "Job") -> int:
 def _mesh(job: "Job", cluster: "Cluster", table: "Table | None") -> str:
     from meshwright.layout import axes
 
-    return mesh(axes(job.layout), cluster.gpus_per_node, _stages(job, table))
+    return mesh(axes(job.layout), cluster.gpus_per_node, _stages(job, table), job.layout.ep)
 
 
 def _stages(job: "Job", table: "Table | None") -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SHAPE = (
     *("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "ffn_width", "max_sequence_length"),
     *("norm", "activation", "positions", "qkv_bias", "linear_bias", "qk_norm", "sliding_window", "tied"),
+    *("experts", "latent", "qk_norm_over", "window_layers", "sinks"),
 )
 """Fields of a model that a plan depends on."""
 LIMITS = {
@@ -30,6 +31,10 @@ LIMITS = {
     "kv_heads": (1, 512),
     "head_dim": (2, 1024),
     "ffn_width": (16, 2**18),
+    "experts.count": (1, 2**12),
+    "experts.top_k": (1, 2**8),
+    "experts.ffn_width": (16, 2**18),
+    "experts.shared_width": (0, 2**18),
     "max_sequence_length": (16, 2**24),
 }
 """Minimum and maximum of every number; larger values are typos, or attempts to keep the planner busy."""
@@ -104,6 +109,17 @@ def pick_of(job: "Job") -> str:
     return json.dumps(parts, separators=(",", ":"))
 
 
+def shape_of(model: "Model") -> dict[str, Any]:
+    """A model's fields that a plan depends on, as the form has them; of its tables what differs from the defaults."""
+    from pydantic import BaseModel
+
+    values = ((name, getattr(model, name)) for name in SHAPE)
+    return {
+        name: value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, BaseModel) else value
+        for name, value in values
+    }
+
+
 def asked(state: dict[str, Any], cluster: "Cluster | None" = None, model: "Model | None" = None) -> Asked:
     """The request for a page's state, or for another cluster or model; a UserError names what is invalid."""
     from meshwright.cost import parameter_count
@@ -124,8 +140,10 @@ def _model(state: dict[str, Any]) -> "Model":
     given = state.get("shape") or {}
     if not isinstance(given, dict) or set(given) - set(SHAPE):
         raise UserError(f"shape has fields that no plan depends on; give some of {', '.join(SHAPE)}")
+    experts = given.get("experts")
+    flat = given | ({f"experts.{name}": value for name, value in experts.items()} if isinstance(experts, dict) else {})
     for name in LIMITS:
-        _number(given, name)
+        _number(flat, name)
     start: dict[str, Any] = {}
     if name := str(state.get("model") or ""):
         preset = preset_named(name)

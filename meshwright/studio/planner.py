@@ -14,7 +14,7 @@ from meshwright.studio.expectations import expectations
 from meshwright.studio.numbers import count
 from meshwright.studio.page_words import field_of, in_page_words
 from meshwright.studio.plan_report import layout_pictures
-from meshwright.studio.plan_request import SHAPE, Asked, asked, pick_of
+from meshwright.studio.plan_request import Asked, asked, pick_of, shape_of
 from meshwright.studio.questions import other_answer
 from meshwright.studio.training import FIELDS, Training, training
 
@@ -69,7 +69,7 @@ class Planner:
         return found
 
     def _search(self, state: dict[str, Any]) -> dict[str, Any]:
-        from meshwright.cost import parameter_count
+        from meshwright.cost import active_parameters, parameter_count
         from meshwright.plan import why_not
 
         question, whole = asked(state), training(state)
@@ -78,7 +78,8 @@ class Planner:
         return {
             "parameters": parameter_count(question.model),
             "parameters_words": count(parameter_count(question.model)),
-            "shape": {name: getattr(question.model, name) for name in SHAPE},
+            "active_words": count(active_parameters(question.model)) if question.model.experts else "",
+            "shape": shape_of(question.model),
             "gpus": question.gpus,
             "sequence": question.sequence,
             "batch": question.batch,
@@ -234,7 +235,7 @@ def _config(state: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError("config is not a JSON object; give a Hugging Face config.json")
     model = model_of_config(config)
-    return {"shape": {name: getattr(model, name) for name in SHAPE}}
+    return {"shape": shape_of(model)}
 
 
 def _run(state: dict[str, Any]) -> dict[str, Any]:

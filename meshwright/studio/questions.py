@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.studio.page_words import FieldError, in_page_words
-from meshwright.studio.plan_request import LIMITS, SHAPE, asked, pick_of, site_of
+from meshwright.studio.plan_request import LIMITS, asked, pick_of, shape_of, site_of
 from meshwright.studio.scatter import Cloud, scatter
 from meshwright.studio.training import amount_of
 
@@ -309,7 +309,7 @@ def _opened(question: "Question", one: "Candidate", *, shaped: bool = False) -> 
         "pick": pick_of(one.job),
     }
     if shaped:
-        form["shape"] = {name: value for name in SHAPE if (value := getattr(question.job.model, name)) is not None}
+        form["shape"] = {name: value for name, value in shape_of(question.job.model).items() if value is not None}
     if network := (cluster.links or {}).get("network"):
         form["network_link"] = network
     return form

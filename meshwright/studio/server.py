@@ -19,6 +19,7 @@ from meshwright.studio.confined import Outside
 from meshwright.studio.guard import COOKIE, HEADERS, Guard
 from meshwright.studio.learn import START, guide_groups, guide_page, guide_picture, guide_titles
 from meshwright.studio.limits import QUESTIONS, Connections, Guesses, TimedReader, TooLarge
+from meshwright.studio.page_words import label
 from meshwright.studio.plan_request import LIMITS
 from meshwright.studio.planner_process import PlannerProcess
 from meshwright.studio.questions import ASKS
@@ -298,15 +299,18 @@ def _worded(value: Any) -> Any:
 def choices(runs: Path) -> dict[str, Any]:
     """What the plan page offers."""
     from meshwright.hardware import known_gpus
-    from meshwright.job import model_preset, model_presets
+    from meshwright.job import job_fields, model_preset, model_presets, table_fields
     from meshwright.plan import ALLOWED
 
+    meanings = {name.removeprefix("model."): words for name, words in job_fields() if name.startswith("model.")}
+    meanings |= {f"experts.{name}": words for name, words in table_fields("model.experts").items()}
     return {
         "version": VERSION,
         "runs_folder": str(runs),
         "models": {name: model_preset(name) for name in model_presets()},
         "gpus": {gpu.key: {"gib": gpu.memory_gib, "guessed": _is_guessed(gpu.key)} for gpu in known_gpus()},
         "limits": LIMITS,
+        "shape": {name: {"label": label(name), "meaning": meanings[name]} for name in LIMITS if name in meanings},
         "allowed": list(ALLOWED),
         "questions": ASKS,
     }

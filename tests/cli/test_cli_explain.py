@@ -16,6 +16,11 @@ MANY = [
     *("--set", 'evaluation.sets={"a set" = "corpus"}'),
 ]
 
+EXPERTS = [
+    *("--set", "model.experts={count=4, top_k=2, ffn_width=8, balance_rate=0.01}", "--set", "layout.ep=2"),
+    *("--set", "layout.dp_shard=2", "--set", "model.rope_scaling={kind='yarn', factor=2.0}"),
+]
+
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +28,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--changed",)], ids=["all", "changed"])
-@pytest.mark.parametrize("more", [(), tuple(MANY)], ids=["plain", "many"])
+@pytest.mark.parametrize("more", [(), tuple(MANY), tuple(EXPERTS)], ids=["plain", "many", "tables"])
 def test_what_is_printed_is_the_job_again(
     cli: Any, tiny_job: Path, tmp_path: Path, options: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
@@ -48,6 +53,56 @@ def test_changed_leaves_out_defaults_and_says_what_follows(cli: Any, tiny_job: P
     assert (
         "4 ranks, 1 micro-batch per rank and step (accumulation), 128 tokens per step, 1,280 tokens in 10 st" in total
     )
+
+
+def test_a_field_that_is_a_table_is_one_with_the_origin_and_meaning_of_every_field(cli: Any, tiny_job: Path) -> None:
+    out = cli("job", "explain", "job.toml", *EXPERTS).out
+    table = out.partition("[model.experts]")[2].partition("\n[")[0]
+    assert "# Experts that each token is sent to.\ntop_k = 2 " in table and "experts = {" not in out
+    lines = {line.partition(" #")[0].strip(): line for line in table.splitlines()}
+    assert lines["balance_rate = 0.01"].endswith("# override") and lines["z_loss = 0.0"].endswith("# default")
+    changed = cli("job", "explain", "job.toml", "--changed", *EXPERTS).out
+    assert (
+        "balance_rate = 0.01" in changed and "z_loss" not in changed and "parameters, of which a token uses" in changed
+    )
+    rows = {
+        row["field"]: row for row in json.loads(cli("job", "explain", "job.toml", "--json", *EXPERTS).out)["fields"]
+    }
+    assert rows["model.experts"]["value"]["count"] == rows["model.experts.count"]["value"] == 4
+    assert rows["model.experts.count"]["meaning"] == "Experts per layer."
+
+
+def test_a_key_of_a_table_has_its_own_origin(cli: Any, tiny_job: Path) -> None:
+    settings = ["--set", "model.preset=tiny-moe", "--set", "model.experts.balance_rate=0.01"]
+    out = cli("job", "explain", "job.toml", "--changed", *settings).out
+    lines = {line.partition(" #")[0].strip(): line for line in out.splitlines()}
+    assert lines["balance_rate = 0.01"].endswith("# override") and lines["top_k = 2"].endswith("# preset tiny-moe")
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentences"),
+    [
+        (
+            "model.experts={count=4, top_k=2}",
+            ["--set: model.experts needs ffn_width; set model.experts.ffn_width (inner size of one expert)"],
+        ),
+        (
+            "model.experts={count=4, top_q=2, ffn_width=8}",
+            [
+                "--set: model.experts needs top_k; set model.experts.top_k (experts that each token is sent to)",
+                "--set: model.experts.top_q is not a known setting; did you mean model.experts.top_k?",
+            ],
+        ),
+        (
+            'model.latent={kv_rank="a", rope_dim=4, value_dim=8}',
+            ['--set: model.latent.kv_rank = "a" is not allowed; it should be a whole number'],
+        ),
+    ],
+)
+def test_mistakes_inside_a_table_name_its_field(cli: Any, tiny_job: Path, setting: str, sentences: list[str]) -> None:
+    refused = cli("job", "explain", "job.toml", "--set", setting)
+    assert refused.code == 2
+    assert refused.err.removeprefix("meshwright: ").splitlines() == sentences
 
 
 def test_every_field_has_its_meaning_and_no_dash(cli: Any, tiny_job: Path) -> None:

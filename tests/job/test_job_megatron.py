@@ -160,8 +160,8 @@ def test_arguments_with_a_counterpart(tmp_path: Path, text: str, gpus: int | Non
     ("text", "sentence"),
     [
         ("--rampup-batch-size 16 16 5859375", "--rampup-batch-size = [16, 16, 5859375] has no counterpart here; the"),
-        ("--num-experts 8", "--num-experts = 8 has no counterpart here; experts are not supported"),
-        ("--moe-router-topk 2", "--moe-router-topk = 2 has no counterpart here; experts are not supported"),
+        ("--num-experts 8", "--num-experts = 8 has no counterpart here; experts are not translated"),
+        ("--moe-router-topk 2", "--moe-router-topk = 2 has no counterpart here; experts are not translated"),
         ("--multi-latent-attention", "--multi-latent-attention = true has no counterpart here"),
         ("--lr-decay-iters 80", "--lr-decay-iters = 80 has no counterpart here; the decay ends with the run"),
         ("--lr-decay-style WSD", "--lr-wsd-decay-style is not given; the decay is linear here"),

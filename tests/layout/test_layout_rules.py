@@ -59,7 +59,7 @@ def test_a_layout_that_does_not_fit_is_one_sentence(layout: dict[str, Any], rank
 @pytest.mark.parametrize(
     ("layout", "ranks", "sentence"),
     [
-        ({"dp_shard": 3, "ep": 3}, 3, r"layout.ep = 3 does not divide model.experts.count = 8; set it to one of 1$"),
+        ({"dp_shard": 3, "ep": 3}, 3, r"layout.ep = 3 does not divide model.experts.count = 8; set it to 1$"),
         ({"dp_shard": 2, "ep": 4}, 2, r"layout.ep = 4 does not divide layout.dp_shard · cp · tp = 2; .*one of 1, 2$"),
         ({"dp_replicate": 2, "ep": 2}, 2, r"layout.ep = 2 does not divide layout.tp \(with layout.zero = 0\) = 1"),
         ({"tp": 2, "sp": False}, 2, r"layout.tp = 2 does not divide model.experts.shared_width = 9"),

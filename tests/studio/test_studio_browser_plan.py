@@ -27,6 +27,23 @@ def test_after_an_error_no_earlier_answer_stays(tab: Any) -> None:
     assert page.is_visible("#layouts") and "1.24B" in page.inner_text("#size") and page.is_visible("#chosen")
 
 
+def test_experts_are_numbers_of_the_shape(tab: Any) -> None:
+    """A dense model becomes a mixture, says its active parameters, and becomes dense again."""
+    page = tab(SMALL.replace("gpt2", "llama-3.2-1b"))
+    planned(page)
+    page.click("summary:has-text('Shape')")
+    count, top_k = (f"input[type=number][data-shape='experts.{name}']" for name in ("count", "top_k"))
+    assert page.input_value(count) == "" and page.inner_text("#size") == "1.24B parameters"
+    page.fill(count, "4")
+    page.wait_for_selector("#size:has-text('active')")
+    assert page.input_value(top_k) == "2"
+    page.fill(top_k, "5")
+    page.wait_for_selector("#plan-status.error:has-text('experts per token = 5 is more than experts = 4')")
+    assert page.get_attribute(top_k, "aria-invalid") == "true"
+    page.fill(count, "0")
+    page.wait_for_function("() => document.getElementById('size').textContent === '1.24B parameters'")
+
+
 def test_a_layout_that_cannot_be_drawn_hides_the_one_before(tab: Any) -> None:
     page = tab(SMALL)
     planned(page)

@@ -10,10 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from meshwright.cost import parameter_count
+from meshwright.job import Model, model_preset, model_to_hf_config
 from meshwright.studio.confined import Outside
 from meshwright.studio.learn import guide_page, guide_picture, guide_titles
 from meshwright.studio.markdown import to_html
 from meshwright.studio.mesh import mesh
+from meshwright.studio.plan_request import SHAPE, asked
 from meshwright.studio.planner import Planner
 from meshwright.studio.server import choices
 
@@ -29,6 +32,7 @@ LLAMA = {
     "max_position_embeddings": 128,
     "hidden_act": "silu",
 }
+EXPERTS = {"count": 8, "top_k": 2, "ffn_width": 64}
 
 
 def test_layouts_and_their_pictures() -> None:
@@ -81,6 +85,9 @@ def test_a_quick_answer_is_said_not_to_be_whole(monkeypatch: pytest.MonkeyPatch)
         ({"nodes": 1024, "batch": 1024}, "Batch gives 1 sequences a step, which no layout spreads evenly over 8192"),
         ({"shape": {"layers": 10**6}}, "layers = 1000000 is not a whole number from 1 to 256"),
         ({"shape": {"heads": 7, "kv_heads": 2}}, "kv heads = 2 does not divide heads = 7"),
+        ({"shape": {"experts": EXPERTS | {"count": 0}}}, "experts = 0 is not a whole number from 1 to 4,096"),
+        ({"shape": {"experts": EXPERTS | {"top_k": 9}}}, "experts per token = 9 is more than experts = 8; lower it"),
+        ({"shape": {"experts": 8}}, "experts: Input should be a valid dictionary"),
         ({"tokens": "many"}, "Tokens = many is not an amount above 0; write it as 15T"),
         ({"tokens": "0"}, "Tokens = 0 is not an amount above 0"),
         ({"tokens": "1e30"}, "Tokens = 1e30 is not an amount"),
@@ -124,6 +131,8 @@ def test_numbers_of_tokens_are_read_as_people_write_them() -> None:
         ({"nodes": 1024, "batch": 1024}, "batch"),
         ({"nodes": 0}, "nodes"),
         ({"shape": {"heads": 7, "kv_heads": 2}}, "kv_heads"),
+        ({"shape": {"experts": EXPERTS | {"top_k": 9}}}, "experts.top_k"),
+        ({"shape": {"experts": EXPERTS | {"ffn_width": 1}}}, "experts.ffn_width"),
         ({"tokens": "x"}, "tokens"),
         ({"allow": ["x"]}, "allow"),
     ],
@@ -192,6 +201,29 @@ def test_the_mesh_shows_every_stage_and_its_layers() -> None:
     one = Planner().answer({"part": "layout", **STATE, "pick": piped["pick"]})["pictures"]
     held = re.findall(r"layers? (\d+)(?:–(\d+))?", one[one.index('class="stages"') : one.index("</ul>")])
     assert sorted(layer for a, b in held for layer in range(int(a), int(b or a) + 1)) == list(range(32))
+
+
+def test_the_mesh_shows_which_ranks_have_the_same_experts() -> None:
+    drawn = mesh({"dp_shard": 2, "pp": 2, "tp": 2}, 8, ep=4)  # data parallelism outside the pipeline
+    panel = drawn[drawn.index("shards of a layer (tp): 2</p>") :]
+    assert "ranks with different experts (ep): 4</p>" in panel
+    assert re.findall(r"rank \d+: ep (\d+)</title>", panel) == list("01012323")
+    assert "(ep)" not in mesh({"dp_shard": 4}, 8)
+
+
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_an_uploaded_config_keeps_its_experts_and_its_attention(preset: str) -> None:
+    model = Model(**model_preset(preset))
+    shape = Planner().answer({"part": "config", "config": model_to_hf_config(model)})["shape"]
+    named, uploaded = asked({"model": preset}).model, asked({"shape": json.loads(json.dumps(shape))}).model
+    assert {name: getattr(uploaded, name) for name in SHAPE} == {name: getattr(named, name) for name in SHAPE}
+    assert parameter_count(uploaded) == parameter_count(named)
+
+
+def test_every_number_of_a_shape_has_a_name_and_a_meaning() -> None:
+    fields = choices(Path())["shape"]
+    assert {"layers", "experts.count", "experts.top_k", "experts.ffn_width", "experts.shared_width"} <= set(fields)
+    assert fields["experts.top_k"] == {"label": "experts per token", "meaning": "Experts that each token is sent to."}
 
 
 def test_a_plan_as_a_file(tmp_path: Path, cli: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.job.experts import Experts
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import ShardIndex
 from meshwright.train import build_optimizer, states_of
@@ -100,6 +101,39 @@ def test_adafactor_is_torch_s() -> None:
 
     masters = random_masters(ffn_up=(9, 5), ffn_down=(5, 9), ffn_norm=(5,))
     assert side_by_side(masters, lambda m: build_optimizer(m, job), theirs) < 1e-12
+
+
+@pytest.mark.parametrize("entries", [2**24, 7 * 5, 3 * 5], ids=["whole", "several at once", "in parts"])
+def test_adafactor_treats_every_expert_as_a_matrix_of_its_own(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed experts move as the same experts in parameters of their own do, gates apart from ups, biases too."""
+    monkeypatch.setattr(elementwise, "ENTRIES_AT_ONCE", entries)
+    job = make_job("adafactor", weight_decay=0.1)
+    shape = job.model.model_copy(update={"experts": Experts(count=3, top_k=1, ffn_width=3)})
+    sizes = {"gate_up.weight": (18, 5), "gate_up.bias": (18,), "down.weight": (15, 3)}
+    masters = random_masters(**{f"layers.0.moe.experts.{name}": size for name, size in sizes.items()})
+    parts = dict(zip(masters, (6, 6, 3), strict=True))
+
+    def differ(tensor: Tensor, count: int) -> None:
+        """Give every expert a scale of its own, which the mean of all would not fit."""
+        tensor.view(count, -1).mul_(10.0 ** torch.arange(count, dtype=tensor.dtype).unsqueeze(1))
+
+    apart = {}
+    for name, master in masters.items():
+        differ(master.data, parts[name])
+        apart |= {f"{name}.{i}": nn.Parameter(one.clone()) for i, one in enumerate(master.data.chunk(parts[name]))}
+    ours, theirs = build_optimizer(masters, job.model_copy(update={"model": shape})), build_optimizer(apart, job)
+    for step in range(4):
+        give_gradients(masters, step)
+        for name, master in masters.items():
+            assert master.grad is not None
+            differ(master.grad, parts[name])
+            for i, one in enumerate(master.grad.chunk(parts[name])):
+                apart[f"{name}.{i}"].grad = one.clone()
+        ours.step()
+        theirs.step()
+    for name, master in masters.items():
+        expected = torch.cat([apart[f"{name}.{i}"].data for i in range(parts[name])])
+        torch.testing.assert_close(master.data, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])

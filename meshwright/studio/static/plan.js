@@ -3,7 +3,8 @@ import { $, SILENT, ask, h, number, setAddress } from "./dom.js";
 import { bindFigures } from "./hover.js";
 import { LAYOUTS, hideAnswer, showAnswer, showInputs } from "./questions.js";
 
-const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size"];
+const SLIDERS = ["layers", "width", "heads", "kv_heads", "head_dim", "ffn_width", "vocab_size", "experts.count", "experts.top_k",
+  "experts.ffn_width", "experts.shared_width"];
 const CLUSTERS = { "8 × H100": [1, 8, "h100"], "2 × 8 × A100 80 GB": [2, 8, "a100-80gb"], "8 × H200": [1, 8, "h200"],
   "16 × 8 × H100": [16, 8, "h100"], "64 × 8 × H100": [64, 8, "h100"], "16 × 4 × A100 64 GB": [16, 4, "a100-64gb"],
   "4 × L40S": [1, 4, "l40s"], "2 × RTX 3090": [1, 2, "rtx-3090"] };
@@ -66,11 +67,23 @@ async function begin() {
 
 function slider(name) {
   const [least, most] = choices.limits[name];
-  const exact = h("input", { type: "number", min: least, max: most, "data-shape": name, "aria-label": name });
-  const step = { layers: 1, heads: 1, kv_heads: 1, head_dim: 8, width: 128, ffn_width: 128, vocab_size: 256 }[name];
-  const top = { layers: 160, heads: 160, kv_heads: 160, head_dim: 256, width: 20480, ffn_width: 65536, vocab_size: 262144 }[name];
-  const range = h("input", { type: "range", min: step, max: top, step, "data-shape": name, "aria-label": `${name}, slider` });
-  return h("div", {}, h("label", {}, name.replace("_", " "), exact), range);
+  const none = name === "experts.count" ? 0 : least;  // no experts: a plain feed-forward
+  const exact = h("input", { type: "number", min: none, max: most, "data-shape": name, "aria-label": name });
+  const [top, step] = { layers: [160, 1], heads: [160, 1], kv_heads: [160, 1], head_dim: [256, 8], width: [20480, 128],
+    ffn_width: [65536, 128], vocab_size: [262144, 256], "experts.count": [512, 1], "experts.top_k": [32, 1],
+    "experts.ffn_width": [16384, 128], "experts.shared_width": [16384, 128] }[name];
+  const range = h("input", { type: "range", min: Math.min(none, step), max: top, step, "data-shape": name, "aria-label": `${name}, slider` });
+  const { label, meaning } = choices.shape[name];
+  return h("div", { title: meaning }, h("label", {}, label, exact), range);
+}
+
+// The shape with one number changed. A plain feed-forward becomes experts with the first of their numbers; none is plain again.
+function withNumber(name, value) {
+  const [field, key] = name.split(".");
+  if (!key) return value ? { ...shape, [field]: value } : shape;
+  const now = { ...base, ...shape }, experts = now.experts ?? { count: 8, top_k: 2, ffn_width: now.ffn_width };
+  if (key === "count" && !value) return { ...shape, experts: null };
+  return { ...shape, experts: { ...experts, [key]: value } };
 }
 
 async function changed(event) {
@@ -78,8 +91,8 @@ async function changed(event) {
   if (target.name === "config") { await upload(target); return; }
   if (target.dataset.shape) {
     const value = Math.round(Number(target.value));
-    if (!value) return;
-    shape = { ...shape, [target.dataset.shape]: value };
+    if (target.value === "") return;
+    shape = withNumber(target.dataset.shape, value);
     if (base[target.dataset.shape] === value && fields.model.value) delete shape[target.dataset.shape];
   }
   if (target.name === "model") { shape = {}; told(""); }
@@ -220,12 +233,14 @@ function mark(field) {
 }
 
 function showNumbers(numbers) {
-  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = numbers[input.dataset.shape] ?? "";
+  for (const input of document.querySelectorAll("[data-shape]")) if (input !== document.activeElement) input.value = at(numbers, input.dataset.shape) ?? "";
 }
+
+function at(numbers, name) { return name.split(".").reduce((table, key) => table?.[key], numbers); }
 
 function showShape(found) {
   showNumbers(found.shape);
-  $("size").textContent = `${found.parameters_words} parameters`;
+  $("size").textContent = `${found.parameters_words} parameters${found.active_words ? `, ${found.active_words} active` : ""}`;
   fields.seq.placeholder = found.sequence;
   fields.batch.placeholder = found.batch_tokens;
   $("practice").textContent = found.practice || `${found.batch} sequence${found.batch === 1 ? "" : "s"} per step`;

@@ -68,7 +68,8 @@ def build_optimizer(
     group = partial(_groups, job, _cut_by_columns(job, masters))
     if job.optimizer.name == "adafactor":
         holders = Holders(world or _alone(everything))
-        return Adafactor(group(everything), places, holders, lr=job.optimizer.lr, eps=job.optimizer.eps)
+        packed = {master: _matrices_in(job, name) for name, master in masters.items()}
+        return Adafactor(group(everything), places, holders, packed, lr=job.optimizer.lr, eps=job.optimizer.eps)
     if working and one_pass_here(job, everything[0].device):
         return OnePassAdamW(group(everything), working, **_adamw_settings(job))
     if job.optimizer.name != "muon":
@@ -91,7 +92,7 @@ def _matrices_in(job: Job, name: str) -> int:
     """How many matrices a parameter consists of: the weights of experts are packed, and gates with the rows of up."""
     if job.model.experts is None or ".moe.experts." not in name:
         return 1
-    return job.model.experts.count * (2 if name.endswith(".gate_up.weight") else 1)
+    return job.model.experts.count * (2 if ".gate_up." in name else 1)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

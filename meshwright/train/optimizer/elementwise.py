@@ -134,6 +134,11 @@ def row_spans(tensor: Tensor) -> Iterator[slice]:
     """A tensor's rows in slices of at most ENTRIES_AT_ONCE entries."""
     if not tensor.numel():
         return
-    rows = max(1, ENTRIES_AT_ONCE * tensor.shape[0] // tensor.numel())
+    rows = rows_at_once(tensor)
     for first in range(0, tensor.shape[0], rows):
         yield slice(first, min(first + rows, tensor.shape[0]))
+
+
+def rows_at_once(tensor: Tensor) -> int:
+    """How many rows of a tensor that has some are at most ENTRIES_AT_ONCE entries; at least one."""
+    return max(1, ENTRIES_AT_ONCE * tensor.shape[0] // max(tensor.numel(), 1))
