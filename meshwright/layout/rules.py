@@ -152,6 +152,11 @@ def _require_pipeline(job: Job) -> None:
                     "1; raise layout.pp or leave it out"
                 )
         return
+    if job.model.extra_tokens:
+        raise UserError(
+            f"model.extra_tokens = {job.model.extra_tokens} needs the embedding after the last block, and layout.pp = "
+            f"{layout.pp} has it on the first stage only; set layout.pp = 1 or model.extra_tokens = 0"
+        )
     require_schedule(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
     if is_asynchronous(job):
         _require_pipedream(job)

@@ -52,7 +52,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     engine: Engine | PipeDream
     weights: Weights
     if job.layout.pp == 1:
-        model, shapes = _build_model(job, world, master, compute, range(job.model.layers), first=True, last=True)
+        model, shapes = _build_model(job, world, master, compute, range(job.model.blocks), first=True, last=True)
         if world.mesh is None:
             weights = _whole(job, world, model, master, compute)
         else:

@@ -137,11 +137,13 @@ class Trainer:
 
         self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
-        scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
-            [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
+        extra = 0.0 if self.engine.extra_loss is None else self.engine.extra_loss / self.world.axis_size("tp")
+        scaled_loss, scaled_extra, squares, stopping, *ballots = self.world.sum_over_world(
+            [loss / self.world.axis_size("tp"), extra, self.weights.square_sum(), float(stop()), *self._ballot()]
         )
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
+        extra_loss = {} if self.engine.extra_loss is None else {"extra_loss": scaled_extra / self.scaling.scale}
         norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN is passed through
 
         self.activity.at("update")
@@ -160,7 +162,7 @@ class Trainer:
         # the host from one end to the next.
         began, self._ended = self._ended, time.perf_counter()
         numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
-        self._record(numbers, loads)
+        self._record(numbers, extra_loss | loads)
         self._compare_ranks(numbers)
         if self.saver is not None:
             self.saver.count(ballots)
@@ -247,8 +249,8 @@ class Trainer:
             self.activity.at("checkpoint")
             self.saver.after_step(step, self.capture)
 
-    def _record(self, numbers: StepNumbers, loads: dict[str, float] | None = None) -> None:
-        """Write a step's row and keep it as the last."""
+    def _record(self, numbers: StepNumbers, more: dict[str, float] | None = None) -> None:
+        """Write a step's row, with more of its numbers, and keep it as the last."""
         outcome, made = self.outcome, numbers.step - self._resumed_step
         outcome.step, outcome.loss, outcome.tokens = numbers.step, numbers.loss, outcome.tokens + self._step_tokens
         row: dict[str, Any] = {
@@ -259,7 +261,7 @@ class Trainer:
             "tokens": outcome.tokens,
             "attempt": self.attempt,
             **self.meter.row(numbers, made, self._step_tokens, self.weights, self.scaling),
-            **(loads or {}),
+            **(more or {}),
         }
         if self.job.data.weights is not None and self.loader is not None:
             row["epochs"] = list(self.loader.epochs)
