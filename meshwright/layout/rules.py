@@ -152,11 +152,6 @@ def _require_pipeline(job: Job) -> None:
                     "1; raise layout.pp or leave it out"
                 )
         return
-    if job.model.extra_tokens:
-        raise UserError(
-            f"model.extra_tokens = {job.model.extra_tokens} needs the embedding after the last block, and layout.pp = "
-            f"{layout.pp} has it on the first stage only; set layout.pp = 1 or model.extra_tokens = 0"
-        )
     require_schedule(layout.schedule, layout.pp, job.accumulation, layout.virtual_stages)
     if is_asynchronous(job):
         _require_pipedream(job)
@@ -205,6 +200,12 @@ def _require_pipedream(job: Job) -> None:
         raise UserError(
             f"{schedule} updates the first and the last stage at different times, so model.tied = true cannot keep "
             'their tables equal; set model.tied = false or layout.schedule = "1f1b"'
+        )
+    if job.model.extra_tokens:
+        raise UserError(
+            f"{schedule} updates the first and the last stage at different times, so both cannot keep the same "
+            f"embedding, as model.extra_tokens = {job.model.extra_tokens} needs; set model.extra_tokens = 0 or "
+            'layout.schedule = "1f1b"'
         )
     if job.run.compile:
         raise UserError(

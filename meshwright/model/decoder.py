@@ -18,7 +18,10 @@ from meshwright.model.rotary import RotaryTables, rotary_tables
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer; a pipeline stage is the same with parts set to None or layers removed."""
+    """A decoder-only transformer; a pipeline stage is the same with parts set to None or layers removed.
+
+    For extra tokens the last stage has the embedding, too.
+    """
 
     embed: nn.Embedding | None
     position_embed: nn.Embedding | None
@@ -29,7 +32,7 @@ class Decoder(nn.Module):
     segments: Sequence[Sequence[str]] | None = None
     """The names of blocks that `run_segment` runs together; by default each alone."""
     extra_loss: Tensor | None = None
-    """The mean loss of the extra tokens in the last forward that predicted them, without its weight and history."""
+    """The loss of extra tokens, their mean without its weight, added up over forwards until `take_extra_loss`."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -66,7 +69,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         ahead: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Tensor:
-        """Tokens (hidden states where there is no embedding) to loss or logits (hidden states where there is no head).
+        """Tokens (hidden states, in a later pipeline stage) to loss or logits (hidden states where there is no head).
 
         positions (B, S) default to 0, 1, … or to what follows the cache; documents restrict attention
         to themselves; draws enable dropout. `ahead` are the tokens 1, 2, … places later with their labels, one pair for
@@ -77,13 +80,9 @@ class Decoder(nn.Module):
         if documents is not None and x.is_cuda:
             documents = documents.bounded()  # once for all layers
         index = self._default_positions(x, cache) if positions is None else positions
-        later: Sequence[Tensor] = ()
-        if ahead and self.embed is not None:  # one lookup, so that a sharded table is gathered once
-            embedded = self.embed(torch.cat([x, *(tokens for tokens, _ in ahead)]))
-            hidden_BSD, *later = embedded.chunk(1 + len(ahead))
+        hidden_BSD, *later = self._looked_up(x, ahead)
+        if not x.is_floating_point():
             hidden_BSD = self._placed(hidden_BSD, index, draws)
-        else:
-            hidden_BSD = x if self.embed is None else self._placed(self.embed(x), index, draws)
         rotary = rotary_tables(self.shape, index, hidden_BSD.dtype) if self.shape.positions == "rope" else None
         for names in self.segments or [[name] for name in self.layers]:
             if int(names[0]) < self.shape.layers:
@@ -93,7 +92,7 @@ class Decoder(nn.Module):
         if self.head is None:
             return hidden_BSD
         result: Tensor = self.head(hidden_BSD, labels, valid_count)
-        if not ahead:
+        if not later:
             return result
         losses = []
         for layer, (embedding_BSD, (_, labels_BS)) in enumerate(zip(later, ahead, strict=True), self.shape.layers):
@@ -101,9 +100,14 @@ class Decoder(nn.Module):
             hidden_BSD = self.run_segment([str(layer)], x_BSC, rotary, positions, documents, draws, None)
             losses.append(self.head(hidden_BSD, labels_BS, valid_count))
         extra = torch.stack(losses).mean()
-        self.extra_loss = extra.detach()
+        self.extra_loss = extra.detach() if self.extra_loss is None else self.extra_loss + extra.detach()
         # The value stays the main loss's, which other runs, models and evaluations can be compared with.
-        return result + self.shape.extra_tokens_weight * (extra - self.extra_loss)
+        return result + self.shape.extra_tokens_weight * (extra - extra.detach())
+
+    def take_extra_loss(self) -> Tensor | None:
+        """What the losses of extra tokens have added up to since this was last called; None without any."""
+        taken, self.extra_loss = self.extra_loss, None
+        return taken
 
     def run_segment(
         self,
@@ -136,6 +140,18 @@ class Decoder(nn.Module):
                 "and learned positions end there; shorten the sequence or raise it"
             )
         return torch.arange(first, end, device=x.device).unsqueeze(0)
+
+    def _looked_up(self, x: Tensor, ahead: Sequence[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+        """Embeddings of tokens, hidden states as they are; and in the last stage embeddings of the tokens ahead."""
+        tokens = [] if x.is_floating_point() else [x]
+        if self.head is not None:
+            tokens += [later for later, _ in ahead]
+        if not tokens:
+            return [x]
+        assert self.embed is not None
+        # One lookup, so that a sharded table is gathered once.
+        found: Sequence[Tensor] = self.embed(torch.cat(tokens) if ahead else x).chunk(len(tokens))
+        return [x, *found] if x.is_floating_point() else found
 
     def _placed(self, hidden_BSD: Tensor, index: Tensor, draws: Draws | None) -> Tensor:
         """The embedding of tokens, with learned positions and dropout."""

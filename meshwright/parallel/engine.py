@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
-from meshwright.model import Decoder
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
@@ -23,8 +22,6 @@ class Engine(Protocol):
 
     modules: list[nn.Module]
     """The model, or this rank's stages of it."""
-    extra_loss: Tensor | None
-    """This rank's part of the last step's loss of extra tokens, as the main loss's; None if there are none."""
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Forward and backward of this rank's micro-batches; all ranks' losses add up to tp times the step's mean."""
@@ -38,8 +35,6 @@ class Engine(Protocol):
 
 class OneStage:
     """The whole depth of the model on this rank: micro-batches one after the other."""
-
-    extra_loss: Tensor | None = None
 
     def __init__(self, job: Job, world: World, model: nn.Module, weights: Weights) -> None:
         self.modules = [model]
@@ -55,7 +50,6 @@ class OneStage:
         [model] = self.modules
         step_tensor = torch.tensor(step)  # a number would make compiled blocks treat each step as a new constant
         loss = torch.zeros((), device=self._device)
-        self.extra_loss = torch.zeros_like(loss) if self._job.model.extra_tokens else None
         micro_batches = [self._trimmed(micro) for micro in data.batch.split(self._job.batch.micro_batch)]
         for number, micro in enumerate(micro_batches, start=1):
             tokens, arguments = self._inputs.training(micro, data.valid_count, step_tensor)
@@ -65,8 +59,6 @@ class OneStage:
             with self._name("backward"):
                 micro_loss.backward()
             loss = loss + micro_loss.detach()
-            if self.extra_loss is not None:
-                self.extra_loss = self.extra_loss + cast(Decoder, model).extra_loss
         self._weights.collect_gradients()
         return loss
 

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, Saver, State
 from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.job import Job
+from meshwright.model import Decoder
 from meshwright.parallel import Engine, Weights, World, take_traffic
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
@@ -137,13 +139,13 @@ class Trainer:
 
         self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
-        extra = 0.0 if self.engine.extra_loss is None else self.engine.extra_loss / self.world.axis_size("tp")
+        alike = self.world.axis_size("tp")
         scaled_loss, scaled_extra, squares, stopping, *ballots = self.world.sum_over_world(
-            [loss / self.world.axis_size("tp"), extra, self.weights.square_sum(), float(stop()), *self._ballot()]
+            [loss / alike, self._extra_loss() / alike, self.weights.square_sum(), float(stop()), *self._ballot()]
         )
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
-        extra_loss = {} if self.engine.extra_loss is None else {"extra_loss": scaled_extra / self.scaling.scale}
+        extra_loss = {"extra_loss": scaled_extra / self.scaling.scale} if self.job.model.extra_tokens else {}
         norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN is passed through
 
         self.activity.at("update")
@@ -210,6 +212,13 @@ class Trainer:
             self.optimizer.factor = clip_factor(norm, self.job.optimizer.clip, self.scaling.scale)
             return
         clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
+
+    def _extra_loss(self) -> Tensor | float:
+        """This rank's part of the step's loss of extra tokens: zero without them, and where no stage computes it."""
+        if not self.job.model.extra_tokens:
+            return 0.0
+        taken = [cast(Decoder, module).take_extra_loss() for module in self.engine.modules]
+        return sum((loss for loss in taken if loss is not None), torch.zeros((), device=self.device))
 
     def _loads(self, load: Load, step: int) -> dict[str, float]:
         """The load of experts as metrics; where the run is evaluated, every expert's is recorded."""

@@ -45,8 +45,6 @@ _NAMES = {
 class Pipeline:
     """This rank's stages and the table by which they run."""
 
-    extra_loss: Tensor | None = None
-
     def __init__(
         self, job: Job, world: World, stages: dict[int, nn.Module], weights: Weights, table: Table, compute: torch.dtype
     ) -> None:
