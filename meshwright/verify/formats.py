@@ -132,7 +132,7 @@ def compare_formats(ranks: Sequence[Observation], alone: Observation, exact: Obs
 
 def _variance(job: Job) -> tuple[float, float]:
     """Σ u² over the roundings on the longest path forward, and over those of the backward."""
-    layers, layout, unit = job.model.layers, job.layout, UNITS[job.precision.compute]
+    layers, layout, unit = job.model.blocks, job.layout, UNITS[job.precision.compute]
     roundings = layers * BLOCK_ROUNDINGS + END_ROUNDINGS
     if layout.tp > 1:
         roundings += layers * TP_SUMS * layout.tp
