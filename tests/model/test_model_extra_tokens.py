@@ -1,6 +1,6 @@
 """Multi-token prediction: the arithmetic, written out; layouts are compared with one process by `verify --matrix`."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def written_out(decoder: Decoder, text: Tensor) -> tuple[Tensor, Tensor]:
 
     def block(layer: int, x: Tensor) -> Tensor:
         rotary = rotary_tables(shape, places[:, : x.shape[1]], x.dtype) if shape.positions == "rope" else None
-        return Block.forward(decoder.layers[str(layer)], x, rotary)
+        return Block.forward(cast(Block, decoder.layers[str(layer)]), x, rotary)
 
     for layer in range(shape.layers):
         hidden = block(layer, hidden)
@@ -96,7 +96,7 @@ def test_it_equals_the_formulas_written_out(name: str) -> None:
     torch.testing.assert_close(decoder.extra_loss, extra.detach(), rtol=1e-12, atol=0)
     expected = torch.autograd.grad(main + 0.7 * extra, list(decoder.parameters()))
     for (parameter, _), ours, theirs in zip(decoder.named_parameters(), gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda text, of=parameter: f"{of}: {text}")
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=f"gradient of {parameter}")
 
 
 def test_packed_documents_give_what_each_gives_alone() -> None:
