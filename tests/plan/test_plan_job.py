@@ -229,7 +229,8 @@ def test_a_recipe_is_planned_and_written_as_its_author_wrote_it(cli: Callable[..
 
 
 def test_extra_tokens_are_refused_where_they_would_be_left_out() -> None:
-    job = Job.model_validate({"model": {"extra_tokens": 1}, "layout": {"dp_shard": 8, "zero": 1}})
+    batch, layout = {"global_batch": 8, "micro_batch": 1}, {"dp_shard": 8, "zero": 1}
+    job = Job.model_validate({"model": {"extra_tokens": 1}, "batch": batch, "layout": layout})
     for plan in (predict, search):
         with pytest.raises(UserError, match=r"model\.extra_tokens = 1 .* not predicted; set model\.extra_tokens = 0"):
             plan(job, nodes(1))
