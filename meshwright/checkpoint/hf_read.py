@@ -49,7 +49,7 @@ class HfWeights:
         experts."""
         if (experts := self._shape.experts) is None:
             return None
-        found = torch.zeros(self._shape.layers, experts.count)
+        found = torch.zeros(self._shape.blocks, experts.count)
         for layer, (name, size) in enumerate(preference_sizes(self._shape).items(), experts.first_dense):
             found[layer] = self.rows(name, size, slice(None))
         return found

@@ -15,7 +15,7 @@ from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
 from meshwright.job import Model, model_to_hf_config
 from meshwright.job.hub import INDEX, SINGLE
-from meshwright.model import hf_tensors, preference_sizes
+from meshwright.model import hf_tensors, preference_sizes, written_hf_tensors
 from meshwright.model.numbers import DTYPES
 
 SHARD_BYTES = 5_000_000_000
@@ -49,7 +49,7 @@ class Export:
         self._config = model_to_hf_config(shape) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
         self._tensors = [
             Planned(tensor.name, tensor.size, DTYPES[dtype], partial(tensor.make, self._weights.read))
-            for tensor in hf_tensors(shape, self._weights.sizes)
+            for tensor in written_hf_tensors(shape, self._weights.sizes)
         ]
         self._tensors += self._preferences()
         self.bytes = sum(tensor.bytes for tensor in self._tensors)

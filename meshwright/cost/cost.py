@@ -57,9 +57,9 @@ def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "f
     A token sees the whole sequence ("full"), or what its causal mask leaves on average, half of it; a sliding window
     shorter than the sequence bounds both.
     """
-    every_second = shape.layers // 2 if shape.window_layers == "alternate" else 0
+    every_second = shape.blocks // 2 if shape.window_layers == "alternate" else 0
     seen = 0.0
-    for layers, width in ((shape.layers - every_second, shape.sliding_window), (every_second, None)):
+    for layers, width in ((shape.blocks - every_second, shape.sliding_window), (every_second, None)):
         window = min(sequence, width or sequence)
         seen += layers * (window if attention == "full" else window * (1 - window / (2 * sequence)))
     return 6.0 * matmul_parameters(shape) + 6.0 * seen * shape.heads * (shape.head_dim + shape.value_dim)

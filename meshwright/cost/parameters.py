@@ -36,6 +36,14 @@ def block_tensors(shape: Model, layer: int = -1) -> Mapping[str, Tensor]:
     return tensors
 
 
+def extra_tensors(shape: Model) -> dict[str, Tensor]:
+    """The parameters that a block of an extra token has besides those of any block."""
+    tensors = {"joined.weight": Tensor(2 * shape.width * shape.width, cut=False, product=True)}
+    for name in ("hidden_norm", "embedding_norm", "output_norm"):
+        tensors |= {f"{name}.{part}": Tensor(shape.width, cut=False) for part in _norm_parts(shape)}
+    return tensors
+
+
 def _attention_tensors(shape: Model) -> dict[str, Tensor]:
     if shape.latent is not None:
         return _latent_tensors(shape, shape.latent)
@@ -178,10 +186,11 @@ def stage_elements(job: Job, layers: range, *, first: bool, last: bool) -> Eleme
 
 
 def matmul_parameters(shape: Model) -> int:
-    """Weights that multiply a token's activations: projections, of experts only its own, and the head (tied or not); no
-    lookups, norms or biases."""
+    """Weights that multiply a token's activations: projections, of experts only its own, and the head (tied or not),
+    which extra tokens use as often again; no lookups, norms or biases."""
     blocks = sum(count * block_products(shape, layer) for layer, count in _kinds(shape))
-    return blocks + shape.vocab_size * shape.width
+    joined = sum(tensor.elements for tensor in extra_tensors(shape).values() if tensor.product)
+    return blocks + shape.extra_tokens * joined + (1 + shape.extra_tokens) * shape.vocab_size * shape.width
 
 
 def parameter_count(shape: Model) -> int:
@@ -196,6 +205,7 @@ def active_parameters(shape: Model) -> int:
 
 def _count(shape: Model, elements: Callable[[Tensor], int]) -> int:
     blocks = sum(n * sum(map(elements, block_tensors(shape, layer).values())) for layer, n in _kinds(shape))
+    blocks += shape.extra_tokens * sum(map(elements, extra_tensors(shape).values()))
     tables = (1 if shape.tied else 2) * shape.vocab_size * shape.width
     positions = shape.max_sequence_length * shape.width if shape.positions == "learned" else 0
     return blocks + len(_norm_parts(shape)) * shape.width + tables + positions
@@ -204,13 +214,15 @@ def _count(shape: Model, elements: Callable[[Tensor], int]) -> int:
 def tensor_count(shape: Model) -> int:
     """Parameter tensors of the whole model."""
     ends = len(_norm_parts(shape)) + (1 if shape.tied else 2) + (shape.positions == "learned")
+    ends += shape.extra_tokens * len(extra_tensors(shape))
     return sum(count * len(block_tensors(shape, layer)) for layer, count in _kinds(shape)) + ends
 
 
 def _kinds(shape: Model) -> list[tuple[int, int]]:
-    """One layer of each kind, and how many there are: those without experts come first."""
+    """One layer of each kind, and how many there are: those without experts come first, and those of extra tokens are
+    of the last kind."""
     dense = 0 if shape.experts is None else shape.experts.first_dense
-    return [(layer, count) for layer, count in ((0, dense), (shape.layers - 1, shape.layers - dense)) if count]
+    return [(layer, count) for layer, count in ((0, dense), (shape.layers - 1, shape.blocks - dense)) if count]
 
 
 def _norm_parts(shape: Model) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def state_bytes(job: Job, projections: float, others: float) -> float:
 
 def checkpoint_bytes(job: Job, parameters: int) -> float:
     """What a checkpoint of a model with so many parameters takes: the masters and their moments."""
-    projections = min(float(parameters), job.model.layers * block_elements(job.model).total)
+    projections = min(float(parameters), job.model.blocks * block_elements(job.model).total)
     return MASTER_BYTES * parameters + state_bytes(job, projections, parameters - projections)
 
 

@@ -78,6 +78,15 @@ class Batch:
             lengths=self.lengths[rows],
         )
 
+    def ahead(self, places: int) -> tuple[Tensor, Tensor]:
+        """For every place the token so many places later, and that one's label: none beyond the end of the sequence or
+        of the document."""
+        labels_BS = self.labels_BS.roll(-places, 1)
+        labels_BS[:, -places:] = IGNORE
+        if self.document_ids_BS is not None:
+            labels_BS = labels_BS.where(self.document_ids_BS == self.document_ids_BS.roll(-places, 1), IGNORE)
+        return self.tokens_BS.roll(-places, 1), labels_BS
+
     def trimmed(self) -> Self:
         """Without the padding that all samples share, down to a half, a quarter or an eighth of their length.
 

@@ -142,6 +142,8 @@ def model_to_hf_config(shape: Model) -> dict[str, Any]:
         config |= experts_config(family, shape.experts)
     if shape.latent is not None:
         config |= latent_config(shape, shape.latent)
+    if family == "deepseek_v3":
+        config["num_nextn_predict_layers"] = shape.extra_tokens
     return config | {"model_type": family, "vocab_size": shape.vocab_size, "tie_word_embeddings": shape.tied}
 
 

@@ -85,7 +85,7 @@ def _deepseek_config(family: str, experts: Experts) -> dict[str, Any]:
         "topk_group": experts.groups_kept,
     }
     if family == "deepseek_v3":
-        return config | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
+        return config | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     limited = experts.groups_kept < experts.groups
     return config | {"topk_method": "group_limited_greedy" if limited else "greedy", "scoring_func": "softmax"}
 

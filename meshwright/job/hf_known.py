@@ -55,7 +55,8 @@ tokenizer's files; the rest is bookkeeping, or computes the same arithmetic anot
 READ_OF_EXPERTS = frozenset(_READ_OF_EXPERTS.split())
 IRRELEVANT_OF_EXPERTS = frozenset(_IRRELEVANT_OF_EXPERTS.split())
 """The same for mixtures of experts only. Losses that balance experts are a choice of each training (model.experts), and
-DeepSeek-V3's extra layer, which predicts a second token, is no part of the model; gpt-oss has two fields twice."""
+DeepSeek-V3's extra layer, which predicts a second token, is left out unless a job asks for it (model.extra_tokens);
+gpt-oss has two fields twice."""
 _OWN_CODE = ("deepseek_v2", "deepseek_v3")
 """Families whose folders contain their own code, which is never run, although transformers has them too."""
 

@@ -168,7 +168,7 @@ _NOTED = {
 """Arguments that something is lost of, said at the top of the job."""
 _FAMILIES = {
     "moe-": Passed([False], _DENSE),
-    "mtp-": Passed([0], "multi-token prediction is not supported"),
+    "mtp-": Passed([0], "set model.extra_tokens and model.extra_tokens_weight by hand"),
     "mamba-": Passed([], _DECODER),
     "heterogeneous-": Passed([], "all layers have one shape here"),
     "retro-": Passed([False], _DECODER),

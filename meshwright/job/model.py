@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.experts import Experts
 from meshwright.job.names import LossName
@@ -113,6 +113,16 @@ class Model(Section):
     """Dropout after the embedding and on both residual branches, keyed by seed, step, layer and position."""
     loss: LossName = "cross-entropy"
     """What the head computes of its logits and the labels: cross-entropy, or one of your own."""
+    extra_tokens: NonNegativeInt = Field(default=0, le=8)
+    """Multi-token prediction (MTP): tokens after the next one that training also predicts, each with a block of its own
+    after the last; 1 in DeepSeek-V3. Evaluation and generation do not use them."""
+    extra_tokens_weight: NonNegativeFloat = Field(default=0.3, le=1e6)
+    """Weight of the loss of extra_tokens, their mean, next to the main loss (DeepSeek-V3: 0.3, at the end 0.1)."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of transformer blocks, those of extra tokens included, which come last."""
+        return self.layers + self.extra_tokens
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
@@ -174,6 +184,11 @@ class Model(Section):
             )
         if self.latent is not None:
             self._require_latent(self.latent)
+        if self.extra_tokens and self.file is not None:
+            raise ValueError(
+                f"model.extra_tokens = {self.extra_tokens} adds blocks to Meshwright's own decoder, but model.file = "
+                f"{self.file} builds its own; set model.extra_tokens = 0"
+            )
         return self
 
     def _require_latent(self, latent: Latent) -> None:

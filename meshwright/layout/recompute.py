@@ -22,13 +22,14 @@ def recompute_modes(job: Job, table: Table | None, rank: int) -> dict[int, Mode]
     if isinstance(asked, Budget):
         return _within(job, table, rank, int(asked.budget_gib * GIB))
     if isinstance(asked, Every):
-        return {layer: "none" if layer % asked.every else "full" for layer in range(job.model.layers)}
+        return {layer: "none" if layer % asked.every else "full" for layer in range(job.model.blocks)}
     if isinstance(asked, Segments) and asked.segments > 1:
         stages = split_layers(job, table.stages // table.parameter_copies if table else 1)
-        return {layer: mode for own in stages for layer, mode in _in_segments(own, asked.segments)}
+        modes = {layer: mode for own in stages for layer, mode in _in_segments(own, asked.segments)}
+        return modes | dict.fromkeys(range(job.model.layers, job.model.blocks), "segment")
     if isinstance(asked, Segments):
         asked = "full"
-    return dict.fromkeys(range(job.model.layers), asked)
+    return dict.fromkeys(range(job.model.blocks), asked)
 
 
 def _in_segments(layers: range, blocks: int) -> Iterator[tuple[int, Mode]]:
@@ -81,6 +82,11 @@ def require_recompute(job: Job, table: Table | None) -> None:
         raise UserError(
             f"memory.recompute = {asked} groups blocks of Meshwright's own decoder, but model.file = {job.model.file} "
             'calls its blocks itself; set memory.recompute = "full"'
+        )
+    if isinstance(asked, Budget) and job.model.extra_tokens:
+        raise UserError(
+            f"memory.recompute = {_shown(asked)} does not count what blocks of model.extra_tokens = "
+            f'{job.model.extra_tokens} keep; set memory.recompute to "selective" or "full"'
         )
     if isinstance(asked, Budget):
         if asked.budget_gib * GIB >= sure_budget(job, table)[0]:

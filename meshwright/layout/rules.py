@@ -201,6 +201,12 @@ def _require_pipedream(job: Job) -> None:
             f"{schedule} updates the first and the last stage at different times, so model.tied = true cannot keep "
             'their tables equal; set model.tied = false or layout.schedule = "1f1b"'
         )
+    if job.model.extra_tokens:
+        raise UserError(
+            f"{schedule} updates the first and the last stage at different times, so both cannot keep the same "
+            f"embedding, as model.extra_tokens = {job.model.extra_tokens} needs; set model.extra_tokens = 0 or "
+            'layout.schedule = "1f1b"'
+        )
     if job.run.compile:
         raise UserError(
             f"{schedule} swaps a block's weights from one mini-batch to the next, which is not verified with "

@@ -15,6 +15,7 @@ from meshwright.model.huggingface import (
     preference_sizes,
     require_hf_tensors,
     to_hf_state,
+    written_hf_tensors,
 )
 from meshwright.model.initialise import initial_rows, initialise
 from meshwright.model.numbers import IGNORE
@@ -43,4 +44,5 @@ __all__ = [
     "require_hf_tensors",
     "routers",
     "to_hf_state",
+    "written_hf_tensors",
 ]

@@ -1,5 +1,9 @@
-"""One transformer block. B batch, S sequence, D width."""
+"""One transformer block, and one that predicts a further token. B batch, S sequence, D width, C = 2 · D."""
 
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job import Model
@@ -12,6 +16,7 @@ from meshwright.model.latent import LatentAttention
 from meshwright.model.moe import MixtureOfExperts
 from meshwright.model.norm import make_norm
 from meshwright.model.rotary import RotaryTables
+from meshwright.model.router import as_it_is
 
 
 class Block(nn.Module):
@@ -73,3 +78,43 @@ class Block(nn.Module):
         if draws is None or self.dropout == 0.0:
             return x_BSD
         return dropout(x_BSD, self.dropout, draws, site)
+
+
+class ExtraBlock(Block):
+    """A block after the last one, for multi-token prediction: it gets hidden states side by side with the embedding of
+    a later token, and its result, normed, is for the head (DeepSeek-V3's report, section 2.2)."""
+
+    def __init__(self, shape: Model, layer: int) -> None:
+        super().__init__(shape, layer)
+        self.hidden_norm = make_norm(shape)
+        self.embedding_norm = make_norm(shape)
+        self.joined = StreamLinear(2 * shape.width, shape.width)
+        self.output_norm = make_norm(shape)
+
+    def forward(
+        self,
+        x_BSC: Tensor,
+        rotary: RotaryTables | None,
+        positions: Tensor | None = None,
+        documents: Documents | None = None,
+        draws: Draws | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        hidden_BSD, embedding_BSD = x_BSC.chunk(2, dim=-1)
+        # The embedding comes first in the projection: as published weights have it, not as the report writes it.
+        normed = (self.embedding_norm(embedding_BSD), self.hidden_norm(hidden_BSD))
+        x_BSD = self.joined(torch.cat(normed, dim=-1))
+        out_BSD: Tensor = self.output_norm(super().forward(x_BSD, rotary, positions, documents, draws, cache))
+        return out_BSD
+
+
+class StreamLinear(nn.Linear):
+    """A projection of the residual stream, token by token, that no rank holds only a part of."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.own: Callable[[Tensor], Tensor] = as_it_is
+        """The weight as this rank computes with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.own(self.weight))

@@ -27,6 +27,10 @@ _LLAMA_NAMES = {
     "shared.gate": "model.layers.{}.mlp.shared_experts.gate_proj",
     "shared.up": "model.layers.{}.mlp.shared_experts.up_proj",
     "shared.down": "model.layers.{}.mlp.shared_experts.down_proj",
+    "hidden_norm": "model.layers.{}.hnorm",
+    "embedding_norm": "model.layers.{}.enorm",
+    "joined": "model.layers.{}.eh_proj",
+    "output_norm": "model.layers.{}.shared_head.norm",
     "final_norm": "model.norm",
     "head": "lm_head",
 }

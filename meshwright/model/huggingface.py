@@ -96,12 +96,33 @@ def _tensor(name: str, parts: list[tuple[str, Span]], sizes: Mapping[str, Size])
     return HfTensor(name, matrix if span.expert is None else (len(experts), *matrix), tuple(parts))
 
 
+def written_hf_tensors(shape: Model, sizes: Mapping[str, Size]) -> list[HfTensor]:
+    """The tensors a folder of this shape is written with, in the form of published files.
+
+    Blocks of extra tokens are part of it in DeepSeek-V3's family only, each with a copy of the embedding and the head;
+    others have no place for them.
+    """
+    if shape.latent is None or shape.experts is None or shape.experts.scores != "sigmoid":
+        return hf_tensors(shape, {name: size for name, size in sizes.items() if not _is_extra(shape, name)})
+    tensors = hf_tensors(shape, sizes)
+    for layer in range(shape.layers, shape.blocks):
+        for copy, name in (("embed_tokens", "embed"), ("shared_head.head", "embed" if shape.tied else "head")):
+            size, full = tuple(sizes[f"{name}.weight"]), f"model.layers.{layer}.{copy}.weight"
+            tensors.append(HfTensor(full, size, ((f"{name}.weight", Span(full, 0, size[0])),)))
+    return tensors
+
+
+def _is_extra(shape: Model, name: str) -> bool:
+    """Whether one of our parameters is of a block that predicts an extra token."""
+    return name.startswith("layers.") and int(name.split(".")[1]) >= shape.layers
+
+
 def preference_sizes(shape: Model) -> dict[str, tuple[int, ...]]:
     """The routers' preferences that a state has besides our parameters (DeepSeek-V3), by their names in the model."""
     experts = shape.experts
     if experts is None or experts.scores != "sigmoid":
         return {}
-    layers = range(experts.first_dense, shape.layers)
+    layers = range(experts.first_dense, shape.blocks)
     return {f"layers.{layer}.moe.router.preference": (experts.count,) for layer in layers}
 
 
@@ -118,6 +139,11 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
     if shape.tied:
         unused.discard("lm_head.weight")
     for tensor in hf_tensors(shape, sizes, stored):
+        if tensor.name not in stored and _is_extra(shape, tensor.parts[0][0]):
+            raise UserError(
+                f"the weights lack {tensor.name}, which model.extra_tokens = {shape.extra_tokens} needs; set "
+                "model.extra_tokens = 0"
+            )
         if tensor.name not in stored:
             raise UserError(
                 f"the weights lack {tensor.name}, which {tensor.parts[0][0]} is read from; give the folder of a "
@@ -134,7 +160,8 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
 
 
 def _is_extra_layer(shape: Model, name: str) -> bool:
-    """Whether a tensor is of the layers after the last that predict further tokens in DeepSeek-V3: they are ignored."""
+    """Whether a tensor is of the layers after the last that predict further tokens in DeepSeek-V3: they are ignored
+    unless the shape has extra tokens, and then, too, their copies of the embedding and the head are."""
     found = re.match(r"model\.layers\.(\d{1,6})\.", name)
     return shape.latent is not None and found is not None and int(found[1]) >= shape.layers
 
@@ -157,7 +184,7 @@ def to_hf_state(decoder: Decoder) -> dict[str, Tensor]:
     sizes = {name: tensor.shape for name, tensor in ours.items()}
     return {
         tensor.name: tensor.make(lambda name, window: ours[name][window], slice(None)).contiguous()
-        for tensor in hf_tensors(decoder.shape, sizes)
+        for tensor in written_hf_tensors(decoder.shape, sizes)
     }
 
 

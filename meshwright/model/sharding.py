@@ -15,6 +15,7 @@ column       a projection sharded by its outputs; attention heads and feed-forwa
 kv-column    the same for key and value heads, which may be fewer
 tokens       takes the residual stream as its first argument and needs only some tokens of it, returns them
 per-token    works on such a module's tokens one by one, parameters whole on every rank
+stream       a projection of the residual stream token by token, whole on every rank
 experts      weights of experts, which expert parallelism distributes and tensor parallelism does not
 row          a projection sharded by its inputs, back to the residual stream: the exit of a column-row pair
 """
@@ -25,7 +26,7 @@ from functools import lru_cache
 
 ROLES = (
     *("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row"),
-    *("tokens", "per-token", "experts", "per-head", "latent", "shared-key"),
+    *("tokens", "per-token", "stream", "experts", "per-head", "latent", "shared-key"),
 )
 LOOKED_UP = ("vocabulary", "positions")
 """Roles of what a pipeline's first stage looks up; everything else outside the layers belongs to the last one."""
@@ -59,6 +60,10 @@ DECODER_SHARDING = {
     "layers.*.moe.router.linear": "per-token",
     "layers.*.moe.experts.gate_up": "experts",
     "layers.*.moe.experts.down": "experts",
+    "layers.*.hidden_norm": "norm",
+    "layers.*.embedding_norm": "norm",
+    "layers.*.joined": "stream",
+    "layers.*.output_norm": "norm",
     "layers.*.shared": "gather",
     "layers.*.shared.gate": "column",
     "layers.*.shared.up": "column",

@@ -52,7 +52,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
     engine: Engine | PipeDream
     weights: Weights
     if job.layout.pp == 1:
-        model, shapes = _build_model(job, world, master, compute, range(job.model.layers), first=True, last=True)
+        model, shapes = _build_model(job, world, master, compute, range(job.model.blocks), first=True, last=True)
         if world.mesh is None:
             weights = _whole(job, world, model, master, compute)
         else:
@@ -80,6 +80,7 @@ def _build_pipeline(job: Job, world: World, master: torch.dtype, compute: torch.
     for stage in table.stages_of(world.axis_rank("pp")):
         chain = table.chain_of(stage)
         own, first, last = layers[stage - chain[0]], stage == chain[0], stage == chain[-1]
+        own = range(own.start, job.model.blocks) if last else own
         model, shapes = _build_model(job, world, master, compute, own, first=first, last=last)
         modules[stage], parts[stage] = model, _sharded(job, model, shapes, master)
     tied = _tied(job, table.chains[0][-1])
@@ -105,10 +106,13 @@ def _build_pipedream(
 
 
 def _tied(job: Job, last: int) -> list[Copy]:
-    """The head's table on the last stage if it is tied to the embedding on the first."""
+    """The table on the last stage that equals the embedding on the first: the head's if it is tied, or the embedding's
+    own if there are extra tokens; then a tied head shares it."""
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     embed, head = architecture.only("vocabulary"), architecture.only("head")
+    if job.model.extra_tokens:
+        return [Copy(0, f"{embed}.weight", last, f"{embed}.weight")]
     if architecture.model.get_submodule(embed).weight is not architecture.model.get_submodule(head).weight:
         return []
     return [Copy(0, f"{embed}.weight", last, f"{head}.weight")]

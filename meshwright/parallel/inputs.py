@@ -49,12 +49,18 @@ class Inputs:
         draws = None
         if self._job.model.dropout:
             draws = Draws(self._job.run.seed, step, micro.sample_ids_B.to(self._device), self._drawn_places)
+        micro = micro.to(self._device)
         tokens, arguments = self._arguments(micro, valid_count, draws)
+        if extra := self._job.model.extra_tokens:
+            # Shifted before ranks take their own tokens: a neighbour may belong to another rank.
+            arguments["ahead"] = [
+                tuple(self._own(each) for each in micro.ahead(places)) for places in range(1, extra + 1)
+            ]
         return tokens, arguments | self._routing(micro, step)
 
     def held_out(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and keyword arguments of an evaluation forward: no dropout, and the loss is a sum."""
-        tokens, arguments = self._arguments(batch, 1, None)
+        tokens, arguments = self._arguments(batch.to(self._device), 1, None)
         return tokens, arguments | self._routing(batch, None)
 
     def _routing(self, micro: Batch, step: Tensor | None) -> dict[str, Any]:
@@ -69,16 +75,16 @@ class Inputs:
         }
 
     def _arguments(self, micro: Batch, valid_count: float, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
-        micro = micro.to(self._device)
-        tokens, labels, positions = micro.tokens_BS, micro.labels_BS, micro.positions_BS
-        if self._places is not None:
-            tokens, labels = tokens[:, self._places], labels[:, self._places]
-            positions = None if positions is None else positions[:, self._places]
-        return tokens, {
-            "labels": labels,
+        positions = micro.positions_BS
+        return self._own(micro.tokens_BS), {
+            "labels": self._own(micro.labels_BS),
             "valid_count": valid_count,
-            "positions": self._positions if positions is None else positions,
+            "positions": self._positions if positions is None else self._own(positions),
             # Attention over a split sequence needs the documents of all of it; see `make_context_attend`.
             "documents": micro.documents(),
             "draws": draws,
         }
+
+    def _own(self, numbers_BS: Tensor) -> Tensor:
+        """This rank's places of something that there is for every token."""
+        return numbers_BS if self._places is None else numbers_BS[:, self._places]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode, segments_of
 from meshwright.model import Decoder
 from meshwright.model.attention import Attention
+from meshwright.model.block import ExtraBlock
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.moe import MixtureOfExperts
 from meshwright.torch_private.autograd import in_backward, let_sharded_modules_be_recomputed
@@ -69,6 +70,8 @@ def _projections(block: nn.Module) -> int:
     """Products of a block's forward, of which the last one's result need not be kept; 0 if all are needed."""
     if any(isinstance(module, MixtureOfExperts) for module in block.modules()):
         return 0  # their number depends on the experts, and the last one's result is weighted
+    if isinstance(block, ExtraBlock):
+        return 0  # a norm follows the last one
     fused = sum(module.fused_away for module in block.modules() if isinstance(module, Attention | FeedForward))
     return sum(isinstance(module, nn.Linear) for module in block.modules()) - fused
 

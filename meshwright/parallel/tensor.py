@@ -80,7 +80,9 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
     if role == "tokens":
         return OwnTokens(between)
     if role == "per-token":
-        return PerToken()
+        return PerToken(Shard(1))
+    if role == "stream":
+        return PerToken(between)
     if role == "row":
         return RowwiseParallel(output_layouts=between)
     if role == "kv-column" and job.model.kv_heads % mesh.size():
@@ -135,19 +137,28 @@ class OwnTokens(ParallelStyle):
 
 
 class PerToken(ParallelStyle):
-    """Every rank holds all parameters and applies them to tokens of its own, so that gradients are sums over ranks.
+    """Every rank holds all parameters and applies them to tokens of its own, so that gradients are sums over ranks; or
+    to all tokens, which gives every rank the same.
 
     On plain tensors: torch 2.11 cannot multiply a tensor that is sharded along its sequence.
     """
 
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.own = _as_every_rank_has_it if placement == Replicate() else _summed_over_ranks
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = distribute_module(module, device_mesh)
-        cast(Any, module).own = _summed_over_ranks
+        cast(Any, module).own = self.own
         return module
 
 
 def _summed_over_ranks(parameter: Tensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
+
+
+def _as_every_rank_has_it(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Looked(RowwiseParallel):

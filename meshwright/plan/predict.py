@@ -17,7 +17,7 @@ from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.step import Phases, stage_times, step_phases, table_for
-from meshwright.plan.unmodelled import not_modelled
+from meshwright.plan.unmodelled import not_modelled, require_modelled
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def predict(
     # A profile measures this torch, not other programs.
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=software is None)
     _require_ranks(job, machine)
+    require_modelled(job)
 
     software = software or own_software(job, on_cpu=machine.on_cpu)
     layers = _stage_layers(job, table_for(job))

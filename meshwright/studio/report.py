@@ -86,6 +86,7 @@ def _charts(metrics: Metrics) -> str:
         ("Learning rate", "learning rate", "lr", 1.0, True),
         ("Memory", "peak, GiB", "memory_bytes", 2.0**-30, True),
         ("Waiting for data", "ms per step", "data_wait_s", 1e3, True),
+        ("Loss of extra tokens", "nats per token", "extra_loss", 1.0, False),
         ("Load of experts", "most loaded, × the mean", "expert_imbalance", 1.0, False),
         ("Entropy of experts", "1 if all are used equally", "expert_entropy", 1.0, False),
         ("Dropped by experts", "% of tokens × experts", "expert_dropped", 100.0, True),

@@ -52,7 +52,7 @@ class ExpertLoad:
         self._experts, self._world, self._batch = job.model.experts, world, job.batch.global_batch
         self._dense = self._experts.first_dense
         self._routers = [found for module in modules for found in routers(module)]
-        size = (job.model.layers, self._experts.count)
+        size = (job.model.blocks, self._experts.count)
         self.preference_LN = torch.zeros(size, device=world.device)
         """Of all layers, the same on every rank."""
         for layer, router in self._routers:

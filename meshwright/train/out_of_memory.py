@@ -36,8 +36,8 @@ def memory_errors_explained(job: Job, world: World) -> Iterator[None]:
 
 
 def predicted_bytes(job: Job, world: World) -> int | None:
-    """The planner's prediction of this rank's peak GPU memory; None for a user's own model, which has no plan."""
-    if job.model.file:
+    """The planner's prediction of this rank's peak GPU memory; None for models that have no plan."""
+    if job.model.file or job.model.extra_tokens:
         return None
     # Only the number of ranks matters for memory, not the machine.
     machine = Cluster(nodes=1, gpus_per_node=world.size, gpu="h100")

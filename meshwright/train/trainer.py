@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint import Checkpoint, Saver, State
 from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.job import Job
+from meshwright.model import Decoder
 from meshwright.parallel import Engine, Weights, World, take_traffic
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
@@ -137,11 +139,13 @@ class Trainer:
 
         self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
-        scaled_loss, squares, stopping, *ballots = self.world.sum_over_world(
-            [loss / self.world.axis_size("tp"), self.weights.square_sum(), float(stop()), *self._ballot()]
+        alike = self.world.axis_size("tp")
+        scaled_loss, scaled_extra, squares, stopping, *ballots = self.world.sum_over_world(
+            [loss / alike, self._extra_loss() / alike, self.weights.square_sum(), float(stop()), *self._ballot()]
         )
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
+        extra_loss = {"extra_loss": scaled_extra / self.scaling.scale} if self.job.model.extra_tokens else {}
         norm_value = (math.sqrt(squares) if squares >= 0 else squares) / self.scaling.scale  # NaN is passed through
 
         self.activity.at("update")
@@ -160,7 +164,7 @@ class Trainer:
         # the host from one end to the next.
         began, self._ended = self._ended, time.perf_counter()
         numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
-        self._record(numbers, loads)
+        self._record(numbers, extra_loss | loads)
         self._compare_ranks(numbers)
         if self.saver is not None:
             self.saver.count(ballots)
@@ -209,6 +213,13 @@ class Trainer:
             return
         clip_gradients(self.weights.masters.values(), norm, self.job.optimizer.clip, self.scaling.scale)
 
+    def _extra_loss(self) -> Tensor | float:
+        """This rank's part of the step's loss of extra tokens: zero without them, and where no stage computes it."""
+        if not self.job.model.extra_tokens:
+            return 0.0
+        taken = [cast(Decoder, module).take_extra_loss() for module in self.engine.modules]
+        return sum((loss for loss in taken if loss is not None), torch.zeros((), device=self.device))
+
     def _loads(self, load: Load, step: int) -> dict[str, float]:
         """The load of experts as metrics; where the run is evaluated, every expert's is recorded."""
         if evaluation_due(self.job, step) or step == self.job.run.steps:
@@ -247,8 +258,8 @@ class Trainer:
             self.activity.at("checkpoint")
             self.saver.after_step(step, self.capture)
 
-    def _record(self, numbers: StepNumbers, loads: dict[str, float] | None = None) -> None:
-        """Write a step's row and keep it as the last."""
+    def _record(self, numbers: StepNumbers, more: dict[str, float] | None = None) -> None:
+        """Write a step's row, with more of its numbers, and keep it as the last."""
         outcome, made = self.outcome, numbers.step - self._resumed_step
         outcome.step, outcome.loss, outcome.tokens = numbers.step, numbers.loss, outcome.tokens + self._step_tokens
         row: dict[str, Any] = {
@@ -259,7 +270,7 @@ class Trainer:
             "tokens": outcome.tokens,
             "attempt": self.attempt,
             **self.meter.row(numbers, made, self._step_tokens, self.weights, self.scaling),
-            **(loads or {}),
+            **(more or {}),
         }
         if self.job.data.weights is not None and self.loader is not None:
             row["epochs"] = list(self.loader.epochs)

@@ -151,7 +151,7 @@ def routing_row(job: Job, dtype: str, replayed: Replayed) -> Comparison:
 
 def _variance(job: Job) -> tuple[float, float]:
     """Σ u² over the roundings on the longest path forward, and over those of the backward."""
-    layers, layout, unit = job.model.layers, job.layout, UNITS[job.precision.compute]
+    layers, layout, unit = job.model.blocks, job.layout, UNITS[job.precision.compute]
     roundings = layers * BLOCK_ROUNDINGS + END_ROUNDINGS
     if layout.tp > 1:
         roundings += layers * TP_SUMS * layout.tp

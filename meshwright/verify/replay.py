@@ -97,7 +97,9 @@ class Replaying:
         """The experts of some places of some samples, by layer."""
         self._moment = _moment(step, self._moment)
         samples = sample_ids_B.tolist()
-        recorded = {layer: moments[self._moment] for layer, moments in self._choices.by_layer.items()}
+        # Blocks of extra tokens run in training alone.
+        choices = self._choices.by_layer.items()
+        recorded = {layer: moments[self._moment] for layer, moments in choices if self._moment in moments}
         return {
             layer: torch.stack([chosen[sample][places_S] for sample in samples]).to(self._device)
             for layer, chosen in recorded.items()

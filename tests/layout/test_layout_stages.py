@@ -37,3 +37,8 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
 def test_equal_costs_are_spread_evenly() -> None:
     shape = Model(vocab_size=2, width=1024, layers=10, heads=8, ffn_width=4096)
     assert sorted(balanced_counts(shape, 64, 4)) == [2, 2, 3, 3]
+
+
+def test_a_block_of_an_extra_token_counts_on_the_last_stage() -> None:
+    shape = Model(vocab_size=2, width=1024, layers=11, heads=8, ffn_width=4096, extra_tokens=1)
+    assert balanced_counts(shape, 64, 4) == (3, 3, 3, 2)
