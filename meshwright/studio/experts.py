@@ -70,4 +70,4 @@ def _dropped(event: dict[str, Any]) -> str:
     shares = [one / max(sum(loads), 1) for one, loads in zip(dropped, tokens, strict=True)]
     most = max(range(len(shares)), key=shares.__getitem__)
     share = sum(dropped) / max(sum(map(sum, tokens)), 1)
-    return f" {share:.1%} of them were dropped for an expert, most in layer {most + first} ({shares[most]:.1%})."
+    return f" {share:.1%} of all choices were dropped, most in layer {most + first} ({shares[most]:.1%})."

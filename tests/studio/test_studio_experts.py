@@ -21,7 +21,7 @@ def test_dropped_tokens_are_named_if_experts_have_a_capacity() -> None:
     event = {"kind": "experts", "step": 20, "first_layer": 1, "tokens": [[30, 10, 20], [60, 0, 0]]}
     assert "dropped" not in experts_chart([event])
     shown = experts_chart([event | {"dropped": [6, 30]}])
-    assert "30.0% of them were dropped for an expert, most in layer 2 (50.0%)." in shown
+    assert "30.0% of all choices were dropped, most in layer 2 (50.0%)." in shown
 
 
 def test_too_many_experts_are_not_drawn() -> None:
