@@ -99,12 +99,14 @@ class ExtraBlock(Block):
         documents: Documents | None = None,
         draws: Draws | None = None,
         cache: KVCache | None = None,
+        replayed_BSK: Tensor | None = None,
     ) -> Tensor:
         hidden_BSD, embedding_BSD = x_BSC.chunk(2, dim=-1)
         # The embedding comes first in the projection: as published weights have it, not as the report writes it.
         normed = (self.embedding_norm(embedding_BSD), self.hidden_norm(hidden_BSD))
         x_BSD = self.joined(torch.cat(normed, dim=-1))
-        out_BSD: Tensor = self.output_norm(super().forward(x_BSD, rotary, positions, documents, draws, cache))
+        after_BSD = super().forward(x_BSD, rotary, positions, documents, draws, cache, replayed_BSK)
+        out_BSD: Tensor = self.output_norm(after_BSD)
         return out_BSD
 
 
