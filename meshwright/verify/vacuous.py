@@ -35,7 +35,7 @@ def require_routing(job: Job, choices: Choices) -> None:
 
 def _alike(chosen_TK: Tensor) -> str | None:
     """Which experts nearly all tokens choose, in words."""
-    sets, counts = chosen_TK.sort(-1).values.unique(dim=0, return_counts=True)
+    sets, counts = chosen_TK.sort(-1).values.unique(dim=0, return_counts=True)  # type: ignore[no-untyped-call]
     most, tokens = int(counts.max()), len(chosen_TK)
     if tokens < FEWEST_TOKENS or most <= MOST_ALIKE * tokens:
         return None
