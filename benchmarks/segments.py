@@ -72,7 +72,7 @@ def planned(overrides: list[str]) -> dict[str, Any]:
     from meshwright.job.devices import Cluster
     from meshwright.layout import recompute_modes, stages_of_rank
     from meshwright.plan import predict
-    from meshwright.plan.memory import block_bytes
+    from meshwright.plan.kept import block_bytes
     from meshwright.plan.predict import own_software
 
     job = load_job("pretrain-1b", overrides).job

@@ -25,7 +25,8 @@ from meshwright.plan.traits import Traits
 ROOT = Path(__file__).parents[1]
 EVIDENCE = ROOT / "benchmarks" / "evidence"
 FILES = [
-    EVIDENCE / name for name in ("published_runs.csv", "published_memory.csv", "published_amd.csv", "own_h200.csv")
+    EVIDENCE / f"{name}.csv"
+    for name in ("published_runs", "published_memory", "published_amd", "published_moe", "own_h200")
 ]
 RECORDED = {
     "cpuxeon": "2026-11-16-cpu-calibrate-xeon-2cores.json",

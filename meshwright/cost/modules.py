@@ -6,8 +6,9 @@
 from collections.abc import Mapping
 
 from meshwright.cost.cost import Cost, saved
+from meshwright.cost.experts import mixture_cost
 from meshwright.cost.recompute import Mode, under
-from meshwright.job import Model
+from meshwright.job import Latent, Model
 
 _TOKEN, _FLAG = 8, 1
 """Bytes of a token's number or position, and of a dropout mask's entry."""
@@ -32,12 +33,13 @@ def decoder_cost(
     own = range(shape.layers) if layers is None else layers
     total = embedding_cost(shape, batch, sequence) if first else Cost()
     if own and shape.positions == "rope":
-        table = (sequence * shape.head_dim // 2, _wide(number_bytes))
+        table = (sequence * shape.rope_dim // 2, _wide(number_bytes))
         total += saved(cos=table, sin=table)
     for layer in own:
         mode = (recompute or {}).get(layer, "none")
         joined = layer + 1 in own and (recompute or {}).get(layer + 1) == "joined"
-        total += block_cost(shape, batch, sequence, number_bytes, mode, whole=joined).within(f"layers.{layer}")
+        block = block_cost(shape, batch, sequence, number_bytes, mode, layer=layer, whole=joined)
+        total += block.within(f"layers.{layer}")
     if last:
         total += norm_cost(shape, batch, sequence, number_bytes).within("final_norm")
         total += head_cost(shape, batch, sequence, number_bytes).within("head")
@@ -57,26 +59,44 @@ def embedding_cost(shape: Model, batch: int, sequence: int) -> Cost:
 
 
 def block_cost(
-    shape: Model, batch: int, sequence: int, number_bytes: int, recompute: Mode = "none", *, whole: bool = False
+    shape: Model,
+    batch: int,
+    sequence: int,
+    number_bytes: int,
+    recompute: Mode = "none",
+    *,
+    layer: int = -1,
+    whole: bool = False,
 ) -> Cost:
-    """The sum of the parts and the dropout masks; the norms' inputs are the residual stream at two points.
+    """The sum of the parts and the dropout masks; the norms' inputs are the residual stream at two points. Of a mixture
+    the last layer's by default: the first ones may have no experts.
 
     With recomputation: what is kept instead, and a backward with the forward work it repeats: `whole` if another block
     is recomputed from its result.
     """
     sizes = (shape, batch, sequence, number_bytes)
     total = norm_cost(*sizes).within("attention_norm") + attention_cost(*sizes).within("attention")
-    total += norm_cost(*sizes).within("ffn_norm") + feedforward_cost(*sizes).within("ffn")
+    total += norm_cost(*sizes).within("ffn_norm")
     stream = batch * sequence * shape.width
+    mixture = shape.has_experts(layer % shape.layers)
+    if mixture and shape.experts is not None:
+        total += mixture_cost(*sizes).within("moe")
+        if shape.experts.shared_width:
+            total += feedforward_cost(*sizes, shape.experts.shared_width).within("shared")
+    else:
+        total += feedforward_cost(*sizes).within("ffn")
     if shape.dropout > 0.0:
         total += saved(attention_dropout=(stream, _FLAG), ffn_dropout=(stream, _FLAG))
     last = _linear(batch * sequence, shape.ffn_width, shape.width, False)
-    spared = 0 if whole or shape.dropout > 0.0 else last.forward_flops
+    # The weights of a token's experts need the experts' results.
+    spared = 0 if whole or mixture or shape.dropout > 0.0 else last.forward_flops
     return under(recompute, total, stream * number_bytes, spared)
 
 
 def attention_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
     """Cost over whole sequences without documents; only the CPU kernel saves a mask, under a sliding window."""
+    if shape.latent is not None:
+        return _latent_cost(shape, shape.latent, batch, sequence, number_bytes)
     tokens, heads_width = batch * sequence, shape.heads * shape.head_dim
     kv_width = shape.kv_heads * shape.head_dim
     total = _linear(tokens, heads_width, shape.width, shape.linear_bias)
@@ -99,14 +119,43 @@ def attention_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -
     )
 
 
-def feedforward_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
+def _latent_cost(shape: Model, latent: Latent, batch: int, sequence: int, number_bytes: int) -> Cost:
+    """Attention by small vectors: theirs before and after their norms are saved, and values as wide as keys."""
+    tokens, heads = batch * sequence, shape.heads
+    unrotated = shape.head_dim - latent.rope_dim
+    total = _linear(tokens, shape.width, latent.kv_rank + latent.rope_dim, False)
+    total += _linear(tokens, latent.kv_rank, heads * (unrotated + latent.value_dim), False)
+    total += _linear(tokens, latent.q_rank or shape.width, heads * shape.head_dim, False)
+    total += _linear(tokens, heads * latent.value_dim, shape.width, False)
+    total += _rms_norm(tokens, latent.kv_rank, number_bytes).within("kv_down_norm")
+    low = {"kv_low": (tokens * latent.kv_rank, number_bytes)}
+    if latent.q_rank is not None:
+        total += _linear(tokens, shape.width, latent.q_rank, False)
+        total += _rms_norm(tokens, latent.q_rank, number_bytes).within("q_down_norm")
+        low["q_low"] = (tokens * latent.q_rank, number_bytes)
+    wide = (tokens * heads * shape.head_dim, number_bytes)
+    pairs_product = 2 * batch * sequence * sequence * heads * shape.head_dim
+    total += Cost(0, 2 * pairs_product, 5 * pairs_product)
+    return total + saved(
+        input=(tokens * shape.width, number_bytes),
+        q=wide,
+        k=wide,
+        v=wide,
+        out=wide,
+        values=(tokens * heads * latent.value_dim, number_bytes),
+        lse=(tokens * heads, _wide(number_bytes)),
+        **low,
+    )
+
+
+def feedforward_cost(shape: Model, batch: int, sequence: int, number_bytes: int, ffn_width: int | None = None) -> Cost:
     """The input, the projections' results, the activation and, when gated, the product are saved."""
-    tokens, bias = batch * sequence, shape.linear_bias
-    inner = (tokens * shape.ffn_width, number_bytes)
-    total = _linear(tokens, shape.width, shape.ffn_width, bias) + _linear(tokens, shape.ffn_width, shape.width, bias)
+    tokens, bias, width = batch * sequence, shape.linear_bias, ffn_width or shape.ffn_width
+    inner = (tokens * width, number_bytes)
+    total = _linear(tokens, shape.width, width, bias) + _linear(tokens, width, shape.width, bias)
     total += saved(input=(tokens * shape.width, number_bytes), up=inner, activated=inner)
     if shape.activation == "swiglu":
-        total += _linear(tokens, shape.width, shape.ffn_width, bias) + saved(gate=inner, product=inner)
+        total += _linear(tokens, shape.width, width, bias) + saved(gate=inner, product=inner)
     return total
 
 

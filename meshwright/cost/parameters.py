@@ -109,28 +109,72 @@ def block_products(shape: Model, layer: int = -1) -> int:
     return round(sum(t.elements * t.used for t in block_tensors(shape, layer).values() if t.product))
 
 
+@dataclass(frozen=True)
+class Elements:
+    """Parameters on one rank before data-parallel ranks share them."""
+
+    plain: float = 0.0
+    """All but experts: what tensor parallelism leaves to a rank."""
+    experts: float = 0.0
+    """What expert parallelism leaves to it."""
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.plain + self.experts
+
+    def owned(self, job: Job) -> float:
+        """Those whose states are this rank's where ZeRO shards them."""
+        return self.plain / sharers(job) + self.experts / expert_sharers(job)
+
+    def __add__(self, other: "Elements") -> "Elements":
+        return Elements(self.plain + other.plain, self.experts + other.experts)
+
+    def __mul__(self, times: float) -> "Elements":
+        return Elements(self.plain * times, self.experts * times)
+
+
+def sharers(job: Job) -> int:
+    """The ranks that share the states of a parameter that is no expert's, under ZeRO."""
+    return job.layout.dp_shard * job.layout.cp
+
+
+def expert_sharers(job: Job) -> int:
+    """The ranks that share the states of an expert's: tensor-parallel ranks hold different experts, or shards."""
+    layout = job.layout
+    return max(1, layout.tp * layout.dp_shard * layout.cp // layout.ep)
+
+
 @lru_cache(maxsize=1024)
-def block_parameters(shape: Model, tp: int = 1) -> float:
-    """Elements of a block on one of `tp` tensor-parallel ranks; key-value heads that `tp` does not divide are whole."""
+def block_elements(shape: Model, tp: int = 1, ep: int = 1, layer: int = -1) -> Elements:
+    """A block's elements on one of `tp` tensor-parallel and `ep` expert-parallel ranks; key-value heads that `tp` does
+    not divide are whole."""
     copied = ("attention.k.", "attention.v.") if shape.kv_heads % tp else ()
-    return sum(
-        tensor.elements / (tp if tensor.cut and not name.startswith(copied) else 1)
-        for name, tensor in block_tensors(shape).items()
-    )
+    plain = experts = 0.0
+    for name, tensor in block_tensors(shape, layer).items():
+        if name.startswith("moe.experts."):
+            experts += tensor.elements / ep
+        else:
+            plain += tensor.elements / (tp if tensor.cut and not name.startswith(copied) else 1)
+    return Elements(plain, experts)
 
 
-def layer_parameters(job: Job) -> float:
-    """Elements of one block on one tensor-parallel rank."""
-    return block_parameters(job.model, job.layout.tp)
+def layer_elements(job: Job, layer: int = -1) -> Elements:
+    """Elements of a layer's block on one rank; the last layer's by default."""
+    return block_elements(job.model, job.layout.tp, job.layout.ep, layer)
 
 
-def stage_parameters(job: Job, layers: int, *, first: bool, last: bool) -> float:
-    """Elements of a stage on one tensor-parallel rank; a tied table is held at both ends of a pipeline."""
+def stage_elements(job: Job, layers: range, *, first: bool, last: bool) -> Elements:
+    """Elements of a stage on one rank; a tied table is held at both ends of a pipeline."""
     model = job.model
     table = model.vocab_size * model.width / job.layout.tp
     tables = (first or last) if model.tied and job.layout.pp == 1 else first + last
     positions = model.max_sequence_length * model.width if first and model.positions == "learned" else 0
-    return layers * layer_parameters(job) + tables * table + positions
+    dense = sum(not model.has_experts(layer) for layer in layers) if model.experts else 0
+    blocks = layer_elements(job) * (len(layers) - dense)
+    if dense:
+        blocks += layer_elements(job, 0) * dense
+    return blocks + Elements(tables * table + positions)
 
 
 def matmul_parameters(shape: Model) -> int:

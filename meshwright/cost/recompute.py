@@ -29,6 +29,7 @@ PROJECTIONS = {
 }
 KEPT_OPERATIONS = {
     **PROJECTIONS,
+    "aten._grouped_mm": "the experts' projections on CUDA, 16-bit",
     "aten._scaled_dot_product_flash_attention_for_cpu": "attention on a CPU",
     "aten._scaled_dot_product_flash_attention": "attention on CUDA, 16-bit",
     "aten._scaled_dot_product_cudnn_attention": "attention on CUDA, 16-bit, where cuDNN is preferred",
@@ -48,6 +49,10 @@ SELECTIVE_TENSORS = (
     "attention.lse",
     "ffn.up",
     "ffn.gate",
+    "shared.up",
+    "shared.gate",
+    "moe.gate_up",
+    "moe.out",
 )
 """Saved tensors of a block as large as what selective recomputation keeps for them."""
 

@@ -2,7 +2,7 @@
 
 from math import sqrt
 
-from meshwright.cost.parameters import block_parameters
+from meshwright.cost.parameters import block_elements
 from meshwright.job import FORMAT_BYTES, Job
 from meshwright.job.training import Optimizer, Precision
 from meshwright.registries import own_state_bytes
@@ -42,7 +42,7 @@ def state_bytes(job: Job, projections: float, others: float) -> float:
 
 def checkpoint_bytes(job: Job, parameters: int) -> float:
     """What a checkpoint of a model with so many parameters takes: the masters and their moments."""
-    projections = min(float(parameters), job.model.layers * block_parameters(job.model))
+    projections = min(float(parameters), job.model.layers * block_elements(job.model).total)
     return MASTER_BYTES * parameters + state_bytes(job, projections, parameters - projections)
 
 

@@ -1,12 +1,14 @@
 """The [model.experts] table: a mixture of experts in place of the feed-forward of most layers."""
 
+from fractions import Fraction
+from math import ceil
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.section import Section
 
-BALANCING = ("balance_loss", "z_loss", "balance_rate", "force_balance")
+BALANCING = ("balance_loss", "z_loss", "balance_rate", "force_balance", "capacity")
 """The fields that are a choice of each training; the others describe the model."""
 
 
@@ -47,6 +49,10 @@ class Experts(Section):
     more, one that got more by this much less (DeepSeek-V3: 0.001)."""
     force_balance: bool = False
     """For benchmarks only: ignore the router's choice and give all experts equally many tokens."""
+    capacity: float | None = None
+    """In training, a limit on the tokens of one sequence that an expert takes, as a factor of an equal share
+    (top_k × sequence_length / count), rounded up. Earlier tokens come first, later ones do without this expert (GShard;
+    1.25 is usual). None, the default, computes all of them."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -69,4 +75,16 @@ class Experts(Section):
                 f"model.experts.top_k = {self.top_k} is more than the {self.groups_kept * self.count // self.groups} "
                 f"experts of groups_kept = {self.groups_kept} groups; raise groups_kept"
             )
+        if self.capacity is not None and not 0 < self.capacity <= 1e6:
+            raise ValueError(
+                f"model.experts.capacity = {self.capacity:g} is not a factor above 0 and at most 1e6; set it to 1.25, "
+                "or leave it out to drop no tokens"
+            )
         return self
+
+    def most_tokens(self, sequence: int) -> int | None:
+        """Tokens of a sequence of this length that an expert takes in training, at most; None without a limit."""
+        if self.capacity is None:
+            return None
+        # The factor as it is written: in floating point 1.1 × 20 is above 22.
+        return ceil(Fraction(str(self.capacity)) * self.top_k * sequence / self.count)

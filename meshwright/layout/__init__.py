@@ -2,6 +2,7 @@
 
 from meshwright.layout.activations import holdings_of_rank, kv_copies, kv_heads_of, saved_by_name, stages_of_rank
 from meshwright.layout.derived import derived_values
+from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import FP8_MULTIPLE
 from meshwright.layout.recompute import budget_span, recompute_modes, sure_budget
 from meshwright.layout.rules import (
@@ -31,6 +32,7 @@ __all__ = [
     "padded_vocabulary",
     "ranks_of",
     "recompute_modes",
+    "require_experts",
     "require_layout",
     "saved_by_name",
     "split_layers",

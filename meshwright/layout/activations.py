@@ -15,7 +15,14 @@ BY_TENSOR = {
     "attention.q_norm.input": "tp", "attention.q_norm.rstd": "tp",
     "attention.k_norm.input": "tp", "attention.k_norm.rstd": "tp",
     "ffn.gate": "tp", "ffn.up": "tp", "ffn.activated": "tp", "ffn.product": "tp",
+    "shared.gate": "tp", "shared.up": "tp", "shared.activated": "tp", "shared.product": "tp", "shared.input": "",
+    "moe.input": "tp", "moe.scores": "tp", "moe.weights": "tp", "moe.chosen": "tp", "moe.order": "tp",
+    "moe.place": "tp", "moe.rows": "tp", "moe.gate_up": "tp", "moe.activated": "tp", "moe.product": "tp",
+    "moe.out": "tp", "moe.unnormalised": "tp", "moe.sums": "tp", "moe.router": "",
     "attention.input": "", "attention.mask": "", "ffn.input": "",
+    "attention.q_low": "", "attention.q_down_norm.input": "", "attention.q_down_norm.rstd": "",
+    "attention.kv_low": "", "attention.kv_down_norm.input": "", "attention.kv_down_norm.rstd": "",
+    "attention.values": "tp",
     "attention.projected": "", "ffn.projected": "",
     "input": "sp", "attention_dropout": "sp", "ffn_dropout": "sp",
     "attention_norm.input": "sp", "attention_norm.mean": "sp", "attention_norm.rstd": "sp",
@@ -25,7 +32,8 @@ BY_TENSOR = {
     "head.hidden_gradient": "", "head.weight_gradient": "tp",
 }  # fmt: skip
 """Which of a saved tensor's ranks share it: all tensor-parallel ones, those with sequence parallelism, or none. What
-enters a pair of projections is gathered whole, and what leaves it is kept before it is summed over the ranks."""
+enters a pair of projections is gathered whole, and what leaves it is kept before it is summed over the ranks. Tensor-
+parallel ranks route different tokens."""
 
 
 def stages_of_rank(job: Job, table: Table | None, rank: int) -> list[tuple[range, StageBytes]]:
@@ -113,7 +121,10 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
     layout, sequence = job.layout, job.batch.sequence_length // job.layout.cp
     parts = {"tp": layout.tp, "sp": layout.tp if layout.sp else 1, "": 1}
     sizes_of = (job.model, job.batch.micro_batch, sequence, job.precision.number_bytes)
-    whole = decoder_cost(*sizes_of, {0: mode}, layers=range(1), first=first, last=last).saved_bytes
+    # Of a mixture a layer with experts: the first ones may have none.
+    layer = job.model.layers - 1
+    cost = decoder_cost(*sizes_of, {layer: mode}, layers=range(layer, layer + 1), first=first, last=last)
+    whole = {name.replace(f"layers.{layer}.", "layers.0."): size for name, size in cost.saved_bytes.items()}
     sizes = {}
     for full_name, size in whole.items():
         place = "layers.0." if full_name.startswith("layers.0.") else ""

@@ -67,7 +67,7 @@ def balanced_counts(shape: Model, sequence: int, stages: int) -> tuple[int, ...]
 
 def piece_costs(shape: Model, sequence: int) -> tuple[float, float, float]:
     """What a layer, the embedding and the head with its loss cost per token and step, in FLOPs or the equivalent."""
-    layer = 6.0 * block_products(shape) + 6.0 * sequence * shape.heads * shape.head_dim
+    layer = 6.0 * block_products(shape) + 3.0 * sequence * shape.heads * (shape.head_dim + shape.value_dim)
     embedding = float(BYTES_AS_FLOPS * EMBEDDING_BYTES_PER_ENTRY * shape.width)
     head = shape.vocab_size * (6.0 * shape.width + BYTES_AS_FLOPS * LOSS_BYTES_PER_LOGIT)
     return layer, embedding, head

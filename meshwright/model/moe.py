@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.job import Model
 from meshwright.job.experts import Experts
+from meshwright.model.capacity import Slots
 from meshwright.model.router import Router, Routing, as_it_is
 from meshwright.model.swiglu import swiglu
 
@@ -30,14 +31,23 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(shape.width, experts, bias=shape.linear_bias)
         self.experts = ExpertWeights(shape.width, experts, bias=shape.linear_bias)
         self.dispatch: Dispatch = here
+        self.dispatch_even: Dispatch = here
+        """For equally many rows of every expert, on every rank."""
 
     def forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None = None) -> Tensor:
         routing: Routing = self.router(x_BSD, replayed_BSK)
-        self.router.count(routing)
-        order = SortedByExpert(routing.chosen_BSK.flatten(0, 1), routing.counts_BN.sum(0))
+        order, dispatch = self._order(routing)
         rows_RD = order.rows(x_BSD.flatten(0, 1))
-        out_RD = self.dispatch(rows_RD, order.counts_N, self.experts)
+        out_RD = dispatch(rows_RD, order.counts_N, self.experts)
         return order.combined(out_RD, routing.weights_BSK.flatten(0, 1)).view_as(x_BSD)
+
+    def _order(self, routing: Routing) -> "tuple[SortedByExpert | Slots, Dispatch]":
+        """How tokens become rows, and how these get to the experts."""
+        queued = self.router.queued(routing)
+        self.router.count(routing, queued)
+        if queued is None:
+            return SortedByExpert(routing.chosen_BSK.flatten(0, 1), routing.counts_BN.sum(0)), self.dispatch
+        return Slots(routing.chosen_BSK, queued, self.router.experts.count), self.dispatch_even
 
 
 class SortedByExpert:

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job.experts import Experts
+from meshwright.model.capacity import Earlier, Queues, queues
 from meshwright.model.numbers import wide_dtype
 from meshwright.torch_private.autograd import in_backward
 
 
 class Routing(NamedTuple):
-    """The experts of each token, best first, and their weights; and how many tokens of each sequence an expert gets."""
+    """The experts of each token, best first, and their weights; and how many tokens of each sequence chose an expert,
+    dropped or not."""
 
     chosen_BSK: Tensor
     weights_BSK: Tensor
@@ -50,13 +52,21 @@ class Router(nn.Module):
     preference: Tensor
     """Added to the scores when experts are chosen, not to their weights; see experts.balance_rate."""
     load: Tensor
-    """Tokens that each expert got since it was last reset, on this rank."""
+    """Tokens that chose each expert since it was last reset, on this rank. Those that are dropped count too: balancing
+    acts on the router's choice, as in GShard and Switch, and dropping must not hide an expert that is chosen too
+    often."""
+    dropped: Tensor
+    """Pairs of a token and an expert that were dropped in the same time."""
     loss_share: float = 1.0
     """What one sequence's losses count in the step's loss."""
     sequence_parts: int = 1
     """Ranks that share a sequence."""
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None
     """Sums counts over the ranks that share a sequence."""
+    sequence_runs: int = 1
+    """Stretches of neighbouring tokens that this rank has of a sequence."""
+    earlier_tokens: Earlier | None = None
+    """Counts the tokens before each run over the ranks that share a sequence."""
 
     def __init__(self, width: int, experts: Experts, *, bias: bool = False) -> None:
         super().__init__()
@@ -64,11 +74,13 @@ class Router(nn.Module):
         self.linear = WideLinear(width, experts.count, bias=bias)
         self.register_buffer("preference", torch.zeros(experts.count, dtype=torch.float32), persistent=False)
         self.register_buffer("load", torch.zeros(experts.count, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def reset(self) -> None:
         """Give the buffers their first values, where memory was allocated without any."""
         self.preference.zero_()
         self.load.zero_()
+        self.dropped.zero_()
 
     def forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None = None) -> Routing:
         """Tokens to their experts; `replayed_BSK` replaces the router's choice."""
@@ -85,10 +97,20 @@ class Router(nn.Module):
             weights_BSK = self._with_losses(weights_BSK, logits_BSN, scores_BSN, counts_BN)
         return Routing(chosen_BSK, weights_BSK * self.experts.scale, counts_BN, own_BSK)
 
-    def count(self, routing: Routing) -> None:
+    def queued(self, routing: Routing) -> Queues | None:
+        """Which tokens their experts take, where experts.capacity limits them: in training only, so that a trained
+        model computes the same for a text in one pass and token by token."""
+        most = self.experts.most_tokens(routing.chosen_BSK.shape[1] * self.sequence_parts)
+        if most is None or not torch.is_grad_enabled():
+            return None
+        return queues(routing.chosen_BSK, self.experts.count, most, self.sequence_runs, self.earlier_tokens)
+
+    def count(self, routing: Routing, queued: Queues | None) -> None:
         """Add a training step's tokens to the load; not again when the block is recomputed."""
         if torch.is_grad_enabled() and not in_backward():
             self.load += routing.counts_BN.sum(0)
+            if queued is not None:
+                self.dropped += queued.kept_BSK.logical_not().sum()
 
     def _choose(self, scores_BSN: Tensor) -> Tensor:
         """The numbers of the best experts; of equal ones the first."""
@@ -104,7 +126,8 @@ class Router(nn.Module):
             kept = of_group.sort(dim=-1, descending=True, stable=True).indices[..., : experts.groups_kept]
             outside = torch.ones_like(of_group, dtype=torch.bool).scatter_(-1, kept, False)
             preferred_BSN = best.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
-        return preferred_BSN.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k]
+        # A copy: the backward keeps it, and with a view the numbers of all experts.
+        return preferred_BSN.sort(dim=-1, descending=True, stable=True).indices[..., : experts.top_k].contiguous()
 
     def _with_losses(self, weights_BSK: Tensor, logits_BSN: Tensor, scores_BSN: Tensor, counts_BN: Tensor) -> Tensor:
         """The weights, with the gradients of the balance loss and the z-loss attached."""

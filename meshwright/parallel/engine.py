@@ -40,11 +40,10 @@ class OneStage:
         self.modules = [model]
         self._job, self._device, self._weights = job, world.device, weights
         self._inputs = Inputs(job, world)
-        # Code that splits the sequence relies on its full length; and padding chooses experts too, so that their loads
-        # would depend on how micro-batches are made.
-        whole = (
-            world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1) or job.model.experts is not None
-        )
+        # Code that splits the sequence relies on its full length, and routers count all of its tokens: those of one
+        # micro-batch must not depend on what else is in it.
+        whole = world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1)
+        whole = whole or job.model.experts is not None
         self._trims = job.data.packing == "none" and not whole
         self._name: Range = nullcontext
 

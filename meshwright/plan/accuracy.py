@@ -18,9 +18,10 @@ _COLUMNS = {
 
 
 def accuracy_rows(summary: dict[str, Any]) -> list[list[str]]:
-    """Header and lines of the table: every source, then all of them."""
+    """Header and lines of the table: every source, then all of them, and before that by kind of model."""
     lines = [["source", *_COLUMNS]]
-    for name, figures in [*sorted(summary["sources"].items()), ("all", summary["overall"])]:
+    parts = [(f"all {name}", figures) for name, figures in summary["models"].items()]
+    for name, figures in [*sorted(summary["sources"].items()), *parts, ("all", summary["overall"])]:
         lines.append([name, *(_shown(key, figures[key]) for key in _COLUMNS.values())])
     return lines
 

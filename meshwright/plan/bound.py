@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost import MASTER_BYTES, state_bytes
+from meshwright.cost import MASTER_BYTES, Elements, state_bytes
 from meshwright.job import Job
-from meshwright.plan.communication import all_gather_s, all_reduce_s
+from meshwright.plan.communication import CONTENTION, all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
+from meshwright.plan.groups import groups_of
 from meshwright.plan.kernels import device_of
 from meshwright.plan.machine import Machine
 from meshwright.plan.reserve import COMMUNICATOR_BYTES, FRAGMENTS
 from meshwright.plan.software import CONTEXT_BYTES
 from meshwright.plan.space import BUDGET, KINDS, MODES, Pipe, layout_with, pipes_of, shardings_of, with_layout, with_way
-from meshwright.plan.step import CONTENTION, STRAGGLERS, groups_of
+from meshwright.plan.step import STRAGGLERS
 from meshwright.plan.update import update_s
 
 _ROUNDING = 1 - 1e-6
@@ -33,6 +34,7 @@ _BY_ROW = (
     "z",
     "tp",
     "cp",
+    "ep",
     "pp",
     "virtual",
     "splits",
@@ -41,6 +43,7 @@ _BY_ROW = (
     "dp",
     "times",
     "owners",
+    "expert_owners",
     "backward",
     "kept",
 )
@@ -76,9 +79,7 @@ class Layouts:
         degrees, (zero, shard) = own.layout, self.shardings[self.sharding[index]]
         replicate = self.gpus // (degrees.tp * degrees.cp * pipe.pp * shard)
         way = with_way(self.job, own.precision.compute, own.run.compile)
-        made = with_layout(
-            way, pipe, degrees.tp, degrees.cp, own.batch.micro_batch, zero, shard, replicate, int(self.mode[index])
-        )
+        made = with_layout(way, pipe, degrees, own.batch.micro_batch, zero, shard, replicate, int(self.mode[index]))
         if self.offload[index]:
             made = made.model_copy(update={"memory": made.memory.model_copy(update={"offload": ("optimizer",)})})
         return made
@@ -117,8 +118,9 @@ class _Rows:
         self.job, self.machine, self.families, self.pipes = job, machine, families, pipes
         self._at_once = at_once
         self.f, self.p, self.z = self._valid(shardings)
-        self.tp, self.cp = (
-            np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f] for axis in ("tp", "cp")
+        self.tp, self.cp, self.ep = (
+            np.array([getattr(one.job.layout, axis) for one in families], dtype=int)[self.f]
+            for axis in ("tp", "cp", "ep")
         )
         self.pp, self.virtual = (
             np.array([getattr(pipe, name) for pipe in pipes])[self.p] for name in ("pp", "virtual")
@@ -129,6 +131,8 @@ class _Rows:
         micro = np.array([one.job.batch.micro_batch for one in families], dtype=int)[self.f]
         self.times = job.batch.global_batch // (micro * self.dp)  # micro-batches a step
         self.owners = np.where(self.zero > 0, self.shard * self.cp, 1)
+        self.expert_owners = np.where(self.zero > 0, self.tp * self.shard * self.cp // self.ep, 1)
+        self._dense = job.model.experts.first_dense if job.model.experts else 0
         self.backward = np.array([one.backward_s for one in families]).reshape(-1, len(KINDS))[self.f]
         self.kept = np.array([one.kept_bytes for one in families]).reshape(-1, len(KINDS))[self.f]
 
@@ -136,7 +140,9 @@ class _Rows:
         gpus, batch = self.machine.gpus, self.job.batch.global_batch
         layouts = [one.job.layout for one in self.families]
         group = np.array([one.tp * one.cp for one in layouts], dtype=int)[:, None]
-        cp = np.array([one.cp for one in layouts], dtype=int)[:, None, None]
+        cp, tp, ep = (
+            np.array([getattr(one, axis) for one in layouts], dtype=int)[:, None, None] for axis in ("cp", "tp", "ep")
+        )
         micro = np.array([one.job.batch.micro_batch for one in self.families], dtype=int)[:, None]
         compiled = np.array([one.job.run.compile for one in self.families], dtype=bool)[:, None]
         pp = np.array([pipe.pp for pipe in self.pipes])[None, :]
@@ -152,6 +158,7 @@ class _Rows:
         zero, shard = (np.array(one)[None, None, :] for one in zip(*shardings, strict=True))
         valid = pairs[:, :, None] & (dp[:, :, None] % shard == 0)
         valid &= np.where(zero == 0, cp == 1, shard * cp > 1)
+        valid &= tp * np.where(zero == 0, 1, cp * shard) % ep == 0  # experts are distributed over ranks of other tokens
         valid &= ~((zero == 2) & (pp[:, :, None] > 1))  # where gradients stay whole until the step's end, it is zero 1
         valid &= ~(splits[:, :, None] & (zero == 3))  # halves of a backward need their parameters in between
         return np.nonzero(valid)
@@ -218,19 +225,29 @@ class _Rows:
         layers = self._of_pipe([pipe.ranks[0] for pipe in self.pipes])
         ends = [self._of("ends_elements", place) for place in range(3)]
         turns = self._of_pipe([pipe.schedule == "zb-v" for pipe in self.pipes])  # and so has the head too
-        blocks, others = layers * self._of("layer_elements"), np.where(alone, ends[2], ends[0] + turns * ends[1])
+        plain, experts = self._elements(layers)
+        blocks, others = plain + experts, np.where(alone, ends[2], ends[0] + turns * ends[1])
         elements, precision = blocks + others, self.job.precision
         gradient = min(precision.gradient_bytes, precision.number_bytes)
-        moments = state_bytes(self.job, 1.0, 0.0) * blocks + state_bytes(self.job, 0.0, 1.0) * others
-        summed = np.where((self.times > 1) | ~alone, gradient * elements, 0.0)
+        each = (state_bytes(self.job, 1.0, 0.0), state_bytes(self.job, 0.0, 1.0))
+        owned = (plain + others) / self.owners + experts / self.expert_owners
+        moments = each[0] * (plain / self.owners + experts / self.expert_owners) + each[1] * others / self.owners
+        summed = np.where((self.times > 1) | ~alone, gradient * owned, 0.0)
         whole = (self.zero > 0) & (self.zero < 3) & ~alone | (self.zero == 1) & (self.times > 1)
-        states = (MASTER_BYTES * elements + moments + summed) / self.owners + np.where(whole, gradient * elements, 0.0)
+        states = MASTER_BYTES * owned + moments + summed + np.where(whole, gradient * elements, 0.0)
         narrow = 2.0 if precision.number_bytes < MASTER_BYTES else 0.0
         working = np.where(self.zero < 3, narrow * elements, 0.0)
-        axes = sum((one > 1).astype(float) for one in (self.tp, self.cp, self.pp, self.dp))
+        axes = sum((one > 1).astype(float) for one in (self.tp, self.cp, self.ep, self.pp, self.dp))
         outside = np.where(self.machine.on_cpu, 0.0, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES)
         base = np.stack([states + working, working], axis=1) * (1 + FRAGMENTS) + outside[:, None]
         return base, *self._flying()
+
+    def _elements(self, layers: Any) -> tuple[Any, Any]:
+        """Parameters of so many layers on a rank: experts', and all others."""
+        plain, experts = (
+            np.array([getattr(one.layer, part) for one in self.families])[self.f] for part in ("plain", "experts")
+        )
+        return layers * plain, np.maximum(0, layers - self._dense) * experts
 
     def _flying(self) -> tuple[Any, Any]:
         """Of how many blocks, and of how many stages that send their result on, the first rank holds a micro-batch
@@ -276,48 +293,56 @@ class _Rows:
         fewest: dict[int, int] = {}
         for pipe in self.pipes:
             fewest[pipe.pp] = min(fewest.get(pipe.pp, pipe.counts[0]), *pipe.ranks)
-        by_tp = {one.job.layout.tp: one for one in self.families}
-        sizes = (self.machine.gpus + 1,) * 4
-        keys = [np.ravel_multi_index((self.tp, self.cp, self.pp, shard), sizes) for shard in (self.shard, self.dp)]
+        alike = {(one.job.layout.tp, one.job.layout.ep): one for one in self.families}
+        most, degrees = self.machine.gpus + 1, (self.tp, self.cp, self.ep, self.pp)
+        sizes = (most, 1 + max(self.cp, default=1), 1 + max(self.ep, default=1), most, most)
+        keys = [np.ravel_multi_index((*degrees, shard), sizes) for shard in (self.shard, self.dp)]
         unique, inverse = np.unique(np.concatenate(keys), return_inverse=True)
-        degrees = zip(*(one.tolist() for one in np.unravel_index(unique, sizes)), strict=True)
-        found = np.array([self._exchanged(each, by_tp[each[0]], fewest) for each in degrees])
+        different = zip(*(one.tolist() for one in np.unravel_index(unique, sizes)), strict=True)
+        found = np.array([self._exchanged(each, alike[each[0], each[2]], fewest) for each in different])
         found = found.reshape(-1, 5)[inverse]
         own, all_shared = found[: len(self.f)].T, found[len(self.f) :].T
         gather, scatter, reduce, regather, replicas = own
         third, per_micro = self.zero == 3, (self.zero == 3) | (self.zero == 2) & (self.pp == 1)
-        elements = self._of_pipe([fewest[pipe.pp] for pipe in self.pipes]) * self._of("layer_elements")
+        plain, experts = self._elements(self._of_pipe([fewest[pipe.pp] for pipe in self.pipes]))
         links = {
             "gather": np.where(third, gather, np.where(per_micro, gather / self.times, 0.0)),
             "scatter": np.where(per_micro, scatter + np.where(third, gather, 0.0), 0.0),
             "reduce": np.where(per_micro, 0.0, np.where(self.zero == 0, replicas, reduce)),
             "regather": np.where(per_micro | (self.zero == 0), 0.0, regather),
-            "update": self._update_rate() * elements / self.owners,
+            "update": self._update_rate() * (plain / self.owners + experts / self.expert_owners),
         }
         more = np.maximum(0.0, all_shared - own)
-        most = self._of_pipe([max(pipe.ranks) for pipe in self.pipes])
-        by_layer = most * (self.times * more[1] + np.where(third, 2 * self.times, 1) * more[0])
-        once = (more[2] + more[3]) * most / self._of_pipe([fewest[pipe.pp] for pipe in self.pipes])
-        tables = 1 + self._of("ends_elements", 2) / (most * self._of("layer_elements"))
+        longest = self._of_pipe([max(pipe.ranks) for pipe in self.pipes])
+        by_layer = longest * (self.times * more[1] + np.where(third, 2 * self.times, 1) * more[0])
+        once = (more[2] + more[3]) * longest / self._of_pipe([fewest[pipe.pp] for pipe in self.pipes])
+        tables = 1 + self._of("ends_elements", 2) / sum(self._elements(longest))
         return links, np.where(per_micro, by_layer, once) * tables
 
     def _exchanged(self, sizes: tuple[int, ...], family: Family, fewest: dict[int, int]) -> tuple[float, ...]:
-        tp, cp, pp, shard = sizes
+        tp, cp, ep, pp, shard = sizes
         replicate = self.machine.gpus // (tp * cp * pp * shard)
-        degrees = {"tp": tp, "cp": cp, "pp": pp, "dp_shard": shard, "dp_replicate": replicate}
+        degrees = {"tp": tp, "cp": cp, "ep": ep, "pp": pp, "dp_shard": shard, "dp_replicate": replicate}
         wires = self.machine.wires
         job = self.job.model_copy(update={"layout": layout_with(self.job.layout, degrees)})
         groups = groups_of(job, wires.gpus_per_node)
-        wide, block = self.job.precision.gradient_bytes, family.layer_elements
-        rank = fewest[pp] * block
+        wide, block = self.job.precision.gradient_bytes, family.layer
+        # Of experts only where every layer has some: the others have nothing to gather.
+        block = Elements(block.plain, 0.0 if self._dense else block.experts)
+        rank = block * fewest[pp]
 
-        def reduced(elements: float) -> float:
-            among = all_reduce_s(wires, groups.replicate, wide * elements / groups.shard.size)
-            return all_gather_s(wires, groups.shard, wide * elements) + among
+        def reduced(elements: Elements) -> float:
+            parts = ((elements.plain, groups.shard), (elements.experts, groups.expert_shard))
+            among = sum(all_reduce_s(wires, groups.replicate, wide * count / group.size) for count, group in parts)
+            return among + sum(all_gather_s(wires, group, wide * count) for count, group in parts)
 
-        gather = all_gather_s(wires, groups.shard, 2.0 * block)
-        regather = all_gather_s(wires, groups.shard, 2.0 * rank)
-        return gather, reduced(block), reduced(rank), regather, all_reduce_s(wires, groups.data, wide * rank)
+        def gathered(elements: Elements) -> float:
+            plain = all_gather_s(wires, groups.shard, 2.0 * elements.plain)
+            return plain + all_gather_s(wires, groups.expert_shard, 2.0 * elements.experts)
+
+        replicas = all_reduce_s(wires, groups.data, wide * rank.plain)
+        replicas += all_reduce_s(wires, groups.expert_data, wide * rank.experts)
+        return gathered(block), reduced(block), reduced(rank), gathered(rank), replicas
 
     def _update_rate(self) -> float:
         """Seconds for each further parameter that a rank updates."""

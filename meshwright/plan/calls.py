@@ -6,7 +6,7 @@ Modules, autograd, hooks of recomputation and of sharding: on a GPU the host doe
 from collections.abc import Sequence
 from functools import cache
 
-from meshwright.cost import REPEATED, layer_parameters
+from meshwright.cost import REPEATED, layer_elements
 from meshwright.hardware.profile import Decoder
 from meshwright.job import Job
 from meshwright.plan.communication import Wires, all_gather_s, all_reduce_s, group_of, reduce_scatter_s
@@ -47,7 +47,7 @@ def sharding_calls_s(zero: int, device: Device, wires: Wires) -> Seconds:
     if not sharded or not alone:
         return _NOTHING
     ranks = wires.gpus_per_node
-    group, size = group_of(ranks, 1, ranks), _MASTER_BYTES * layer_parameters(_job(alone[0]))
+    group, size = group_of(ranks, 1, ranks), _MASTER_BYTES * layer_elements(_job(alone[0])).total
     gather, scatter = all_gather_s(wires, group, size), reduce_scatter_s(wires, group, size)
     moved = {0: (0.0, all_reduce_s(wires, group, size)), 3: (gather, gather + scatter)}.get(zero, (gather, scatter))
     pairs = zip(_per_block(sharded), _per_block(alone), moved, strict=True)

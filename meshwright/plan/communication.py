@@ -9,6 +9,9 @@ from math import ceil, log2
 
 _TREE = 0.85
 """Fraction of a ring's bandwidth that trees reach."""
+CONTENTION = 0.189
+"""What compute loses while a collective runs beside it and takes multiprocessors and memory bandwidth: the mean over
+training on A100, H100 and AMD's cards (arXiv:2507.03114)."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ T tokens of a micro-batch on this rank, D width, F ffn width, H and K query and 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from meshwright.cost import REPEATED, chunk_rows, in_whole_lines
-from meshwright.job import Job
+from meshwright.cost import chunk_rows, in_whole_lines, layer_elements
+from meshwright.job import Job, Latent, Model
 from meshwright.layout import gradient_format, kv_copies, kv_heads_of
+from meshwright.plan.experts import expert_casts, moved_s, products_s
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
 
@@ -64,23 +65,44 @@ def tokens_of(job: Job) -> int:
 
 
 def products_of(job: Job, software: Software) -> Iterator[Product]:
-    """A block's projections on one rank; programs with fused kernels compute those of one input at once."""
+    """A block's projections on one rank, experts' aside; programs with fused kernels compute those of one input at
+    once."""
     model, tp, tokens = job.model, job.layout.tp, tokens_of(job)
+    fused = software.fusion == "fused"
     queries, keys = model.heads // tp * model.head_dim, kv_heads_of(job) * model.head_dim
-    inner = -(-model.ffn_width // tp)
-    gates = 2 if model.activation == "swiglu" else 1
-    if software.fusion == "fused":
+    if model.latent is not None:
+        yield from _latent_products(model, model.latent, tokens, tp, fused=fused)
+    elif fused:
         yield tokens, queries + 2 * keys, model.width
-        yield tokens, gates * inner, model.width
     else:
         yield from ((tokens, queries, model.width), (tokens, keys, model.width), (tokens, keys, model.width))
+    inner = -(-feedforward_width(model) // tp)
+    gates = 2 if model.activation == "swiglu" else 1
+    if inner and fused:
+        yield tokens, gates * inner, model.width
+    elif inner:
         yield from ((tokens, inner, model.width) for _ in range(gates))
-    yield tokens, model.width, queries
-    yield tokens, model.width, inner
+    yield tokens, model.width, model.heads // tp * model.value_dim
+    if inner:
+        yield tokens, model.width, inner
+
+
+def feedforward_width(model: Model) -> int:
+    """The inner width of what every token of a block passes: with experts, of the shared one."""
+    return model.ffn_width if model.experts is None else model.experts.shared_width
+
+
+def _latent_products(model: Model, latent: Latent, tokens: int, tp: int, *, fused: bool) -> Iterator[Product]:
+    """Down to the small vectors, on every tensor-parallel rank, and up to its heads."""
+    heads, down = model.heads // tp, [latent.kv_rank, latent.rope_dim, *([latent.q_rank] if latent.q_rank else [])]
+    yield from ((tokens, size, model.width) for size in ([sum(down)] if fused else down))
+    yield tokens, heads * model.head_dim, latent.q_rank or model.width
+    yield tokens, heads * (model.head_dim - latent.rope_dim + latent.value_dim), latent.kv_rank
 
 
 def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     """One block over one micro-batch, with recomputation by mode."""
+    spares = software.own and job.model.experts is None
     products = list(products_of(job, software))
     forward = sum(matmul_s(device, *product) for product in products)
     inputs = sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in products)
@@ -88,9 +110,18 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     if device.compute == "fp8":
         cast, cast_back = _fp8_casts_s(job, device, software, products)
         forward, inputs = forward + cast, inputs + cast_back
-    weights += _gradient_sum_s(job, device, software, products)
+        if job.model.experts is not None and not software.own and not software.fused_experts:
+            cast, cast_back = _fp8_casts_s(job, device, software, expert_casts(job), layer_elements(job).experts)
+            forward, inputs = forward + cast, inputs + cast_back
+    weights += _gradient_sum_s(job, device, software, sum(inner * columns for _, columns, inner in products))
     attention, attention_back = _attention_s(job, device, software)
     elementwise, elementwise_back = _elementwise_s(job, device, software)
+    if job.model.experts is not None:
+        experts, rows_back, weights_back = products_s(job, device, software)
+        forward, inputs, weights = forward + experts, inputs + rows_back, weights + weights_back
+        moved, moved_back = moved_s(job, device, software)
+        elementwise, elementwise_back = elementwise + moved, elementwise_back + moved_back
+        weights += _gradient_sum_s(job, device, software, layer_elements(job).experts)
     again = {
         "none": 0.0,
         "selective": {
@@ -99,82 +130,16 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
             "attention": attention,
         }[software.selective],
         # Nothing in the backward needs a block's last product, and our trainer stops before it.
-        "full": forward + attention + elementwise - (matmul_s(device, *products[-1]) if software.own else 0.0),
+        "full": forward + attention + elementwise - (matmul_s(device, *products[-1]) if spares else 0.0),
         "segment": forward + attention + elementwise,
         "joined": forward + attention + elementwise,
     }[mode]
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
 
 
-USUAL_LAUNCH_S = 4.5e-6
-"""A bare operation's launch on the hosts whose programs' launches are in `software`."""
-_OWN_LAUNCH_S = 9.9e-6
-"""The same where our own trainer runs and its host was not measured: as beside the one GPU that was, so that two cards
-do not differ by their hosts."""
-
-
-def bare_launch_s(device: Device, *, own: bool) -> float:
-    """What launching a bare operation takes the host: as its profile measured it, or as usual."""
-    measured = None if device.measured is None else device.measured.profile.launch_s
-    return measured or (_OWN_LAUNCH_S if own else USUAL_LAUNCH_S)
-
-
-def host_waits(
-    job: Job, device: Device, software: Software, mode: str, forward_s: float, backward_s: float
+def _fp8_casts_s(
+    job: Job, device: Device, software: Software, products: list[Product], weights: float | None = None
 ) -> tuple[float, float]:
-    """How long a block's forward and backward, transfers included, wait for a host that launches kernels more slowly.
-
-    Ranks that share every product meet at each collective, where sometimes one's host is late and sometimes another's
-    device: there neither hides behind the other in full.
-    """
-    if device.measured is not None and device.measured.on_cpu:
-        return 0.0, 0.0  # there is no other device that waits: starting an operation is part of it
-    bare_s = bare_launch_s(device, own=software.own)
-    if software.own:
-        forward, backward = (count * bare_s for count in own_launches(job, software, mode))
-    else:
-        forward = kernels_of(job, software) * software.launch_s * bare_s / USUAL_LAUNCH_S
-        backward = (3 if mode in REPEATED else 2) * forward
-    if software.blocking:
-        return forward, backward
-    waits = []
-    for device_s, host_s in ((forward_s, forward), (backward_s, backward)):
-        both = max(host_s, device_s) if job.layout.tp == 1 else (host_s**3 + device_s**3) ** (1 / 3)
-        waits.append(both - device_s)
-    return waits[0], waits[1]
-
-
-def own_launches(job: Job, software: Software, mode: str) -> tuple[float, float]:
-    """The host's work for one of our blocks, forward and backward, in multiples of a bare launch.
-
-    Fitted to blocks of GPT-2, Llama and Qwen3 with so few tokens that an H200 waits for its host (benchmarks/LOG.md):
-    an eager operation is more than two launches with its autograd; a compiled block's guards and wrappers cost more
-    than its few kernels; torch's hooks for recomputation cost as much as many operations.
-    """
-    model = job.model
-    operations = 12 + 2 * (model.activation == "swiglu") + 20 * (model.positions == "rope") + 4 * model.qk_norm
-    operations += 2 * (job.layout.tp > 1)
-    if software.fusion == "fused":
-        forward = 33 + 0.75 * operations
-        casts = (50, 22) if job.precision.compute == "fp8" else (0, 0)
-        again = {"full": 8.0, "segment": forward, "joined": forward}.get(mode, 0.0)  # inside the graph, or around it
-        return forward + casts[0], 1.6 * forward + casts[1] + again
-    forward = 2.65 * operations
-    backward = 1.4 * forward + 66
-    if mode in REPEATED:
-        return forward + 50, backward + forward + 45
-    return (forward + 150, backward + 100) if mode == "selective" else (forward, backward)
-
-
-def kernels_of(job: Job, software: Software) -> int:
-    """Kernels a block's forward launches in other programs than ours."""
-    kernels = {"fused": 14, "eager": 22}[software.fusion]
-    kernels += 12 if software.attention == "fused-softmax" else 0
-    kernels += 2 if job.layout.tp > 1 else 0
-    return kernels
-
-
-def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Product]) -> tuple[float, float]:
     """Numbers read in 16 bits and written in 8, forward and backward.
 
     Delayed scales need no pass over the numbers: the kernel that computes them also casts them, and weights are cast
@@ -183,7 +148,8 @@ def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Pr
     """
     fused, count = software.fusion == "fused", len(products)
     inputs = sum(rows * inner for rows, _, inner in products)
-    weights = sum(inner * columns for _, columns, inner in products)
+    if weights is None:
+        weights = sum(inner * columns for _, columns, inner in products)
     if software.fp8_scales == "delayed":
         cast = memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights / job.accumulation, 2 * count)
         return cast, 1.5 * cast
@@ -195,12 +161,11 @@ def _fp8_casts_s(job: Job, device: Device, software: Software, products: list[Pr
     return forward, memory_s(device, 35.0 * outputs + 29.0 * (inputs + weights), 20 * count)
 
 
-def _gradient_sum_s(job: Job, device: Device, software: Software, products: list[Product]) -> float:
+def _gradient_sum_s(job: Job, device: Device, software: Software, parameters: float) -> float:
     """Gradients of a micro-batch added to the step's, in the format they are summed in.
 
     Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes.
     """
-    parameters = sum(inner * columns for _, columns, inner in products)
     wide = job.precision.gradient_bytes
     moved = 2.0 * wide * parameters
     if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
@@ -213,13 +178,22 @@ def _gradient_sum_s(job: Job, device: Device, software: Software, products: list
 
 
 def _attention_s(job: Job, device: Device, software: Software) -> tuple[float, float]:
+    model = job.model
+    if model.window_layers == "all" or model.sliding_window is None:
+        return _one_attention_s(job, device, software, model.sliding_window)
+    both = [_one_attention_s(job, device, software, window) for window in (model.sliding_window, None)]
+    return (both[0][0] + both[1][0]) / 2, (both[0][1] + both[1][1]) / 2
+
+
+def _one_attention_s(job: Job, device: Device, software: Software, sliding: int | None) -> tuple[float, float]:
     model, sequence, cp = job.model, job.batch.sequence_length, job.layout.cp
     heads = model.heads // job.layout.tp
-    window = min(sequence, model.sliding_window or sequence)
+    window = min(sequence, sliding or sequence)
     queries = job.batch.micro_batch * sequence / cp
     if software.attention == "flash":
         seen = window * (1 - window / (2 * sequence))
-        flops = 4.0 * queries * seen * heads * model.head_dim
+        # Ours pads values to the size of keys.
+        flops = 2.0 * queries * seen * heads * (model.head_dim + (model.head_dim if software.own else model.value_dim))
         # Ulysses gives a rank whole sequences of fewer heads, the others blocks as long as a rank's slice.
         spread = cp if job.layout.cp_method == "ulysses" else 1
         length = sequence if spread == cp else sequence // cp
@@ -269,7 +243,9 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         return device.operations.block(job, tokens)
     stream = 2.0 * tokens * model.width / (tp if job.layout.sp else 1)
     turned = 2.0 * tokens * (model.heads // tp + kv_heads_of(job)) * model.head_dim
-    inner = 2.0 * tokens * model.ffn_width / tp
+    if model.latent is not None:  # only a part of a head turns, and all of it is put together with the rest
+        turned *= 2.0
+    inner = 2.0 * tokens * feedforward_width(model) / tp
     fused = software.fusion == "fused"
     # Eager norms run in 32 bits, with casts before and after; an unfused RMSNorm is several operations.
     norm, norm_back = (2, 3) if fused else (5, 7) if model.norm == "layernorm" else (7, 10)

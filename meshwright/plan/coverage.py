@@ -138,4 +138,4 @@ def pairs(outcomes: "Iterable[Outcome]") -> "Iterable[tuple[Outcome, Outcome, bo
 
 def _degrees(outcome: "Outcome") -> tuple[int, ...]:
     layout = outcome.case.job.layout
-    return layout.tp, layout.cp, layout.pp, layout.zero_stage
+    return layout.tp, layout.cp, layout.ep, layout.pp, layout.zero_stage

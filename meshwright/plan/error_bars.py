@@ -107,13 +107,13 @@ def tie_words() -> str:
     same, other = (expm1(residuals().bands[kind]) for kind in ("same", "other"))
     return (
         f"predictions order layouts correctly in 8 of 10 cases if they differ by more than {same:.0%}, or by "
-        f"{other:.0%} if tp, cp, pp or zero differ"
+        f"{other:.0%} if tp, cp, ep, pp or zero differ"
     )
 
 
 def _degrees(job: Job) -> tuple[int, ...]:
     layout = job.layout
-    return layout.tp, layout.cp, layout.pp, layout.zero_stage
+    return layout.tp, layout.cp, layout.ep, layout.pp, layout.zero_stage
 
 
 def _better_known(run: Traits) -> Traits:

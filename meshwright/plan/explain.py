@@ -73,7 +73,8 @@ def layout_words(job: Job) -> str:
     parts = [f"dp {job.data_parallel}", f"zero {layout.zero_stage}"]
     if layout.dp_replicate > 1 and layout.zero_stage:
         parts[0] += f" ({layout.dp_replicate} replicas of {layout.dp_shard} shards)"
-    parts += [f"{name} {size}" for name, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp)) if size > 1]
+    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
+    parts += [f"{name} {size}" for name, size in degrees.items() if size > 1]
     if layout.pp > 1:
         parts.append(layout.schedule + (f" ×{layout.virtual_stages}" if layout.virtual_stages else ""))
         if layout.split and len(set(layout.split)) > 1:
@@ -101,7 +102,7 @@ def simplest(best: Sequence[Candidate]) -> int | None:
 def _complexity(job: Job) -> int:
     """How much there is to set up, understand and debug in a layout."""
     layout, recompute = job.layout, job.memory.recompute
-    axes = 3 * (layout.tp > 1) + 3 * (layout.cp > 1) + 4 * (layout.pp > 1)
+    axes = 3 * (layout.tp > 1) + 3 * (layout.cp > 1) + 3 * (layout.ep > 1) + 4 * (layout.pp > 1)
     pipeline = 2 * (layout.schedule != "1f1b" and layout.pp > 1) + 2 * (layout.split is not None)
     sharding = (
         min(layout.zero_stage, 1) + (layout.zero_stage == 3) + 2 * bool(layout.zero_stage and layout.dp_replicate > 1)
@@ -150,6 +151,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "layout.split": layout.split,
         "layout.tp": layout.tp,
         "layout.cp": layout.cp,
+        "layout.ep": layout.ep,
         "layout.pp": layout.pp,
         "layout.schedule": layout.schedule + (f" of {v} stages a rank" if (v := layout.virtual_stages) else ""),
         "batch.micro_batch": job.batch.micro_batch,

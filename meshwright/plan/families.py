@@ -3,15 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.cost import layer_parameters, stage_parameters
+from meshwright.cost import Elements, layer_elements, stage_elements
 from meshwright.job import Job
 from meshwright.plan.compute import block_work, embedding_work, head_work, products_of
+from meshwright.plan.experts import transfers_s, without_experts
+from meshwright.plan.groups import groups_of
+from meshwright.plan.kept import block_bytes, side_by_side
 from meshwright.plan.kernels import Device, device_of, matmul_at_once
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import block_bytes, side_by_side
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import KINDS, degrees_of, micro_batches_of, ways_of, with_degrees, with_way
-from meshwright.plan.step import groups_of, shared_s
+from meshwright.plan.step import shared_s
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Family:
     """Forward and backward of the embedding, and of the head."""
     kept_bytes: tuple[float, ...]
     """By kind of recomputation."""
-    layer_elements: float
+    layer: Elements
+    """A block's parameters."""
     ends_elements: tuple[float, float, float]
     """Beside the blocks: of a first stage, of a last one, and of one that is both."""
     step_s: float
@@ -42,7 +45,8 @@ def families_of(job: Job, machine: Machine, allow: frozenset[str], *, at_once: b
         way = with_way(job, compute, compiled)
         device = device_of(machine.gpu, machine.rates, compute, machine.measured)
         software = MESHWRIGHT_COMPILED if compiled else MESHWRIGHT
-        groups = [[with_degrees(way, tp, cp, micro) for micro in micros] for tp, cp in degrees_of(way, machine.gpus)]
+        degrees = degrees_of(way, machine.gpus)
+        groups = [[with_degrees(way, tp, cp, ep, micro) for micro in micros] for tp, cp, ep in degrees]
         _warm(device, software, [each for group in groups for each in group])
         for group in groups:
             yield from _families(group, device, software, machine)
@@ -57,28 +61,50 @@ def _warm(device: Device, software: Software, jobs: list[Job]) -> None:
 
 
 def _families(jobs: list[Job], device: Device, software: Software, machine: Machine) -> Iterator[Family]:
-    """Those of one tensor- and context-parallel group: what a block keeps grows with the micro-batch."""
+    """Those of one tensor-, context- and expert-parallel group: what a block keeps grows with the micro-batch.
+
+    Where the first layers of a mixture have no experts, a block takes as little as the lesser of both kinds.
+    """
     one = jobs[0]
-    copies = {"none": side_by_side(one, software)}  # of weights: as many whatever the micro-batch
-    each = [(block_bytes(one, software, kind)[0] - copies.get(kind, 0.0)) / one.batch.micro_batch for kind in KINDS]
-    block = layer_parameters(one)
-    first, last = (stage_parameters(one, 0, first=first, last=not first) for first in (True, False))
-    both = stage_parameters(one, 0, first=True, last=True)
+    kinds = [one, without_experts(one)] if one.model.experts and one.model.experts.first_dense else [one]
+    each = [min(column) for column in zip(*(_kept(kind, software) for kind in kinds), strict=True)]
+    block = layer_elements(one)
+    if len(kinds) > 1:
+        block = Elements(min(block.plain, layer_elements(one, 0).plain), block.experts)
+    first, last = (stage_elements(one, range(0), first=first, last=not first).plain for first in (True, False))
+    both = stage_elements(one, range(0), first=True, last=True).plain
     for job in jobs:
-        groups = groups_of(job, machine.wires.gpus_per_node)
-        works = [block_work(job, device, software, kind) for kind in KINDS]
-        sent = [
-            shared_s(job, device, software, machine.wires, groups, kind, work)
-            for kind, work in zip(KINDS, works, strict=True)
+        alike = [job, without_experts(job)][: len(kinds)]
+        passes = [
+            min(column) for column in zip(*(_passes(kind, device, software, machine) for kind in alike), strict=True)
         ]
         embedding, head = embedding_work(job, device), head_work(job, device, software)
         yield Family(
             job,
-            works[0].forward + sent[0][0],
-            tuple(work.backward + backward for work, (_, backward) in zip(works, sent, strict=True)),
+            passes[0],
+            tuple(passes[1:]),
             (embedding.forward, embedding.backward, head.forward, head.backward),
             tuple(job.batch.micro_batch * size for size in each),
             block,
             (first, last, both),
             0.0 if one.layout.tp == 1 else software.step_s,
         )
+
+
+def _kept(job: Job, software: Software) -> list[float]:
+    """Bytes a block keeps of one sequence, by kind of recomputation."""
+    copies = {"none": side_by_side(job, software)}  # of weights: as many whatever the micro-batch
+    return [(block_bytes(job, software, kind)[0] - copies.get(kind, 0.0)) / job.batch.micro_batch for kind in KINDS]
+
+
+def _passes(job: Job, device: Device, software: Software, machine: Machine) -> list[float]:
+    """A block's forward, and its backward by kind of recomputation, with their transfers."""
+    wires, groups = machine.wires, groups_of(job, machine.wires.gpus_per_node)
+    forward, backward = 0.0, []
+    for kind in KINDS:
+        work = block_work(job, device, software, kind)
+        tensor = shared_s(job, device, software, wires, groups, kind, work)
+        rows = transfers_s(job, wires, groups.experts, software, kind, (work.forward, work.backward))
+        forward = forward or work.forward + tensor[0] + rows[0]
+        backward.append(work.backward + tensor[1] + rows[1])
+    return [forward, *backward]

@@ -26,9 +26,13 @@ def grown(model: Model) -> Iterator[Model]:
 def grown_how(model: Model) -> str:
     """How `grown` scales, in words."""
     heads = "as many key heads as heads" if model.kv_heads == model.heads else f"{model.kv_heads} key heads"
+    experts = model.experts
+    inner = f"a feed-forward {model.ffn_width / model.width:.3g} times as wide"
+    if experts is not None:
+        inner = f"{experts.count} experts {experts.ffn_width / model.width:.3g} times as wide, {experts.top_k} a token"
     return (
         f"layers and width grow together, {model.width / model.layers:.3g} wide per layer; heads of {model.head_dim}, "
-        f"{heads}, a feed-forward {model.ffn_width / model.width:.3g} times as wide, {model.vocab_size:,} words"
+        f"{heads}, {inner}, {model.vocab_size:,} words"
     )
 
 
@@ -39,9 +43,19 @@ def _at(model: Model, size: float) -> Model | None:
     group = model.kv_heads if shared else gcd(_HEADS, model.heads)
     heads = max(group, round(model.heads * size ** (1 / 3) / group) * group)
     width = max(1, round(model.width * heads / model.heads))
-    inner = ceil(model.ffn_width * heads / model.heads / _ALIGNED) * _ALIGNED
+    inner = _scaled(model.ffn_width, heads / model.heads)
+    experts = model.experts
+    if experts is not None:
+        widths = {name: _scaled(getattr(experts, name), heads / model.heads) for name in ("ffn_width", "shared_width")}
+        experts = experts.model_copy(update=widths)
     layers = round(model.layers * size * (model.heads / heads) ** 2)
+    if experts is not None and layers <= experts.first_dense:
+        return None
     if not 1 <= layers <= _MOST_LAYERS or width > _MOST_WIDTH:
         return None
     shape = {"heads": heads, "kv_heads": model.kv_heads if shared else heads, "width": width, "ffn_width": inner}
-    return model.model_copy(update={**shape, "layers": layers, "preset": None})
+    return model.model_copy(update={**shape, "layers": layers, "experts": experts, "preset": None})
+
+
+def _scaled(inner: int, times: float) -> int:
+    return ceil(inner * times / _ALIGNED) * _ALIGNED

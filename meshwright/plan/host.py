@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from meshwright.job import Job
-from meshwright.plan.compute import Work, bare_launch_s, loss_chunks, own_launches
+from meshwright.plan.compute import Work, loss_chunks
 from meshwright.plan.kernels import Device
+from meshwright.plan.launches import bare_launch_s, own_launches
 from meshwright.plan.software import Software
 from meshwright.plan.update import update_launches
 

@@ -37,6 +37,7 @@ _USUAL_NETWORK = {
     "h200": (50.0, "a DGX H200's eight 400 Gb/s cards"),
     "gh200": (25.0, "one 200 Gb/s card a superchip"),
     "b200": (50.0, "a DGX B200's eight 400 Gb/s cards"),
+    "b300": (100.0, "a DGX B300's eight 800 Gb/s cards"),
     "gb200": (50.0, "one 400 Gb/s card a GPU"),
     "gb300": (100.0, "one 800 Gb/s card a GPU"),
     "mi250x": (12.5, "LUMI's and Frontier's four 200 Gb/s cards for eight devices"),

@@ -1,18 +1,31 @@
 """What a rank holds at its fullest moment, as named terms in bytes.
 
 Activations are the model's own count of what its modules save, divided as the layout shards it and adjusted for what a
-program does differently; micro-batches in flight are those of the schedule's table.
+program does differently; micro-batches in flight are those of the schedule's table. Layers of a mixture without experts
+are counted as if they had some.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.cost import MASTER_BYTES, in_whole_lines, layer_parameters, segments_of, stage_parameters, state_bytes
-from meshwright.job import FORMAT_BYTES, Job, Model
-from meshwright.layout import gradient_format, holdings_of_rank, saved_by_name
+from meshwright.cost import (
+    MASTER_BYTES,
+    Elements,
+    in_whole_lines,
+    layer_elements,
+    segments_of,
+    sharers,
+    stage_elements,
+    state_bytes,
+)
+from meshwright.job import FORMAT_BYTES, Job
+from meshwright.layout import gradient_format, holdings_of_rank
 from meshwright.pipeline import Table, unchecked_table
-from meshwright.plan.compute import loss_chunks, products_of, tokens_of
+from meshwright.plan.compute import feedforward_width, loss_chunks, products_of, tokens_of
+from meshwright.plan.experts import rows_of
+from meshwright.plan.groups import stage_ranges
+from meshwright.plan.kept import block_bytes, sizes_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.reserve import communicator_bytes, reserve_bytes, score_count
 from meshwright.plan.software import Software
@@ -59,14 +72,14 @@ def rank_memory(
 ) -> RankMemory:
     """A pipeline rank's memory; `layers` are the stages' numbers of layers, `modes` every layer's recomputation."""
     held = [0] if table is None else [stage % len(layers) for stage in table.stages_of(rank)]
-    parameters = sum(
-        stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in held
+    places = stage_ranges(layers)
+    elements = sum(
+        (stage_elements(job, places[one], first=one == 0, last=one == len(layers) - 1) for one in held), Elements()
     )
-    projections = sum(layers[place] for place in held) * layer_parameters(job)
-    starts = [sum(layers[:place]) for place in range(len(layers))]
-    owned = [modes[starts[place] : starts[place] + layers[place]] for place in held]
+    blocks = sum((stage_elements(job, places[one], first=False, last=False) for one in held), Elements())
+    owned = [[modes[layer] for layer in places[place]] for place in held]
     together = max((len(segment) for own in owned for segment in segments_of(own)), default=1)
-    states = _states(job, software, parameters, projections, together)
+    states = _states(job, software, elements, blocks.total / elements.total, together)
     first, last = 0 in held, len(layers) - 1 in held
     if table is None and software.own:
         moments = own_moments(job, software, modes, states)
@@ -81,9 +94,9 @@ def rank_memory(
     if job.memory.offload:
         largest = max(block_bytes(job, software, mode)[0] for mode in set(modes))
         all_of_a_step = states | {"activations": max(moment["activations"] for moment in moments)}
-        host = move_to_host(job, all_of_a_step, largest, layer_parameters(job), together)
+        host = move_to_host(job, all_of_a_step, largest, layer_elements(job).total, together)
         for moment in moments:
-            move_to_host(job, moment, largest, layer_parameters(job), together)
+            move_to_host(job, moment, largest, layer_elements(job).total, together)
     terms = max(moments, key=lambda moment: sum(moment.values()))
     terms["workspaces"] = software.workspace_bytes
     rounded, gap = reserve_bytes(job, software, sum(terms.values()), first=first, last=last)
@@ -91,32 +104,32 @@ def rank_memory(
     return RankMemory(rank, terms, rounded, outside, host, gap)
 
 
-def _states(job: Job, software: Software, parameters: float, projections: float, together: int) -> Terms:
+def _states(job: Job, software: Software, elements: Elements, in_blocks: float, together: int) -> Terms:
     """Weights, gradients and optimizer states by zero stage; under a pipeline gradients stay whole until the end.
 
-    `together` is how many blocks are recomputed together.
+    `in_blocks` is the share of the parameters that is in blocks, `together` how many blocks are recomputed together.
     """
-    layout, zero = job.layout, job.layout.zero_stage
-    sharers = layout.dp_shard * layout.cp
+    layout, zero, parameters = job.layout, job.layout.zero_stage, elements.total
+    sharded = elements.owned(job)
+    shared = sharded if zero >= 1 else parameters
     narrow = job.precision.number_bytes < MASTER_BYTES
     gradient = gradient_bytes(job, software)
-    moments = state_bytes(job, projections, parameters - projections)
-    shared = sharers if zero >= 1 else 1
+    moments = state_bytes(job, in_blocks * shared, (1 - in_blocks) * shared)
     sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
     if software.weights_apart:
         half = job.precision.compute == "fp16"
         summed_narrow = software.reduced_bytes == 2 and not software.narrow_gradients
         gradient = 2 if half or summed_narrow else 4
-        whole = sharers if sharded_gradients else 1
+        whole = sharded if sharded_gradients else parameters
         terms = {
-            "weights": 2.0 * parameters / (sharers if zero == 3 else 1),
-            "gradients": gradient * parameters / whole,
-            "optimizer states": (MASTER_BYTES * parameters + moments) / shared,
+            "weights": 2.0 * (sharded if zero == 3 else parameters),
+            "gradients": gradient * whole,
+            "optimizer states": MASTER_BYTES * shared + moments,
         }
         if job.precision.compute in software.narrow_gradients:
             wide = 6.0 if software.flat_gradients else 4.0
-            terms["gradients in the other format"] = wide * parameters / shared if half else 2.0 * parameters / whole
-        if zero > 0 and sharers > 1 and software.bucket_elements:
+            terms["gradients in the other format"] = wide * shared if half else 2.0 * whole
+        if zero > 0 and sharers(job) > 1 and software.bucket_elements:
             # Sums in 32 bits are copied by whole tensors, and the table of words may be more than a bucket.
             table = job.model.vocab_size * job.model.width / layout.tp
             terms["a bucket of gradients"] = gradient * max(software.bucket_elements, table if gradient == 4 else 0.0)
@@ -124,10 +137,10 @@ def _states(job: Job, software: Software, parameters: float, projections: float,
     # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
     whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
     terms = {
-        "weights": MASTER_BYTES * parameters / shared,
+        "weights": MASTER_BYTES * shared,
         "working weights": 2.0 * parameters if narrow and zero < 3 else 0.0,
-        "gradients": gradient * parameters / (1 if zero == 0 else shared),
-        "optimizer states": moments / shared,
+        "gradients": gradient * shared,
+        "optimizer states": moments,
     }
     if whole_gradients and zero > 0:
         terms["gradients before they are reduced"] = gradient * parameters
@@ -148,7 +161,7 @@ def _gathered(job: Job, software: Software, together: int) -> Terms:
     if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
         return {}
     table = job.model.vocab_size * job.model.width / layout.tp
-    unit = layer_parameters(job)
+    unit = layer_elements(job).total
     if software.gathers == "weight":
         unit, together = max(columns * inner for _, columns, inner in products_of(job, software)), 1
     return {
@@ -215,94 +228,6 @@ def _cached_holdings(
     return holdings_of_rank(unchecked_table(schedule, ranks, micro_batches, virtual_stages), rank)
 
 
-def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
-    """Bytes a block keeps of a micro-batch, and those its recomputation restores at once."""
-    whole = _edited(job, software, sizes_of(job, "none"))
-    if mode == "none":
-        return sum(whole.values()), 0.0
-    if mode == "selective" and software.selective == "attention":
-        dropped = sum(whole.pop(name, 0.0) for name in ("attention.scores",))
-        return sum(whole.values()), dropped
-    kept = sizes_of(job, mode)
-    if mode in ("segment", "joined"):  # a compiled block saves for a segment what it would save without recomputation
-        return sum(kept.values()), sum(whole.values()) - sum(kept.values())
-    if software.own:
-        # Inputs of its kernels are recomputed; a compiler that sees what is kept computes the rest inside of them.
-        again = sizes_of(job, "none") if mode == "full" else whole
-        return sum(kept.values()), sum(again.values()) - sum(kept.values())
-    if mode == "selective" and software.selective == "half":
-        # Of every two projections' results the second is dropped: k, the attention's and up; the last one's is kept.
-        for name in ("attention.k", "attention.projected", "ffn.up"):
-            kept.pop(name, None)
-        kept["ffn.projected"] = kept["input"]
-    return sum(kept.values()), sum(whole.values())
-
-
-def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, float]:
-    """The saved tensors of a program that fuses, gathers again or writes scores out."""
-    edited = dict(sizes)
-    if software.fusion == "fused" and software.fused_gate and job.model.activation == "swiglu":
-        edited.pop("ffn.activated", None)  # recomputed from gate and up inside the fused kernel's backward
-    if software.own and software.fusion == "fused" and job.layout.tp == 1:
-        # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
-        # they were computed with it.
-        edited["attention.v"] = sum(sizes[f"attention.{name}"] for name in "qkv")
-        for name in ("attention.q_norm.input", "attention.k_norm.input"):
-            edited.pop(name, None)
-        if job.model.positions != "rope" and not job.model.qk_norm:
-            del edited["attention.q"], edited["attention.k"]
-        edited["weights side by side"] = side_by_side(job, software)
-        if job.precision.compute == "fp8":
-            # Inputs of products are kept in 8 bits, that of the attention's projection in addition to its result.
-            for name in ("attention.input", "ffn.input", "ffn.product"):
-                edited[name] = edited.get(name, 0.0) / 2
-            edited["attention.out"] *= 1.5
-    if not software.own and software.fp8_scales == "delayed" and job.precision.compute == "fp8":
-        # Transformer Engine keeps the inputs of products as it cast them.
-        for name in ("attention.input", "ffn.input", "ffn.product"):
-            edited[name] = edited.get(name, 0.0) / 2
-        edited["attention.out"] = edited.get("attention.out", 0.0) * 1.5
-    if software.regather and job.layout.sp:
-        for name in ("attention.input", "ffn.input"):
-            edited[name] /= job.layout.tp
-    if software.attention == "fused-softmax":
-        edited["attention.scores"] = score_count(job) * (5.0 if job.model.dropout > 0 else 2.0)
-    return edited
-
-
-def side_by_side(job: Job, software: Software) -> float:
-    """Separate weights of one product are copied for it and kept for its backward; fp8 keeps all it has cast."""
-    if not software.own or software.fusion != "fused" or job.layout.tp > 1:
-        return 0.0
-    weights = [columns * inner for _, columns, inner in products_of(job, software)]
-    if job.precision.compute == "fp8":
-        return float(sum(weights))
-    fused = weights[:2] if job.model.activation == "swiglu" else weights[:1]
-    return float(job.precision.number_bytes * sum(fused))
-
-
-def sizes_of(job: Job, mode: str) -> dict[str, float]:
-    """A block's saved tensors on one rank by name, as our own trainer saves them."""
-    layout, batch = job.layout, job.batch
-    cut = (layout.tp, layout.sp, layout.cp, layout.cp_method)
-    return dict(_sizes(job.model, batch.micro_batch, batch.sequence_length, job.precision.compute, cut, mode))
-
-
-@lru_cache(maxsize=4096)
-def _sizes(
-    model: Model, micro_batch: int, sequence: int, compute: str, cut: tuple[int, bool, int, str], mode: str
-) -> dict[str, float]:
-    bare = Job()
-    sections = {
-        "batch": {"micro_batch": micro_batch, "sequence_length": sequence},
-        "layout": dict(zip(("tp", "sp", "cp", "cp_method"), cut, strict=True)),
-        "precision": {"compute": compute},
-    }
-    update = {name: getattr(bare, name).model_copy(update=fields) for name, fields in sections.items()}
-    named = saved_by_name(bare.model_copy(update={"model": model} | update), mode, first=False, last=False)  # type: ignore[arg-type]
-    return {name: float(size) for (place, name), size in named.items() if place}
-
-
 def _loss(job: Job, software: Software) -> Terms:
     """The head's share: whole logits, or our chunks of them with their gradients."""
     tokens, width = tokens_of(job), job.model.width
@@ -333,8 +258,8 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
     each = job.precision.number_bytes
     table = job.model.vocab_size * job.model.width / job.layout.tp
     whole = states["gradients"]
-    per_entry = whole / max(1.0, stage_parameters(job, job.model.layers, first=True, last=True))
-    layer = per_entry * layer_parameters(job)
+    per_entry = whole / max(1.0, stage_elements(job, range(job.model.layers), first=True, last=True).total)
+    layer = per_entry * layer_elements(job).total
     # With several micro-batches a step, the gradients of those before are there all the time.
     before = whole if job.accumulation > 1 else 0.0
     # The head's gradient: of a tied table it waits for the embedding's, of its own it is one of the gradients.
@@ -374,7 +299,10 @@ def _passing(job: Job, software: Software) -> float:
     two of the scores."""
     each = job.precision.number_bytes
     tokens, tp = tokens_of(job), job.layout.tp
-    inside = each * tokens * (2.0 * job.model.ffn_width / tp + 2.0 * job.model.width)
+    inside = each * tokens * (2.0 * feedforward_width(job.model) / tp + 2.0 * job.model.width)
+    if job.model.experts is not None:
+        rows = rows_of(job)
+        inside = max(inside, each * rows * (2.0 * job.model.experts.ffn_width + 2.0 * job.model.width))
     return inside if software.attention == "flash" else max(inside, 2.0 * each * score_count(job))
 
 

@@ -8,9 +8,10 @@ from meshwright.errors import UserError
 from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every, Segments
-from meshwright.layout import recompute_modes, split_layers, table_of
+from meshwright.layout import recompute_modes, require_experts, split_layers, table_of
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
+from meshwright.plan.experts import expert_guess
 from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
@@ -158,10 +159,11 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
 
 
 def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
+    experts = (expert_guess(job, software),) if job.model.experts else ()
     if machine.measured is None:
-        return machine.guessed
+        return (*machine.guessed, *experts)
     far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
-    return (*machine.guessed, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
+    return (*machine.guessed, *experts, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
 
 
 def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:
@@ -190,6 +192,7 @@ def _require_ranks(job: Job, machine: Machine) -> None:
             f"layout needs {ranks} ranks, but the cluster has {machine.gpus} {there}; name one of {ranks} with "
             "--cluster or change the layout"
         )
+    require_experts(job)
 
 
 def _modes(job: Job, layers: list[int]) -> list[str]:

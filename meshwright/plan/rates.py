@@ -89,6 +89,7 @@ _BY_PREFIX = {
     "h200": _HOPPER,
     "gh200": replace(_HOPPER, origin="data sheet, with the H100's shares, derived from published rows"),
     "b200": _BLACKWELL,
+    "b300": replace(_BLACKWELL, origin="data sheet, with the B200's shares, derived from published rows"),
     "gb200": _BLACKWELL,
     # 1400 W instead of 1200 for the same peak: by as much as 500 W take from an H100 of 700.
     "gb300": replace(_BLACKWELL, matmul=0.60, matmul_fp8=0.68, attention=(0.13, 0.175, 0.38)),

@@ -1,7 +1,8 @@
 """What the device holds beyond the tensors of a step: the allocator's gaps, and buffers of communicators."""
 
 from meshwright.job import Job
-from meshwright.plan.compute import tokens_of
+from meshwright.plan.compute import feedforward_width, tokens_of
+from meshwright.plan.experts import rows_of
 from meshwright.plan.software import Software
 
 FRAGMENTS = 0.03
@@ -30,7 +31,9 @@ def largest_tensor(job: Job, software: Software, *, first: bool, last: bool) -> 
     gradient of a table of words."""
     model, tp, tokens = job.model, job.layout.tp, tokens_of(job)
     gates = 2 if model.activation == "swiglu" and software.fusion == "fused" else 1
-    sizes = [2.0 * gates * tokens * model.ffn_width / tp]
+    sizes = [2.0 * gates * tokens * feedforward_width(model) / tp]
+    if model.experts is not None:
+        sizes.append(2.0 * rows_of(job) * max(2 * model.experts.ffn_width, model.width))
     if software.attention == "fused-softmax":
         sizes.append(2.0 * score_count(job))
     if last and software.logit_bytes is not None:
@@ -50,5 +53,5 @@ def communicator_bytes(job: Job, software: Software) -> float:
     """Buffers of the communicators a rank takes part in: one for each axis with more than one rank, and what a program
     makes beside them."""
     layout = job.layout
-    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, job.data_parallel))
+    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, job.data_parallel, layout.ep))
     return (axes + (software.communicators if axes else 0)) * COMMUNICATOR_BYTES

@@ -18,6 +18,7 @@ from meshwright.job import Job, load_job
 from meshwright.job.devices import Cluster
 from meshwright.plan import software as programs
 from meshwright.plan.machine import parse_cluster
+from meshwright.plan.mixtures import expert_parallel, format_of, mixture_of
 from meshwright.plan.predict import own_software, predict
 from meshwright.plan.software import Software
 from meshwright.plan.wording import (
@@ -120,9 +121,9 @@ def _sweep(row: Fields) -> Case:
 
 def _run(row: Fields) -> Case:
     assumed: list[str] = []
-    if row["ep"] or "MoE" in row["notes"]:
-        raise Unpredicted("has experts, which are not modelled yet")
-    model = model_of(row, assumed)
+    if (row["ep"] or "MoE" in row["notes"]) and not row.get("n_experts"):
+        raise Unpredicted("has experts, but does not say how many or how large")
+    model = model_of(row, assumed) | mixture_of(row)
     gpus = int(row["gpus"])
     cluster = cluster_of(row, gpus, assumed)
     tp, pp, cp = (int(row[name] or 1) for name in ("tp", "pp", "cp"))
@@ -158,13 +159,13 @@ def _run(row: Fields) -> Case:
         assumed.append("no recomputation")
     layout = {
         **data_layout(row, dp, cp, cluster.gpus_per_node, software, assumed),
-        "tp": tp, "pp": pp, "cp": cp, "schedule": schedule, "virtual_stages": virtual,
+        "tp": tp, "pp": pp, "cp": cp, "ep": expert_parallel(row), "schedule": schedule, "virtual_stages": virtual,
         "sp": tp > 1 and (row["sp"] == "yes" or (not row["sp"] and software.attention == "flash")),
         "split": None,
     }  # fmt: skip
     if not software.split_by_cost:
         layout["split"] = split_of(row, model["layers"], pp, 2 if schedule == "zb-v" else virtual or 1)
-    precision = {"compute": row["precision"] or "bf16"}
+    precision = {"compute": format_of(row, assumed)}
     job = _job(
         model=model, layout=layout, memory={"recompute": recompute}, precision=precision,
         batch={"sequence_length": sequence, "global_batch": batch, "micro_batch": micro},
@@ -172,6 +173,9 @@ def _run(row: Fields) -> Case:
     if tuned:
         open_schedule = software.messages == "buckets" and not row["pp_schedule"] and not row["virtual_stages"]
         job = _tuned(job, cluster, software, stages=(1, 2, 4) if open_schedule and pp > 1 else ())
+    if not row["recompute"] and model.get("experts") and not software.stashes:
+        software = replace(software, selective="cheap")
+        job = _recomputing(job, cluster, software, assumed)
     if not row["micro_batch"]:
         assumed.append(f"micro-batch {job.batch.micro_batch}")
     if job.layout.virtual_stages != virtual:
@@ -221,6 +225,20 @@ def _tuned(job: Job, cluster: Cluster, software: Software, stages: tuple[int, ..
             if prediction.fits:
                 found.append((prediction.step_s, one))
     return min(found, key=lambda pair: pair[0], default=(0.0, job))[1]
+
+
+def _recomputing(job: Job, cluster: Cluster, software: Software, assumed: list[str]) -> Job:
+    """The job with as little recomputation as it needs to fit, first of what takes few FLOPs: tables of mixtures do not
+    say what is recomputed; unchanged where nothing fits."""
+    ways: tuple[Any, ...] = ("none", "selective", {"every": 8}, {"every": 4}, {"every": 2}, "full")
+    for way in ways:
+        one = _job(**(job.model_dump(mode="json", exclude_unset=True) | {"memory": {"recompute": way}}))
+        if predict(one, cluster, software).fits:
+            if way != "none":
+                named = way if isinstance(way, str) else f"of one of {way['every']} layers"
+                assumed[:] = [*(said for said in assumed if said != "no recomputation"), f"recomputation {named}"]
+            return one
+    return job
 
 
 _CASE_NAME = re.compile(

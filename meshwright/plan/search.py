@@ -15,8 +15,9 @@ from meshwright.job.devices import Budget, Cluster, Segments
 from meshwright.layout import require_layout
 from meshwright.plan.bound import Layouts, bounded
 from meshwright.plan.budgets import within
+from meshwright.plan.kept import block_bytes
 from meshwright.plan.machine import Machine, machine_of
-from meshwright.plan.memory import RankMemory, block_bytes
+from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 from meshwright.plan.space import ALLOWED
 
@@ -206,7 +207,7 @@ class _Best:
 def _kind(job: Job) -> tuple[Any, ...]:
     """A layout without what it is not chosen by: how many replicas share states, and which stage has a layer more."""
     layout, recompute = job.layout, job.memory.recompute
-    degrees = (layout.tp, layout.cp, layout.pp, layout.schedule, layout.virtual_stages, layout.zero)
+    degrees = (layout.tp, layout.cp, layout.ep, layout.pp, layout.schedule, layout.virtual_stages, layout.zero)
     way = (job.precision.compute, job.run.compile, job.memory.offload)
     return *degrees, job.batch.micro_batch, recompute if isinstance(recompute, str) else type(recompute), *way
 

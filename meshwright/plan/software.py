@@ -82,6 +82,25 @@ class Software:
     device's."""
     step_s: float = 0.0
     """Host time of a step that nothing hides: data, logging, reading the loss back."""
+    grouped: float = 0.7
+    """What products of many experts in one kernel reach of the rate of one product of the same size."""
+    sends_once: bool = False
+    """A token is sent once to each rank with experts of its own, over the network once to each node (DeepEP); else as
+    often as it has experts."""
+    sorts_in_transit: bool = False
+    """Rows are sorted by expert by the kernels that send and receive them."""
+    weighted_inside: bool = False
+    """An expert's rows are weighted before its last product, whose results nothing then needs in the backward."""
+    expert_calls: int = 0
+    """Kernels that a product of experts launches for each of them; with none all experts' are one."""
+    fused_experts: bool = False
+    """The experts' products compute the gate between them, and cast their own results."""
+    stashes: bool = False
+    """Activations of experts that do not fit are in the host's memory, and are not recomputed."""
+    waits_for_counts: bool = False
+    """The host waits in every layer until it knows how many rows go where: then the device waits for the host."""
+    expert_overlap: bool = False
+    """Rows travel to their experts and back while another micro-batch computes."""
 
 
 _OWN_WORKSPACES = 2 * 32 * 2**20
@@ -133,6 +152,22 @@ MEGATRON_CORE = Software(
     logit_bytes=10.0,
     weights_apart=True,
     workspace_bytes=0.5e9,
+    sends_once=True,
+    weighted_inside=True,
+    expert_calls=1,
+    waits_for_counts=True,
+)
+# Megatron-Bridge's recipes for mixtures on Blackwell since 2026 (containers 26.06 and later): full_iteration graphs,
+# moe_a2a_overlap, one fused kernel for all experts, and activations that do not fit in memory of the host.
+MEGATRON_GRAPHS = replace(
+    MEGATRON_CORE,
+    name="Megatron core with Transformer Engine, as graphs",
+    sorts_in_transit=True,
+    expert_calls=0,
+    fused_experts=True,
+    waits_for_counts=False,
+    expert_overlap=True,
+    stashes=True,
 )
 FSDP = Software(
     "FSDP of 2023, eager, with the first fused attention", flash_generation=1, reduced_bytes=2, logit_bytes=12.0

@@ -25,7 +25,7 @@ _MOST_CONTEXT = 16
 _LEAST_TOKENS = 2048
 """Fewest tokens of a sequence on a context-parallel rank."""
 _MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_SEARCHED = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "schedule", "virtual_stages", "split")
+_SEARCHED = ("dp_replicate", "dp_shard", "zero", "tp", "cp", "ep", "pp", "schedule", "virtual_stages", "split")
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,19 @@ def shardings_of(gpus: int) -> list[tuple[int, int]]:
     return [(0, 1), *product((1, 2, 3), divisors(gpus))]
 
 
-def degrees_of(job: Job, gpus: int) -> Iterator[tuple[int, int]]:
-    """Tensor and context parallelism that divide the model and the sequence."""
+def degrees_of(job: Job, gpus: int) -> Iterator[tuple[int, int, int]]:
+    """Tensor, context and expert parallelism that divide the model and the sequence."""
     model, sequence = job.model, job.batch.sequence_length
-    shared = gcd(model.heads, model.ffn_width, model.heads if job.layout.kv_replicate else model.kv_heads)
+    shared = gcd(model.heads, model.heads if job.layout.kv_replicate else model.kv_heads)
+    if model.experts is None or model.experts.first_dense:
+        shared = gcd(shared, model.ffn_width)
+    if model.experts is not None:
+        shared = gcd(shared, model.experts.shared_width)
+    spread = [1] if model.experts is None else divisors(gcd(model.experts.count, gpus))
     for tp, cp in product(divisors(gcd(shared, gpus)), divisors(gpus)):
         uneven = tp * cp > 1 and sequence % (2 * cp * tp)
         if not (cp > _MOST_CONTEXT or gpus % (tp * cp) or uneven or (cp > 1 and sequence // cp < _LEAST_TOKENS)):
-            yield tp, cp
+            yield from ((tp, cp, ep) for ep in spread)
 
 
 def micro_batches_of(batch: int, at_once_on: int | None = None) -> list[int]:
@@ -123,18 +128,31 @@ def with_way(job: Job, compute: str, compiled: bool) -> Job:
     return job.model_copy(update={"precision": precision, "run": job.run.model_copy(update={"compile": compiled})})
 
 
-def with_degrees(job: Job, tp: int, cp: int, micro_batch: int) -> Job:
+def with_degrees(job: Job, tp: int, cp: int, ep: int, micro_batch: int) -> Job:
     """The job on one tensor- and context-parallel group, with one micro-batch a step."""
     length = job.batch.sequence_length
     batch = Batch.model_construct(sequence_length=length, global_batch=micro_batch, micro_batch=micro_batch)
-    return job.model_copy(update={"batch": batch, "layout": layout_with(job.layout, {"tp": tp, "cp": cp})})
+    return job.model_copy(
+        update={"batch": batch, "layout": layout_with(job.layout, {"tp": tp, "cp": cp} | _spread(ep))}
+    )
+
+
+def _spread(ep: int) -> dict[str, int]:
+    return {"ep": ep} if ep > 1 else {}
 
 
 def with_layout(
-    job: Job, pipe: Pipe, tp: int, cp: int, micro_batch: int, zero: int, shard: int, replicate: int, mode: int
+    job: Job,
+    pipe: Pipe,
+    degrees: Layout,
+    micro_batch: int,
+    zero: int,
+    shard: int,
+    replicate: int,
+    mode: int,
 ) -> Job:
     """The job in one of the layouts, with its own batch; a budget is for the search to choose."""
-    chosen: dict[str, Any] = {"tp": tp, "cp": cp, "pp": pipe.pp, "zero": zero}
+    chosen: dict[str, Any] = {"tp": degrees.tp, "cp": degrees.cp, "pp": pipe.pp, "zero": zero} | _spread(degrees.ep)
     chosen |= {"dp_shard": shard} if zero else {}
     chosen |= {"dp_replicate": replicate} if replicate > 1 or not zero else {}
     if pipe.pp > 1:

@@ -1,14 +1,15 @@
 """A whole step: every stage's times, the simulated schedule, and the communication before, during and after."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from meshwright.cost import REPEATED, stage_parameters, tensor_count
+from meshwright.cost import REPEATED, Elements, stage_elements, tensor_count
 from meshwright.job import Job
 from meshwright.pipeline import StageTimes, Table, unchecked_table
 from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
 from meshwright.plan.communication import (
+    CONTENTION,
     Group,
     Wires,
     all_gather_s,
@@ -18,21 +19,16 @@ from meshwright.plan.communication import (
     reduce_scatter_s,
     send_s,
 )
-from meshwright.plan.compute import (
-    USUAL_LAUNCH_S,
-    Work,
-    block_work,
-    embedding_work,
-    head_work,
-    host_waits,
-    products_of,
-    tokens_of,
-)
+from meshwright.plan.compute import Work, block_work, embedding_work, head_work, products_of, tokens_of
 from meshwright.plan.context import context_s
+from meshwright.plan.experts import transfers_s, without_experts
+from meshwright.plan.groups import Groups, groups_of, stage_ranges
 from meshwright.plan.host import least_s, runs_ahead, step_waits
+from meshwright.plan.kept import block_bytes
 from meshwright.plan.kernels import Device, device_of
+from meshwright.plan.launches import USUAL_LAUNCH_S, host_waits
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import block_bytes, gradient_bytes
+from meshwright.plan.memory import gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.simulate import Played, play, shortened
 from meshwright.plan.software import Software
@@ -47,25 +43,8 @@ STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
 _LISTED_LAUNCHES = 2
 """The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
-CONTENTION = 0.189
-"""What compute loses while a collective runs beside it and takes multiprocessors and memory bandwidth: the mean over
-training on A100, H100 and AMD's cards (arXiv:2507.03114)."""
 _COPIED = 0.06
 """The same beside transfers of copy engines, which take memory bandwidth and power alone."""
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The ranks a rank shares each axis with."""
-
-    tp: Group
-    cp: Group
-    shard: Group
-    """dp_shard × cp: who shares states and gradients."""
-    replicate: Group
-    data: Group
-    """Everyone who holds the same parameters."""
-    stages_share_node: bool
 
 
 @dataclass(frozen=True)
@@ -78,36 +57,19 @@ class StageSeconds:
     gather_forward: float
     """Exposed parameter gathering and gradient scattering, of every micro-batch."""
     gather_backward: float
+    expert_forward: float = 0.0
+    """Rows on their way to their experts and back, as far as nothing hides them."""
+    expert_backward: float = 0.0
 
     @property
     def forward(self) -> float:
         """Its forward, transfers included."""
-        return self.work.forward + self.tensor_forward + self.gather_forward
+        return self.work.forward + self.tensor_forward + self.gather_forward + self.expert_forward
 
     @property
     def backward(self) -> float:
         """Its backward."""
-        return self.work.backward + self.tensor_backward + self.gather_backward
-
-
-def groups_of(job: Job, gpus_per_node: int) -> Groups:
-    """Which ranks are on which nodes, numbered as in the mesh."""
-    layout = job.layout
-    inner = layout.tp * layout.cp
-    data_stride = inner * (layout.pp if layout.order == "dp-outside" else 1)
-    pipe_stride = inner * (1 if layout.order == "dp-outside" else layout.dp_shard * layout.dp_replicate)
-    return Groups(
-        tp=group_of(layout.tp, 1, gpus_per_node),
-        cp=group_of(layout.cp, layout.tp, gpus_per_node),
-        shard=group_of(layout.dp_shard * layout.cp, layout.tp if data_stride == inner else data_stride, gpus_per_node),
-        replicate=group_of(layout.dp_replicate, data_stride * layout.dp_shard, gpus_per_node),
-        data=group_of(
-            layout.dp_shard * layout.dp_replicate * layout.cp,
-            layout.tp if data_stride == inner else data_stride,
-            gpus_per_node,
-        ),
-        stages_share_node=pipe_stride * layout.pp <= gpus_per_node,
-    )
+        return self.work.backward + self.tensor_backward + self.gather_backward + self.expert_backward
 
 
 def step_phases(job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str]) -> Phases:
@@ -127,8 +89,10 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
     phases = _compute_phases([stages[place] for place in busy], job.accumulation / copies)
     if table is not None:
         phases["pipeline bubble and sends"] = bubble
+    places = stage_ranges(layers)
     held = sum(
-        stage_parameters(job, layers[place], first=place == 0, last=place == len(layers) - 1) for place in set(busy)
+        (stage_elements(job, places[one], first=one == 0, last=one == len(layers) - 1) for one in set(busy)),
+        Elements(),
     )
     window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
     blocks = sum(layers[place] for place in set(busy))
@@ -138,15 +102,14 @@ def step_phases(job: Job, machine: Machine, software: Software, layers: list[int
         passes = stages[0].forward, stages[0].backward
         phases |= step_waits(job, device, software, modes, passes, head, update)
     else:
-        starts = [sum(layers[:place]) for place in range(len(layers))]
-        own = [mode for place in set(busy) for mode in modes[starts[place] : starts[place] + layers[place]]]
+        own = [modes[layer] for place in set(busy) for layer in places[place]]
         phases["host"] += max(0.0, least_s(job, device, software, own) - sum(phases.values()))
     if job.memory.offload:
-        owners = groups.shard.size if job.layout.zero_stage >= 1 else 1
+        owned = held.owned(job) if job.layout.zero_stage >= 1 else held.total
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
         ranks = min(machine.gpus, machine.wires.gpus_per_node)
         rates = _host_rates(machine)
-        phases |= offload_phases(job, held / owners, kept, sum(phases.values()), *rates, ranks)
+        phases |= offload_phases(job, owned, kept, sum(phases.values()), *rates, ranks)
         if offloads_states(job):
             phases["optimizer"] = 0.0
     phases["waiting for the slowest node"] = STRAGGLERS * log2(machine.nodes) * sum(phases.values())
@@ -165,45 +128,58 @@ def _host_rates(machine: Machine) -> tuple[float, float]:
 def _stages(
     job: Job, device: Device, software: Software, wires: Wires, groups: Groups, layers: list[int], modes: list[str]
 ) -> list[StageSeconds]:
-    blocks, tensor = {}, {}
-    for mode in set(modes):
-        work = block_work(job, device, software, mode)
-        forward, backward = shared_s(job, device, software, wires, groups, mode, work)
-        if device.operations is not None:  # a CPU is its own host
-            waits = block_calls_s(job.model.positions, device, software, mode)
-        elif runs_ahead(job, device, software):  # the waits of a whole step are counted at once
-            waits = 0.0, 0.0
-        else:
-            waits = host_waits(job, device, software, mode, work.forward + forward, work.backward + backward)
-        blocks[mode] = replace(
-            work,
-            forward_elementwise=work.forward_elementwise + waits[0],
-            backward_elementwise=work.backward_elementwise + waits[1],
-        )
-        tensor[mode] = forward, backward
-    stages, place = [], 0
-    for number, count in enumerate(layers):
-        own = modes[place : place + count]
-        place += count
+    dense = job.model.experts.first_dense if job.model.experts else 0
+    kinds = [(layer < dense, mode) for layer, mode in enumerate(modes)]
+    blocks = {
+        kind: _block(without_experts(job) if kind[0] else job, device, software, wires, groups, kind[1])
+        for kind in set(kinds)
+    }
+    stages = []
+    for number, own in enumerate(stage_ranges(layers)):
+        count = len(own)
         first, last = number == 0, number == len(layers) - 1
-        work, forward, backward = Work(), 0.0, 0.0
-        for mode in set(own):
-            times = own.count(mode)
-            work += blocks[mode] * times
-            forward += tensor[mode][0] * times
-            backward += tensor[mode][1] * times
+        work, forward, backward, sent, returned = Work(), 0.0, 0.0, 0.0, 0.0
+        held = [kinds[layer] for layer in own]
+        for kind in set(held):
+            times, block = held.count(kind), blocks[kind]
+            work += block.work * times
+            forward += block.tensor_forward * times
+            backward += block.tensor_backward * times
+            sent += block.expert_forward * times
+            returned += block.expert_backward * times
         if first:
             work += embedding_work(job, device)
         if last:
             work += head_work(job, device, software)
             calls = ends_calls_s(job.model.positions, device, software)
             work += Work(forward_elementwise=calls[0], backward_elementwise=calls[1])
-        parameters = stage_parameters(job, count, first=first, last=last)
-        gathers = _gather_s(job, wires, groups, parameters, max(1, count), work, forward, backward, software)
+        elements = stage_elements(job, own, first=first, last=last)
+        beside = work.forward + forward + sent, work.backward + backward + returned
+        gathers = _gather_s(job, wires, groups, elements, max(1, count), beside, software)
         hooks = sharding_calls_s(job.layout.zero_stage, device, wires) if job.data_parallel > 1 else (0.0, 0.0)
         gathers = gathers[0] + count * hooks[0], gathers[1] + count * hooks[1]
-        stages.append(StageSeconds(work, forward, backward, *gathers))
+        stages.append(StageSeconds(work, forward, backward, *gathers, sent, returned))
     return stages
+
+
+def _block(job: Job, device: Device, software: Software, wires: Wires, groups: Groups, mode: str) -> StageSeconds:
+    """One block as a stage of its own, without what is gathered for it."""
+    work = block_work(job, device, software, mode)
+    forward, backward = shared_s(job, device, software, wires, groups, mode, work)
+    sent, returned = transfers_s(job, wires, groups.experts, software, mode, (work.forward, work.backward))
+    if device.operations is not None:  # a CPU is its own host
+        waits = block_calls_s(job.model.positions, device, software, mode)
+    elif runs_ahead(job, device, software):  # the waits of a whole step are counted at once
+        waits = 0.0, 0.0
+    else:
+        passes = work.forward + forward + sent, work.backward + backward + returned
+        waits = host_waits(job, device, software, mode, *passes)
+    waited = replace(
+        work,
+        forward_elementwise=work.forward_elementwise + waits[0],
+        backward_elementwise=work.backward_elementwise + waits[1],
+    )
+    return StageSeconds(waited, forward, backward, 0.0, 0.0, sent, returned)
 
 
 def shared_s(
@@ -244,32 +220,40 @@ def _gather_s(
     job: Job,
     wires: Wires,
     groups: Groups,
-    parameters: float,
+    elements: Elements,
     layers: int,
-    work: Work,
-    tensor_forward: float,
-    tensor_backward: float,
+    beside: tuple[float, float],
     software: Software,
 ) -> tuple[float, float]:
-    """Parameters gathered and gradients scattered with every micro-batch, as far as the compute does not hide them."""
+    """Parameters gathered and gradients scattered with every micro-batch, as far as what runs `beside` them, in the
+    forward and in the backward, does not hide them."""
     if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
         return 0.0, 0.0
     wide, parts, host = _wire_bytes(job, software), layers, 0.0
     if software.gathers == "weight":
         parts = layers * len(list(products_of(job, software)))
         host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
-    gather = host + all_gather_s(wires, groups.shard, job.precision.number_bytes * parameters / parts) * parts
-    scatter = host + reduce_scatter_s(wires, groups.shard, wide * parameters / parts) * parts
-    scatter += all_reduce_s(wires, groups.replicate, wide * parameters / parts / groups.shard.size) * parts
+    gather = scatter = host
+    for count, shard, _ in _shared_parts(elements, groups):
+        gather += all_gather_s(wires, shard, job.precision.number_bytes * count / parts) * parts
+        scatter += reduce_scatter_s(wires, shard, wide * count / parts) * parts
+        scatter += all_reduce_s(wires, groups.replicate, wide * count / parts / shard.size) * parts
     gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
     again = gather if job.layout.zero_stage == 3 else 0.0
     if software.gathers == "weight" and job.memory.recompute == "full":
         again *= 2
     ahead = job.layout.prefetch > 0  # else every block waits for its own parameters
-    forward = _hidden(gathers_forward, work.forward + tensor_forward, layers, ahead and software.parameter_overlap)
-    beside = scatter + (again if ahead else 0.0)
-    backward = _hidden(beside, work.backward + tensor_backward, layers, software.gradient_overlap)
+    forward = _hidden(gathers_forward, beside[0], layers, ahead and software.parameter_overlap)
+    exposed = scatter + (again if ahead else 0.0)
+    backward = _hidden(exposed, beside[1], layers, software.gradient_overlap)
     return forward, backward + (0.0 if ahead else again)
+
+
+def _shared_parts(elements: Elements, groups: Groups) -> Iterator[tuple[float, Group, Group]]:
+    """Parameters with who shares their states and who holds the same: experts, and all others."""
+    yield elements.plain, groups.shard, groups.data
+    if elements.experts:
+        yield elements.experts, groups.expert_shard, groups.expert_data
 
 
 def _reduces_every_micro_batch(job: Job) -> bool:
@@ -352,6 +336,8 @@ def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
         "tensor and context transfers": sum(stage.tensor_forward + stage.tensor_backward for stage in stages),
         "parameter and gradient transfers": sum(stage.gather_forward + stage.gather_backward for stage in stages),
     }
+    if exchanged := sum(stage.expert_forward + stage.expert_backward for stage in stages):
+        named["rows to experts and back"] = exchanged
     return {name: micro_batches * seconds for name, seconds in named.items()}
 
 
@@ -361,7 +347,7 @@ def _once_a_step(
     software: Software,
     device: Device,
     groups: Groups,
-    parameters: float,
+    elements: Elements,
     layers: int,
     backward: float,
     forward: float,
@@ -370,20 +356,20 @@ def _once_a_step(
     layout, wires = job.layout, machine.wires
     wide = _wire_bytes(job, software)
     reduce = gather = 0.0
-    parts = _messages(job, software, groups, parameters, layers)
-    if not _reduces_every_micro_batch(job):
-        share, sharers = wide * parameters / parts, groups.shard
+    parts = _messages(job, software, groups, elements.total, layers)
+    for count, sharers, everyone in () if _reduces_every_micro_batch(job) else _shared_parts(elements, groups):
+        share = wide * count / parts
         if layout.zero_stage >= 1 and sharers.size > 1:
             owned = software.messages == "owners"
-            reduce = (broadcast_s if owned else reduce_scatter_s)(wires, sharers, share)
+            reduce += (broadcast_s if owned else reduce_scatter_s)(wires, sharers, share)
             reduce += all_reduce_s(wires, groups.replicate, share / sharers.size)
-            gathered = job.precision.number_bytes * parameters / parts
-            gather = (broadcast_s if owned else all_gather_s)(wires, sharers, gathered)
+            gathered = job.precision.number_bytes * count / parts
+            gather += (broadcast_s if owned else all_gather_s)(wires, sharers, gathered)
         else:
-            reduce = all_reduce_s(wires, groups.data, share)
+            reduce += all_reduce_s(wires, everyone, share)
     reduce = _hidden(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
     gather = _hidden(parts * gather, forward, parts, software.parameter_overlap) if gather else 0.0
-    owners = groups.shard.size if layout.zero_stage >= 1 else 1
+    updated = elements.owned(job) if layout.zero_stage >= 1 else elements.total
     tied = 0.0
     if job.model.tied and layout.pp > 1:
         table = job.model.vocab_size * job.model.width / layout.tp
@@ -391,6 +377,6 @@ def _once_a_step(
     return {
         "gradient reduction": reduce + tied,
         "parameter gathering": gather,
-        "optimizer": update_s(job, device, parameters / owners, gradient_bytes(job, software), own=software.own),
+        "optimizer": update_s(job, device, updated, gradient_bytes(job, software), own=software.own),
         "host": software.step_s,
     }

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-AXES = ("tp", "cp", "pp", "zero")
+AXES = ("tp", "cp", "pp", "zero", "ep", "experts")
 Program = Literal["fused", "eager", "scores written out"]
 Precision = Literal["fp32", "16-bit", "fp8"]
 Counted = Literal["allocated", "reserved", "device"]
@@ -25,7 +25,7 @@ _FAMILIES = (
     (("v100",), "Volta", "NVIDIA"),
     (("a100",), "Ampere", "NVIDIA"),
     (("h100", "h200", "gh200"), "Hopper", "NVIDIA"),
-    (("b200", "gb200", "gb300"), "Blackwell", "NVIDIA"),
+    (("b200", "b300", "gb200", "gb300"), "Blackwell", "NVIDIA"),
     (("a40", "l40s", "rtx"), "GDDR cards", "NVIDIA"),
     (("mi250x",), "CDNA 2", "AMD"),
     (("mi3",), "CDNA 3", "AMD"),
@@ -45,10 +45,15 @@ _DOUBLING = 0.22
 """Twice as many GPUs."""
 _OTHER_AXIS = 0.75
 """An axis that only one of them uses."""
+_OTHER_MODEL = 2.5
+"""A mixture of experts or none: other kernels do most of its work."""
 _OTHER_PROGRAM = 0.75
 _OTHER_PRECISION = 0.45
 _OTHER_COUNT = 0.75
 """Memory that was counted in another way: what an allocator keeps and a driver takes is not in every count."""
+
+
+_AXIS_DISTANCES = np.array([_OTHER_MODEL if axis == "experts" else _OTHER_AXIS for axis in AXES])
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Traits:
     own: bool
     """Our trainer, not another program."""
     axes: frozenset[str]
-    """Of tp, cp, pp and zero those that are used."""
+    """Of tp, cp, pp, zero and ep those that are used, and whether the model has experts."""
     program: Program
     precision: Precision
     counted: Counted = "device"
@@ -102,10 +107,12 @@ def traits_of(
 ) -> Traits:
     """A job's traits on so many GPUs."""
     layout = job.layout
-    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp}
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep}
     axes = {axis for axis, size in sizes.items() if size > 1}
     if layout.zero_stage and job.data_parallel * layout.cp > 1:
         axes.add("zero")
+    if job.model.experts is not None:
+        axes.add("experts")
     program: Program = "fused" if software.fusion == "fused" else "eager"
     if software.attention != "flash":
         program = "scores written out"
@@ -142,7 +149,7 @@ class Distances:
             + _OTHER_FOOTING * (self._based != getattr(run, self._footing))
             + self._trainer * (self._own != run.own)
             + _DOUBLING * np.abs(self._doublings - np.log2(run.gpus))
-            + _OTHER_AXIS * (self._axes != used).sum(axis=1)
+            + (self._axes != used) @ _AXIS_DISTANCES
             + _OTHER_PROGRAM * (self._program != run.program)
             + _OTHER_PRECISION * (self._precision != run.precision)
             + self._count * (self._counted != run.counted),

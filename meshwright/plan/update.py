@@ -3,8 +3,8 @@
 from meshwright.cost import ADAMW_MOVED_BYTES, MASTER_BYTES, tensor_count
 from meshwright.job import Job
 from meshwright.layout import updates_in_one_pass
-from meshwright.plan.compute import bare_launch_s
 from meshwright.plan.kernels import Device, memory_s
+from meshwright.plan.launches import bare_launch_s
 
 _TENSOR_LAUNCHES = 2.6
 """Host time for a tensor's share of the norm and of the update, in multiples of a bare launch (26 µs with an H200)."""

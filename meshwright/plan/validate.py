@@ -59,14 +59,18 @@ class Validation:
         kinds = dict.fromkeys(outcome.case.memory_kind for outcome in known if outcome.case.memory_bytes)
         own = [outcome for outcome in self.outcomes if outcome.case.use == "own"]
         uses = dict.fromkeys(outcome.case.use for outcome in self.outcomes if outcome.case.use not in ("", "own"))
+        mixtures = [outcome for outcome in known if outcome.case.job.model.experts]
+        plain = [outcome for outcome in known if not outcome.case.job.model.experts]
+        both = {"without experts": _figures(plain, 0), "mixtures": _figures(mixtures, 0)} if mixtures and plain else {}
         return {
             "overall": _figures(known, len(self.unpredicted)),
+            "models": both,
             "sources": by_source,
             "memory_kinds": {kind: _memory_figures([o for o in known if o.case.memory_kind == kind]) for kind in kinds},
             "guessed": {use: _figures([o for o in self.outcomes if o.case.use == use], 0) for use in uses},
             "own": _figures(own, 0),
             "coverage": coverage(self.outcomes),
-            "axes": {axis: _by(known, key) for axis, key in _AXES.items()},
+            "axes": {axis: _by(known if axis in _OF_MIXTURES else plain or known, key) for axis, key in _AXES.items()},
             "refused": _refused(known),
             "worst": [_worst(outcome) for outcome in sorted(_timed(known), key=_size, reverse=True)[:_WORST]],
             "groups": _groups(known),
@@ -141,12 +145,16 @@ _AXES: dict[str, Callable[[Outcome], Any]] = {
     "tp": lambda outcome: outcome.case.job.layout.tp,
     "cp": lambda outcome: outcome.case.job.layout.cp,
     "pp": lambda outcome: outcome.case.job.layout.pp,
+    "ep": lambda outcome: outcome.case.job.layout.ep,
+    "experts": lambda outcome: "a mixture" if outcome.case.job.model.experts else "none",
     "zero": lambda outcome: outcome.case.job.layout.zero_stage,
     "GPUs": _scale,
     "GPU": lambda outcome: outcome.case.cluster.gpu,
     "program": lambda outcome: outcome.case.software.name,
 }
 """By what errors are told apart."""
+_OF_MIXTURES = ("ep", "experts")
+"""By these mixtures are, by the others models without experts, where there are both."""
 
 
 def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -182,7 +190,9 @@ def _place(word: str) -> tuple[bool, int, str]:
 
 def _stated(outcome: Outcome) -> bool:
     """Whether a row says its micro-batch and recomputation, without which its memory is a guess."""
-    return not any(what.startswith(("micro-batch", "no recomputation")) for what in outcome.case.assumed)
+    return not any(
+        what.startswith(("micro-batch", "no recomputation", "recomputation")) for what in outcome.case.assumed
+    )
 
 
 def _refused(outcomes: Iterable[Outcome]) -> dict[str, Any]:
@@ -218,19 +228,23 @@ def _memory_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _groups(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Layouts of the same job: what choosing the fastest predicted one costs over the fastest measured one."""
+    """Layouts of the same job: what choosing the fastest predicted one costs over the fastest measured one; a layout
+    that was measured several times, as with versions of a program, took the median."""
     members: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.case.group is not None and outcome.case.step_s:
             members[outcome.case.group].append(outcome)
     groups = []
     for name, rows in members.items():
-        if len({row.case.job.model_dump_json() for row in rows}) < 2:
+        by_layout: dict[str, list[Outcome]] = defaultdict(list)
+        for row in rows:
+            by_layout[layout_words(row.case.job)].append(row)
+        if len(by_layout) < 2:
             continue
+        took = {layout: median(row.case.step_s or 0.0 for row in same) for layout, same in by_layout.items()}
         chosen = min(rows, key=lambda row: row.step_s)
-        best = min(rows, key=lambda row: row.case.step_s or 0.0)
-        assert chosen.case.step_s is not None and best.case.step_s is not None
-        regret = chosen.case.step_s / best.case.step_s - 1
+        best = min(rows, key=lambda row: took[layout_words(row.case.job)])
+        regret = took[layout_words(chosen.case.job)] / took[layout_words(best.case.job)] - 1
         groups.append(
             {"group": name, "rows": len(rows), "chosen": chosen.case.id, "best": best.case.id, "regret": regret}
         )

@@ -21,7 +21,7 @@ class Unpredicted(Exception):
 _GPUS = (
     ("H100-96GB", "h100-96gb-500w"), ("H100-64GB", "h100-64gb"), ("H100", "h100"), ("H200", "h200"),
     ("A100-64GB", "a100-64gb"), ("A100-40GB", "a100-40gb"), ("A100", "a100-80gb"), ("A800", "a100-80gb"),
-    ("V100", "v100-sxm-32gb"), ("GB300", "gb300"), ("GB200", "gb200"), ("B200", "b200"),
+    ("V100", "v100-sxm-32gb"), ("GB300", "gb300"), ("GB200", "gb200"), ("B300", "b300"), ("B200", "b200"),
     ("MI250X", "mi250x"), ("MI300X", "mi300x"), ("MI325X", "mi325x"),
 )  # fmt: skip
 _SCHEDULES = {
@@ -88,6 +88,8 @@ def cluster_of(row: Fields, gpus: int, assumed: list[str]) -> Cluster:
     """The machine, with its network where the row gives it."""
     key = _gpu_key(row)
     per_node = int(row["gpus_per_node"] or 0)
+    if "NVL72" in row["interconnect"]:
+        per_node = 64  # as many as are used of a rack's 72, all behind one switch
     if not per_node:
         per_node = {"a100-64gb": 4, "h100-64gb": 4, "gb200": 64, "gb300": 64}.get(key, 8)
         assumed.append(f"{per_node} GPUs a node")
@@ -120,12 +122,14 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     """The program a row's own columns describe; the era decides where they do not mention attention."""
     sharded, attention, notes = row["zero_stage_or_fsdp"], row["flash_attn"], row["notes"]
     own_kernels = re.search(r"\bTE\b|cuDNN", attention) is not None
+    own_kernels = own_kernels or re.search("kernels TE|Megatron-Bridge", f"{notes} {row['source']}") is not None
     if _is_fsdp(sharded) and not (own_kernels and int(row["tp"] or 1) * int(row["pp"] or 1) > 1):
         if row["compile"] == "yes":
             overlap = re.search(r"async\s?TP", notes, re.I) is not None
             return replace(programs.FSDP_COMPILED, tensor_overlap=overlap, logit_bytes=_logit_bytes(row))
         if own_kernels:
-            return replace(programs.FSDP_EAGER, fp8_scales="delayed")  # Transformer Engine's
+            once = "EP" in row.get("dispatcher", "")
+            return replace(programs.FSDP_EAGER, fp8_scales="delayed", sends_once=once)
         if "SDPA" in attention:
             return replace(programs.FSDP_EAGER, logit_bytes=_logit_bytes(row))
         return programs.FSDP_FLASH if attention not in ("", "no") else programs.FSDP
@@ -134,8 +138,9 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
             return replace(
                 programs.MEGATRON_CORE, gradient_overlap=False, parameter_overlap=False, tensor_overlap=False
             )
+        core = _megatron_core(row)
         # NeMo's and Megatron-Bridge's recipes for fp8 sum and reduce gradients in 16 bits: grad_reduce_in_fp32 = False
-        return replace(programs.MEGATRON_CORE, reduced_bytes=2) if row["precision"] == "fp8" else programs.MEGATRON_CORE
+        return replace(core, reduced_bytes=2) if "fp8" in row["precision"] else core
     if attention not in ("", "no"):
         chunked = "Liger" in notes  # its loss never holds all logits
         return replace(programs.ZERO, logit_bytes=None, fusion="fused") if chunked else programs.ZERO
@@ -154,6 +159,18 @@ def software_of(row: Fields, assumed: list[str]) -> Software:
     if "nanotron" in row["source"]:
         return programs.NANOTRON
     return programs.MEGATRON_CORE if "overlap-grad-reduce" in notes else programs.PLAIN
+
+
+def _megatron_core(row: Fields) -> Software:
+    """Megatron core of the container that a row names, on its GPU."""
+    container = re.search(r"\[(\d\d\.\d\d)[\d.]* container\]", row["source"])
+    if container is not None and container[1] >= "26.06" and "B" in row["gpu"].split("-")[0]:
+        return programs.MEGATRON_GRAPHS
+    # Its recipes overlap transfers of rows where another micro-batch is there to compute, on slower networks.
+    interleaved = int(row["virtual_stages"] or 1) > 1 and "NVL72" not in row["interconnect"]
+    overlap = interleaved or re.search(r"EP overlap on|recipe: overlap", row["notes"]) is not None
+    in_transit = "fused permute" in row["notes"]
+    return replace(programs.MEGATRON_CORE, expert_overlap=overlap, sorts_in_transit=in_transit)
 
 
 def padded_vocabulary(words: int, tp: int) -> int:

@@ -37,7 +37,7 @@ def experts_chart(events: Sequence[dict[str, Any]]) -> str:
         f"<figcaption><h3>Tokens per expert in step {step:,}</h3></figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="Load of every expert of every layer">'
         f'<text x="{_LEFT}" y="12">expert 0</text><text x="{_WIDTH}" y="12" text-anchor="end">expert {count - 1}</text>'
-        f'{names}{cells}</svg><p class="note foot">{escape(_note(tokens))}</p></figure>'
+        f'{names}{cells}</svg><p class="note foot">{escape(_note(tokens) + _dropped(recorded[-1]))}</p></figure>'
     )
 
 
@@ -60,3 +60,14 @@ def _note(tokens: Sequence[Sequence[int]]) -> str:
     idle = sum(got == 0 for loads in tokens for got in loads)
     unused = "every expert got tokens" if not idle else f"{idle:,} experts got none (orange)"
     return f"The darker, the more tokens: full colour is twice the mean. The most loaded got {most:.1f} × it; {unused}."
+
+
+def _dropped(event: dict[str, Any]) -> str:
+    """What experts.capacity left out, where it is set."""
+    if (dropped := event.get("dropped")) is None:
+        return ""
+    tokens, first = event["tokens"], event["first_layer"]
+    shares = [one / max(sum(loads), 1) for one, loads in zip(dropped, tokens, strict=True)]
+    most = max(range(len(shares)), key=shares.__getitem__)
+    share = sum(dropped) / max(sum(map(sum, tokens)), 1)
+    return f" {share:.1%} of them were dropped for an expert, most in layer {most + first} ({shares[most]:.1%})."

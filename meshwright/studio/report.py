@@ -88,6 +88,7 @@ def _charts(metrics: Metrics) -> str:
         ("Waiting for data", "ms per step", "data_wait_s", 1e3, True),
         ("Load of experts", "most loaded, × the mean", "expert_imbalance", 1.0, False),
         ("Entropy of experts", "1 if all are used equally", "expert_entropy", 1.0, False),
+        ("Dropped by experts", "% of tokens × experts", "expert_dropped", 100.0, True),
     ):
         points = curve(rows, field, scale)
         noisy = smooth(points) if field in ("tokens_per_s", "mfu", "data_wait_s") else []

@@ -5,6 +5,7 @@ L layers, N experts.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +18,30 @@ from meshwright.parallel import World
 
 @dataclass(frozen=True)
 class Load:
-    """Tokens that every expert got in one step; layers without experts have none."""
+    """Tokens that chose every expert in one step; layers without experts have none."""
 
     tokens_LN: Tensor
+    dropped_L: Tensor | None = None
+    """Of these, how many were dropped; None without experts.capacity."""
 
     def row(self) -> dict[str, float]:
         """The load as metrics of a step."""
         shares_LN = self.tokens_LN.double() / self.tokens_LN.sum(1, keepdim=True)
         count = self.tokens_LN.shape[1]
         entropy_L = -(shares_LN * shares_LN.clamp(min=1e-300).log()).sum(1) / math.log(max(count, 2))
-        return {
+        row = {
             "expert_imbalance": float(shares_LN.amax(1).mean() * count),
             "expert_entropy": float(entropy_L.mean()),
             "idle_experts": int((self.tokens_LN == 0).sum()),
         }
+        if self.dropped_L is not None:
+            row["expert_dropped"] = float(self.dropped_L.sum() / self.tokens_LN.sum())
+        return row
+
+    def event(self) -> dict[str, Any]:
+        """The load of every expert, as an event of a run."""
+        dropped = {} if self.dropped_L is None else {"dropped": self.dropped_L.tolist()}
+        return {"tokens": self.tokens_LN.tolist(), **dropped}
 
 
 class ExpertLoad:
@@ -57,18 +68,21 @@ class ExpertLoad:
 
         All ranks call this together.
         """
-        tokens_LN = torch.zeros(self.preference_LN.shape, dtype=torch.int64, device=self._world.device)
+        layers, count = self.preference_LN.shape
+        counted = torch.zeros(layers, count + 1, dtype=torch.int64, device=self._world.device)
         for layer, router in self._routers:
-            tokens_LN[layer] += router.load
+            counted[layer, :count] += router.load
+            counted[layer, count] += router.dropped
             router.load.zero_()
+            router.dropped.zero_()
         if self._world.size > 1:
-            dist.all_reduce(tokens_LN)
-        tokens_LN = tokens_LN[self._dense :]
+            dist.all_reduce(counted)
+        tokens_LN, dropped_L = counted[self._dense :, :count], counted[self._dense :, count]
         if updated and self._experts.balance_rate:
             behind = torch.sign(tokens_LN.double().mean(1, keepdim=True) - tokens_LN).to(self.preference_LN.dtype)
             self.preference_LN[self._dense :] += self._experts.balance_rate * behind
             self.prefer(self.preference_LN)
-        return Load(tokens_LN.cpu())
+        return Load(tokens_LN.cpu(), None if self._experts.capacity is None else dropped_L.cpu())
 
     def prefer(self, preference_LN: Tensor) -> None:
         """Set the preferences of all routers."""

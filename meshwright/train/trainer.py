@@ -214,7 +214,7 @@ class Trainer:
         if evaluation_due(self.job, step) or step == self.job.run.steps:
             assert self.job.model.experts is not None
             first = self.job.model.experts.first_dense
-            self.recorder.event("experts", step=step, first_layer=first, tokens=load.tokens_LN.tolist())
+            self.recorder.event("experts", step=step, first_layer=first, **load.event())
         return load.row()
 
     def _overflowed(self, step: int, loss: float, norm: float) -> bool:

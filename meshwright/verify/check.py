@@ -19,7 +19,7 @@ from meshwright.verify.asynchronous import observe_stale
 from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
-from meshwright.verify.exercised import check_exercised
+from meshwright.verify.exercised import check_dropping, check_exercised
 from meshwright.verify.observe import Observation, observe, observe_own
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
@@ -127,7 +127,8 @@ class Check:
         self.close()
         exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
         # Only for full gradients: what compression or a stale stage leaves out of the first step may come later.
-        zeros = zero_gradients(reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device))
+        plain = reference(self.job.model_copy(update={"layout": Layout()}), "float64", self.device)
+        zeros = zero_gradients(plain)
         if self.dtype in formats.UNITS:
             rows = formats.compare_formats(ranks, alone, exact, self.job)
         else:
@@ -135,7 +136,7 @@ class Check:
         replayed = Replayed.of(rank.replayed for rank in ranks)
         if replayed is not None:
             rows.append(formats.routing_row(self.job, self.dtype, replayed))
-        compared = check_exercised(rows, self.job, zeros)
+        compared = check_exercised(rows, self.job, zeros) + check_dropping(self.job, plain)
         if exact.choices is not None and all(row.ok is not False for row in compared):
             require_routing(self.job, exact.choices)
         notes = self.notes if replayed is None else [*self.notes, f"{self.dtype}: {replayed}"]

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from meshwright.verify.observe import Observation, Shard
 
-Kind = Literal["loss", "norm", "evaluation", "gradient", "update", "sum", "routing", "weight", "state", "data"]
+Kind = Literal[
+    "loss", "norm", "evaluation", "gradient", "update", "dropped", "sum", "routing", "weight", "state", "data"
+]
 
 BOUNDS: dict[str, dict[Kind, float]] = {
-    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update"), 1e-9),
+    "float64": dict.fromkeys(("loss", "norm", "evaluation", "gradient", "update", "dropped"), 1e-9),
     # Adam's first steps are nearly the sign of the gradient, so in float32 an update shows rounding, not bugs.
     "float32": dict.fromkeys(("loss", "norm", "evaluation", "gradient"), 1e-5),
 }
@@ -53,7 +55,8 @@ class Comparison:
 def compare(
     ranks: Sequence[Observation], reference: Observation, dtype: str, zeros: Collection[str] = ()
 ) -> list[Comparison]:
-    """Every loss, norm, first-step gradient and update of all ranks compared with the reference's, in that order.
+    """Every loss, norm, evaluation, share of dropped tokens, first-step gradient and update of all ranks compared with
+    the reference's, in that order.
 
     `zeros` are parameters whose gradient is mathematically zero: in float32 they hold rounding far above FLOOR, so they
     are measured against the largest gradient entry instead.
@@ -74,6 +77,9 @@ def compare(
         "evaluation",
         series_errors([rank.evaluations for rank in ranks], reference.evaluations, floor),
         bounds.get("evaluation"),
+    )
+    rows += series_rows(
+        "dropped", series_errors([rank.dropped for rank in ranks], reference.dropped, floor), bounds.get("dropped")
     )
     rows += _tensors("gradient", [rank.gradients for rank in ranks], gradients, floors, bounds)
     rows += _tensors("update", [rank.updates for rank in ranks], updates, floors, bounds)

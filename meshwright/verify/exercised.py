@@ -8,6 +8,7 @@ import torch
 from meshwright.job import Job
 from meshwright.model import build_architecture
 from meshwright.verify.compare import Comparison
+from meshwright.verify.observe import Observation
 
 SIGN_LIKE = ("lion", "muon")
 """Optimizers whose update is as large for pure rounding errors as for any other gradient."""
@@ -38,3 +39,12 @@ def check_exercised(rows: list[Comparison], job: Job, zeros: Collection[str]) ->
             row = replace(row, bound=None)
         compared.append(row)
     return compared
+
+
+def check_dropping(job: Job, alone: Observation) -> list[Comparison]:
+    """A row that fails if experts have a capacity and one process dropped nothing: dropping would not be checked."""
+    experts = job.model.experts
+    if experts is None or experts.capacity is None or any(alone.dropped):
+        return []
+    note = f"no token was dropped: the check says nothing about model.experts.capacity = {experts.capacity:g}; lower it"
+    return [Comparison("dropped", "any step", 0.0, None, note)]

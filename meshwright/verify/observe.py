@@ -46,6 +46,8 @@ class Observation:
     """Of a mixture of experts in one process: which experts every token was sent to."""
     replayed: Replayed | None = None
     """Of a mixture that was given the choices of another run."""
+    dropped: list[float] = field(default_factory=list)
+    """The share of tokens that experts dropped in each step, if they have a capacity."""
 
 
 def observe(
@@ -156,6 +158,8 @@ class _Listener:
         else:
             self._seen.losses.append(row["loss"])
             self._seen.norms.append(row["grad_norm"])
+            if "expert_dropped" in row:
+                self._seen.dropped.append(row["expert_dropped"])
 
     def event(self, kind: str, **fields: Any) -> None:
         """Events are not compared."""

@@ -7,6 +7,9 @@ from meshwright.job import Job, Latent
 from meshwright.job.devices import Layout
 from meshwright.job.experts import Experts
 
+DROPPING = 0.5
+"""A capacity at which tokens are dropped however they are routed: all experts together take about half of them."""
+
 
 def small_ep(layout: Layout, degrees: dict[str, int]) -> int:
     """A degree of expert parallelism for fewer ranks: all of those that share experts if it was, else some of them."""
@@ -38,6 +41,7 @@ def small_experts(job: Job, layout: Layout, layers: int) -> dict[str, Any] | Non
         "groups": groups,
         "groups_kept": kept,
         "force_balance": False,
+        "capacity": None if experts.capacity is None else min(experts.capacity, DROPPING),
     }
 
 
@@ -55,4 +59,5 @@ def small_latent(latent: Latent | None, head_dim: int, same_values: bool) -> dic
 
 def words(experts: Experts, small: dict[str, Any]) -> str:
     """What became of the experts, in words."""
-    return f"{experts.top_k} of {experts.count} experts → {small['top_k']} of {small['count']}"
+    capacity = "" if experts.capacity is None else f", capacity {experts.capacity:g} → {small['capacity']:g}"
+    return f"{experts.top_k} of {experts.count} experts → {small['top_k']} of {small['count']}{capacity}"

@@ -89,8 +89,10 @@ def test_routers_start_with_the_preferences_of_the_folder(folders: Path, tmp_pat
 
 def test_how_experts_are_balanced_is_a_choice_of_the_training(folders: Path, tmp_path: Path) -> None:
     path = str(_written(tmp_path, folders / "qwen3-moe", ""))
-    experts = load_job(path, ["model.experts.balance_loss=0.01", "model.experts.balance_rate=0.001"]).job.model.experts
-    assert experts is not None and (experts.count, experts.balance_loss, experts.balance_rate) == (4, 0.01, 0.001)
+    changes = {"balance_loss": 0.01, "balance_rate": 0.001, "capacity": 1.25}
+    experts = load_job(path, [f"model.experts.{name}={value}" for name, value in changes.items()]).job.model.experts
+    assert experts is not None and experts.count == 4
+    assert {name: getattr(experts, name) for name in changes} == changes
     with pytest.raises(UserError, match=r"model\.experts\.top_k = 1 contradicts model\.init_from .* gives 2; leave it"):
         load_job(path, ["model.experts.top_k=1"])
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from meshwright.cost import Cost, attention_cost, block_cost, decoder_cost, feedforward_cost, head_cost, norm_cost
 from meshwright.job.model import Model
 from meshwright.model import Decoder, Draws
-from meshwright.model.attention import Attention
 from meshwright.model.block import Block
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.head import Head
@@ -50,6 +49,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2 dropout": GPT2 | {"dropout": 0.1},
     "learned swiglu qk_norm": {"positions": "learned", "qk_norm": True},
+    "experts": {"experts": {"count": 4, "top_k": 2, "ffn_width": 12}},
+    "experts, scores as they are": {"experts": {"count": 4, "top_k": 1, "ffn_width": 12, "normalised": False}},
+    "experts, one shared": {
+        "experts": {"count": 6, "top_k": 2, "ffn_width": 12, "shared_width": 8, "scores": "sigmoid", "first_dense": 1}
+    },
+    "latent": {"head_dim": 12, "latent": {"kv_rank": 10, "q_rank": 14, "rope_dim": 4, "value_dim": 8}},
+    "latent, queries at once": {"head_dim": 12, "latent": {"kv_rank": 10, "rope_dim": 4, "value_dim": 8}},
 }
 
 
@@ -77,7 +83,8 @@ def cases(shape: Model, dtype: torch.dtype) -> dict[str, Case]:
     constants = list(tables or ())
     tokens, labels = torch.randint(0, 29, (B, S)), torch.randint(0, 29, (B, S))
     draws = Draws(0, 0, torch.arange(B))
-    norm, attention, block = make_norm(shape).to(dtype), Attention(shape, 0).to(dtype), Block(shape, 0).to(dtype)
+    norm, block = make_norm(shape).to(dtype), Block(shape, shape.layers - 1).to(dtype)
+    attention = block.attention
     feedforward, head, decoder = FeedForward(shape).to(dtype), Head(shape).to(dtype), Decoder(shape).to(dtype)
     return {
         "norm": (norm_cost, norm, lambda: norm(x), []),

@@ -10,7 +10,7 @@ from plan_jobs import asked, nodes
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Cluster
+from meshwright.job.devices import Cluster, Layout
 from meshwright.layout import require_layout
 from meshwright.plan import machine_of, parse_cluster, predict, search
 from meshwright.plan.bound import WORTH, bounded
@@ -24,6 +24,7 @@ from meshwright.plan.space import (
 )
 
 SMALL = {"layers": 5, "width": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn_width": 1536, "vocab_size": 32000}
+MIXTURE = {**SMALL, "experts": {"count": 8, "top_k": 2, "ffn_width": 768, "shared_width": 512, "first_dense": 1}}
 SPACES = {
     "8b on 8": (asked("llama-3-8b", 4096, 64), nodes(1)),
     "8b on 24, three stages": (asked("llama-3-8b", 4096, 96), nodes(3)),
@@ -38,6 +39,8 @@ SPACES = {
         ),
         nodes(1, "a100-80gb"),
     ),
+    "a mixture on 16": (asked("qwen3-30b-a3b", 4096, 128), nodes(2)),
+    "a mixture with dense layers": (asked("deepseek-v3", 4096, 512), nodes(32)),
     "narrow gradients": (asked("llama-3-8b", 2048, 64, optimizer={"name": "lion"}), nodes(2)),
 }
 SPACES["narrow gradients"] = (
@@ -57,7 +60,13 @@ def test_no_prediction_is_below_its_bound(name: str) -> None:
     seen: set[Any] = set()
     for index in Random(name).sample(range(len(layouts)), min(60, len(layouts))):
         made = layouts.job_at(index)
-        seen |= {made.layout.schedule, made.precision.compute, *made.memory.offload, made.layout.zero}
+        seen |= {
+            f"ep {made.layout.ep}",
+            made.layout.schedule,
+            made.precision.compute,
+            *made.memory.offload,
+            made.layout.zero,
+        }
         if layouts.is_budget(index):
             continue  # its bound is of the budget that fits: the next test
         prediction = predict(made, cluster, every_rank=False)
@@ -70,14 +79,14 @@ def every_layout(job: Job, cluster: Cluster) -> Iterator[Job]:
     """All layouts that the trainer accepts, tried one by one."""
     gpus = cluster.nodes * cluster.gpus_per_node
     pipes, shardings = pipes_of(job, gpus, frozenset()), shardings_of(gpus)
-    for pipe, (tp, cp), micro in product(pipes, degrees_of(job, gpus), micro_batches_of(job.batch.global_batch)):
+    for pipe, (tp, cp, ep), micro in product(pipes, degrees_of(job, gpus), micro_batches_of(job.batch.global_batch)):
         data, rest = divmod(gpus, tp * cp * pipe.pp)
         if rest or data == 0 or job.batch.global_batch % (micro * data):
             continue
         for (zero, shard), mode in product(shardings, range(3)):
             if data % shard or (zero == 0 and cp > 1) or (zero and shard * cp == 1):
                 continue
-            made = with_layout(job, pipe, tp, cp, micro, zero, shard, data // shard, mode)
+            made = with_layout(job, pipe, Layout(tp=tp, cp=cp, ep=ep), micro, zero, shard, data // shard, mode)
             try:
                 require_layout(made, gpus)
             except UserError:
@@ -91,6 +100,7 @@ SEARCHED = {
         asked("llama-3-8b", 1024, 24, model=SMALL),
         Cluster(nodes=3, gpus_per_node=2, gpu="a100-80gb"),
     ),
+    "a mixture": (asked("llama-3-8b", 1024, 24, model=MIXTURE), Cluster(nodes=1, gpus_per_node=4, gpu="h100")),
     "scarce": (asked("llama-3.2-3b", 4096, 8), Cluster(nodes=2, gpus_per_node=2, gpu="rtx-3090")),
 }
 

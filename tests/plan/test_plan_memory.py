@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from plan_jobs import llama, nodes
 
-from meshwright.cost import layer_parameters, parameter_count
+from meshwright.cost import layer_elements, parameter_count
 from meshwright.job import load_job
 from meshwright.job.devices import Cluster
 from meshwright.layout import holdings_of_rank, stages_of_rank, table_of
 from meshwright.layout.budget import peak_bytes
 from meshwright.plan import predict
 from meshwright.plan import software as programs
-from meshwright.plan.memory import sizes_of
+from meshwright.plan.kept import sizes_of
 
 BATCH = {"sequence_length": 2048, "global_batch": 64, "micro_batch": 1}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -81,7 +81,7 @@ def test_a_segment_s_parameters_are_gathered_together() -> None:
             .terms[name]
             for blocks in (4, 5)
         ]
-        assert terms[1] - terms[0] == pytest.approx(2.0 * layer_parameters(llama()))
+        assert terms[1] - terms[0] == pytest.approx(2.0 * layer_elements(llama()).total)
 
 
 def test_the_first_stage_of_1f1b_holds_most() -> None:

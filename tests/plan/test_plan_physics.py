@@ -14,7 +14,7 @@ from meshwright.job.devices import Cluster
 from meshwright.plan import machine_of, parse_cluster, predict
 from meshwright.plan import software as programs
 from meshwright.plan.communication import Wires, all_gather_s, all_to_all_s, broadcast_s, group_of
-from meshwright.plan.memory import block_bytes
+from meshwright.plan.kept import block_bytes
 from meshwright.plan.wording import gpt_shape
 
 BATCH = {"sequence_length": 4096, "global_batch": 64, "micro_batch": 1}

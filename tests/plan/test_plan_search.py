@@ -57,7 +57,7 @@ def test_the_best_are_those_predicted_fastest_and_run() -> None:
 def test_a_width_that_ranks_do_not_divide_is_no_hindrance() -> None:
     """Tensor parallelism is tried as for any other width."""
     odd = asked("qwen3-0.6b", 4096, 8, model={"width": 1023})
-    assert {tp for tp, _ in degrees_of(odd, 8)} == {1, 2, 4, 8}
+    assert {tp for tp, _, _ in degrees_of(odd, 8)} == {1, 2, 4, 8}
 
 
 def test_copied_keys_are_counted() -> None:

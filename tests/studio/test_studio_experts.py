@@ -17,6 +17,13 @@ def test_every_expert_of_every_layer_is_a_cell_of_the_last_load() -> None:
     assert shown.count('fill-opacity="1.00"') == 3  # twice the mean and more, and those without a token
 
 
+def test_dropped_tokens_are_named_if_experts_have_a_capacity() -> None:
+    event = {"kind": "experts", "step": 20, "first_layer": 1, "tokens": [[30, 10, 20], [60, 0, 0]]}
+    assert "dropped" not in experts_chart([event])
+    shown = experts_chart([event | {"dropped": [6, 30]}])
+    assert "30.0% of them were dropped for an expert, most in layer 2 (50.0%)." in shown
+
+
 def test_too_many_experts_are_not_drawn() -> None:
     tokens = [[1] * 300] * 200
     assert "too many to draw" in experts_chart([{"kind": "experts", "step": 1, "first_layer": 0, "tokens": tokens}])

@@ -122,6 +122,21 @@ def test_the_numbers_of_a_load() -> None:
     assert one == {"expert_imbalance": 2.0, "expert_entropy": 0.0, "idle_experts": 1}
 
 
+def test_dropped_tokens_are_reported_as_a_share_however_the_batch_is_split() -> None:
+    """With less than a full share for every expert some are dropped in any case."""
+
+    def shares(micro_batch: int) -> list[float]:
+        given = job(capacity=0.75)
+        batch = given.batch.model_copy(update={"micro_batch": micro_batch})
+        _, rows = trained(given.model_copy(update={"batch": batch}))
+        return [row["expert_dropped"] for row in rows.rows]
+
+    assert shares(1) == shares(4) and all(0.25 <= share < 0.6 for share in shares(1))
+    load = Load(torch.tensor([[10, 6], [8, 8]]), torch.tensor([3, 1]))
+    assert load.row()["expert_dropped"] == 0.125
+    assert load.event() == {"tokens": [[10, 6], [8, 8]], "dropped": [3, 1]}
+
+
 def test_a_steps_losses_are_a_mean_over_its_sequences() -> None:
     """The same sequences twice are the same mean, so the routers' gradients stay."""
 

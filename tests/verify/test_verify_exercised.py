@@ -46,6 +46,18 @@ def test_a_check_that_leaves_attention_out_is_refused(monkeypatch: pytest.Monkey
     assert "only rounding errors" in verdict.first_wrong.note
 
 
+def test_a_capacity_that_drops_nothing_is_refused() -> None:
+    """Every expert may take whole sequences."""
+    experts = LINES["moe-capacity · dp_shard 2, ep 2"].model.experts
+    assert experts is not None
+    roomy = {"experts": experts.model_dump() | {"capacity": 3.0}}
+    verdict = check(job_of("moe-capacity · dp_shard 2, ep 2", model=roomy, run={"steps": 1}))
+    assert verdict.ok is False and verdict.first_wrong is not None
+    assert verdict.first_wrong.note == (
+        "no token was dropped: the check says nothing about model.experts.capacity = 3; lower it"
+    )
+
+
 @pytest.mark.parametrize("seed", range(0, 400, 40))
 def test_documents_alone_in_their_sequences_exercise_attention_at_every_seed(seed: int) -> None:
     job = job_of("llama · tp 2", data={"packing": "none"}, batch={"global_batch": 2}, run={"seed": seed, "steps": 1})

@@ -58,6 +58,15 @@ def test_experts_are_routed_in_the_same_way(job: Job) -> None:
     assert any(f"{before.top_k} of {before.count} experts" in text for text in texts(changes))
 
 
+def test_a_capacity_is_low_enough_to_drop_tokens() -> None:
+    job = big("olmoe-1b-7b", dp_shard=8, ep=8, batch={"global_batch": 64})
+    assert job.model.experts is not None
+    experts = job.model.experts.model_copy(update={"capacity": 1.25})
+    small, changes = shrink(job.model_copy(update={"model": job.model.model_copy(update={"experts": experts})}))
+    assert small.model.experts is not None and small.model.experts.capacity == 0.5
+    assert any("capacity 1.25 → 0.5" in text for text in texts(changes))
+
+
 @pytest.mark.parametrize("job", CASES, ids=lambda job: f"tp{job.layout.tp}-layers{job.model.layers}")
 def test_what_matters_is_kept(job: Job) -> None:
     require_layout(job, ranks_of(job.layout))
