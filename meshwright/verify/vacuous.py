@@ -3,7 +3,6 @@
 Of such a mixture every layout computes the same, whether or not it sends tokens to the right experts.
 """
 
-import torch
 from torch import Tensor
 
 from meshwright.errors import UserError
@@ -36,7 +35,7 @@ def require_routing(job: Job, choices: Choices) -> None:
 
 def _alike(chosen_TK: Tensor) -> str | None:
     """Which experts nearly all tokens choose, in words."""
-    sets, counts = torch.unique(chosen_TK.sort(-1).values, dim=0, return_counts=True)
+    sets, counts = chosen_TK.sort(-1).values.unique(dim=0, return_counts=True)  # type: ignore[no-untyped-call]
     most, tokens = int(counts.max()), len(chosen_TK)
     if tokens < FEWEST_TOKENS or most <= MOST_ALIKE * tokens:
         return None
