@@ -24,6 +24,7 @@ SHRUNK = [
     "schedule.warmup_steps=2", "evaluation.every_steps=0", "run.device=cpu", "run.compile=false", "run.steps=8",
     "data.workers=0", "layout.dp_shard=1", "layout.tp=1",
 ]  # fmt: skip
+EXPERTS = ["model.experts.count=4", "model.experts.top_k=2", "model.experts.ffn_width=16"]
 # Other CPUs order their sums differently, and 16 bits round away more of it.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
@@ -31,14 +32,16 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 def losses(name: str, folder: Path) -> list[float]:
     sources = ["data.sources=[" + json.dumps(str(folder / "text.txt")) + "]", f"data.cache={folder / 'cache'}"]
     (folder / "text.txt").write_text("\n".join(f"line {i} of {i * i} words and {i % 7} more" for i in range(400)))
-    data = load_job(name).job.data
+    job = load_job(name).job
+    data = job.data
     if data.sources == ("builtin:synthetic",):
         sources = []
     if data.format == "conversations":
         talks = ({"prompt": f"after {i} comes", "completion": f" {i + 1} and no other"} for i in range(400))
         (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, talks)))
         sources[0] = "data.sources=[" + json.dumps(str(folder / "talk.jsonl")) + "]"
-    loaded = load_job(name, [*SHRUNK, *sources, f"run.folder={folder / name}"])
+    fewer = EXPERTS if job.model.experts else []
+    loaded = load_job(name, [*SHRUNK, *fewer, *sources, f"run.folder={folder / name}"])
     run_job(loaded, Console(quiet=True))
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
