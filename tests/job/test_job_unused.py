@@ -17,7 +17,7 @@ SMALL += ["evaluation.every_steps=2", "evaluation.sample_tokens=4", "checkpoint.
 
 READ_ELSEWHERE = {
     **dict.fromkeys(["model.preset", "model.init_from"], "where the job is loaded"),
-    **dict.fromkeys(["layout.zero", "schedule.warmup_steps", "model.sliding_window"], "by a property of the job"),
+    **dict.fromkeys(["layout.zero", "schedule.warmup_steps"], "by a property of the job"),
     **dict.fromkeys(["run.max_restarts"], "by what starts the ranks"),
     "run.on_bad_step": "when a step is bad",
     "data.stages": "with data.weights, without which it is refused",
