@@ -110,7 +110,8 @@ def test_adafactor_treats_every_expert_as_a_matrix_of_its_own(entries: int, monk
     job = make_job("adafactor", weight_decay=0.1)
     shape = job.model.model_copy(update={"experts": Experts(count=3, top_k=1, ffn_width=3)})
     sizes = {"gate_up.weight": (18, 5), "gate_up.bias": (18,), "down.weight": (15, 3)}
-    masters = random_masters(torch.float64, **{f"layers.0.moe.experts.{name}": size for name, size in sizes.items()})
+    shapes: dict[str, Any] = {f"layers.0.moe.experts.{name}": size for name, size in sizes.items()}
+    masters = random_masters(**shapes)
     parts = dict(zip(masters, (6, 6, 3), strict=True))
 
     def differ(tensor: Tensor, count: int) -> None:

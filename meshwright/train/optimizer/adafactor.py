@@ -128,8 +128,8 @@ class Adafactor(torch.optim.Optimizer):
         shard, matrices = self._shards[master], self._packed[master]
         copies = self._holders.copies(shard)
         if matrices == 1:
-            whole: Tensor = torch.linalg.vector_norm(value).square().view(1) / copies
-            return whole
+            norm: Tensor = torch.linalg.vector_norm(value)
+            return norm.square().view(1) / copies
         of_rows = value.new_zeros(shard.shape[0])
         norms = torch.linalg.vector_norm(value, dim=1) if value.dim() > 1 else value
         of_rows[shard.box()[0]] = norms.square() / copies
