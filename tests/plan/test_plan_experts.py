@@ -82,6 +82,12 @@ def test_what_is_assumed_of_the_load_is_told() -> None:
     assert any("equally loaded" in one for one in forced.guessed)
 
 
+def test_a_capacity_is_not_modelled_and_said_to_be() -> None:
+    told = predict(mixture({"dp_shard": 8, "zero": 1}, {"capacity": 1.25}), nodes(1)).not_modelled
+    assert told == ("model.experts.capacity = 1.25: rows are counted as without it, neither dropped nor padded",)
+    assert predict(mixture({"dp_shard": 8, "zero": 1}), nodes(1)).not_modelled == ()
+
+
 def test_a_search_spreads_experts_that_do_not_fit_otherwise() -> None:
     found = search(asked("mixtral-8x7b", 4096, 128), nodes(4))
     assert found.best and found.best[0].job.layout.ep > 1
