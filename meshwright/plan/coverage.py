@@ -125,10 +125,13 @@ def _band(rows: Sequence[tuple[str, float]]) -> float:
 
 
 def pairs(outcomes: "Iterable[Outcome]") -> "Iterable[tuple[Outcome, Outcome, bool]]":
-    """Layouts of the same job that were both measured, and whether they use the same axes."""
+    """Layouts of the same job that were both measured, and whether they use the same axes.
+
+    Without mixtures, whose tables repeat over versions of a program that differ more than layouts do.
+    """
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        if outcome.case.group is not None and outcome.case.step_s:
+        if outcome.case.group is not None and outcome.case.step_s and not outcome.case.job.model.experts:
             groups[outcome.case.group].append(outcome)
     for rows in groups.values():
         for one, other in combinations(rows, 2):
