@@ -90,7 +90,28 @@ def block_cost(
     last = _linear(batch * sequence, shape.ffn_width, shape.width, False)
     # The weights of a token's experts need the experts' results.
     spared = 0 if whole or mixture or shape.dropout > 0.0 else last.forward_flops
-    return under(recompute, total, stream * number_bytes, spared)
+    projected = {} if spared or mixture else {"ffn.projected": stream * number_bytes}
+    if mixture and shape.experts is not None:
+        projected["moe.logits"] = batch * sequence * shape.experts.count * max(4, number_bytes)
+        if shape.experts.shared_width:
+            projected["shared.projected"] = stream * number_bytes
+    if shape.latent is not None:
+        projected |= _latent_projected(shape, shape.latent, batch * sequence * number_bytes)
+    return under(recompute, total, stream * number_bytes, spared, projected)
+
+
+def _latent_projected(shape: Model, latent: Latent, each: int) -> dict[str, int]:
+    """Of every token's keys and values selective recomputation keeps what they are made from."""
+    up = shape.heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
+    sizes = {
+        "kv": up,
+        "kv_down": latent.kv_rank,
+        "k_rope": latent.rope_dim,
+        "q_down": latent.q_rank or 0,
+        "k": 0,
+        "v": 0,
+    }
+    return {f"attention.{name}": each * size for name, size in sizes.items()}
 
 
 def attention_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:

@@ -63,10 +63,11 @@ def segments_of(modes: Sequence[str]) -> list[range]:
     return [range(start, end) for start, end in pairwise([*starts, len(modes)])]
 
 
-def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost:
+def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int, projected: Mapping[str, int]) -> Cost:
     """A block's cost in a mode, from that without recomputation; recomputed forward work is part of the backward.
 
-    `stream_bytes` are the residual stream's; `spared_flops` the last projection's, 0 where something after it is saved.
+    `stream_bytes` are the residual stream's; `spared_flops` the last projection's, 0 where something after it is saved;
+    `projected` the results of products that selective recomputation keeps instead of, or beside, tensors of `whole`.
     """
     if mode == "none":
         return whole
@@ -74,8 +75,8 @@ def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int) -> Cost
         backward = whole.backward_flops + whole.forward_flops - spared_flops
         return replace(whole, backward_flops=backward, saved_bytes={} if mode == "joined" else {"input": stream_bytes})
     kept = {name: whole.saved_bytes[name] for name in SELECTIVE_TENSORS if name in whole.saved_bytes}
-    projected = {"attention.projected": stream_bytes} | ({} if spared_flops else {"ffn.projected": stream_bytes})
-    return replace(whole, saved_bytes={"input": stream_bytes} | kept | projected)
+    kept |= {"input": stream_bytes, "attention.projected": stream_bytes} | projected
+    return replace(whole, saved_bytes={name: size for name, size in kept.items() if size})
 
 
 def remade_bytes(none: Mapping[str, int], kept: Mapping[str, int]) -> int:

@@ -49,7 +49,7 @@ class Experts(Section):
     more, one that got more by this much less (DeepSeek-V3: 0.001)."""
     force_balance: bool = False
     """For benchmarks only: ignore the router's choice and give all experts equally many tokens."""
-    capacity: float | None = None
+    capacity: float | None = Field(default=None, le=1e6)
     """In training, a limit on the tokens of one sequence that an expert takes, as a factor of an equal share
     (top_k × sequence_length / count), rounded up. Earlier tokens come first, later ones do without this expert (GShard;
     1.25 is usual). None, the default, computes all of them."""
@@ -75,10 +75,10 @@ class Experts(Section):
                 f"model.experts.top_k = {self.top_k} is more than the {self.groups_kept * self.count // self.groups} "
                 f"experts of groups_kept = {self.groups_kept} groups; raise groups_kept"
             )
-        if self.capacity is not None and not 0 < self.capacity <= 1e6:
+        if self.capacity is not None and not self.capacity > 0:
             raise ValueError(
-                f"model.experts.capacity = {self.capacity:g} is not a factor above 0 and at most 1e6; set it to 1.25, "
-                "or leave it out to drop no tokens"
+                f"model.experts.capacity = {self.capacity:g} is not a factor above 0; set it to 1.25, or leave it out to "
+                "drop no tokens"
             )
         return self
 

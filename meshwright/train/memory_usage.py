@@ -29,7 +29,9 @@ class MemoryUsage:
                 self._most_in_first_step = most
                 torch.cuda.reset_peak_memory_stats(self._device)
             return most
-        self.peak, self.steady = _resident_peak_bytes(), resident_bytes()
+        self.steady = resident_bytes()
+        # The kernel counts the peak in batches of pages, and may lag behind.
+        self.peak = max(_resident_peak_bytes(), self.steady or 0)
         return self.peak
 
 

@@ -117,7 +117,7 @@ def test_a_share_is_rounded_up_as_it_is_written(capacity: float, sequence: int, 
     assert Experts(count=4, top_k=4, ffn_width=8, capacity=capacity).most_tokens(sequence) == most
 
 
-@pytest.mark.parametrize("capacity", [0, -1.5, 1e9])
+@pytest.mark.parametrize("capacity", [0, -1.5])
 def test_an_impossible_capacity_is_one_sentence(capacity: float) -> None:
     with pytest.raises(ValidationError) as caught:
         Experts(count=4, top_k=2, ffn_width=8, capacity=capacity)

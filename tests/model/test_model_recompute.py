@@ -65,7 +65,7 @@ def inputs() -> dict[str, Any]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_stated_bytes_are_those_that_live_after_the_forward(variant: str, mix: str, dtype: torch.dtype) -> None:
     model, given = decoder(variant, MIXES[mix], dtype), inputs()
-    with Living([*model.parameters(), given["x"], given["labels"]]) as living:
+    with Living([*model.parameters(), *model.buffers(), given["x"], given["labels"]]) as living:
         loss = model(**given)
     stated = dict(decoder_cost(model.shape, B, S, dtype.itemsize, MIXES[mix]).saved_bytes)
     del stated["tokens"]  # made before

@@ -104,7 +104,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def without_the_second_update() -> Observation:
-    [seen] = run_ranks(observe, 1, make_job("fp32"), torch.float64, "cpu", partial(Without, step=2))
+    [seen] = run_ranks(observe, 1, make_job("fp32"), torch.float64, "cpu", None, partial(Without, step=2))
     return seen
 
 
@@ -115,7 +115,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(
     """In float64 with the scale on: only what the scale does differs from a run without that update."""
     job = make_job(**layout)
     overflowing = partial(Overflowing, rank=1, at_step=2)
-    ranks = run_ranks(observe, ranks_of(job.layout), job, torch.float64, "cpu", overflowing)
+    ranks = run_ranks(observe, ranks_of(job.layout), job, torch.float64, "cpu", None, overflowing)
     for seen in ranks:
         assert math.isinf(seen.norms[1]) and all(map(math.isfinite, seen.losses + seen.norms[2:]))
         seen.norms[1] = without_the_second_update.norms[1]
