@@ -77,8 +77,8 @@ class Experts(Section):
             )
         if self.capacity is not None and not self.capacity > 0:
             raise ValueError(
-                f"model.experts.capacity = {self.capacity:g} is not a factor above 0; set it to 1.25, or leave it out to "
-                "drop no tokens"
+                f"model.experts.capacity = {self.capacity:g} is not a factor above 0; set it to 1.25, or leave it out "
+                "to drop no tokens"
             )
         return self
 
