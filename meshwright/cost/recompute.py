@@ -75,7 +75,7 @@ def under(mode: Mode, whole: Cost, stream_bytes: int, spared_flops: int, project
         backward = whole.backward_flops + whole.forward_flops - spared_flops
         return replace(whole, backward_flops=backward, saved_bytes={} if mode == "joined" else {"input": stream_bytes})
     kept = {name: whole.saved_bytes[name] for name in SELECTIVE_TENSORS if name in whole.saved_bytes}
-    kept |= {"input": stream_bytes, "attention.projected": stream_bytes} | projected
+    kept |= {"input": stream_bytes, "attention.projected": stream_bytes, **projected}
     return replace(whole, saved_bytes={name: size for name, size in kept.items() if size})
 
 
