@@ -4,10 +4,10 @@
 
 A round calibrates this CPU into an empty folder (once with all cores in one rank, once with two ranks that have half of
 them each) and benches every job right after, so that both see the same machine. A job's figure is predicted over
-measured seconds of a step (the median of its steps), and its result the median over the rounds. Everything is run as a
-user would run it: `meshwright calibrate [--nproc 2]`, `meshwright bench JOB [--nproc 2]`, threads as those commands
-choose them. Jobs read synthetic tokens. The load of the machine before each round is in the result: figures of a
-machine that does other work at the same time mean little.
+measured seconds of a step (the median of its steps, of three seconds at least), and its result the median over the
+rounds. Everything is run as a user would: `meshwright calibrate [--nproc 2]`, `meshwright bench JOB [--nproc 2]`,
+threads as those commands choose them. Jobs read synthetic tokens. The load of the machine before each round is in the
+result: figures of a machine that does other work at the same time mean little.
 
 With --cpu-time both commands run in one thread and read the CPU time of that thread instead of the clock, which other
 work on the machine disturbs less: for one rank only, since it counts no waiting.
@@ -15,6 +15,7 @@ work on the machine disturbs less: for one rank only, since it counts no waiting
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -47,6 +48,8 @@ def batch(sequence: int, whole: int, micro: int) -> list[str]:
     return [f"batch.sequence_length={sequence}", f"batch.global_batch={whole}", f"batch.micro_batch={micro}"]
 
 
+SECONDS = 3.0
+"""Measured of every job at least: a few steps of a small one can all be in one slow spell."""
 JOBS: list[tuple[str, int, list[str]]] = [
     ("tiny-llama, 8 × 128 tokens", 1, ["model.preset=tiny-llama", *batch(128, 8, 8)]),
     ("tiny-llama, 64 × 128 tokens", 1, ["model.preset=tiny-llama", *batch(128, 64, 64)]),
@@ -109,8 +112,11 @@ def one_job(name: str, ranks: int, overrides: list[str], steps: int, profiles: P
         job = Path(folder) / "job.toml"
         job.write_text('[data]\nsources = ["builtin:synthetic"]\n[run]\ndevice = "cpu"\n', encoding="utf-8")
         given = [word for override in overrides for word in ("--set", override)]
-        words = ["bench", str(job), *given, "--steps", str(steps), *nproc(ranks)]
-        found = meshwright(*words, profiles=profiles, cpu_time=cpu_time)
+        words = ["bench", str(job), *given, *nproc(ranks), "--steps"]
+        found = meshwright(*words, str(steps), profiles=profiles, cpu_time=cpu_time)
+        enough = math.ceil(SECONDS / found["step_s"]["median"])
+        if enough > steps:
+            found = meshwright(*words, str(enough), profiles=profiles, cpu_time=cpu_time)
     terms = {term["name"]: term for term in found["predicted"]}
     return {
         "job": name,
