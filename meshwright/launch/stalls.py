@@ -8,7 +8,7 @@ from meshwright.launch.heartbeat import Beat
 
 COLD, COLDEST_S = 10.0, 60.0
 """Before its first step a rank's phases may take this many times longer, and at least this long."""
-VERDICT, _SILENT = 0.7, 0.4
+VERDICT, SILENT = 0.7, 0.3
 """Fractions of run.watchdog_s: when to declare a hang, so that the report is in time, and what counts as silence."""
 
 
@@ -55,7 +55,7 @@ class StallDetector:
         Time in which this process itself could not check is not counted: a machine may be that busy.
         """
         now = self._clock()
-        missed = max(0.0, now - self._looked - _SILENT * self._watchdog_s / 2)
+        missed = max(0.0, now - self._looked - SILENT * self._watchdog_s / 2)
         self._looked = now
         for since in (self._beat_since, self._moved_since):
             for rank in since:
@@ -82,11 +82,11 @@ class StallDetector:
         now = self._clock()
         alive = [rank for rank in self._moved_since if not self._done(rank)]
         unseen = tuple(rank for rank in alive if rank not in self._last)
-        silent = [rank for rank in alive if now - self._beat_since[rank] > _SILENT * self._watchdog_s]
+        silent = [rank for rank in alive if now - self._beat_since[rank] > SILENT * self._watchdog_s]
         if silent:
             return Stall(tuple(silent), True, still_s, dict(self._last), unseen)
         own = [rank for rank in alive if self._last[rank].collective is None]
-        still = [rank for rank in own if now - self._moved_since[rank] > _SILENT * self._watchdog_s]
+        still = [rank for rank in own if now - self._moved_since[rank] > SILENT * self._watchdog_s]
         return Stall(tuple(still or _behind(self._last, alive)), False, still_s, dict(self._last))
 
     def _done(self, rank: int) -> bool:

@@ -24,9 +24,9 @@ from meshwright.ranks import Place
 from meshwright.runs import RunFolder
 from meshwright.train import Activity
 
-_LOOK, _UNHEARD, _STACKS = 0.2, 0.4, 0.1
-"""Fractions of run.watchdog_s: when a hanging rank checks the others, when it considers their store lost, and how long
-to wait for stacks."""
+LOOK, _UNHEARD, _STACKS = 0.1, 0.4, 0.1
+"""Fractions of run.watchdog_s: when a hanging rank checks the others, early enough to see their silence before its
+verdict; when it considers their store lost; and how long to wait for stacks."""
 
 RECONNECT_S = 900.0
 """How long a rank that is cut off from the others waits for the network before it exits."""
@@ -171,8 +171,8 @@ class _Peers:
                 moves, since = self._activity.moves, now
             patience = 1.0 if self._activity.warm else max(COLD, COLDEST_S / self._watchdog_s)
             still = (now - since) / (self._watchdog_s * patience)
-            self._heartbeat.curious = still > _LOOK
-            if still < _LOOK:
+            self._heartbeat.curious = still > LOOK
+            if still < LOOK:
                 detector = StallDetector(self._place.size, self._watchdog_s)
                 continue
             detector.see(self._heartbeat.others)

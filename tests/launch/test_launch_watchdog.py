@@ -8,10 +8,11 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.failures import RankFailure
-from meshwright.launch.heartbeat import Beat
+from meshwright.launch.heartbeat import Beat, beat_interval_s
 from meshwright.launch.restarts import Restarts, shrunk
 from meshwright.launch.signals import exit_code
-from meshwright.launch.stalls import COLDEST_S, Stall, StallDetector
+from meshwright.launch.stalls import COLDEST_S, VERDICT, Stall, StallDetector
+from meshwright.launch.watchdog import LOOK
 from meshwright.runs.folder import RunFolder
 from meshwright.train import OutOfMemory
 from meshwright.train.links import slow_groups
@@ -49,6 +50,21 @@ def test_ranks_that_move_are_left_in_peace_and_the_verdict_comes_in_time() -> No
         "rank 1 gave no sign of life for 8.5 s (run.watchdog_s = 10), last seen in step 7, forward and"
     )
     assert "others in step 7, forward and backward, in all_reduce at meshwright/x.py:1" in told
+
+
+def test_a_rank_that_begins_to_look_when_it_hangs_sees_silence_before_its_verdict() -> None:
+    """Under torchrun the ranks watch each other, and read the others' beats only while they hang themselves."""
+    watchdog_s, interval_s = 4.0, beat_interval_s(4.0)
+    now = LOOK * watchdog_s + interval_s  # the last look at which it did not yet count itself as hanging
+    detector = StallDetector(2, watchdog_s, lambda: now)
+    beats = {0: BEAT, 1: BEAT}
+    now += 2 * interval_s  # the heartbeat's thread notices, and this one reads what it has read
+    while now < VERDICT * watchdog_s:
+        beats[0] = replace(beats[0], number=beats[0].number + 1)
+        detector.see(beats)
+        now += interval_s
+    verdict = detector.accuse(now)
+    assert verdict.missing == (1,) and verdict.silent
 
 
 def test_of_ranks_that_all_beat_the_one_outside_of_collectives_is_named() -> None:
