@@ -22,7 +22,7 @@ _PLACES = {
     "meshwright.runs.callbacks": ("Callback",),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
-_ROOMS = ("data", "plan", "train", "verify")
+_ROOMS = ("data", "plan", "rehearse", "train", "verify")
 """Packages that programs use by attribute; but for data they can be called, see `calls`."""
 
 __all__ = ["__version__", *_PLACE_OF, *_ROOMS]

@@ -1,4 +1,4 @@
-"""Numbers as people write them, above all of tokens: 15T, 2e12, 1.4M."""
+"""Numbers as people write them: tokens read from 15T, 2e12 or 1.4M, sizes written as 41.2 GiB."""
 
 import re
 from decimal import Decimal
@@ -30,6 +30,19 @@ def length(given: Any) -> int:
     if unit:
         raise NoAmount(f"write out a length: {unit} may be {_UNITS[unit.lower()]:,} or a power of two")
     return _whole(value)
+
+
+def size(bytes_: float) -> str:
+    """Bytes as people write them: 512 B, 1.5 MiB, 41.2 GiB."""
+    unit, name = size_unit(bytes_)
+    value = bytes_ / unit
+    return f"{value:.3g} {name}" if value < 999.5 else f"{value:.0f} {name}"
+
+
+def size_unit(largest_bytes: float) -> tuple[int, str]:
+    """A readable unit for numbers up to this size."""
+    power = 3 if largest_bytes >= 2**30 else 2 if largest_bytes >= 2**20 else 1 if largest_bytes >= 2**10 else 0
+    return 2 ** (10 * power), ("B", "KiB", "MiB", "GiB")[power]
 
 
 def _whole(value: Decimal) -> int:

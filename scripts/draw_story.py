@@ -1,9 +1,10 @@
-"""The README's picture: plan, proof, run. Every number in it comes from a command or a result file named below.
+"""The README's picture: plan, proof, rehearsal, run. Every number in it is from a command or a result file named below.
 
     python scripts/draw_story.py
 
 plan    `meshwright plan --model llama-3-8b --cluster 8xh100 --top 5 --json`
 proof   `meshwright verify demo --set layout.dp_shard=2 --set layout.tp=2 --json`
+rehearse the command of docs/rehearse.md with `--json`: demo with pp 2 and dp_shard 2, a small batch, both stages
 run     benchmarks/results: a loss curve on one H200, and the planner's predictions next to measurements there
 """
 
@@ -15,25 +16,32 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from meshwright.amounts import size
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 OUT = ROOT / "docs" / "images" / "story.svg"
+SETTINGS = ("layout.pp=2", "layout.dp_shard=2", "batch.micro_batch=2", "batch.global_batch=8")
+REHEARSED = [word for setting in SETTINGS for word in ("--set", setting)]
 INK, QUIET, LINE, BLUE, GREEN, AMBER = "#1c2733", "#5b6b7b", "#d8dee5", "#2f6fb2", "#2f8f5b", "#c77d1e"
-WIDTH, HEIGHT, PANEL = 1200, 420, 380
+WIDTH, HEIGHT, PANEL = 810, 810, 380
 
 
 def main() -> None:
     plan = _json("plan", "--model", "llama-3-8b", "--cluster", "8xh100", "--top", "5")
     proof = _json("verify", "demo", "--set", "layout.dp_shard=2", "--set", "layout.tp=2")
-    panels = [_plan(plan), _proof(proof), _run()]
+    rehearsal = _json("rehearse", "demo", *REHEARSED, "--each-stage")
+    panels = [_plan(plan), _proof(proof), _rehearsal(rehearsal), _run()]
     shapes = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-family="system-ui, '
         'sans-serif" aria-label="Plan: layouts ranked by predicted speed. Proof: a layout equals one process in '
-        'float64. Run: the loss falls, and what was predicted is what was measured.">',
+        "float64. Rehearse: one rank of every kind, run alone. Run: the loss falls, and what was predicted is what was "
+        'measured.">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="14" fill="#ffffff"/>',
     ]
     for place, shape in enumerate(panels):
-        shapes.append(f'<g transform="translate({20 + place * (PANEL + 10)} 20)">{shape}</g>')
+        across, down = (20 + step * (PANEL + 10) for step in (place % 2, place // 2))
+        shapes.append(f'<g transform="translate({across} {down})">{shape}</g>')
     OUT.write_text("\n".join([*shapes, "</svg>"]) + "\n", encoding="utf-8")
     print(f"{OUT.relative_to(ROOT)}: {OUT.stat().st_size / 1e3:.0f} kB")
 
@@ -45,7 +53,7 @@ def _json(*words: str) -> Any:
 
 def _head(number: int, title: str, below: str) -> str:
     return (
-        f'<rect width="{PANEL}" height="{HEIGHT - 40}" rx="10" fill="#f6f8fa" stroke="{LINE}"/>'
+        f'<rect width="{PANEL}" height="{PANEL}" rx="10" fill="#f6f8fa" stroke="{LINE}"/>'
         + _text(18, 34, f"{number}  {title}", 20, INK, "600")
         + _text(18, 58, below, 13, QUIET)
     )
@@ -106,8 +114,26 @@ def _proof(proof: Any) -> str:
     return "".join(shapes)
 
 
+def _rehearsal(rehearsal: Any) -> str:
+    where = f"one rank of each kind of {rehearsal['world']}, run alone on a {rehearsal['device']}"
+    shapes = [_head(3, "Rehearse", where)]
+    most = max(max(rank["memory"]["allocated_bytes"], rank["memory"]["planned_bytes"]) for rank in rehearsal["ranks"])
+    for place, rank in enumerate(rehearsal["ranks"][:2]):
+        y, held, planned = 92 + place * 130, rank["memory"]["allocated_bytes"], rank["memory"]["planned_bytes"]
+        shapes.append(_text(18, y, f"rank {rank['rank']} of {rehearsal['world']}, {rank['place']}", 12, INK, "600"))
+        for row, (name, value, colour) in enumerate((("planned", planned, "#9db8d6"), ("rehearsed", held, BLUE))):
+            shapes.append(_bar(18, y + 9 + 20 * row, 200 * value / most, 14, colour))
+            shapes.append(_text(24 + 200 * value / most, y + 20 + 20 * row, f"{name} {size(value)}", 11, QUIET))
+        sent = sum(one["bytes"] * one["count"] for one in rank["messages"])
+        number = sum(one["count"] for one in rank["messages"])
+        shapes.append(_text(18, y + 66, f"{number} messages of {size(sent)} in all, counted and replaced", 12))
+        shapes.append(_text(18, y + 84, f"{1e3 * rank['step_s']:,.0f} ms of compute per step, measured", 12))
+    shapes.append(_text(18, 360, "before the queue: no wire, no losses, but all else", 12, QUIET))
+    return "".join(shapes)
+
+
 def _run() -> str:
-    shapes = [_head(3, "Run", "trained, measured, and held against the plan")]
+    shapes = [_head(4, "Run", "trained, measured, and held against the plan")]
     curve = json.loads((RESULTS / "2026-11-15-precision-curve-h200.json").read_text(encoding="utf-8"))
     losses = next(row["losses"] for row in curve["results"] if row["setting"] == "curve bf16")
     low, high = min(losses), max(losses)

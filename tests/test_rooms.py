@@ -27,7 +27,20 @@ ORDER = [
     "model",
     "data",
 ]
-ORDER += ["checkpoint", "parallel", "plan", "train", "runs", "launch", "measure", "studio", "verify", "api", "cli"]
+ORDER += [
+    "checkpoint",
+    "parallel",
+    "plan",
+    "train",
+    "runs",
+    "launch",
+    "measure",
+    "verify",
+    "rehearse",
+    "studio",
+    "api",
+    "cli",
+]
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -5,6 +5,7 @@ from meshwright.api.checkpoints import Checkpoint
 from meshwright.api.jobs import load_job
 from meshwright.api.measuring import bench
 from meshwright.api.planning import Plan, PlannedLayout, plan
+from meshwright.api.rehearsing import rehearse
 from meshwright.api.runs import Run, open_run
 from meshwright.api.training import train
 from meshwright.api.verifying import Report, verify
@@ -19,6 +20,7 @@ __all__ = [
     "load_job",
     "open_run",
     "plan",
+    "rehearse",
     "train",
     "verify",
 ]

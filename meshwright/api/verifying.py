@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 if TYPE_CHECKING:
     from meshwright.job import Job
     from meshwright.job.devices import Layout
-    from meshwright.verify import Change, Comparison, Verdict
+    from meshwright.verify import Change, Comparison, Outcome, Verdict
     from meshwright.verify.run_plan import Leg
 
 
@@ -26,6 +26,8 @@ class Report:
     """Of the small job."""
     legs: tuple[Leg, ...] = ()
     """Of a run: the layouts it went through."""
+    nccl: Outcome | None = None
+    """What NCCL accepts of the recorded collectives; None if they were not, or if there is no GPU here."""
 
     @property
     def equal(self) -> bool:
@@ -34,8 +36,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Equal, and no collective breaks the contract where they were recorded."""
-        return self.verdict.ok
+        """Equal, and no collective breaks the contract or is refused by NCCL where they were recorded."""
+        return self.verdict.ok and (self.nccl is None or self.nccl.ok)
 
     @property
     def ranks(self) -> int:
@@ -101,11 +103,12 @@ def verify(
     if run:
         return _verify_run(own, steps or 8, dtype, device)
 
-    from meshwright.verify import check_job, shrink
+    from meshwright.verify import check_job, replay_on_gpu, shrink
 
     small, changes = shrink(own, steps or 3, device)
     verdict = check_job(own, small, dtype, device, collectives)
-    return Report(verdict, tuple(changes), small.layout)
+    nccl = None if verdict.collectives is None else replay_on_gpu(verdict.collectives.calls)
+    return Report(verdict, tuple(changes), small.layout, nccl=nccl)
 
 
 def _verify_run(own: Job, steps: int, dtype: str, device: str) -> Report:

@@ -9,7 +9,7 @@ from meshwright.atomic import sync
 from meshwright.checkpoint.lease import take_away
 from meshwright.checkpoint.reading import Checkpoint, Damaged
 from meshwright.errors import UserError
-from meshwright.reading import Unfit, read_object
+from meshwright.reading import REHEARSAL, Unfit, read_object
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -70,6 +70,8 @@ def newest_weights(run: Path) -> Checkpoint:
 def _none(run: Path, damages: Sequence[str]) -> UserError:
     report = f" ({damages[0]})" if damages else ""
     remedy = "wait until training has saved one"
+    if os.path.lexists(run / REHEARSAL):
+        remedy = "it is a rehearsal, which saves none: train its job first"
     if (target := backup_target(run)) is not None:
         remedy = f"meshwright checkpoint restore {run} restores one from {target}"
     return UserError(f"{run} holds no complete checkpoint under checkpoints/{report}; {remedy}")

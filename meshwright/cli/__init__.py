@@ -18,6 +18,7 @@ from meshwright.cli import (
     generate,
     job,
     plan,
+    rehearse,
     replay,
     report,
     schedule,
@@ -47,6 +48,7 @@ app.add_typer(data.app, name="data")
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("verify")(verify.verify)
+app.command("rehearse")(rehearse.rehearse)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
 app.command("eval")(evaluate.evaluate)
@@ -65,7 +67,7 @@ app.command("cancel")(submit.cancel)
 app.command("doctor")(doctor.doctor)
 
 
-RUNS_TORCH = {"train", "verify", "bench", "tune", "eval", "generate", "chat", "calibrate", "replay"}
+RUNS_TORCH = {"train", "verify", "bench", "tune", "eval", "generate", "chat", "calibrate", "replay", "rehearse"}
 """Commands that warn about a torch release newer than the newest one tested."""
 
 

@@ -57,6 +57,12 @@ SVG = typer.Option(None, "--svg", metavar="FILE", help="With --check: draw memor
 PROFILE = typer.Option(
     None, "--profile", metavar="FILE|FOLDER", help="Use this profile of the GPU, or this folder's: calibrate --export."
 )
+REHEARSAL = typer.Option(
+    None,
+    "--rehearsal",
+    metavar="FOLDER",
+    help="With --check: what a rehearsal of this job measured, next to the plan; by default the one in its folder.",
+)
 MARKDOWN = typer.Option(None, "--markdown", help="With --validate: write the table as a Markdown page here.")
 
 GIB = 2**30
@@ -90,6 +96,7 @@ def plan(
     axis: str | None = AXIS,
     weak: bool = WEAK,
     svg: Path | None = SVG,
+    rehearsal: Path | None = REHEARSAL,
     overrides: list[str] = SET,
     validate: list[Path] = VALIDATE,
     markdown: Path | None = MARKDOWN,
@@ -120,6 +127,10 @@ def plan(
         raise UserError(f"--scale = {scale} shows one job on other numbers of GPUs; give it with --check JOB")
     if svg is not None and (not check or scale is not None):
         raise UserError(f"--svg = {svg} draws one job; give it with --check JOB, without --scale, or leave it out")
+    if rehearsal is not None and (not check or scale is not None):
+        raise UserError(
+            f"--rehearsal = {rehearsal} is of one job; give it with --check JOB, without --scale, or leave it out"
+        )
     amounts = {"--price": price, "--mtbf-hours": mtbf_hours, "--days": days, "--budget": budget}
     for option, value in amounts.items():
         if value is not None and not value > 0:
@@ -161,7 +172,7 @@ def plan(
 
         show_scale(check, cluster, overrides, scale, axis, weak, as_json)
     elif check:
-        _check(check, cluster, overrides, svg, as_json)
+        _check(check, cluster, overrides, svg, rehearsal, as_json)
     else:
         _validate(validate, markdown, as_json)
 
@@ -176,26 +187,31 @@ def _arguments(given: list[str], model: str | None, compare: list[str]) -> tuple
     return job, [name for each in (*compare, *more) for name in each.split(",") if name]
 
 
-def _check(source: str, cluster: str | None, overrides: list[str], svg: Path | None, as_json: bool) -> None:
+def _check(
+    source: str, cluster: str | None, overrides: list[str], svg: Path | None, rehearsal: Path | None, as_json: bool
+) -> None:
     from meshwright.cli.output import print_json, stdout_console
+    from meshwright.cli.plan_rehearsal import find_rehearsal, rehearsal_json, rehearsal_lines, rehearsal_tables
     from meshwright.job import load_job
     from meshwright.plan import check_target, error_bars, predict
 
     job = load_job(source, overrides, trust=True).job  # none of its code is run
-    machines, note = check_target(job, cluster)
+    found = find_rehearsal(job, source, rehearsal)
+    machines, note = check_target(job, cluster or found.cluster_of(job))
     prediction = predict(job, machines)
     bars = error_bars(job, machines, prediction)
+    known = found.evidence(job, machines, prediction, bars)
     if svg is not None:
         from meshwright.studio import write_plan_svg
 
         write_plan_svg(prediction, svg)
     if as_json:
-        print_json(_as_json(prediction, bars))
+        print_json(_as_json(prediction, bars) | ({} if known is None else rehearsal_json(found, known)))
         return
     console = stdout_console()
-    for table in (_phase_table(prediction), _memory_table(prediction)):
+    for table in (_phase_table(prediction), _memory_table(prediction), *rehearsal_tables(known)):
         console.print(table)
-    for line in [*([note] if note else []), *_summary(prediction, bars)]:
+    for line in [*([note] if note else []), *_summary(prediction, bars), *rehearsal_lines(found, known)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`meshwright report`: a run or a plan as one page."""
+"""`meshwright report`: a run, a rehearsal or a plan as one page."""
 
 from pathlib import Path
 
@@ -9,13 +9,15 @@ from meshwright.cli.plan import CLUSTER
 
 
 def report(
-    what: str = typer.Argument(metavar="RUN|PLAN", help="A run folder, or a job to show as a plan."),
+    what: str = typer.Argument(
+        metavar="RUN|PLAN", help="The folder of a run or a rehearsal, or a job to show as a plan."
+    ),
     out: Path | None = typer.Option(None, "--out", help="Where to write it; by default RUN/report.html or PLAN.html."),
     cluster: str | None = CLUSTER,
     force: bool = FORCE,
     as_json: bool = JSON,
 ) -> None:
-    """Write a run's or a plan's report: one file that opens in any browser, offline."""
+    """Write a run's, a rehearsal's or a plan's report: one file that opens in any browser, offline."""
     from meshwright.cli.output import print_json, require_new
     from meshwright.errors import UserError
     from meshwright.runs.traces import traces_of

@@ -24,7 +24,9 @@ CHAIN = typer.Option(1, "--chain", min=1, help="Submit this many jobs in sequenc
 PER_RANK = typer.Option(False, "--per-rank", help="One Slurm task per rank, instead of torch's agent on every node.")
 CONTAINER = typer.Option(None, "--container", help="Run in this image.")
 OPTION = typer.Option([], "--sbatch", metavar="WORD", help="An extra option for sbatch; may be repeated.")
-LADDER = typer.Option(False, "--ladder", help="First run trials on 1 GPU, 1 node and 2 nodes; each must pass.")
+LADDER = typer.Option(
+    False, "--ladder", help="First a rehearsal, then trials on 1 GPU, 1 node and 2 nodes; each must pass."
+)
 BUDGET = typer.Option(None, "--budget", min=0.0, help="With --ladder: GPU-hours the run may take.")
 DRY = typer.Option(False, "--dry-run", help="Only print the scripts; write and submit nothing.")
 RUN = typer.Argument(help="A run folder.")
@@ -102,8 +104,8 @@ def status(
     every: bool = typer.Option(False, "--all", help="Every run of a folder, newest first."),
     as_json: bool = JSON,
 ) -> None:
-    """Print a run's state in one word: pending, running, requeued, done, stopped, cancelled, failed, oom, timeout
-    or damaged."""
+    """Print a run's state in one word: pending, running, requeued, done, stopped, cancelled, failed, oom, timeout,
+    rehearsed or damaged."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
     from meshwright.launch.slurm import status_of, statuses
@@ -186,6 +188,7 @@ def _table(found: "list[Status]") -> Any:
     for name in ("run", "state", "step", "why", "job", "nodes"):
         table.add_column(name, overflow="fold")
     for one in found:
-        cells = (one.run, one.state, f"{one.step}/{one.steps}", one.why, one.job or "", one.nodes)
+        step = "" if one.state == "rehearsed" else f"{one.step}/{one.steps}"  # which takes none
+        cells = (one.run, one.state, step, one.why, one.job or "", one.nodes)
         table.add_row(*map(Text, cells))  # no markup: a run's text may contain brackets
     return table

@@ -3,6 +3,7 @@
 import os
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -31,8 +32,12 @@ class _Asked:
 
     def load(self) -> "LoadedJob":
         from meshwright.job import load_job
+        from meshwright.runs.rehearsed import require_training
 
-        return load_job(self.job, self.overrides, trust=self.trust)
+        loaded = load_job(self.job, self.overrides, trust=self.trust)
+        if loaded.job.run.folder is not None:
+            require_training(Path(loaded.job.run.folder))  # before what its layout needs
+        return loaded
 
     def steps(self, loaded: "LoadedJob") -> "TraceSteps | None":
         """The steps to trace; some the job does not have are refused."""

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from meshwright.cli.job import JSON, SET, TRUST
-from meshwright.cli.verify_collectives import COLLECTIVES, contract_keys, contract_lines, summary_line
+from meshwright.cli.verify_collectives import (
+    COLLECTIVES,
+    contract_keys,
+    contract_lines,
+    nccl_keys,
+    nccl_lines,
+    summary_line,
+)
 from meshwright.cli.verify_verdict import as_row, print_verdict, say, where
 from meshwright.errors import UserError
 
@@ -146,6 +153,7 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
                 "could_hide_errors": hiding,
                 "first_wrong": None if first is None else as_row(first),
                 "collectives": contract_keys(verdict.collectives),
+                "nccl": nccl_keys(report.nccl),
                 "rows": [as_row(row) for row in verdict.rows],
             }
         )
@@ -158,9 +166,11 @@ def _job(loaded: LoadedJob, steps: int, dtype: str, device: str, record: bool, s
         print_verdict(console, verdict, f"{report.ranks} ranks compute the same as one process")
         for line in contract_lines(verdict.collectives) if record else []:
             say(console, line)
+        for line in nccl_lines(report.nccl) if verdict.collectives is not None else []:
+            say(console, line)
         if strict and hiding:
             say(console, f"--strict: {len(hiding)} of the job's settings were not checked, see above")
-    return False if strict and hiding else verdict.ok
+    return False if strict and hiding else report.ok
 
 
 def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, record: bool, as_json: bool) -> bool:
@@ -168,10 +178,10 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
 
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.worker import run_quietly
-    from meshwright.verify import run_matrix
+    from meshwright.verify import Calls, merged, replay_on_gpu, run_matrix
     from meshwright.verify.run_compare import ROUNDING
 
-    results, ok, started = list[Any](), True, time.monotonic()
+    results, calls, ok, started = list[Any](), list[Calls](), True, time.monotonic()
     console = stdout_console()
     if device != "cpu" or dtype not in ROUNDING:
         without = [line for line in lines if not line.through_train]
@@ -184,17 +194,26 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
         for result in run_matrix(lines, dtype, device, record, began=show, train=run_quietly):
             results.append(_line(result))
             ok = ok and result.ok
+            if result.verdict is not None and result.verdict.collectives is not None:
+                calls.append(result.verdict.collectives.calls.named(result.line.name))
             if not as_json:
                 _print_line(console, result)
+        status.update("their distinct calls on NCCL")
+        nccl = replay_on_gpu(merged(calls)) if calls else None
+    ok = ok and (nccl is None or nccl.ok)
     seconds = time.monotonic() - started
     equal = all(result["equal"] for result in results)
     if as_json:
-        print_json({"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results})
+        print_json(
+            {"equal": equal, **of, "dtype": dtype, "seconds": seconds, "layouts": results, "nccl": nccl_keys(nccl)}
+        )
     else:
         wrong = sum(not result["equal"] for result in results)
         say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
         if record and not all(line.through_train for line in lines):
             say(console, summary_line([result["collectives"] for result in results]))
+        for sentence in nccl_lines(nccl) if calls else []:
+            say(console, sentence)
     return ok
 
 

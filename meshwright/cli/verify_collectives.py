@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from meshwright.verify import Contract
+    from meshwright.verify import Contract, Outcome
 
 SHOWN = 5
 """Violations to print; the JSON has all of them."""
@@ -15,7 +15,8 @@ SHOWN = 5
 COLLECTIVES = typer.Option(
     None,
     "--collectives/--no-collectives",
-    help="Record every rank's collectives and check that they match up on GPUs; on by default for a matrix.",
+    help="Record every rank's collectives, check that they match up on GPUs, and, if there is a GPU here, issue each "
+    "distinct one on NCCL; on by default for a matrix.",
 )
 
 
@@ -42,6 +43,32 @@ def contract_lines(contract: Contract | None) -> list[str]:
     more = len(contract.violations) - SHOWN
     lines = [f"collectives: {sentence}" for sentence in contract.violations[:SHOWN]]
     return lines + ([f"collectives: {more} more"] if more > 0 else [])
+
+
+def nccl_keys(outcome: Outcome | None) -> dict[str, Any] | None:
+    """For the JSON; null if NCCL was not asked."""
+    if outcome is None:
+        return None
+    return {
+        "ok": outcome.ok,
+        "library": outcome.library,
+        "accepted": outcome.accepted,
+        "groups": outcome.groups,
+        "refused": outcome.refused,
+        "not_replayed": outcome.not_replayed,
+    }
+
+
+def nccl_lines(outcome: Outcome | None) -> list[str]:
+    """For people: what NCCL accepts of the recorded calls, and the first that it refuses."""
+    if outcome is None:
+        return ["NCCL: not run, because this machine has no CUDA device"]
+    counted = f"{outcome.accepted} distinct calls accepted by {outcome.library} on this GPU (one rank)"
+    lines = [f"NCCL: {counted}, {outcome.groups} groups created"]
+    lines += [f"NCCL: {count} distinct calls not run: {reason}" for reason, count in outcome.not_replayed.items()]
+    lines += [f"NCCL refuses {sentence}" for sentence in outcome.refused[:SHOWN]]
+    more = len(outcome.refused) - SHOWN
+    return lines + ([f"NCCL refuses {more} more"] if more > 0 else [])
 
 
 def summary_line(contracts: list[dict[str, Any] | None]) -> str:

@@ -76,6 +76,8 @@ class Loss(Fact):
     """Tokens."""
     vocabulary: PositiveInt
     """Logits of each."""
+    dtype: Dtype | None = None
+    """Format of the logits; None for the device's main one, bf16 of a GPU and fp32 of a CPU."""
     compiled: bool
     """Whether torch's compiler generated its kernels."""
     seconds: PositiveFloat

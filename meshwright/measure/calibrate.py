@@ -5,8 +5,9 @@ Operands are random and together larger than the device's caches, and times are 
 is not supported is skipped and listed; if time runs out, the coarse shapes are measured and the finer ones are not.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,21 +17,13 @@ import torch.nn.functional as F
 from meshwright.cost import ADAMW_MOVED_BYTES
 from meshwright.errors import UserError
 from meshwright.hardware import Profile
-from meshwright.hardware.profile import (
-    Attention,
-    Copy,
-    Decoder,
-    Loss,
-    Operation,
-    Product,
-    ProductKind,
-    Update,
-)
-from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, shapes_for
+from meshwright.hardware.profile import Attention, Copy, Decoder, Loss, Operation, Product, ProductKind, Update
+from meshwright.measure.calibrate_shapes import AttentionShape, Shapes, Size, shapes_for
 from meshwright.measure.collectives import collectives
 from meshwright.measure.identity import device_words, identity, ranks_here
-from meshwright.measure.operations import measured_decoder, measured_operation, update_call
+from meshwright.measure.operations import measured_decoders, measured_operation, update_call
 from meshwright.measure.stopwatch import Stopwatch
+from meshwright.measure.together import OtherRankFailed, Together
 from meshwright.model import CausalAttend, attend
 from meshwright.model.head import add_product, loss_of_logits
 from meshwright.model.numbers import DTYPES
@@ -46,7 +39,7 @@ _CACHE_BYTES = 256 * 2**20
 """Bytes of operands that calls cycle through: several times the cache of any GPU."""
 _UPDATE_ENTRIES = 16 * 2**20
 _CPU_LONGEST_S = 0.1
-"""Limit on one product in a format that a CPU computes slowly: such products take as long as their FLOPs."""
+"""Limit on one call in a narrow format of a CPU: where it is emulated, calls take as long as their FLOPs."""
 _CPU_TENSORS = 16
 """Tensors of an update on a CPU, where each costs some calls."""
 
@@ -56,14 +49,19 @@ Report = Callable[[str], None]
 class Calibration:
     """One device, measured part by part."""
 
-    def __init__(self, device: torch.device, quick: bool, report: Report, shapes: Shapes | None = None) -> None:
-        self.device, self.report = device, report
+    def __init__(
+        self, device: torch.device, quick: bool, report: Report, shapes: Shapes | None = None, ranks: int = 1
+    ) -> None:
+        self.device, self.report, self.together = device, report, Together(ranks)
         self.shapes = shapes or shapes_for(device)
         self.cuda = device.type == "cuda"
-        self.watch = Stopwatch(device, (0.02 if quick else 0.05) if self.cuda else (0.01 if quick else 0.03))
+        goal_s = (0.02 if quick else 0.05) if self.cuda else (0.01 if quick else 0.03)
+        self.watch = Stopwatch(device, goal_s, self.together)
         self.skipped: list[str] = []
         self._began = time.perf_counter()
         self._limit_s = QUICK_LIMIT_S if quick else LIMIT_S
+        self._fastest: dict[str, float] = {}
+        """FLOPs a second that narrow formats reached, by what was measured."""
 
     def profile(self) -> Profile:
         """Measure everything; about two minutes at most."""
@@ -76,14 +74,19 @@ class Calibration:
         if not self.cuda:
             self.report("operations")
             later = 0.2
-            fields["operations"] = tuple(self._until(0.30, self._operations()))
+            fields["operations"] = tuple(self._until(0.30, self._operations(self.shapes.dtypes)))
             fields["decoders"] = tuple(self._decoders())
         self.report("attention")
-        fields["attentions"] = tuple(self._until(0.30 + later, self._attentions()))
+        fields["attentions"] = tuple(self._until(0.30 + later, self._attentions(self.shapes.attentions)))
         self.report("loss")
-        fields["losses"] = tuple(self._until(0.45 + later, self._losses()))
+        main: Iterable[tuple[None, int, int]] = ((None, *sizes) for sizes in self.shapes.losses)
+        fields["losses"] = tuple(self._until(0.45 + later, self._losses(main)))
         self.report("products")
-        fields["products"] = tuple(self._until(1.0, self._products()))
+        fields["products"] = tuple(self._until(1.0, self._products(self.shapes.products())))
+        if self.shapes.narrow:
+            self.report("16-bit formats")
+            for name, rows in self._narrow():
+                fields[name] += rows
         if not fields["products"] or not fields["copies"]:
             raise UserError(
                 f"nothing could be measured on {device_words(self.device)} ({'; '.join(self.skipped[:2])}); "
@@ -96,19 +99,33 @@ class Calibration:
             skipped=tuple(self.skipped),
         )
 
+    def _narrow(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The same in narrow formats, after the main one, whose time they must not take."""
+        shapes = self.shapes
+        yield "operations", tuple(self._until(1.1, self._operations(shapes.narrow)))
+        yield "attentions", tuple(self._until(1.18, self._attentions(shapes.narrow_attentions())))
+        yield "losses", tuple(self._until(1.2, self._losses(shapes.narrow_losses())))
+        yield "products", tuple(self._until(1.3, self._products(shapes.narrow_products())))
+
     def _until(self, share: float, results: Iterator[Any]) -> Iterator[Any]:
         """Yield results until a fraction of the total time is spent."""
         for result in results:
             yield result
-            if time.perf_counter() - self._began > share * self._limit_s:
+            if self.together.most(time.perf_counter() - self._began) > share * self._limit_s:
                 self.skipped.append("finer shapes: time ran out")
                 return
 
     def _try(self, what: str, measure: Callable[..., Any], *arguments: Any) -> Any:
         """A measurement, or None with the reason recorded."""
         try:
-            return measure(*arguments)
+            found = measure(*arguments)
+            self.together.most()
+            return found
+        except OtherRankFailed:
+            self.skipped.append(f"{what}: failed on another rank")
+            return None
         except (RuntimeError, TypeError) as error:  # out of memory is the former, an unknown format either
+            self.together.fail()
             if self.cuda:
                 torch.cuda.empty_cache()
             first = (str(error).splitlines() or [""])[0]
@@ -163,12 +180,13 @@ class Calibration:
         """Host time only: calls return before the device is done."""
         times = []
         for _ in range(7):
+            self.together.most()
             self.watch.wait()
             began = time.perf_counter()
             for _ in range(500):
                 small.add_(1.0)
             times.append((time.perf_counter() - began) / 500)
-        return sorted(times)[3]
+        return self.together.most(sorted(times)[3])
 
     def _graph_s(self, small: torch.Tensor) -> float:
         calls, graph = 200, torch.cuda.CUDAGraph()
@@ -193,23 +211,28 @@ class Calibration:
             {} if update is None else {"host_update_bytes_per_s": ADAMW_MOVED_BYTES * _UPDATE_ENTRIES / update}
         )
 
-    def _operations(self) -> Iterator[Operation]:
-        for dtype in self.shapes.dtypes:
-            sizes = self.shapes.operations
-            if dtype != self.shapes.dtypes[0]:
-                sizes = tuple({name: (name, rows, width) for name, rows, width in reversed(sizes)}.values())
-            for name, rows, width in sizes:
-                what = f"{name} of {rows} × {width} in {dtype}"
-                found = self._try(what, measured_operation, name, dtype, rows, width, self.watch.goal_s)
-                if found is not None:
-                    yield found
+    def _operations(self, dtypes: Iterable[str]) -> Iterator[Operation]:
+        for (name, rows, width), dtype in itertools.product(self.shapes.operations, dtypes):
+            what = f"{name} of {rows} × {width} in {dtype}"
+            found = self._try(what, measured_operation, name, dtype, rows, width, self.watch)
+            if found is not None:
+                yield found
+
+    def _too_long(self, what: str, dtype: str, flops: float) -> bool:
+        """Whether a call in a narrow format would take long, by the rate of those before it."""
+        known = self._fastest.get(f"{what} in {dtype}") if dtype in self.shapes.narrow else None
+        return known is not None and flops > _CPU_LONGEST_S * known
+
+    def _took(self, what: str, dtype: str, flops: float, seconds: float) -> None:
+        key = f"{what} in {dtype}"
+        self._fastest[key] = max(flops / seconds, self._fastest.get(key, 0.0))
 
     def _decoders(self) -> Iterator[Decoder]:
-        for model, recompute in self.shapes.decoders:
-            yield measured_decoder(model, recompute, None, 1, self.device)
+        for group in self.shapes.decoder_groups(self.together.ranks):
+            yield from measured_decoders(group, self.device, self.together)
 
-    def _attentions(self) -> Iterator[Attention]:
-        for one in self.shapes.attentions:
+    def _attentions(self, shapes: Iterable[AttentionShape]) -> Iterator[Attention]:
+        for one in shapes:
             if not self.cuda:
                 yield from self._cpu_attentions(one)
                 continue
@@ -245,9 +268,12 @@ class Calibration:
     def _cpu_attentions(self, one: AttentionShape) -> Iterator[Attention]:
         """The one kernel of a CPU as a model calls it, causal and with a mask, which costs it the whole square."""
         for kernel, window in (("cpu", None), ("cpu, masked", one.sequence // 2)):
-            what = f"{kernel} attention, heads of {one.head_dim}, {one.sequence} tokens"
+            what = f"{kernel} attention in {one.dtype}, heads of {one.head_dim}, {one.sequence} tokens"
+            if self._too_long(kernel, one.dtype, one.flops):
+                continue
             found = self._try(what, self._cpu_attention_s, one, CausalAttend(window))
             if found is not None:
+                self._took(kernel, one.dtype, one.flops, max(found))
                 yield one.measured(kernel, *found)
 
     def _cpu_attention_s(self, one: AttentionShape, call: CausalAttend) -> tuple[float, float]:
@@ -261,36 +287,34 @@ class Calibration:
         grad = torch.randn_like(out)
         return ahead, self.watch.median_s(lambda _: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
 
-    def _losses(self) -> Iterator[Loss]:
-        for rows, vocabulary in self.shapes.losses:
-            what = f"a loss over {rows} × {vocabulary} logits"
-            found = self._try(what, self._loss_s, rows, vocabulary)
+    def _losses(self, sizes: Iterable[tuple[str | None, int, int]]) -> Iterator[Loss]:
+        for dtype, rows, vocabulary in sizes:
+            what = f"a loss over {rows} × {vocabulary} logits" + (f" in {dtype}" if dtype else "")
+            found = self._try(what, self._loss_s, dtype or self.shapes.dtypes[0], rows, vocabulary)
             if found is not None:
-                yield Loss(rows=rows, vocabulary=vocabulary, compiled=False, seconds=found)
+                fields = {"rows": rows, "vocabulary": vocabulary, "compiled": False, "seconds": found}
+                yield Loss.model_validate(fields | ({"dtype": dtype} if dtype else {}))
 
-    def _loss_s(self, rows: int, vocabulary: int) -> float:
-        dtype = torch.bfloat16 if self.cuda else torch.float32
-        logits = [torch.randn(rows, vocabulary, dtype=dtype, device=self.device) for _ in range(2)]
+    def _loss_s(self, dtype: str, rows: int, vocabulary: int) -> float:
+        logits = [torch.randn(rows, vocabulary, dtype=DTYPES[dtype], device=self.device) for _ in range(2)]
         labels = torch.randint(vocabulary, (rows, 1), device=self.device)
         shares = torch.full((rows, 1), 1e-3, device=self.device)
         return self.watch.median_s(lambda number: loss_of_logits(logits[number % 2], labels, shares, True))
 
-    def _products(self) -> Iterator[Product]:
+    def _products(self, sizes: Iterable[Size]) -> Iterator[Product]:
         warm = torch.randn(4096, 4096, dtype=torch.bfloat16, device=self.device) if self.cuda else None
         if warm is not None:
             self.watch.busy(lambda _: warm @ warm, 1.0)
-        fastest: dict[str, float] = {}
-        for dtype, kind, rows, columns, inner in self.shapes.products():
+        for dtype, kind, rows, columns, inner in sizes:
             if dtype == "fp8" and not self._has_fp8():
                 continue
             flops = 2.0 * rows * columns * inner
-            most = _CPU_LONGEST_S * fastest.get(dtype, float("inf"))
-            if dtype != self.shapes.dtypes[0] and not self.cuda and flops > most:
+            if self._too_long("products", dtype, flops):
                 continue
             what = f"a {dtype} product ({kind}) of {rows} × {columns} × {inner}"
             found = self._try(what, self._product_s, dtype, kind, rows, columns, inner)
             if found is not None:
-                fastest[dtype] = max(flops / found, fastest.get(dtype, 0.0))
+                self._took("products", dtype, flops, found)
                 yield Product(dtype=dtype, kind=kind, rows=rows, columns=columns, inner=inner, seconds=found)
 
     def _has_fp8(self) -> bool:
@@ -354,16 +378,14 @@ def measure_profile(device: torch.device, place: Place | None, *, quick: bool, r
         return Calibration(device, quick, report).profile()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     # Ranks on a CPU share its cores, caches and memory: what each reaches is measured while the others do the same.
-    measures = place.rank == 0 or device.type == "cpu"
-    profile = Calibration(device, quick, report).profile() if measures else None
+    together = place.size if device.type == "cpu" else 1
+    measures = place.rank == 0 or together > 1
+    profile = Calibration(device, quick, report, ranks=together).profile() if measures else None
     dist.barrier()  # nothing else may run while links are measured
     local = ranks_here(place)
     report("collectives")
     found = collectives(device, lambda ranks: len({rank // local for rank in ranks}))
-    ways = shapes_for(device).sharded
-    sharded = tuple(measured_decoder(model, "none", zero, place.size, device) for model, zero in ways)
     dist.destroy_process_group()
     if profile is None or place.rank > 0:
         return None
-    update: dict[str, Any] = {"collectives": tuple(found), "decoders": profile.decoders + sharded}
-    return profile.model_copy(update=update | ({"ranks": local} if profile.on_cpu else {}))
+    return profile.model_copy(update={"collectives": tuple(found)} | ({"ranks": local} if profile.on_cpu else {}))

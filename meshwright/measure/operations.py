@@ -5,9 +5,10 @@ memory page by page, and makes every call itself: so each operation is measured,
 chains, whose results stay until the backward as a step's do.
 """
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from meshwright.hardware.profile import Decoder, Operation, OperationName
 from meshwright.job import Job
+from meshwright.measure.calibrate_shapes import DecoderModel, DecoderShape
+from meshwright.measure.stopwatch import Stopwatch
+from meshwright.measure.together import Together
 from meshwright.model import Draws
 from meshwright.model.dropout import dropout
 from meshwright.model.norm import RMSNorm
@@ -30,21 +34,23 @@ _LARGE = 2**21
 """Entries from which a chain has half as many calls."""
 _REPEATS = 5
 _DECODER_REPEATS = 15
+_DECODER_WARMUP = 3
 _ROTATED_HEADS = 8
 _SMALL_TABLE = 512
 _SEQUENCE = 16
 
 Call = Callable[[Tensor], Tensor]
-DecoderModel = dict[str, int | str | bool]
+Seconds = tuple[float, float]
+"""Of a forward and its backward."""
 
 
-def measured_operation(name: OperationName, dtype: str, rows: int, width: int, goal_s: float) -> Operation:
+def measured_operation(name: OperationName, dtype: str, rows: int, width: int, watch: Stopwatch) -> Operation:
     """One operation's row of a profile: medians over chains of it."""
     form = DTYPES[dtype]
     if name in ("fill", "embedding"):
-        forward_s, backward_s = _alone_s(name, form, rows, width, goal_s)
+        forward_s, backward_s = _alone_s(name, form, rows, width, watch)
     else:
-        forward_s, backward_s = _chain_s(*_calls(name, form, rows, width), goal_s=goal_s)
+        forward_s, backward_s = _chain_s(*_calls(name, form, rows, width), watch=watch)
     return Operation(name=name, dtype=dtype, rows=rows, width=width, forward_s=forward_s, backward_s=backward_s)
 
 
@@ -82,11 +88,11 @@ def _gated(up: Tensor) -> Call:
     return lambda gate: F.silu(gate) * up
 
 
-def _chain_s(x: Tensor, calls: list[Call], others: list[Tensor], *, goal_s: float) -> tuple[float, float]:
+def _chain_s(x: Tensor, calls: list[Call], others: list[Tensor], *, watch: Stopwatch) -> Seconds:
     """Median seconds of one call's forward and backward."""
     grad = torch.randn_like(x)
 
-    def once() -> tuple[float, float]:
+    def once() -> Seconds:
         leaf = x.detach().requires_grad_()
         began = time.perf_counter()
         y = leaf
@@ -96,15 +102,15 @@ def _chain_s(x: Tensor, calls: list[Call], others: list[Tensor], *, goal_s: floa
         torch.autograd.grad(y, [leaf, *others], grad)
         return middle - began, time.perf_counter() - middle
 
-    return _medians(once, len(calls), goal_s)
+    return _medians(once, len(calls), watch)
 
 
-def _alone_s(name: str, form: torch.dtype, rows: int, width: int, goal_s: float) -> tuple[float, float]:
+def _alone_s(name: str, form: torch.dtype, rows: int, width: int, watch: Stopwatch) -> Seconds:
     """The same for calls that cannot follow each other: new zeros, and rows of a table."""
     table = torch.randn(_SMALL_TABLE, width, dtype=form, requires_grad=True)
     places, grad = torch.randint(_SMALL_TABLE, (rows,)), torch.randn(rows, width, dtype=form)
 
-    def once() -> tuple[float, float]:
+    def once() -> Seconds:
         began = time.perf_counter()
         if name == "fill":
             kept = [torch.zeros(rows, width, dtype=form) for _ in range(LENGTH)]
@@ -115,19 +121,20 @@ def _alone_s(name: str, form: torch.dtype, rows: int, width: int, goal_s: float)
             torch.autograd.grad(one, table, grad)
         return middle - began, time.perf_counter() - middle
 
-    return _medians(once, LENGTH, goal_s)
+    return _medians(once, LENGTH, watch)
 
 
-def _medians(once: Callable[[], tuple[float, float]], calls: int, goal_s: float) -> tuple[float, float]:
+def _medians(once: Callable[[], Seconds], calls: int, watch: Stopwatch) -> Seconds:
     once()
-    taken: list[tuple[float, float]] = []
-    began = time.perf_counter()
-    while len(taken) < _REPEATS or time.perf_counter() - began < goal_s:
+    taken: list[Seconds] = []
+    began, spent = time.perf_counter(), watch.together.most()
+    while len(taken) < _REPEATS or spent < watch.goal_s:
         taken.append(once())
-        if len(taken) >= 2 and time.perf_counter() - began > 4 * goal_s:
+        spent = watch.together.most(time.perf_counter() - began)
+        if len(taken) >= 2 and spent > 4 * watch.goal_s:
             break
-    forwards, backwards = zip(*taken, strict=True)
-    return statistics.median(forwards) / calls, statistics.median(backwards) / calls
+    forwards, backwards = (watch.together.most(statistics.median(times)) for times in zip(*taken, strict=True))
+    return forwards / calls, backwards / calls
 
 
 def update_call(parameters: int, tensors: int) -> Callable[[int], object]:
@@ -146,39 +153,57 @@ def update_call(parameters: int, tensors: int) -> Callable[[int], object]:
     return call
 
 
-def measured_decoder(
-    model: DecoderModel, recompute: str, zero: int | None, ranks: int, device: torch.device
-) -> Decoder:
-    """A small decoder's row of a profile: on this rank alone, or by `zero` over all ranks, which call this together."""
-    model = {**model, "max_sequence_length": _SEQUENCE}
+def measured_decoders(group: Sequence[DecoderShape], device: torch.device, together: Together) -> Iterator[Decoder]:
+    """Small decoders' rows of a profile.
+
+    They take turns: what counts is by how much they differ, and a machine is not equally fast all the time.
+    """
+    steps = [_decoder_step(shape, device, together) for shape in group]
+    taken: list[list[Seconds]] = [[] for _ in group]
+    for _ in range(_DECODER_REPEATS + _DECODER_WARMUP):
+        for times, step in zip(taken, steps, strict=True):
+            times.append(step())
+    for (model, recompute, zero), times in zip(group, taken, strict=True):
+        forward_s, backward_s = (
+            together.most(statistics.median(one)) for one in zip(*times[_DECODER_WARMUP:], strict=True)
+        )
+        fields = {"model": _sized(model), "sequence_length": _SEQUENCE, "recompute": recompute, "zero": zero}
+        yield Decoder.model_validate(fields | {"forward_s": forward_s, "backward_s": backward_s})
+
+
+def _sized(model: DecoderModel) -> DecoderModel:
+    return {**model, "max_sequence_length": _SEQUENCE}
+
+
+def _decoder_step(shape: DecoderShape, device: torch.device, together: Together) -> Callable[[], Seconds]:
+    """A micro-batch of a decoder, on each rank for itself or by layout.zero over all of them."""
+    model, recompute, zero = shape
+    ranks = 1 if zero is None else together.ranks
     layout = {} if zero is None else {"zero": zero, ("dp_shard" if zero else "dp_replicate"): ranks}
     job = Job.model_validate(
         {
-            "model": model,
-            "batch": {"sequence_length": _SEQUENCE, "global_batch": 1 if zero is None else ranks, "micro_batch": 1},
+            "model": _sized(model),
+            "batch": {"sequence_length": _SEQUENCE, "global_batch": ranks, "micro_batch": 1},
             "memory": {"recompute": recompute},
             "layout": layout,
         }
     )
-    forward_s, backward_s = _decoder_s(job, World(device) if zero is None else join_world(job, device))
-    fields = {"model": model, "sequence_length": _SEQUENCE, "recompute": recompute, "zero": zero}
-    return Decoder.model_validate(fields | {"forward_s": forward_s, "backward_s": backward_s})
-
-
-def _decoder_s(job: Job, world: World) -> tuple[float, float]:
-    engine, weights = build(job, world)
-    model = engine.modules[0]
+    engine, weights = build(job, World(device) if zero is None else join_world(job, device))
+    decoder = engine.modules[0]
     tokens = torch.randint(job.model.vocab_size, (1, _SEQUENCE))
-    taken = []
-    for step in range(_DECODER_REPEATS + 3):
-        weights.start_step(step)
+    steps = itertools.count()
+
+    def once() -> Seconds:
+        weights.start_step(next(steps))
         weights.start_micro_batch(last=True)
+        together.most()
         began = time.perf_counter()
-        loss = model(tokens, labels=tokens, valid_count=float(_SEQUENCE))
+        loss = decoder(tokens, labels=tokens, valid_count=float(_SEQUENCE))
         middle = time.perf_counter()
         loss.backward()
         weights.collect_gradients()
-        taken.append((middle - began, time.perf_counter() - middle))
+        ended = time.perf_counter()
         weights.zero_gradients()
-    forwards, backwards = zip(*taken[3:], strict=True)
-    return statistics.median(forwards), statistics.median(backwards)
+        return middle - began, ended - middle
+
+    return once

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from meshwright.measure.together import Together
+
 GROUPS = 5
 _MOST_CALLS = 2000
 
@@ -13,18 +15,26 @@ _MOST_CALLS = 2000
 class Stopwatch:
     """Times calls on one device until a deadline."""
 
-    def __init__(self, device: torch.device, goal_s: float) -> None:
+    def __init__(self, device: torch.device, goal_s: float, together: Together | None = None) -> None:
         self.device = device
+        self.together = together or Together()
+        """Ranks that make the same calls at the same time."""
         self.goal_s = goal_s
         """Seconds spent on one measurement."""
 
     def median_s(self, call: Callable[[int], object]) -> float:
-        """Median seconds of one call; `call` gets a running number, to use different memory each time."""
+        """Median seconds of one call, on the slowest of the ranks that measure together.
+
+        `call` gets a running number, to use different memory each time.
+        """
         call(0)
-        once = self._span(call, 1)
+        once = self.together.most(self._span(call, 1))
         calls = max(1, min(_MOST_CALLS, int(self.goal_s / GROUPS / max(once, 1e-7))))
-        groups = GROUPS if once * GROUPS < 4 * self.goal_s else 2
-        return statistics.median(self._span(call, calls) for _ in range(groups)) / calls
+        taken = []
+        for _ in range(GROUPS if once * GROUPS < 4 * self.goal_s else 2):
+            self.together.most()
+            taken.append(self._span(call, calls))
+        return self.together.most(statistics.median(taken)) / calls
 
     def busy(self, call: Callable[[int], object], seconds: float) -> None:
         """Keep the device busy for a while, so that its clock and power are those of long runs."""

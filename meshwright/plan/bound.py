@@ -11,7 +11,7 @@ import numpy as np
 
 from meshwright.cost import MASTER_BYTES, Elements, state_bytes
 from meshwright.job import Job
-from meshwright.plan.communication import CONTENTION, all_gather_s, all_reduce_s
+from meshwright.plan.communication import CONTENTION, Group, all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
 from meshwright.plan.groups import groups_of
 from meshwright.plan.kernels import device_of
@@ -331,10 +331,15 @@ class _Rows:
         block = Elements(block.plain, 0.0 if self._dense else block.experts)
         rank = block * fewest[pp]
 
-        def reduced(elements: Elements) -> float:
-            parts = ((elements.plain, groups.shard), (elements.experts, groups.expert_shard))
-            among = sum(all_reduce_s(wires, groups.replicate, wide * count / group.size) for count, group in parts)
-            return among + sum(all_gather_s(wires, group, wide * count) for count, group in parts)
+        def parts(elements: Elements) -> list[tuple[float, Group]]:
+            return [(elements.plain, groups.shard), (elements.experts, groups.expert_shard)]
+
+        def scattered(elements: Elements) -> float:
+            return sum(all_gather_s(wires, group, wide * count) for count, group in parts(elements))
+
+        def among(elements: Elements) -> float:  # replicas, once a step
+            shares = (wide * count / group.size for count, group in parts(elements))
+            return sum(all_reduce_s(wires, groups.replicate, share) for share in shares)
 
         def gathered(elements: Elements) -> float:
             plain = all_gather_s(wires, groups.shard, 2.0 * elements.plain)
@@ -342,7 +347,7 @@ class _Rows:
 
         replicas = all_reduce_s(wires, groups.data, wide * rank.plain)
         replicas += all_reduce_s(wires, groups.expert_data, wide * rank.experts)
-        return gathered(block), reduced(block), reduced(rank), gathered(rank), replicas
+        return gathered(block), scattered(block), scattered(rank) + among(rank), gathered(rank), replicas
 
     def _update_rate(self) -> float:
         """Seconds for each further parameter that a rank updates."""

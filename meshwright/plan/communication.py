@@ -115,3 +115,21 @@ def _bandwidth(wires: Wires, group: Group) -> float:
         return wires.node_bytes_per_s
     network = wires.network_bytes_per_s * group.per_node
     return min(network, wires.node_bytes_per_s) if group.per_node > 1 else network
+
+
+def passed_on(kind: str, ranks: int, size_bytes: float) -> float:
+    """Bytes that one rank passes on in a collective of torch's `kind`: its time over links of one byte a second."""
+    wires, group = Wires(ranks, 1.0, 0.0, 1.0, 0.0), Group(ranks, ranks)
+    if kind in _BY_KIND:
+        return _BY_KIND[kind](wires, group, size_bytes)
+    return send_s(wires, size_bytes, within_node=True)
+
+
+_BY_KIND = {
+    "all_gather": all_gather_s,
+    "all_reduce": all_reduce_s,
+    "reduce_scatter": reduce_scatter_s,
+    "all_to_all": all_to_all_s,
+    "broadcast": broadcast_s,
+    "reduce": broadcast_s,
+}

@@ -6,7 +6,7 @@ T tokens of a micro-batch on this rank, D width, F ffn width, H and K query and 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from meshwright.cost import chunk_rows, in_whole_lines, layer_elements
+from meshwright.cost import MASTER_BYTES, chunk_rows, in_whole_lines, layer_elements
 from meshwright.job import Job, Latent, Model
 from meshwright.layout import gradient_format, kv_copies, kv_heads_of
 from meshwright.plan.experts import expert_casts, moved_s, products_s
@@ -50,6 +50,11 @@ class Work:
 
     def __mul__(self, times: float) -> "Work":
         return Work(*(getattr(self, name) * times for name in _PARTS))
+
+    def scaled(self, forward: float, inputs: float, weights: float) -> "Work":
+        """The same shares at another pace: of the forward, and of the backward's two halves."""
+        times = {"forward": forward, "input": inputs, "weight": weights, "backward": inputs, "again": inputs}
+        return Work(*(getattr(self, name) * times[name.partition("_")[0]] for name in _PARTS))
 
 
 _PARTS = tuple(field.name for field in fields(Work))
@@ -164,15 +169,19 @@ def _fp8_casts_s(
 def _gradient_sum_s(job: Job, device: Device, software: Software, parameters: float) -> float:
     """Gradients of a micro-batch added to the step's, in the format they are summed in.
 
-    Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes.
+    Sharded parameters are copied from what was gathered, and their gradients to what is scattered, for as many bytes;
+    on a CPU both are measured with the transfers.
     """
     wide = job.precision.gradient_bytes
     moved = 2.0 * wide * parameters
-    if software.own and job.layout.zero_stage == 0:  # the first micro-batch's are widened, those of others added
+    on_cpu = device.operations is not None
+    if software.own and (job.layout.zero_stage == 0 or on_cpu):
+        # The first micro-batch's are widened, by a GPU's update if there is no other; those of others are added.
         each = job.precision.number_bytes
-        first = 0 if each == wide or gradient_format(job) == job.precision.compute else each + wide
+        kept_narrow = gradient_format(job) == job.precision.compute and not on_cpu
+        first = 0 if each == wide or kept_narrow else each + wide
         moved = parameters * (first + (each + 2 * wide) * (job.accumulation - 1)) / job.accumulation
-    if job.layout.zero_stage == 3:
+    if job.layout.zero_stage == 3 and not on_cpu:
         moved += parameters * 8
     return memory_s(device, moved, 1)
 
@@ -206,7 +215,7 @@ def _one_attention_s(job: Job, device: Device, software: Software, sliding: int 
                     flops = 2.0 * queries * sequence * heads * model.head_dim
             elif masked and length > 2 * window:  # a window's edges waste as much as those of sequences twice as long
                 rows, length = rows * length / (2 * window), 2 * window
-            found = device.measured.attention_s(flops, model.head_dim, length, rows, groups, masked=masked)
+            found = device.measured.attention_s(device.wide, flops, model.head_dim, length, rows, groups, masked=masked)
             if found is not None:
                 return found
         about = model.head_dim, length, software.flash_generation
@@ -301,7 +310,7 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
     loss = memory_s(device, forward_bytes * logits, 4)
     if device.measured is not None and software.logit_bytes is None:
-        loss = device.measured.loss_s(rows, vocabulary) or loss
+        loss = device.measured.loss_s(device.wide, rows, vocabulary) or loss
     work = Work(
         forward_matmul=chunks * product,
         forward_elementwise=chunks * loss,
@@ -311,6 +320,8 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     )
     if device.operations is not None:
         forward, backward = device.operations.head(job, tokens, vocabulary)
+        if job.precision.number_bytes < MASTER_BYTES:  # the matrix's gradient is summed wide, and narrowed
+            forward += memory_s(device, (MASTER_BYTES + job.precision.number_bytes) * vocabulary * model.width)
         work += Work(forward_elementwise=forward, backward_elementwise=backward)
     return work
 

@@ -13,15 +13,15 @@ _ADDED_BYTES = 10.0
 _MET = 0.75
 """Of a zigzag slice's queries, or keys, the share that takes part in another rank's block: half of one, all of the
 other."""
-_BACKWARD = 3.0
-"""Bytes of the backward's transfers over the forward's: keys and values again, and their gradients in 32 bits."""
+_GRADIENT_BYTES = 4
+"""Of a key's or value's gradient on its way, whatever the compute format is."""
 
 
 def context_s(
-    job: Job, device: Device, wires: Wires, group: Group, attention_s: tuple[float, float], contention: float
+    job: Job, wires: Wires, group: Group, attention_s: tuple[float, float], contention: float
 ) -> tuple[float, float]:
-    """Seconds added to a block's forward and backward, beside attention that takes `attention_s`; while a ring's
-    transfers are hidden behind it, `contention` is the share that it slows down by."""
+    """What transfers add to a block's forward and backward, beside attention that takes `attention_s`; while a ring's
+    are hidden behind it, `contention` is the share that it slows down by."""
     layout, model, ranks = job.layout, job.model, job.layout.cp
     if ranks == 1:
         return 0.0, 0.0
@@ -32,14 +32,23 @@ def context_s(
         return once, once
     keys = job.precision.number_bytes * 2 * tokens * kv_heads * model.head_dim
     transfers = all_gather_s(wires, group, keys * ranks)
-    forward, backward = transfers, _BACKWARD * transfers
+    # Backward, keys and values travel again, and their gradients.
+    forward, backward = transfers, (1 + _GRADIENT_BYTES / job.precision.number_bytes) * transfers
     if layout.cp_method == "ring":  # a block's keys travel during the attention over those before
         forward = _beside(forward, attention_s[0] * (ranks - 1) / ranks, contention)
         backward = _beside(backward, attention_s[1] * (ranks - 1) / ranks, contention)
-    blocks, queries = ranks - 1, tokens * heads * model.head_dim
-    forward += blocks * memory_s(device, _MET * queries * _MERGED_BYTES, 3)
-    backward += blocks * memory_s(device, _MET * (queries + 2 * tokens * kv_heads * model.head_dim) * _ADDED_BYTES, 3)
     return forward, backward
+
+
+def merged_s(job: Job, device: Device) -> tuple[float, float]:
+    """What merging the results of several blocks of keys adds to a block's forward and backward."""
+    blocks, tokens = job.layout.cp - 1, tokens_of(job)
+    if not blocks or job.layout.cp_method == "ulysses":
+        return 0.0, 0.0
+    size = tokens * job.model.head_dim
+    queries, keys = size * (job.model.heads // job.layout.tp), size * kv_heads_of(job)
+    forward = blocks * memory_s(device, _MET * queries * _MERGED_BYTES, 3)
+    return forward, blocks * memory_s(device, _MET * (queries + 2 * keys) * _ADDED_BYTES, 3)
 
 
 def _beside(transfers: float, compute: float, contention: float) -> float:

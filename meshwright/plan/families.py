@@ -14,7 +14,7 @@ from meshwright.plan.machine import Machine
 from meshwright.plan.predict import own_software
 from meshwright.plan.software import Software
 from meshwright.plan.space import KINDS, degrees_of, micro_batches_of, ways_of, with_degrees, with_way
-from meshwright.plan.step import shared_s
+from meshwright.plan.stages import shared_s
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,9 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         edited[name] *= imbalance(job)
     if software.own and software.fusion == "fused" and job.layout.tp == 1 and job.model.latent is None:
         # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
-        # they were computed with it.
-        edited["attention.v"] = sum(sizes[f"attention.{name}"] for name in "qkv")
+        # they were computed with it. Not so for the kernel of windows and documents.
+        together = sum(sizes[f"attention.{name}"] for name in "qk")
+        edited["attention.v"] += (1.0 - _apart(job)) * together
         for name in ("attention.q_norm.input", "attention.k_norm.input"):
             edited.pop(name, None)
         if job.model.positions != "rope" and not job.model.qk_norm:
@@ -73,6 +74,17 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     if software.attention == "fused-softmax":
         edited["attention.scores"] = score_count(job) * (5.0 if job.model.dropout > 0 else 2.0)
     return edited
+
+
+def _apart(job: Job) -> float:
+    """The fraction of blocks whose attention is the kernel for windows and documents: a 1B model with a window kept its
+    queries, keys and values once on an H200."""
+    model = job.model
+    if job.data.mask_documents:
+        return 1.0
+    if model.sliding_window is None or model.sliding_window >= job.batch.sequence_length:
+        return 0.0
+    return 0.5 if model.window_layers == "alternate" else 1.0
 
 
 def side_by_side(job: Job, software: Software) -> float:

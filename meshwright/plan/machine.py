@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import gcd
 
 from meshwright.errors import UserError
 from meshwright.hardware import (
@@ -128,6 +129,12 @@ def machines_of(job: Job, spelling: str | None = None) -> Cluster:
     return parse_cluster(spelling) if spelling else completed(job.cluster, ranks_of(job.layout))
 
 
+def any_machines(ranks: int) -> Cluster:
+    """Some machines with this many GPUs, for predictions of memory, which depend on nothing else of them."""
+    each = gcd(ranks, 8)
+    return Cluster(nodes=ranks // each, gpus_per_node=each, gpu="h100")
+
+
 def machine_of(cluster: Cluster, *, profiled: bool = True) -> Machine:
     """The machine of a cluster section; cluster.links may say `node` (GB/s a GPU) and `network` (GB/s a node).
 
@@ -221,10 +228,11 @@ def _wires(cluster: Cluster, gpu: Gpu, rates: Rates) -> tuple[Wires, dict[str, s
     elif gpu.key == CPU:
         # Through memory: a message is copied into it and out again.
         node = (gpu.memory_bandwidth_bytes_per_s or UNKNOWN_BANDWIDTH) / 4
-        guessed["node"] = (
-            "links between ranks: a quarter of a copy's rate; meshwright calibrate --nproc "
-            f"{cluster.gpus_per_node} measures them"
-        )
+        if cluster.gpus_per_node > 1:
+            guessed["node"] = (
+                "links between ranks: a quarter of a copy's rate; meshwright calibrate --nproc "
+                f"{cluster.gpus_per_node} measures them"
+            )
     else:
         # Through the host's bridge: both directions of the card's own lanes, shared with what the host does.
         node = (gpu.host_link.bytes_per_s if gpu.host_link else 12e9) * 0.5

@@ -58,6 +58,7 @@ class Measured:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._attention = _attention_clouds(profile)
+        self._main_attention = profile.attentions[0].dtype if profile.attentions else None
         self._products: dict[tuple[str, str], Cloud | None] = {}
         self.on_cpu = profile.on_cpu
         self.operations = Operations(profile) if profile.on_cpu and profile.operations else None
@@ -66,9 +67,15 @@ class Measured:
         self.copy_bytes_per_s = largest.moved_bytes / largest.seconds
         update = max(profile.updates, key=lambda one: one.parameters, default=None)
         self.update_s_per_parameter = None if update is None else update.seconds / update.parameters
-        self._loss = Cloud.of(
-            ((one.rows, one.vocabulary), one.seconds / (one.rows * one.vocabulary)) for one in profile.losses
-        )
+        self._losses: dict[str | None, Cloud | None] = {
+            dtype: Cloud.of(
+                ((one.rows, one.vocabulary), one.seconds / (one.rows * one.vocabulary))
+                for one in profile.losses
+                if one.dtype == dtype
+            )
+            for dtype in (None, *{one.dtype for one in profile.losses if one.dtype})
+        }
+        """By the format of the logits; of the device's main one under None."""
         self.compute = self.bandwidth = 1.0
         """How many times as fast as measured arithmetic and memory are taken to be."""
         self._faster: dict[tuple[float, float, float], Measured] = {}
@@ -120,26 +127,48 @@ class Measured:
             for sizes in dict.fromkeys(far)
         ]
 
+    def lacks(self, dtype: str) -> str:
+        """What a CPU's profile has of fp32 but not of another format, in words; empty if nothing."""
+        if dtype in ("fp32", "tf32"):
+            return ""
+        profile = self.profile
+        formats: dict[str, set[str | None]] = {
+            "operations": {one.dtype for one in profile.operations},
+            "attention": {one.dtype for one in profile.attentions},
+            "the loss": {one.dtype for one in profile.losses},
+        }
+        return ", ".join(name for name, known in formats.items() if dtype not in known)
+
     def attention_s(
-        self, forward_flops: float, head_dim: int, sequence: int, heads: float, groups: float, *, masked: bool = False
+        self,
+        dtype: str,
+        forward_flops: float,
+        head_dim: int,
+        sequence: int,
+        heads: float,
+        groups: float,
+        *,
+        masked: bool = False,
     ) -> tuple[float, float] | None:
         """Forward and backward of the kernel that takes least for both; None where none was measured.
 
         `heads` are all that run at once, those of every sequence. With a mask a CPU has its own figures, and a GPU the
-        one kernel that takes masks.
+        one kernel that takes masks. In a format that was not measured as in the device's main one.
         """
         taken = []
-        for (kernel, grouped), (forward, backward) in self._attention.items():
+        known = dtype if any(form == dtype for form, *_ in self._attention) else self._main_attention
+        for (form, kernel, grouped), (forward, backward) in self._attention.items():
             usable = kernel.endswith("masked") == masked if self.on_cpu else kernel.startswith("flash") or not masked
-            if grouped == (groups > 1) and usable:
+            if form == known and grouped == (groups > 1) and usable:
                 sizes = (head_dim, sequence, max(1.0, heads))
                 flops = forward_flops / self.compute
                 taken.append((flops / forward.at(*sizes), 2.5 * flops / backward.at(*sizes)))
         return min(taken, key=sum, default=None)
 
-    def loss_s(self, rows: int, vocabulary: int) -> float | None:
-        """The loss and its gradient from logits; None where not measured."""
-        return None if self._loss is None else self._loss.at(rows, vocabulary) * rows * vocabulary / self.bandwidth
+    def loss_s(self, dtype: str, rows: int, vocabulary: int) -> float | None:
+        """The loss and its gradient from logits, in a format that was not measured as in the main one; None without."""
+        cloud = self._losses.get(dtype) or self._losses[None]
+        return None if cloud is None else cloud.at(rows, vocabulary) * rows * vocabulary / self.bandwidth
 
     def wires(self, wires: Wires, given: set[str]) -> tuple[Wires, set[str]]:
         """Links as all-reduces showed them, `node` and `network`, but for those `given`; and which were measured."""
@@ -165,13 +194,13 @@ def measured_of(profile: Profile, ranks: int = 1) -> Measured:
     return _KNOWN[key][1]
 
 
-def _attention_clouds(profile: Profile) -> dict[tuple[str, bool], tuple[Cloud, Cloud]]:
-    """By kernel and whether heads share keys: FLOPs a second, forward and backward, of the causal half."""
-    rows: dict[tuple[str, bool], list[tuple[tuple[float, ...], float, float]]] = {}
+def _attention_clouds(profile: Profile) -> dict[tuple[str, str, bool], tuple[Cloud, Cloud]]:
+    """By format, kernel and whether heads share keys: FLOPs a second, forward and backward, of the causal half."""
+    rows: dict[tuple[str, str, bool], list[tuple[tuple[float, ...], float, float]]] = {}
     for one in profile.attentions:
         flops = 2.0 * one.batch * one.heads * one.sequence**2 * one.head_dim
         sizes = (float(one.head_dim), float(one.sequence), float(one.batch * one.heads))
-        key = one.kernel, one.heads != one.kv_heads
+        key = str(one.dtype), one.kernel, one.heads != one.kv_heads
         rows.setdefault(key, []).append((sizes, flops / one.forward_s, 2.5 * flops / one.backward_s))
     clouds = {}
     for key, found in rows.items():

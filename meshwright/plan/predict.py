@@ -12,11 +12,12 @@ from meshwright.layout import recompute_modes, require_experts, split_layers, ta
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.experts import expert_guess
+from meshwright.plan.groups import stage_ranges
 from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
-from meshwright.plan.step import Phases, stage_times, step_phases, table_for
+from meshwright.plan.step import Phases, TimedCompute, charged_bytes, stage_times, step_phases, table_for
 from meshwright.plan.unmodelled import not_modelled, require_modelled
 
 
@@ -83,12 +84,13 @@ def predict(
     *,
     every_rank: bool = True,
     held: tuple[RankMemory, ...] | None = None,
+    timed: TimedCompute | None = None,
 ) -> Prediction:
     """Time and memory of one step; `software` is Meshwright's own trainer when not given.
 
     Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and similar schedules are considered:
     the first two, which hold most micro-batches, and the last, which has the loss. `held` is what `memory_of` gave for
-    this job, if the caller has it.
+    this job, if the caller has it; `timed` is compute that was measured, in place of what would be predicted.
     """
     # A profile measures this torch, not other programs.
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=software is None)
@@ -96,8 +98,8 @@ def predict(
     require_modelled(job)
 
     software = software or own_software(job, on_cpu=machine.on_cpu)
-    layers = _stage_layers(job, table_for(job))
-    phases = step_phases(job, machine, software, layers, _modes(job, layers))
+    layers = stage_layers(job)
+    phases = step_phases(job, machine, software, layers, layer_modes(job, layers), timed)
     memory = memory_of(job, software, every_rank=every_rank) if held is None else held
     if machine.measured is not None and machine.on_cpu:
         memory = tuple(replace(rank, outside=machine.measured.profile.process_bytes or 0.0) for rank in memory)
@@ -126,9 +128,8 @@ def predict(
 
 def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple[RankMemory, ...]:
     """What the pipeline ranks hold, all of them or those that may be fullest."""
-    table = table_for(job)
-    layers = _stage_layers(job, table)
-    modes = _modes(job, layers)
+    table, layers = table_for(job), stage_layers(job)
+    modes = layer_modes(job, layers)
     ranks = range(job.layout.pp) if every_rank else sorted({0, min(1, job.layout.pp - 1), job.layout.pp - 1})
     return tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
 
@@ -144,8 +145,26 @@ def own_software(job: Job, *, on_cpu: bool = False) -> Software:
     return replace(own, weighted_inside=True)
 
 
-def _stage_layers(job: Job, table: Table | None) -> list[int]:
+def charged(job: Job, cluster: Cluster | Machine, rank: int) -> Phases:
+    """Bytes that a rank of pipeline rank `rank` passes on in a step, as our trainer's time is predicted from them."""
+    machine = cluster if isinstance(cluster, Machine) else machine_of(cluster)
+    software, layers = own_software(job, on_cpu=machine.on_cpu), stage_layers(job)
+    return charged_bytes(job, machine, software, layers, layer_modes(job, layers), rank)
+
+
+def stage_kinds(job: Job) -> list[tuple[bool, bool, tuple[tuple[bool, str, int], ...]]]:
+    """Per stage along the model what its time depends on: whether it is first or last, and of each of its layers
+    whether it has experts, how it is recomputed and its attention's window. Stages of one kind compute the same."""
+    layers = stage_layers(job)
+    modes, model = layer_modes(job, layers), job.model
+    kinds = [(model.has_experts(layer), modes[layer], model.window(layer) or 0) for layer in range(model.layers)]
+    held = [tuple(sorted(kinds[layer] for layer in own)) for own in stage_ranges(layers)]
+    return [(place == 0, place == len(layers) - 1, own) for place, own in enumerate(held)]
+
+
+def stage_layers(job: Job) -> list[int]:
     """How many layers each stage holds."""
+    table = table_for(job)
     stages = 1 if table is None else table.stages // table.parameter_copies
     return [len(stage) for stage in split_layers(job, stages)]
 
@@ -157,10 +176,10 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
         return None
 
     table = build_table(layout.schedule, layout.pp, micro_batches, layout.virtual_stages)
-    layers = _stage_layers(job, table)
+    layers = stage_layers(job)
     machine = machine_of(cluster)
     software = own_software(job, on_cpu=machine.on_cpu)
-    times = stage_times(job, machine, software, layers, _modes(job, layers), table)
+    times = stage_times(job, machine, software, layers, layer_modes(job, layers), table)
     return table, simulate(table, times)
 
 
@@ -176,13 +195,20 @@ def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:
     """What a profile of a CPU does not measure."""
     if measured.operations is None:
         yield "operations between products: not in the profile of this CPU, which is an old one; calibrate it again"
+    elif lacking := measured.lacks(job.precision.compute):
+        yield f"{lacking} in {job.precision.compute}: not in the profile, taken as in fp32; calibrate this CPU again"
     if job.precision.number_bytes < MASTER_BYTES:
-        seen = "runs took up to twice what was predicted"
-        yield f"{job.precision.compute} on a CPU: operations between products are taken as in fp32; {seen}"
+        seen = "runs took between half and 1.4 times what was predicted"
+        yield f"{job.precision.compute} on a CPU: 16-bit formats are measured with few shapes; {seen}"
     if job.data_parallel > 1:
-        yield "ranks that share a CPU: runs of two took 1.2 to 1.6 times what was predicted"
+        yield "ranks that share a CPU: runs of two took 1.0 to 1.1 times what was predicted"
     if job.run.compile:
         yield "compiled blocks on a CPU: their operations are guessed from memory traffic"
+    if job.data_parallel > 1 and all(row.zero is None for row in measured.profile.decoders):
+        nproc = f"calibrate --nproc {job.data_parallel} measures them"
+        yield f"hooks and copies of data parallelism: not in the profile, and counted as nothing; {nproc}"
+    elif job.data_parallel > 1 and job.precision.number_bytes < MASTER_BYTES:
+        yield f"data parallelism in {job.precision.compute}: transfers and copies as measured in fp32"
     if job.layout.tp * job.layout.cp * job.layout.pp > 1:
         yield "calls of tensor, context and pipeline parallelism on a CPU: not measured, and counted as nothing"
     if job.optimizer.name != "adamw" or job.precision.optimizer_states != "fp32":
@@ -201,7 +227,7 @@ def _require_ranks(job: Job, machine: Machine) -> None:
     require_experts(job)
 
 
-def _modes(job: Job, layers: list[int]) -> list[str]:
+def layer_modes(job: Job, layers: list[int]) -> list[str]:
     """Every layer's recomputation."""
     asked = job.memory.recompute
     if isinstance(asked, str):

@@ -106,7 +106,13 @@ class Software:
 _OWN_WORKSPACES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB on Hopper for each thread that calls it: the program's, and autograd's in the backward."""
 MESHWRIGHT = Software(
-    "meshwright", own=True, flash_generation=3, fp8_scales="dynamic", workspace_bytes=_OWN_WORKSPACES, step_s=0.7e-3
+    "meshwright",
+    own=True,
+    flash_generation=3,
+    fp8_scales="dynamic",
+    workspace_bytes=_OWN_WORKSPACES,
+    step_s=0.7e-3,
+    grouped=0.95,
 )
 MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused")
 _EVERY_KERNEL = 1.65e9

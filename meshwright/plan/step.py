@@ -1,16 +1,14 @@
 """A whole step: every stage's times, the simulated schedule, and the communication before, during and after."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from meshwright.cost import REPEATED, Elements, stage_elements, tensor_count
+from meshwright.cost import Elements, stage_elements, tensor_count
 from meshwright.job import Job
+from meshwright.layout import ranks_of
 from meshwright.pipeline import StageTimes, Table, unchecked_table
-from meshwright.plan.calls import block_calls_s, ends_calls_s, sharding_calls_s
+from meshwright.plan.calls import sharing_of
 from meshwright.plan.communication import (
-    CONTENTION,
-    Group,
     Wires,
     all_gather_s,
     all_reduce_s,
@@ -19,19 +17,26 @@ from meshwright.plan.communication import (
     reduce_scatter_s,
     send_s,
 )
-from meshwright.plan.compute import Work, block_work, embedding_work, head_work, products_of, tokens_of
-from meshwright.plan.context import context_s
-from meshwright.plan.experts import transfers_s, without_experts
+from meshwright.plan.compute import Work, head_work
 from meshwright.plan.groups import Groups, groups_of, stage_ranges
 from meshwright.plan.host import least_s, runs_ahead, step_waits
 from meshwright.plan.kept import block_bytes
 from meshwright.plan.kernels import Device, device_of
-from meshwright.plan.launches import USUAL_LAUNCH_S, host_waits
 from meshwright.plan.machine import Machine
 from meshwright.plan.memory import gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.simulate import Played, play, shortened
 from meshwright.plan.software import Software
+from meshwright.plan.stages import (
+    StageCompute,
+    StageSeconds,
+    boundary_s,
+    hidden_s,
+    reduces_every_micro_batch,
+    shared_parts,
+    stages_of,
+    wire_bytes,
+)
 from meshwright.plan.update import update_s
 
 Phases = dict[str, float]
@@ -41,79 +46,148 @@ _UNKNOWN_HOST_LINK = 12e9
 """Bytes per second where the GPU's link to its host is not known: PCIe 3."""
 STRAGGLERS = 0.008
 """What every doubling of the nodes adds: all wait for the slowest, and among more nodes the slowest is slower."""
-_LISTED_LAUNCHES = 2
-"""The host's work for one tensor of a list that a collective is over: a view of it, and a copy."""
-_COPIED = 0.06
-"""The same beside transfers of copy engines, which take memory bandwidth and power alone."""
 
 
 @dataclass(frozen=True)
-class StageSeconds:
-    """One stage over one micro-batch."""
+class TimedCompute:
+    """A step's compute as it was measured, rank by rank, where messages took no time."""
 
-    work: Work
-    tensor_forward: float
-    tensor_backward: float
-    gather_forward: float
-    """Exposed parameter gathering and gradient scattering, of every micro-batch."""
-    gather_backward: float
-    expert_forward: float = 0.0
-    """Rows on their way to their experts and back, as far as nothing hides them."""
-    expert_backward: float = 0.0
-
-    @property
-    def forward(self) -> float:
-        """Its forward, transfers included."""
-        return self.work.forward + self.tensor_forward + self.gather_forward + self.expert_forward
-
-    @property
-    def backward(self) -> float:
-        """Its backward."""
-        return self.work.backward + self.tensor_backward + self.gather_backward + self.expert_backward
+    stages: tuple[StageCompute, ...]
+    """Along the model."""
+    optimizer: tuple[float, ...]
+    """Seconds of the update by pipeline rank."""
+    host: tuple[float, ...]
+    """By pipeline rank, the rest of its step: data, reading the loss."""
 
 
-def step_phases(job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str]) -> Phases:
+MEASURED = ("forward", "backward", "optimizer", "host")
+"""The phases of a step with measured compute that are measured."""
+
+
+def step_phases(
+    job: Job,
+    machine: Machine,
+    software: Software,
+    layers: list[int],
+    modes: list[str],
+    timed: TimedCompute | None = None,
+) -> Phases:
     """Seconds of a step by name, adding up to it, along its busiest pipeline rank.
 
-    `layers` are the stages' numbers of layers along the model, `modes` every layer's recomputation.
+    `layers` are the stages' numbers of layers along the model, `modes` every layer's recomputation; `timed` replaces
+    all that is predicted of compute.
     """
     device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
-    stages = _stages(job, device, software, machine.wires, groups, layers, modes)
-    table, busy, bubble = table_for(job), [0], 0.0
+    stages = stages_of(
+        job,
+        device,
+        software,
+        machine.wires,
+        groups,
+        layers,
+        modes,
+        None if timed is None else timed.stages,
+        _in_fp32(machine, device),
+    )
+    table, busiest, bubble = table_for(job), 0, 0.0
     if table is not None:
-        played = _play(job, table, stages, _boundary_s(job, software, machine.wires, groups))
-        busy = [stage % len(layers) for stage in table.stages_of(played.rank)]
-        bubble = played.makespan_s - played.busy_s
-    copies = table.parameter_copies if table else 1
-    phases = _compute_phases([stages[place] for place in busy], job.accumulation / copies)
+        played = _play(job, table, stages, boundary_s(job, software, machine.wires, groups))
+        busiest, bubble = played.rank, played.makespan_s - played.busy_s
+    busy = places_of(table, busiest, len(layers))
+    held = _held(job, layers, busy)
+    own = [stages[place] for place in busy]
+    named = (_compute_phases if timed is None else _measured_phases)(own) | _transfers(own)
+    phases = {name: _times(job, table) * seconds for name, seconds in named.items()}
     if table is not None:
         phases["pipeline bubble and sends"] = bubble
-    places = stage_ranges(layers)
-    held = sum(
-        (stage_elements(job, places[one], first=one == 0, last=one == len(layers) - 1) for one in set(busy)),
-        Elements(),
-    )
-    window = sum(stages[place].backward for place in busy), sum(stages[place].forward for place in busy)
     blocks = sum(layers[place] for place in set(busy))
-    phases |= _once_a_step(job, machine, software, device, groups, held, blocks, *window)
-    if runs_ahead(job, device, software):
-        head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
-        passes = stages[0].forward, stages[0].backward
-        phases |= step_waits(job, device, software, modes, passes, head, update)
+    # What a CPU's ranks measured together is part of their micro-batches.
+    together = timed is None and sharing_of(job, device, groups) is not None
+    phases |= _once_a_step(job, machine.wires, software, groups, held, blocks, own, reduces=not together)
+    updated = held.owned(job) if job.layout.zero_stage >= 1 else held.total
+    if timed is not None:
+        phases |= {"optimizer": timed.optimizer[busiest], "host": timed.host[busiest]}
+        if offloads_states(job):  # it had the host to itself
+            phases["updates of other ranks on the host"] = timed.optimizer[busiest] * (_on_a_host(machine) - 1)
     else:
-        own = [modes[layer] for place in set(busy) for layer in places[place]]
-        phases["host"] += max(0.0, least_s(job, device, software, own) - sum(phases.values()))
-    if job.memory.offload:
-        owned = held.owned(job) if job.layout.zero_stage >= 1 else held.total
+        phases["optimizer"] = update_s(job, device, updated, gradient_bytes(job, software), own=software.own)
+        phases["host"] = software.step_s
+        phases |= _waits(job, device, software, modes, layers, busy, stages[0], phases)
+    if job.memory.offload and timed is None:
         kept = sum(block_bytes(job, software, mode)[0] for mode in modes) / job.layout.pp
-        ranks = min(machine.gpus, machine.wires.gpus_per_node)
         rates = _host_rates(machine)
-        phases |= offload_phases(job, owned, kept, sum(phases.values()), *rates, ranks)
+        phases |= offload_phases(job, updated, kept, sum(phases.values()), *rates, _on_a_host(machine))
         if offloads_states(job):
             phases["optimizer"] = 0.0
     phases["waiting for the slowest node"] = STRAGGLERS * log2(machine.nodes) * sum(phases.values())
     return phases
+
+
+def _in_fp32(machine: Machine, device: Device) -> Device:
+    """A CPU in fp32, in which the decoders were measured that tell what calls take; a GPU as it is."""
+    return device if device.operations is None else device_of(machine.gpu, machine.rates, "fp32", machine.measured)
+
+
+def charged_bytes(
+    job: Job, machine: Machine, software: Software, layers: list[int], modes: list[str], rank: int
+) -> Phases:
+    """Bytes that one rank of the stages of pipeline rank `rank` passes on in a step, as its time is predicted from
+    them: by the names of phases, and of "one send" to the next stage.
+
+    The same formulas over links of one byte a second without latency, where nothing is hidden.
+    """
+    software = replace(software, gradient_overlap=False, parameter_overlap=False)
+    world = ranks_of(job.layout)
+    wires, groups, table = Wires(world, 1.0, 0.0, 1.0, 0.0), groups_of(job, world), table_for(job)
+    device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
+    stages = stages_of(job, replace(device, measured=None), software, wires, groups, layers, modes)
+    held = places_of(table, rank, len(layers))
+    own, blocks = [stages[place] for place in held], sum(layers[place] for place in set(held))
+    phases = {name: _times(job, table) * size for name, size in _transfers(own).items()}
+    phases |= _once_a_step(job, wires, software, groups, _held(job, layers, held), blocks, own)
+    return phases | {"one send": 0.0 if table is None else boundary_s(job, software, wires, groups)}
+
+
+def _times(job: Job, table: Table | None) -> float:
+    """Micro-batches that pass through each of a rank's stages in a step."""
+    return job.accumulation / (table.parameter_copies if table else 1)
+
+
+def places_of(table: Table | None, rank: int, stages: int) -> list[int]:
+    """The stages along the model that a pipeline rank holds, once for each copy of the model."""
+    return [0] if table is None else [stage % stages for stage in table.stages_of(rank)]
+
+
+def _held(job: Job, layers: list[int], places: list[int]) -> Elements:
+    """The parameters of some stages."""
+    ranges = stage_ranges(layers)
+    found = (stage_elements(job, ranges[one], first=one == 0, last=one == len(layers) - 1) for one in set(places))
+    return sum(found, Elements())
+
+
+def _waits(
+    job: Job,
+    device: Device,
+    software: Software,
+    modes: list[str],
+    layers: list[int],
+    busy: list[int],
+    first: StageSeconds,
+    phases: Phases,
+) -> Phases:
+    """How long the device waits for its host, beyond what is in its blocks."""
+    if runs_ahead(job, device, software):
+        head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
+        return step_waits(job, device, software, modes, (first.forward, first.backward), head, update)
+    places = stage_ranges(layers)
+    own = [modes[layer] for place in set(busy) for layer in places[place]]
+    return {"host": phases["host"] + max(0.0, least_s(job, device, software, own) - sum(phases.values()))}
+
+
+def _on_a_host(machine: Machine) -> int:
+    """Ranks that share a host."""
+    return min(machine.gpus, machine.wires.gpus_per_node)
 
 
 def _host_rates(machine: Machine) -> tuple[float, float]:
@@ -125,147 +199,6 @@ def _host_rates(machine: Machine) -> tuple[float, float]:
     return between, (profile and profile.host_update_bytes_per_s) or usual
 
 
-def _stages(
-    job: Job, device: Device, software: Software, wires: Wires, groups: Groups, layers: list[int], modes: list[str]
-) -> list[StageSeconds]:
-    dense = job.model.experts.first_dense if job.model.experts else 0
-    kinds = [(layer < dense, mode) for layer, mode in enumerate(modes)]
-    blocks = {
-        kind: _block(without_experts(job) if kind[0] else job, device, software, wires, groups, kind[1])
-        for kind in set(kinds)
-    }
-    stages = []
-    for number, own in enumerate(stage_ranges(layers)):
-        count = len(own)
-        first, last = number == 0, number == len(layers) - 1
-        work, forward, backward, sent, returned = Work(), 0.0, 0.0, 0.0, 0.0
-        held = [kinds[layer] for layer in own]
-        for kind in set(held):
-            times, block = held.count(kind), blocks[kind]
-            work += block.work * times
-            forward += block.tensor_forward * times
-            backward += block.tensor_backward * times
-            sent += block.expert_forward * times
-            returned += block.expert_backward * times
-        if first:
-            work += embedding_work(job, device)
-        if last:
-            work += head_work(job, device, software)
-            calls = ends_calls_s(job.model.positions, device, software)
-            work += Work(forward_elementwise=calls[0], backward_elementwise=calls[1])
-        elements = stage_elements(job, own, first=first, last=last)
-        beside = work.forward + forward + sent, work.backward + backward + returned
-        gathers = _gather_s(job, wires, groups, elements, max(1, count), beside, software)
-        hooks = sharding_calls_s(job.layout.zero_stage, device, wires) if job.data_parallel > 1 else (0.0, 0.0)
-        gathers = gathers[0] + count * hooks[0], gathers[1] + count * hooks[1]
-        stages.append(StageSeconds(work, forward, backward, *gathers, sent, returned))
-    return stages
-
-
-def _block(job: Job, device: Device, software: Software, wires: Wires, groups: Groups, mode: str) -> StageSeconds:
-    """One block as a stage of its own, without what is gathered for it."""
-    work = block_work(job, device, software, mode)
-    forward, backward = shared_s(job, device, software, wires, groups, mode, work)
-    sent, returned = transfers_s(job, wires, groups.experts, software, mode, (work.forward, work.backward))
-    if device.operations is not None:  # a CPU is its own host
-        waits = block_calls_s(job.model.positions, device, software, mode)
-    elif runs_ahead(job, device, software):  # the waits of a whole step are counted at once
-        waits = 0.0, 0.0
-    else:
-        passes = work.forward + forward + sent, work.backward + backward + returned
-        waits = host_waits(job, device, software, mode, *passes)
-    waited = replace(
-        work,
-        forward_elementwise=work.forward_elementwise + waits[0],
-        backward_elementwise=work.backward_elementwise + waits[1],
-    )
-    return StageSeconds(waited, forward, backward, 0.0, 0.0, sent, returned)
-
-
-def shared_s(
-    job: Job, device: Device, software: Software, wires: Wires, groups: Groups, mode: str, work: Work
-) -> tuple[float, float]:
-    """What tensor and context parallelism add to a block's forward and backward: transfers, as far as its `work` does
-    not hide them, and what is merged."""
-    layout, tokens = job.layout, tokens_of(job)
-    size = job.precision.number_bytes * tokens * job.model.width
-    # An all-reduce is a reduce-scatter and an all-gather: with sequence parallelism the two are apart, not more.
-    once = 2 * all_reduce_s(wires, groups.tp, size)
-    forward, backward, repeated = once, once, once if mode in REPEATED else 0.0
-    if mode == "selective" and software.selective == "half" and layout.sp:
-        repeated = once / 2  # what is scattered is kept, and gathered again
-    if software.tensor_overlap:
-        forward = _piecewise(forward, work.forward_matmul, layout.tp)
-        backward = _piecewise(backward, work.input_matmul, layout.tp)
-        repeated = _piecewise(repeated, work.forward_matmul, layout.tp)
-    if layout.sp and software.regather:
-        # What was scattered is gathered again for the weights' gradients while those of the inputs are computed.
-        again = 2 * all_gather_s(wires, groups.tp, size)
-        share = _COPIED if software.tensor_overlap else CONTENTION
-        backward += max(0.0, again - work.input_matmul) + share * min(again, work.input_matmul)
-    backward += repeated
-    attention = work.forward_attention, work.backward_attention
-    ahead, back = context_s(job, device, wires, groups.cp, attention, CONTENTION)
-    return forward + ahead, backward + back + (ahead if mode in REPEATED else 0.0)
-
-
-def _piecewise(transfer: float, product: float, pieces: int) -> float:
-    """What is left of transfers that run in pieces beside a product: the first of them, or what the product is too
-    short for."""
-    hidden = min(transfer * (1 - 1 / pieces), product)
-    return transfer - hidden + _COPIED * hidden
-
-
-def _gather_s(
-    job: Job,
-    wires: Wires,
-    groups: Groups,
-    elements: Elements,
-    layers: int,
-    beside: tuple[float, float],
-    software: Software,
-) -> tuple[float, float]:
-    """Parameters gathered and gradients scattered with every micro-batch, as far as what runs `beside` them, in the
-    forward and in the backward, does not hide them."""
-    if not _reduces_every_micro_batch(job) or groups.shard.size == 1:
-        return 0.0, 0.0
-    wide, parts, host = _wire_bytes(job, software), layers, 0.0
-    if software.gathers == "weight":
-        parts = layers * len(list(products_of(job, software)))
-        host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
-    gather = scatter = host
-    for count, shard, _ in _shared_parts(elements, groups):
-        gather += all_gather_s(wires, shard, job.precision.number_bytes * count / parts) * parts
-        scatter += reduce_scatter_s(wires, shard, wide * count / parts) * parts
-        scatter += all_reduce_s(wires, groups.replicate, wide * count / parts / shard.size) * parts
-    gathers_forward = gather if job.layout.zero_stage == 3 or job.accumulation == 1 else gather / job.accumulation
-    again = gather if job.layout.zero_stage == 3 else 0.0
-    if software.gathers == "weight" and job.memory.recompute == "full":
-        again *= 2
-    ahead = job.layout.prefetch > 0  # else every block waits for its own parameters
-    forward = _hidden(gathers_forward, beside[0], layers, ahead and software.parameter_overlap)
-    exposed = scatter + (again if ahead else 0.0)
-    backward = _hidden(exposed, beside[1], layers, software.gradient_overlap)
-    return forward, backward + (0.0 if ahead else again)
-
-
-def _shared_parts(elements: Elements, groups: Groups) -> Iterator[tuple[float, Group, Group]]:
-    """Parameters with who shares their states and who holds the same: experts, and all others."""
-    yield elements.plain, groups.shard, groups.data
-    if elements.experts:
-        yield elements.experts, groups.expert_shard, groups.expert_data
-
-
-def _reduces_every_micro_batch(job: Job) -> bool:
-    """Under a pipeline gradients stay whole until the step's end, but for those of parameters that are sharded too."""
-    return job.layout.zero_stage == 3 or (job.layout.zero_stage == 2 and job.layout.pp == 1)
-
-
-def _wire_bytes(job: Job, software: Software) -> int:
-    """Bytes of a gradient while it is reduced."""
-    return software.reduced_bytes or job.precision.gradient_bytes
-
-
 def _messages(job: Job, software: Software, groups: Groups, parameters: float, layers: int) -> int:
     """Into how many collectives a step's gradients are cut."""
     if software.messages == "buckets":  # Megatron's sizes, made so that a ring's chunks stay large in wide groups
@@ -273,24 +206,6 @@ def _messages(job: Job, software: Software, groups: Groups, parameters: float, l
     if software.messages == "owners":
         return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.layers))
     return 1 if software.messages == "whole" else max(1, layers)
-
-
-def _hidden(transfers: float, compute: float, layers: int, overlaps: bool) -> float:
-    """What transfers add to the compute they overlap: the first of them, what compute cannot hide, and its slowdown."""
-    if not overlaps:
-        return transfers
-    return max(transfers / layers, transfers - compute) + CONTENTION * min(transfers, compute)
-
-
-def _boundary_s(job: Job, software: Software, wires: Wires, groups: Groups) -> float:
-    """Bytes sent from one stage to the next."""
-    size = job.precision.number_bytes * tokens_of(job) * job.model.width
-    within = groups.stages_share_node
-    if job.layout.tp > 1 and (software.scatter_sends or job.layout.sp):
-        send = send_s(wires, size / job.layout.tp, within_node=within)
-        return send + (0.0 if job.layout.sp else all_gather_s(wires, groups.tp, size))
-    # Copies of the same values leave every tensor-parallel rank over its own share of the network.
-    return send_s(wires, size, within_node=within)
 
 
 def table_for(job: Job) -> Table | None:
@@ -307,9 +222,10 @@ def stage_times(
     """What every stage of a table takes over one micro-batch, for simulating a step's schedule."""
     device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)
     groups = groups_of(job, machine.wires.gpus_per_node)
-    seconds = _seconds(table, _stages(job, device, software, machine.wires, groups, layers, modes))
+    wide = _in_fp32(machine, device)
+    seconds = _seconds(table, stages_of(job, device, software, machine.wires, groups, layers, modes, wide=wide))
     forward, backward, to_input, to_weights = zip(*seconds, strict=True)
-    return StageTimes(forward, backward, to_input, to_weights, _boundary_s(job, software, machine.wires, groups))
+    return StageTimes(forward, backward, to_input, to_weights, boundary_s(job, software, machine.wires, groups))
 
 
 def _play(job: Job, table: Table, stages: list[StageSeconds], send: float) -> Played:
@@ -323,9 +239,9 @@ def _seconds(table: Table, stages: list[StageSeconds]) -> list[tuple[float, floa
     return [(one.forward, one.backward, one.backward - one.work.weight_matmul, one.work.weight_matmul) for one in along]
 
 
-def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
+def _compute_phases(stages: list[StageSeconds]) -> Phases:
     total = sum((stage.work for stage in stages), Work())
-    named = {
+    return {
         "forward products": total.forward_matmul,
         "forward attention": total.forward_attention,
         "forward elementwise": total.forward_elementwise,
@@ -333,31 +249,43 @@ def _compute_phases(stages: list[StageSeconds], micro_batches: float) -> Phases:
         "backward attention": total.backward_attention,
         "backward elementwise": total.backward_elementwise,
         "recomputation": total.again,
+    }
+
+
+def _measured_phases(stages: list[StageSeconds]) -> Phases:
+    total = sum((stage.work for stage in stages), Work())
+    return {"forward": total.forward, "backward": total.backward}
+
+
+def _transfers(stages: list[StageSeconds]) -> Phases:
+    """What is exposed of the messages of every micro-batch."""
+    named = {
         "tensor and context transfers": sum(stage.tensor_forward + stage.tensor_backward for stage in stages),
         "parameter and gradient transfers": sum(stage.gather_forward + stage.gather_backward for stage in stages),
     }
     if exchanged := sum(stage.expert_forward + stage.expert_backward for stage in stages):
         named["rows to experts and back"] = exchanged
-    return {name: micro_batches * seconds for name, seconds in named.items()}
+    return named
 
 
 def _once_a_step(
     job: Job,
-    machine: Machine,
+    wires: Wires,
     software: Software,
-    device: Device,
     groups: Groups,
     elements: Elements,
     layers: int,
-    backward: float,
-    forward: float,
-) -> Mapping[str, float]:
-    """Gradients reduced and parameters gathered once a step, the optimizer, and the host's own work."""
-    layout, wires = job.layout, machine.wires
-    wide = _wire_bytes(job, software)
+    stages: list[StageSeconds],
+    *,
+    reduces: bool = True,
+) -> Phases:
+    """Gradients reduced and parameters gathered once a step, beside one micro-batch of a rank's stages."""
+    layout = job.layout
+    wide = wire_bytes(job, software)
     reduce = gather = 0.0
     parts = _messages(job, software, groups, elements.total, layers)
-    for count, sharers, everyone in () if _reduces_every_micro_batch(job) else _shared_parts(elements, groups):
+    once = reduces and not reduces_every_micro_batch(job)
+    for count, sharers, everyone in shared_parts(elements, groups) if once else ():
         share = wide * count / parts
         if layout.zero_stage >= 1 and sharers.size > 1:
             owned = software.messages == "owners"
@@ -367,16 +295,17 @@ def _once_a_step(
             gather += (broadcast_s if owned else all_gather_s)(wires, sharers, gathered)
         else:
             reduce += all_reduce_s(wires, everyone, share)
-    reduce = _hidden(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
-    gather = _hidden(parts * gather, forward, parts, software.parameter_overlap) if gather else 0.0
-    updated = elements.owned(job) if layout.zero_stage >= 1 else elements.total
+    forward, backward = sum(stage.forward for stage in stages), sum(stage.backward for stage in stages)
+    reduce = hidden_s(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
+    gather = hidden_s(parts * gather, forward, parts, software.parameter_overlap) if gather else 0.0
     tied = 0.0
     if job.model.tied and layout.pp > 1:
         table = job.model.vocab_size * job.model.width / layout.tp
         tied = all_reduce_s(wires, group_of(2, wires.gpus_per_node, wires.gpus_per_node), wide * table)
-    return {
-        "gradient reduction": reduce + tied,
-        "parameter gathering": gather,
-        "optimizer": update_s(job, device, updated, gradient_bytes(job, software), own=software.own),
-        "host": software.step_s,
-    }
+    phases = {"gradient reduction": reduce + tied, "parameter gathering": gather}
+    both = table_for(job)
+    if both is not None and both.parameter_copies > 1:  # after shards are reduced, each copy sends its own to the other
+        sharded = layout.zero_stage >= 1
+        own = (wide * count / (sharers.size if sharded else 1) for count, sharers, _ in shared_parts(elements, groups))
+        phases["gradients between copies"] = send_s(wires, sum(own), within_node=groups.stages_share_node)
+    return phases

@@ -14,7 +14,7 @@ from meshwright.reading.bounded import (
     read_plain,
     read_text,
 )
-from meshwright.reading.kinds import ATTEMPTS, EVENTS, MEMORY, METRICS, is_number
+from meshwright.reading.kinds import ATTEMPTS, EVENTS, MEMORY, METRICS, REHEARSAL, is_number
 from meshwright.reading.rows import Kind, Row, Tally, batches_of, kept_rows, rows_in, stream_rows
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "FILE_BYTES",
     "MEMORY",
     "METRICS",
+    "REHEARSAL",
     "Kind",
     "Row",
     "Tally",

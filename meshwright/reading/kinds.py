@@ -12,6 +12,8 @@ _LARGEST_COUNT = 2**53
 """Beyond this, floats skip whole numbers."""
 _LARGEST = 1e300
 """Sums and differences of such numbers are floats too."""
+REHEARSAL = "rehearsal.json"
+"""What a rehearsal found; its presence makes a run folder one of this kind."""
 _MOST_FIELDS = 64
 _LONGEST_WORD = 200
 

@@ -26,6 +26,7 @@ from meshwright.runs.folder import RunFolder
 from meshwright.runs.huggingface import keep_start, require_start, small_files
 from meshwright.runs.loss_text import LOSS_TEXT, Shown, loss_text_file
 from meshwright.runs.rank_zero import from_rank_zero, on_rank_zero
+from meshwright.runs.rehearsed import require_training
 from meshwright.runs.sinks import recorded_everywhere, require_sinks
 from meshwright.train import (
     Activity,
@@ -68,7 +69,8 @@ def run_path(loaded: LoadedJob, resume: bool = False) -> Path:
     if resume and loaded.job.run.folder is None:
         raise UserError("--resume needs run.folder, which the job does not set; set it or give the run folder as JOB")
     if loaded.job.run.folder is not None:
-        return Path(loaded.job.run.folder)
+        require_training(path := Path(loaded.job.run.folder))
+        return path
     return Path("runs") / f"{loaded.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

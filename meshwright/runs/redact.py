@@ -40,11 +40,11 @@ _BY_PREFIX = {
 }
 VARIABLES = frozenset(prefix + name for prefix, names in _BY_PREFIX.items() for name in names.split())
 """Variables that affect a run or say where it ran."""
-_COMMANDS = ("train", "submit", "verify", "checkpoint", "import")
-_FLAGS = ("--resume", "--json", "--debug", "--per-rank", "--ladder", "--run", "--trust", "--nvtx")
+_COMMANDS = ("train", "rehearse", "submit", "verify", "checkpoint", "import")
+_FLAGS = ("--resume", "--json", "--debug", "--per-rank", "--ladder", "--run", "--trust", "--nvtx", "--each-stage")
 _VALUED = (
     "--nproc", "--nodes", "--node-rank", "--master", "--site", "--time", "--partition", "--qos", "--chain",
-    "--signal-before", "--budget", "--container", "--steps", "--device", "--dtype", "--out", "--trace",
+    "--signal-before", "--budget", "--container", "--steps", "--device", "--dtype", "--out", "--trace", "--rank",
 )  # fmt: skip
 
 

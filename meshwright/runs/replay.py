@@ -16,6 +16,7 @@ from meshwright.layout import require_layout
 from meshwright.parallel import World, build
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.lifecycle import prepare_data
+from meshwright.runs.rehearsed import require_training
 from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader
 
 _TEXT = 200
@@ -52,6 +53,7 @@ class Replay:
 def replay(run: Path, step: int, device: str, console: Console, trust: bool = False) -> Replay:
     """Recompute a step of a run, from the last checkpoint before it or the initial weights; nothing is written."""
     folder = RunFolder.open(run)
+    require_training(run)
     job = _alone(folder.resolved_job(trust=trust), device)
     if not 1 <= step <= job.run.steps:
         raise UserError(f"--step {step} is not a step of {run}; give one from 1 to {job.run.steps}")

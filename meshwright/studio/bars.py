@@ -37,7 +37,7 @@ def memory_bars(prediction: "Prediction") -> str:
     bars = [draw_memory(prediction, width) for width in (WIDTH, NARROW)]
     left_out = len(prediction.memory) - len(_shown(prediction.memory))
     note = f'<p class="note foot">{left_out} ranks in the middle are not shown.</p>' if left_out else ""
-    return _figure(bars, "memory", _legend(bars[0].tints), note)
+    return figure_of(bars, "memory", legend_of(bars[0].tints), note)
 
 
 def draw_memory(prediction: "Prediction", width: int = WIDTH) -> Bars:
@@ -45,10 +45,10 @@ def draw_memory(prediction: "Prediction", width: int = WIDTH) -> Bars:
     ranks = _shown(prediction.memory)
     parts = [_parts(rank) for rank in ranks]
     most = max(prediction.capacity_bytes, prediction.fullest.device)
-    tints = _tints([name for one in parts for name, _ in one], [size for one in parts for _, size in one], most)
+    tints = tints_of([name for one in parts for name, _ in one], [size for one in parts for _, size in one], most)
     row = 34 if len(ranks) <= 8 else 22
     height = _TOP + row * len(ranks) + 34
-    left, scale = _left(width), _room(width) / (1.04 * most)
+    left, scale = left_of(width), room_of(width) / (1.04 * most)
     drawn, totals = [], []
     for place, (rank, terms) in enumerate(zip(ranks, parts, strict=True)):
         y, x = _TOP + row * place, float(left)
@@ -68,7 +68,7 @@ def draw_memory(prediction: "Prediction", width: int = WIDTH) -> Bars:
     drawn += totals  # over the line, which may be where a bar ends
     words = f"GPU memory: {prediction.capacity_bytes / GIB:.0f} GiB"
     drawn.append(f'<text class="tick" text-anchor="end" x="{min(limit + 55, width):.1f}" y="12">{words}</text>')
-    drawn.append(_axis(1.04 * most / GIB, base, width, "GiB on the device, by pipeline rank"))
+    drawn.append(axis_below(1.04 * most / GIB, base, width, "GiB on the device, by pipeline rank"))
     return Bars("Memory of each stage", "".join(drawn), width, height, tints)
 
 
@@ -85,31 +85,31 @@ def step_bar(prediction: "Prediction") -> str:
         '<table class="phases"><thead><tr><th scope="col">phase</th><th scope="col" class="number">ms</th>'
         f'<th scope="col" class="number">share</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
-    return _figure(bars, "breakdown", "", table)
+    return figure_of(bars, "breakdown", "", table)
 
 
 def draw_step(prediction: "Prediction", width: int = WIDTH) -> Bars:
     """Only the bar of `step_bar`."""
     phases = _phases(prediction)
     tints = {name: f"time-{place % TIME_TINTS}" for place, name in enumerate(phases)}
-    scale = _room(width) / prediction.step_s
-    drawn, x = [], float(_left(width))
+    scale = room_of(width) / prediction.step_s
+    drawn, x = [], float(left_of(width))
     for name, seconds in phases.items():
         report = f"{1e3 * seconds:.2f} ms, {seconds / prediction.step_s:.1%}"
         box = f'x="{x:.1f}" y="6" width="{seconds * scale:.1f}" height="40"'
         drawn.append(f'<rect class="{tints[name]}" {box}><title>{escape(name)}: {report}</title></rect>')
         x += seconds * scale
-    drawn.append(_axis(prediction.step_s * 1e3, 46, width, "ms of a step, along its busiest pipeline rank"))
+    drawn.append(axis_below(prediction.step_s * 1e3, 46, width, "ms of a step, along its busiest pipeline rank"))
     return Bars("Time of a step", "".join(drawn), width, 80, tints)
 
 
-def _left(width: int) -> int:
+def left_of(width: int) -> int:
     return 64 if width == WIDTH else 28
 
 
-def _room(width: int) -> int:
+def room_of(width: int) -> int:
     """What the margins leave of a width."""
-    return width - _left(width) - (60 if width == WIDTH else 40)
+    return width - left_of(width) - (60 if width == WIDTH else 40)
 
 
 def _phases(prediction: "Prediction") -> dict[str, float]:
@@ -127,32 +127,32 @@ def _parts(rank: "RankMemory") -> list[tuple[str, float]]:
     return [(name, size) for name, size in (rank.terms | outside).items() if size > 0]
 
 
-def _tints(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[str, str]:
+def tints_of(names: Sequence[str], sizes: Sequence[float], most: float) -> dict[str, str]:
     """A colour for every term; those too small to see share the last one."""
     large = dict.fromkeys(name for name, size in zip(names, sizes, strict=True) if size > _SMALLEST_SHARE * most)
     tints = {name: min(place, TINTS - 1) for place, name in enumerate(large)}
     return {name: f"mem-{tints.get(name, TINTS - 1)}" for name in dict.fromkeys(names)}
 
 
-def _axis(most: float, base: float, width: int, words: str) -> str:
-    left, scale = _left(width), _room(width) / most
+def axis_below(most: float, base: float, width: int, words: str) -> str:
+    left, scale = left_of(width), room_of(width) / most
     ticks = [
         f'<text class="tick below" text-anchor="middle" x="{left + tick * scale:.1f}" y="{base + 15:.0f}">'
         f"{short(tick)}</text>"
         for tick in nice_ticks(0.0, most, 6)
     ]
-    middle = left + _room(width) / 2
+    middle = left + room_of(width) / 2
     return (
         "".join(ticks) + f'<text class="unit" text-anchor="middle" x="{middle:.0f}" y="{base + 31:.0f}">{words}</text>'
     )
 
 
-def _legend(tints: Mapping[str, str]) -> str:
+def legend_of(tints: Mapping[str, str]) -> str:
     keys = "".join(f'<span><i class="swatch {tint}"></i>{escape(name)}</span>' for name, tint in tints.items())
     return f'<p class="legend">{keys}</p>'
 
 
-def _figure(sizes: Sequence[Bars], kind: str, legend: str, below: str) -> str:
+def figure_of(sizes: Sequence[Bars], kind: str, legend: str, below: str) -> str:
     title = sizes[0].title
     drawn = "".join(
         f'<svg class="{"broad" if bars.width == WIDTH else "narrow"}" viewBox="0 0 {bars.width} {bars.height:.0f}" '

@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.amounts import size
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.plan import Term, compare_with_plan
 from meshwright.studio.curves import curve, finite
-from meshwright.studio.numbers import size
 
 _MOST_RANKS, _MOST_LAYERS, _MOST_STAGES = 1 << 20, 4096, 64
 """Limits beyond any real training run: the job may be untrusted, and a prediction costs time and memory."""

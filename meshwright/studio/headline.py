@@ -5,9 +5,10 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from meshwright.amounts import size
 from meshwright.runs import Metrics
 from meshwright.studio.curves import Point, curve, finite, smooth
-from meshwright.studio.numbers import count, duration, size
+from meshwright.studio.numbers import count, duration
 
 _WORDS = {"done": "finished"}
 """States that a report words differently."""

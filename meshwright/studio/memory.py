@@ -7,8 +7,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from meshwright.amounts import size, size_unit
 from meshwright.studio.chart import BOTTOM, LEFT, RIGHT, TOP, Scale, Series, axes, heading, legend, nice_ticks, vertical
-from meshwright.studio.numbers import size, size_unit
 
 KINDS = ("other", "parameters", "optimizer", "gradients", "activations")
 """From bottom to top: what changes least is lowest."""

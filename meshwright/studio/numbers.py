@@ -1,4 +1,4 @@
-"""Numbers as people read them: thousands, durations, sizes."""
+"""Numbers as people read them: thousands, counts, durations."""
 
 import math
 
@@ -37,18 +37,6 @@ def count(value: float) -> str:
         if abs(value) >= 0.9995 * unit:
             return f"{value / unit:.3g}{suffix}"
     return f"{value:,.0f}"
-
-
-def size(bytes_: float) -> str:
-    """Bytes as people write them: 512 B, 1.5 MiB, 41.2 GiB."""
-    unit, name = size_unit(bytes_)
-    return f"{_trimmed(bytes_ / unit, 3)} {name}"
-
-
-def size_unit(largest_bytes: float) -> tuple[int, str]:
-    """A readable unit for numbers up to this size."""
-    power = 3 if largest_bytes >= 2**30 else 2 if largest_bytes >= 2**20 else 1 if largest_bytes >= 2**10 else 0
-    return 2 ** (10 * power), ("B", "KiB", "MiB", "GiB")[power]
 
 
 def duration(seconds: float) -> str:

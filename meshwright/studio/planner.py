@@ -218,9 +218,11 @@ def commands(cluster: "Cluster") -> list[dict[str, str]]:
     """The next commands to run with a downloaded job.toml."""
     gpus = cluster.gpus_per_node
     train = f"meshwright train job.toml --nproc {gpus}" if gpus > 1 else "meshwright train job.toml"
+    rehearse = {"run one rank of each kind on the GPU you have": "meshwright rehearse job.toml --each-stage"}
     lines = {
         "verify that it computes what one process does": "meshwright verify job.toml",
         "see every term of the prediction": "meshwright plan --check job.toml",
+        **(rehearse if gpus * cluster.nodes > 1 else {}),
         **({"train": train} if cluster.nodes == 1 else {}),
         "submit it to a Slurm site (leonardo, or your own profile)": "meshwright submit job.toml --site leonardo",
         "save these charts": "meshwright report job.toml --out plan.html",

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from meshwright.reading import Unfit, read_text
 from meshwright.runs import NOTES, Metrics, RunFolder
+from meshwright.runs.rehearsed import is_rehearsal
 from meshwright.runs.traces import VIEWERS, traces_of
 from meshwright.studio.chart import Series, line_chart
 from meshwright.studio.curves import curve, smooth
@@ -21,6 +22,7 @@ from meshwright.studio.headline import headline
 from meshwright.studio.loss_text import loss_text_section
 from meshwright.studio.memory import memory_chart
 from meshwright.studio.page import page
+from meshwright.studio.rehearsal import write_rehearsal_report
 from meshwright.studio.runs import heard
 from meshwright.studio.tables import code_tables, environment_table, events_table, job_tables
 from meshwright.version import VERSION
@@ -32,8 +34,10 @@ _LONGEST_NOTE = 1 << 16
 
 
 def write_report(run: Path, out: Path | None = None) -> Path:
-    """Write a run's report, to RUN/report.html unless `out` is given, and return its path."""
+    """Write a run's or a rehearsal's report, to RUN/report.html unless `out` is given, and return its path."""
     folder = RunFolder.open(run)
+    if is_rehearsal(folder.path):
+        return write_rehearsal_report(folder, out)
     metrics, events, memory = folder.numbers(), folder.events(), folder.memory_curve()
     name = folder.path.absolute().name
     unread = [report for tally in folder.unread.values() if (report := tally.sentence())]

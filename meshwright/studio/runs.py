@@ -4,17 +4,32 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from meshwright.atomic import disk_refusal
 from meshwright.errors import UserError
-from meshwright.reading import EVENTS, FILE_BYTES, MEMORY, METRICS, Tally, Unfit, is_number, parse_json, rows_in
+from meshwright.reading import (
+    EVENTS,
+    FILE_BYTES,
+    MEMORY,
+    METRICS,
+    REHEARSAL,
+    Tally,
+    Unfit,
+    is_number,
+    parse_json,
+    rows_in,
+)
+from meshwright.rehearse.folder import LARGEST, parse_rehearsal
 from meshwright.runs import NOTES, state_of
+from meshwright.runs.rehearsed import REHEARSED
 from meshwright.studio.confined import Outside, names_inside, open_inside, read_inside, write_inside
 from meshwright.studio.follow import AXES, Follower
 from meshwright.studio.memory import memory_chart
+from meshwright.studio.rehearsal import rehearsal_details
 from meshwright.studio.settings import MOST_RUNS, differing
 
 _FIRST_EVENTS_BYTES, _LAST_EVENTS_BYTES = 1 << 20, 3 << 20
@@ -90,16 +105,21 @@ class Runs:
     def _line(self, name: str) -> dict[str, Any]:
         events, stamp = self.events(name), self._stamp(name, "metrics.jsonl")
         last = self._last_row(name, stamp[0])
-        state: str = state_of(events)
+        state: str = heard(state_of(events), self._silent_s(name, stamp), last.get("step_s"))
+        rehearsed = self._is_rehearsal(name)
         return {
             "name": name,
-            "state": heard(state, self._silent_s(name, stamp), last.get("step_s")),
+            "kind": "rehearsal" if rehearsed else "training",
+            "state": REHEARSED if rehearsed else state,
             "version": stamp[0],
             "step": _number(last.get("step")),
             "loss": _number(last.get("loss")),
             "unread": sum(tally.bad for tally in self._tallies(name)),
             "note": self.note(name).strip().partition("\n")[0][:_NOTE_LINE],
         }
+
+    def _is_rehearsal(self, name: str) -> bool:
+        return self._stamp(name, REHEARSAL) != (0, 0.0)
 
     def _silent_s(self, name: str, stamp: tuple[int, float]) -> float:
         """How long a run's metrics have not changed; the wall clock counts only before they were first seen."""
@@ -192,8 +212,18 @@ class Runs:
             "logs": names_inside(self.root, name, "logs"),
             "note": self.note(name),
             "memory": memory_chart(rows),
+            "rehearsal": self._rehearsal(name),
             "unread": [report for tally in (*self._tallies(name), memory) if (report := tally.sentence())],
         }
+
+    def _rehearsal(self, name: str) -> str:
+        """What a rehearsal found, as HTML; empty for a training."""
+        if not self._is_rehearsal(name):
+            return ""
+        try:
+            return rehearsal_details(parse_rehearsal(self._bytes(name, REHEARSAL, most=LARGEST)))
+        except Unfit as unfit:
+            return f'<p class="note alarm">{REHEARSAL} is damaged ({escape(str(unfit))}); rehearse the job again.</p>'
 
     def log(self, name: str, log: str, offset: int | None) -> dict[str, Any]:
         """The end of a rank's log, or what came after an offset."""

@@ -1,6 +1,7 @@
 """Loader workers, works of process groups, events of the profiler. torch 2.11 to 2.15."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +41,13 @@ def replace_group_maker(around: Callable[[Callable[..., Any]], Callable[..., Any
     c10d._new_process_group_helper = around(c10d._new_process_group_helper)
 
 
+def replace_object_messages(broadcast: Callable[..., None], scatter: Callable[..., None]) -> None:
+    """Replace torch's two calls that send objects from one rank to others, wherever they are called from."""
+    for module in (dist, c10d):
+        module.broadcast_object_list = broadcast  # type: ignore[attr-defined]
+        module.scatter_object_list = scatter  # type: ignore[attr-defined]
+
+
 def remember_group(group: dist.ProcessGroup, backend: str, store: Any) -> None:
     """Make torch treat a group as one of a backend."""
     c10d._world.pg_map[group] = (dist.Backend(backend), store)
@@ -48,6 +56,31 @@ def remember_group(group: dist.ProcessGroup, backend: str, store: Any) -> None:
 def name_of_group(group: dist.ProcessGroup) -> str:
     """Torch's name of a group."""
     return str(c10d._world.pg_names[group])
+
+
+def supports_coalescing(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether a group starts several operations in one call of its library."""
+    return bool(group._get_backend(device).supports_coalescing)
+
+
+@contextmanager
+def coalesced(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Start all that is issued inside together and wait for it; torch's own way refuses messages to the same rank."""
+    group._start_coalescing(device)
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            group._end_coalescing(device)  # or the library would add what comes next
+        raise
+    work: Any = group._end_coalescing(device)
+    if work is not None:
+        work.wait()
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """NCCL's sum of terms that are multiplied first."""
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def is_cuda_event(event: Any) -> bool:

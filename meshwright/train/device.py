@@ -56,6 +56,9 @@ def _require_format(compute: str, device: torch.device) -> None:
 def prepare_device(job: Job, device: torch.device) -> None:
     """Process-wide settings: TF32 for fp32 products, determinism if requested, and a cache for compiled code."""
     torch.manual_seed(job.run.seed)
+    # A thread settles its number of compute threads when it first asks; until this one has, the 1 that the loader's
+    # page-locking thread sets for itself would be taken for all, and offloaded updates would run on one core.
+    torch.get_num_threads()
     if job.run.compile:  # torch's default, a temporary folder, is empty in every new cluster job
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(job.data.cache) / "compiled"))
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # emulated_format reports it

@@ -60,7 +60,9 @@ class MemoryCurve:
         report: Callable[[str], None],
         *,
         compiled: bool,
+        steps: int = WATCHED_STEPS,
     ) -> None:
+        self._steps = steps
         self._modules, self._weights, self._optimizer = modules, weights, optimizer
         self._device, self._rank, self._record, self._report = device, rank, record, report
         self._compiled = compiled
@@ -76,7 +78,7 @@ class MemoryCurve:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Observe what runs inside if it is one of the first steps."""
-        if step > WATCHED_STEPS or self._given_up:
+        if step > self._steps or self._given_up:
             yield
             return
         with ExitStack() as watching:

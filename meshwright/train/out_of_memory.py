@@ -7,9 +7,8 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.job.devices import Cluster
 from meshwright.parallel import World
-from meshwright.plan import predict
+from meshwright.plan import any_machines, predict
 from meshwright.train.device import device_name
 from meshwright.train.memory_usage import MemoryUsage
 
@@ -39,6 +38,4 @@ def predicted_bytes(job: Job, world: World) -> int | None:
     """The planner's prediction of this rank's peak GPU memory; None for models that have no plan."""
     if job.model.file or job.model.extra_tokens:
         return None
-    # Only the number of ranks matters for memory, not the machine.
-    machine = Cluster(nodes=1, gpus_per_node=world.size, gpu="h100")
-    return round(predict(job, machine).memory[world.axis_rank("pp")].device)
+    return round(predict(job, any_machines(world.size)).memory[world.axis_rank("pp")].device)

@@ -27,7 +27,7 @@ from meshwright.train.evaluations import Evaluations
 from meshwright.train.expert_load import ExpertLoad, Load
 from meshwright.train.feed import evaluation_due, fingerprint, training_loader
 from meshwright.train.garbage import collect_if_due, collected_by_schedule
-from meshwright.train.memory_curve import MemoryCurve
+from meshwright.train.memory_curve import WATCHED_STEPS, MemoryCurve
 from meshwright.train.meter import Meter
 from meshwright.train.optimizer import OnePassAdamW, build_optimizer, clip_factor, clip_gradients, set_learning_rate
 from meshwright.train.outcome import Outcome, StepNumbers
@@ -85,10 +85,11 @@ class Trainer:
         """Fingerprint of the tokens the run is trained on."""
         return fingerprint(self.corpus)
 
-    def watch_memory(self, record: Callable[[dict[str, Any]], None]) -> None:
+    def watch_memory(self, record: Callable[[dict[str, Any]], None], steps: int = WATCHED_STEPS) -> None:
         """Record the memory curve of the first steps, one row per sample; not for an asynchronous pipeline."""
         parts = (self.engine.modules, self.weights, self.optimizer, self.device, self.world.rank)
-        self._memory_curve = MemoryCurve(*parts, record, self.progress.message, compiled=self.job.run.compile)
+        report, compiled = self.progress.message, self.job.run.compile
+        self._memory_curve = MemoryCurve(*parts, record, report, compiled=compiled, steps=steps)
 
     def trace(self, steps: TraceSteps, folder: Path, report: Callable[[str], None] | None = None) -> None:
         """Trace some of the steps into a folder, one file per rank; `report` gets what prevents it."""

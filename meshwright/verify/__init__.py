@@ -2,9 +2,10 @@
 
 from meshwright.calls import callable_as
 from meshwright.verify.check import FORMATS, Check, Verdict, check, check_job
-from meshwright.verify.collectives import Contract
+from meshwright.verify.collectives import Calls, Contract, Outcome, merged
 from meshwright.verify.compare import Comparison, compare, worst
 from meshwright.verify.generate import Draw, draw
+from meshwright.verify.gpu_replay import replay_on_gpu
 from meshwright.verify.layer import LayerGrade, grade_layer
 from meshwright.verify.matrix import Line, LineResult, load_matrix, own_model_lines, run_matrix
 from meshwright.verify.observe import Observation, Shard, observe
@@ -16,6 +17,7 @@ __all__ = [
     "FORMATS",
     "OUTCOMES",
     "Answer",
+    "Calls",
     "Change",
     "Check",
     "Comparison",
@@ -25,6 +27,7 @@ __all__ = [
     "Line",
     "LineResult",
     "Observation",
+    "Outcome",
     "RankError",
     "RankGroup",
     "Shard",
@@ -35,8 +38,10 @@ __all__ = [
     "draw",
     "grade_layer",
     "load_matrix",
+    "merged",
     "observe",
     "own_model_lines",
+    "replay_on_gpu",
     "run_draws",
     "run_matrix",
     "run_ranks",

@@ -119,11 +119,15 @@ class Check:
         self.refer()  # a model that fails in one process, too, is not failed by its table
         raise failure
 
+    def contract(self) -> Contract | None:
+        """What the records of the finished ranks show; None where they were not recorded."""
+        return None if self._records is None else prove(self._records.read())
+
     def verdict(self) -> Verdict:
         """Compare what the ranks observed with the single-process run."""
         assert self._group is not None
         ranks: Sequence[Observation] = self._group.results()
-        contract = None if self._records is None else prove(self._records.read())
+        contract = self.contract()
         self.close()
         exact, alone = reference(self.job, "float64", self.device), reference(self.job, self.dtype, self.device)
         # Only for full gradients: what compression or a stale stage leaves out of the first step may come later.
@@ -173,10 +177,20 @@ def check_job(job: Job, small: Job, dtype: str = "float64", device: str = "cpu",
         return replace(
             verdict, notes=[*verdict.notes, f'precision.compute = "{own}" is not checked with --dtype {dtype}']
         )
-    second = check(formats.with_precision(small, job, own), own, device)
+    second = check(formats.with_precision(small, job, own), own, device, collectives)
+    contract = verdict.collectives
+    if contract is not None and second.collectives is not None:
+        contract = contract.also(second.collectives)
     report = f'precision.compute = "{own}": a second run in that format is compared within its own bounds'
     notes, seconds = [report, *second.notes], verdict.seconds + second.seconds
-    return replace(verdict, rows=verdict.rows + second.rows, seconds=seconds, notes=notes, replayed=second.replayed)
+    return replace(
+        verdict,
+        rows=verdict.rows + second.rows,
+        seconds=seconds,
+        collectives=contract,
+        notes=notes,
+        replayed=second.replayed,
+    )
 
 
 def reference(job: Job, dtype: str, device: str = "cpu") -> Observation:

@@ -26,10 +26,13 @@ Train = Callable[[LoadedJob, bool, torch.dtype | None], Any]
 TIMEOUT_S = 300.0
 
 
-def check_run(job: Job, train: Train, dtype: str = "float32", prepared: bool = False) -> Verdict:
+def check_run(
+    job: Job, train: Train, dtype: str = "float32", prepared: bool = False, record: Path | None = None
+) -> Verdict:
     """Run a job that `as_run` made, once in one process and through its legs, and compare what they wrote and saved.
 
-    Its text is generated, and `prepared` where the job says so.
+    Its text is generated, and `prepared` where the job says so. With `record` the ranks of each leg record their
+    collectives in a folder there, named by the leg's number.
     """
     require_layout(job, ranks_of(job.layout))
     require_compiler(job, "cpu")
@@ -42,7 +45,8 @@ def check_run(job: Job, train: Train, dtype: str = "float32", prepared: bool = F
         bounds, zeros = run_bounds(job, dtype), _zero_gradients(job)
         rows = []
         for attempt, leg in enumerate(legs_of(job)):
-            seen = proof.run(leg.job, "run", attempt, leg.start)
+            folder_of_leg = None if record is None else record / str(attempt)
+            seen = proof.run(leg.job, "run", attempt, leg.start, folder_of_leg)
             rows += compare_records(leg, seen, expected, bounds, zeros)
     return Verdict(job, dtype, rows, time.monotonic() - started)
 
@@ -53,8 +57,10 @@ class _Proof:
     def __init__(self, folder: Path, train: Train, dtype: torch.dtype | None) -> None:
         self._folder, self._train, self._dtype = folder, train, dtype
 
-    def run(self, job: Job, name: str, attempt: int, start: int) -> Record:
+    def run(self, job: Job, name: str, attempt: int, start: int, record: Path | None = None) -> Record:
         """Train a job on forked ranks, from the start or from the checkpoint of a step."""
+        if record is not None:
+            record.mkdir()
         run = self._folder / name
         settings = job.run.model_copy(update={"folder": str(run)})
         job = job.model_copy(update={"run": settings})
@@ -62,7 +68,8 @@ class _Proof:
             _forget(run, start)
         loaded = LoadedJob(job, name, job_text(job, "a proof of the run itself"), {})
         timeout_s = COMPILED_TIMEOUT_S if job.run.compile else TIMEOUT_S
-        run_ranks(self._train, ranks_of(job.layout), loaded, start > 0, self._dtype, timeout_s=timeout_s)
+        ranks = ranks_of(job.layout)
+        run_ranks(self._train, ranks, loaded, start > 0, self._dtype, timeout_s=timeout_s, record=record)
         return read_record(run, attempt, job.run.steps)
 
 

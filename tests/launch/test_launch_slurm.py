@@ -83,7 +83,7 @@ RUNS = {
     "moved": (["--sbatch", RIGHT, "--per-rank"], ["layout.dp_replicate=2", "checkpoint.every_steps=2"]),
     "chained": (["--sbatch", LEFT, "--chain", "3"], []),
     "cancelled": (["--sbatch", LEFT, "--chain", "2"], ["run.steps=100000"]),
-    "tried": (["--sbatch", LEFT, "--ladder", "--budget", "0.3"], ["layout.dp_replicate=2", "run.steps=10000000"]),
+    "tried": (["--sbatch", LEFT, "--ladder", "--budget", "0.8"], ["layout.dp_replicate=2", "run.steps=10000000"]),
 }
 
 

@@ -293,7 +293,7 @@ def test_odd_names_reach_slurm_and_the_shell_as_they_are(tmp_path: Path) -> None
     with pytest.raises(UserError, match="Slurm interprets backslashes"):
         batch_script(tmp_path / "a\\b", "x", SITE, Shape(1, 1), request(), "requeue")
     loaded = load_job("demo", ["layout.dp_replicate=2", "batch.global_batch=16"])
-    [rung] = make_rungs(loaded, run, SITE, Shape(1, 2), None, print)
+    _, rung = make_rungs(loaded, run, SITE, Shape(1, 2), None, print)
     assert str(run / "ladder/1") in shlex.split(rung.judge)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.amounts import size
 from meshwright.runs import RunFolder
 from meshwright.studio import write_report
 from meshwright.studio.memory import memory_chart
-from meshwright.studio.numbers import size
 
 MIB = 2**20
 

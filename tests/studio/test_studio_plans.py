@@ -53,7 +53,8 @@ def test_layouts_and_their_pictures() -> None:
     assert one["pictures"].count('class="idle"') == ranks and "Scaling" in one["pictures"]
     assert one["title"] == piped["layout"] and one["title"] in one["job"]
     words = [each["command"] for each in one["commands"]]
-    assert "meshwright plan --check job.toml" in words and "meshwright report job.toml --out plan.html" in words
+    assert {"meshwright plan --check job.toml", "meshwright rehearse job.toml --each-stage"} <= {*words}
+    assert "meshwright report job.toml --out plan.html" in words
     assert tomllib.loads(one["job"])["cluster"] == {"nodes": 2, "gpus_per_node": 8, "gpu": "rtx-4090"}
     assert "style=" not in one["pictures"]  # the page's policy would not let it act
 

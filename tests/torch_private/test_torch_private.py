@@ -206,6 +206,13 @@ def test_groups_are_made_as_torch_makes_them() -> None:
         assert processes.c10d._new_process_group_helper is not before
     finally:
         processes.c10d._new_process_group_helper = before
+    calls = {name: getattr(dist, name) for name in ("broadcast_object_list", "scatter_object_list")}
+    try:
+        processes.replace_object_messages(made.append, made.append)
+        dist.broadcast_object_list("seen")  # type: ignore[arg-type]
+        assert processes.c10d.scatter_object_list is not calls["scatter_object_list"] and made[-1] == "seen"
+    finally:
+        processes.replace_object_messages(*calls.values())
     processes.remember_group(group, "gloo", store)
     assert processes.c10d._world.pg_map.pop(group)[1] is store
     processes.c10d._world.pg_names[group] = "ours"

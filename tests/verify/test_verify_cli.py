@@ -36,7 +36,7 @@ def test_json_has_stable_keys(cli) -> None:
     assert result.code == 0 and answer["equal"] is True
     assert set(answer) == {
         "equal", "job", "layout", "ranks", "dtype", "steps", "seconds", "notes", "could_hide_errors",
-        "first_wrong", "collectives", "rows",
+        "first_wrong", "collectives", "nccl", "rows",
     }  # fmt: skip
     assert answer["layout"] == {"dp_shard": 2, "zero": 3} and answer["first_wrong"] is None
     assert all(set(row) == ROW_KEYS for row in answer["rows"])

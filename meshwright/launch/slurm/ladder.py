@@ -1,7 +1,7 @@
-"""Small trials before a large run: 1 GPU, 1 node, 2 nodes; each must pass before the next starts.
+"""Small jobs before a large run: a rehearsal, then trials on 1 GPU, 1 node, 2 nodes; each must pass before the next.
 
-A trial is the same job with fewer replicas and as many micro-batches per replica, for a few steps. Run as a module
-inside a trial's job, this judges it.
+The rehearsal runs one rank of every kind of the whole layout on one GPU. A trial is the same job with fewer replicas
+and as many micro-batches per replica, for a few steps. Run as a module inside a trial's job, this judges it.
 """
 
 import json
@@ -9,20 +9,22 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.hardware import Site
 from meshwright.job import Job, LoadedJob, code_of, job_text
-from meshwright.launch.slurm.record import FOLDER, trial_verdict
+from meshwright.launch.slurm.record import FOLDER, REHEARSE, REHEARSED, trial_verdict
 from meshwright.launch.slurm.script import Request, Shape, batch_script
 from meshwright.runs import RunFolder
 
 TRIAL_STEPS = 20
 TRIAL_TIME = "00:15:00"
 _TRIAL_HOURS = 0.25
+REHEARSAL_TIME = "00:30:00"
+_REHEARSAL_HOURS = 0.5
 _SLOWEST = 0.5
 """Fraction of the previous trial's speed per GPU that must be reached."""
 _SIGNAL_S = 60
@@ -37,6 +39,11 @@ class Rung:
     shape: Shape
     judge: str
 
+    @property
+    def file(self) -> str:
+        """The name of its script."""
+        return f"trial-{self.shape.ranks}.sh"
+
     def make(self) -> None:
         """Create the trial's run folder."""
         from meshwright.runs.lifecycle import create_folder
@@ -46,25 +53,56 @@ class Rung:
 
     def script(self, site: Site, request: Request) -> str:
         """Its batch script."""
-        asked = Request(
-            TRIAL_TIME,
-            request.account,
-            request.partition,
-            request.qos,
-            _SIGNAL_S,
-            request.per_rank,
-            request.container,
-            request.options,
-        )
+        asked = replace(request, time=TRIAL_TIME, signal_s=_SIGNAL_S)
         trust = bool(code_of(self.loaded.job))
         name = f"{self.run.parents[1].name}-trial-{self.shape.ranks}"
         return batch_script(self.run, name, site, self.shape, asked, "once", judge=self.judge, trust=trust)
 
 
+@dataclass(frozen=True)
+class Rehearsing:
+    """The first rung: one rank of every kind of the whole run, on one GPU."""
+
+    loaded: LoadedJob
+    whole: Path
+    """The run that it is for."""
+    cluster: str | None
+    """The machines of the run as `--cluster` names them; None if the job names them, or the planner knows none."""
+    shape = Shape(1, 1)
+    file = "rehearse.sh"
+
+    @property
+    def run(self) -> Path:
+        """Where its job's files are."""
+        return self.whole / REHEARSE
+
+    def make(self) -> None:
+        """Create its folder, with the job as it is to run: a run that is continued may change it."""
+        (self.run / FOLDER).mkdir(parents=True)
+        text = job_text(self.loaded.job, f"the job of {self.whole.name}, to be rehearsed")
+        (self.run / "job.toml").write_text(text, encoding="utf-8")
+
+    def script(self, site: Site, request: Request) -> str:
+        """Its batch script; a rank that runs out of memory is a result, which the judge reads."""
+        asked = replace(request, time=REHEARSAL_TIME, signal_s=_SIGNAL_S)
+        cluster = "" if self.cluster is None else f" --cluster {shlex.quote(self.cluster)}"
+        out = Path(REHEARSED).relative_to(REHEARSE)
+        command = f'rehearse "$run/job.toml" --each-stage --out "$run/{out}"{cluster}'
+        python = sys.executable if site.python is None else site.python
+        judge = shlex.join([python, "-m", "meshwright.rehearse.verdict", str(self.run.absolute())])
+        trust, name = bool(code_of(self.loaded.job)), f"{self.whole.name}-rehearse"
+        return batch_script(
+            self.run, name, site, self.shape, asked, "once", judge=judge, trust=trust, command=command, judged=1
+        )
+
+
 def make_rungs(
     loaded: LoadedJob, run: Path, site: Site, shape: Shape, budget: float | None, tell: Callable[[str], None]
-) -> tuple[Rung, ...]:
-    """The trials of a job on a site, smallest first; sizes its layout cannot shrink to are skipped, with the reason."""
+) -> tuple[Rehearsing | Rung, ...]:
+    """The rehearsal and the trials of a job on a site, smallest first; sizes its layout cannot shrink to are skipped,
+    with the reason. A run on one GPU has none."""
+    if shape.ranks == 1:
+        return ()
     sizes = sorted({size for size in (1, site.gpus_per_node, 2 * site.gpus_per_node) if size < shape.ranks})
     rungs: list[Rung] = []
     for size in sizes:
@@ -85,12 +123,29 @@ def make_rungs(
         words += ["--before", str(rungs[-1].run.absolute())] if rungs else []
         words += ["--budget", str(budget)] if budget is not None else []
         rungs.append(Rung(small, run / f"ladder/{size}", Shape(nodes, size // nodes), shlex.join(words)))
-    spent = sum(rung.shape.ranks * _TRIAL_HOURS for rung in rungs)
+    spent = _REHEARSAL_HOURS + sum(rung.shape.ranks * _TRIAL_HOURS for rung in rungs)
     if budget is not None and spent >= budget:
         raise UserError(
-            f"--budget = {budget:g} GPU-hours: the trials alone may take {spent:g}; give more or leave out --ladder"
+            f"--budget = {budget:g} GPU-hours: rehearsal and trials alone may take {spent:g}; give more or leave out "
+            "--ladder"
         )
-    return tuple(rungs)
+    return Rehearsing(loaded, run, _cluster(loaded.job, site, shape)), *rungs
+
+
+def _cluster(job: Job, site: Site, shape: Shape) -> str | None:
+    """The run's machines for a job that does not name them, if the planner knows them."""
+    from meshwright.plan import machine_of, parse_cluster
+
+    if job.cluster.name or job.cluster.gpu:
+        return None
+    whole = shape.ranks_per_node == site.gpus_per_node
+    parts = (shape.nodes, site.name) if whole else (shape.nodes, shape.ranks_per_node, site.gpu)
+    spelling = "x".join(map(str, parts))
+    try:
+        machine_of(parse_cluster(spelling))
+    except UserError:
+        return None
+    return spelling
 
 
 def shrunk(loaded: LoadedJob, ranks: int, run: Path) -> LoadedJob:

@@ -15,6 +15,10 @@ from meshwright.reading import Unfit, is_number, read_object, read_plain, read_t
 FOLDER = "slurm"
 OVER = "slurm/over"
 """Contains one word once no further job should run: done, cancelled, failed."""
+REHEARSE = "ladder/rehearse"
+"""The folder of a ladder's first job, which rehearses the run."""
+REHEARSED = f"{REHEARSE}/rehearsal"
+"""What it found."""
 _WORDS = 4096
 _JOB = re.compile(r"\d[\w,%\[\].-]{0,63}")
 
@@ -64,13 +68,13 @@ def over(run: Path) -> str | None:
 
 
 def trial_verdict(trial: Path) -> dict[str, Any] | None:
-    """The verdict of a ladder's trial: whether to `go` and `why`, with its numbers; None before there is one."""
+    """The verdict of a ladder's trial, or of its rehearsal: whether to `go` and `why`; None before there is one."""
     path = trial / FOLDER / "verdict.json"
     try:
         report = read_object(path)
         if not isinstance(report.get("go"), bool) or not isinstance(report.get("why"), str):
             raise Unfit("it lacks go or why")
-        if report["go"] and not is_number(report.get("tokens_per_s_per_gpu")):
+        if report["go"] and trial.name.isdecimal() and not is_number(report.get("tokens_per_s_per_gpu")):
             raise Unfit("it has no speed")
     except FileNotFoundError:
         return None

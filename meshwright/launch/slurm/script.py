@@ -121,11 +121,13 @@ def batch_script(
     judge: str = ":",
     overrides: Sequence[str] = (),
     trust: bool = False,
+    command: str = 'train "$run" --resume',
+    judged: int = 0,
 ) -> str:
     """The whole script; `judge` is a command that may reject a job that finished.
 
     `overrides` are not in the run's folder yet: its ranks get them when they resume; `trust` lets them run the code
-    that the submitter named.
+    that the submitter named. `command` is what the ranks run, and `judged` the largest exit code of it that is judged.
     """
     run = run.absolute()
     _require_words(run, request)
@@ -141,8 +143,9 @@ def batch_script(
         f"export run={shlex.quote(str(run))}",
         f"mode={mode} # {_MODES[mode]}",
         f"max_restarts={max_restarts} # run.max_restarts, after crashes; a lost node does not count",
-        *_start(site, shape, request, overrides, trust),
+        *_start(site, shape, request, command, overrides, trust),
         f"judge() {{ {judge}; }}",
+        f"judged={judged} # the largest exit code that is not a failure",
         "",
     ]
     return "\n".join(lines) + files("meshwright.launch.slurm").joinpath("body.sh").read_text(encoding="utf-8")
@@ -203,7 +206,9 @@ def _surroundings(site: Site) -> list[str]:
     return lines + ([f"export PYTHONPATH={shlex.quote(path)}"] if path else [])
 
 
-def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str], trust: bool) -> list[str]:
+def _start(
+    site: Site, shape: Shape, request: Request, command: str, overrides: Sequence[str], trust: bool
+) -> list[str]:
     """The shell function that runs the step, in one of three forms: one rank, an agent per node, a task per rank."""
     python = f"{shlex.quote(site.python or sys.executable)} -m meshwright"
     if request.container is not None:
@@ -211,7 +216,7 @@ def _start(site: Site, shape: Shape, request: Request, overrides: Sequence[str],
     # From 22.05 on, srun no longer inherits a job's --cpus-per-task; repeat it.
     srun = ["srun", "--wait=120", _cpus(site, shape, request) if site.cpus_per_gpu is not None else "--cpu-bind=none"]
     changes = "".join(f" --set {shlex.quote(override)}" for override in overrides)
-    train = f'{python} train "$run" --resume{" --trust" if trust else ""}{changes}'
+    train = f"{python} {command}{' --trust' if trust else ''}{changes}"
     lines: list[str] = []
     if shape.ranks > 1 and request.per_rank:
         srun.append(

@@ -7,11 +7,14 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.launch.slurm.commands import NoAnswer, SlurmJob, job_state
-from meshwright.launch.slurm.record import Submission, over, trial_verdict
+from meshwright.launch.slurm.record import FOLDER, REHEARSE, Submission, over, trial_verdict
 from meshwright.reading import printable
 from meshwright.runs import RunFolder
+from meshwright.runs.rehearsed import REHEARSED, is_rehearsal
 
-Word = Literal["pending", "running", "requeued", "done", "stopped", "cancelled", "failed", "oom", "timeout", "damaged"]
+Word = Literal[
+    "pending", "running", "requeued", "done", "stopped", "cancelled", "failed", "oom", "timeout", "rehearsed", "damaged"
+]
 _MEMORY = re.compile(r"(?<!may have run )out of memory|outofmemory|\boom\b", re.IGNORECASE)
 
 
@@ -82,6 +85,8 @@ def _job_of(submission: Submission) -> SlurmJob | None:
 
 
 def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | None) -> tuple[Word, str]:
+    if is_rehearsal(folder.path):
+        return "rehearsed", _rehearsed(folder)
     if job is not None and submission is not None and job.active:
         return _active(folder, submission, job)
     stop = next(reversed(folder.events("stop")), None)
@@ -111,8 +116,13 @@ def _state(folder: RunFolder, submission: Submission | None, job: SlurmJob | Non
     return "failed", f"Slurm reports {job.state}; {_place(folder)}"
 
 
+def _rehearsed(folder: RunFolder) -> str:
+    events = folder.events(REHEARSED)
+    return str(events[-1].get("result")) if events else f"see meshwright report {folder.path}"
+
+
 def _active(folder: RunFolder, submission: Submission, job: SlurmJob) -> tuple[Word, str]:
-    trial = f"trial {submission.ladder.index(job.id) + 1}, " if job.id in submission.ladder else ""
+    trial = f"{_rung(folder.path, submission.ladder.index(job.id))}, " if job.id in submission.ladder else ""
     if not job.waits:
         return "running", f"{trial}{_place(folder)}"
     again = job.restarts or folder.events("start")
@@ -139,17 +149,27 @@ def _place(folder: RunFolder) -> str:
 def _trials_no(run: Path, submission: Submission) -> str | None:
     """What a trial reported, or how it failed, if that kept the run from starting."""
     trials = sorted((path for path in run.glob("ladder/*") if path.name.isdecimal()), key=lambda path: int(path.name))
-    for trial, job in zip(trials, submission.ladder, strict=False):
+    rehearsal = [run / REHEARSE] if (run / REHEARSE).is_dir() else []
+    for trial, job in zip([*rehearsal, *trials], submission.ladder, strict=False):
+        name = f"trial on {trial.name}" if trial.name.isdecimal() else "rehearsal"
         report = trial_verdict(trial)
         if report is not None and not report["go"]:
-            return f"no-go from the trial on {trial.name}: {report['why']}"
+            return f"no-go from the {name}: {report['why']}"
         if report is not None or (final := over(trial)) == "cancelled":
             continue
         known = job_state(job)
         if final or (known is not None and not known.active and known.state not in ("COMPLETED", "CANCELLED")):
+            if trial in rehearsal:
+                return f"the rehearsal failed, see {trial / FOLDER}"
             word, why = _state(RunFolder.open(trial), replace(submission, ladder=()), known)
-            return f"the trial on {trial.name} ended with {word}: {why}"
+            return f"the {name} ended with {word}: {why}"
     return None
+
+
+def _rung(run: Path, place: int) -> str:
+    """What the ladder's jobs are called, in their order."""
+    rehearsed = (run / REHEARSE).is_dir()
+    return "rehearsal" if rehearsed and place == 0 else f"trial {place + 1 - rehearsed}"
 
 
 def _words(final: str | None) -> str:

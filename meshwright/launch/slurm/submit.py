@@ -10,13 +10,14 @@ from meshwright.hardware import Site, find_site, gpu_by_key
 from meshwright.job import LoadedJob, code_of
 from meshwright.job.devices import Cluster
 from meshwright.launch.slurm.commands import sbatch, scancel
-from meshwright.launch.slurm.ladder import Rung, make_rungs
+from meshwright.launch.slurm.ladder import Rehearsing, Rung, make_rungs
 from meshwright.launch.slurm.record import FOLDER, OVER, Submission
 from meshwright.launch.slurm.script import Mode, Request, Shape, batch_script
 from meshwright.launch.slurm.status import active_job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.runs import RunFolder
 from meshwright.runs.lifecycle import create_folder, require_room, run_path
+from meshwright.runs.rehearsed import require_training
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class Plan:
     shape: Shape
     request: Request
     chain: int
-    rungs: tuple[Rung, ...]
+    rungs: tuple[Rehearsing | Rung, ...]
     continues: bool
     overrides: tuple[str, ...] = ()
     """Overrides for a run that is continued."""
 
     def scripts(self) -> dict[str, str]:
         """File name in the run's folder → script, in the order they run."""
-        scripts = {f"{FOLDER}/trial-{rung.shape.ranks}.sh": rung.script(self.site, self.request) for rung in self.rungs}
+        scripts = {f"{FOLDER}/{rung.file}": rung.script(self.site, self.request) for rung in self.rungs}
         mode: Mode = "chain" if self.chain > 1 else "requeue"
         restarts = self.loaded.job.run.max_restarts
         scripts[f"{FOLDER}/run.sh"] = batch_script(
@@ -126,6 +127,7 @@ def plan_submission(
     shape = shape_of(loaded, site)
     continues = (Path(source) / "job.resolved.json").is_file()
     run = Path(source) if continues else run_path(loaded)
+    require_training(run)
     if not continues and (run / "job.resolved.json").is_file():
         raise UserError(
             f'run.folder = "{run}" holds a run; continue it with meshwright submit {run}, or choose another folder'
@@ -156,7 +158,7 @@ def submit(plan: Plan) -> Submission:
             (run / name).touch(mode=0o600)  # it contains a profile's variables
             (run / name).write_text(script, encoding="utf-8")
         for rung in plan.rungs:
-            jobs.append(sbatch(run / f"{FOLDER}/trial-{rung.shape.ranks}.sh", _after(jobs, "afterok")))
+            jobs.append(sbatch(run / FOLDER / rung.file, _after(jobs, "afterok")))
         trials = len(jobs)
         for _ in range(max(1, plan.chain)):
             kind = "afterok" if len(jobs) == trials else "afterany"

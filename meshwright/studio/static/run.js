@@ -1,4 +1,4 @@
-// The details of one run: prediction, memory, notes, logs, samples, events and job.
+// The details of one run: rehearsal or prediction, memory, notes, logs, samples, events and job.
 import { $, SILENT, ask, h, number } from "./dom.js";
 import { bindFigures } from "./hover.js";
 import { beginNotes, showNote } from "./notes.js";
@@ -52,6 +52,7 @@ async function details(wanted, list) {
     $("memory").innerHTML = $("memory").dataset.shown = run.memory;  // drawn and escaped by the server
     bindFigures($("memory"));
   }
+  if ($("rehearsal").dataset.shown !== run.rehearsal) $("rehearsal").innerHTML = $("rehearsal").dataset.shown = run.rehearsal;  // likewise
   $("run-job").textContent = run.job;
   $("samples").hidden = !run.samples.length;
   document.querySelector("#samples div").replaceChildren(...run.samples.flatMap(sample => [h("h3", {}, sample.name), h("pre", { tabindex: 0 }, sample.text)]));
@@ -61,7 +62,8 @@ async function details(wanted, list) {
   $("log").replaceChildren(...run.logs.map(each => h("option", { selected: each === rank }, each)));
   if ($("log").value !== rank) log = null;
   tail();
-  if (before !== [wanted, now.state].join()) showPredicted(wanted);
+  if (now.kind === "rehearsal") $("predicted").replaceChildren();  // the plan is in its pictures
+  else if (before !== [wanted, now.state].join()) showPredicted(wanted);
 }
 
 function eventRow({ kind, time, elapsed_s, ...more }) {

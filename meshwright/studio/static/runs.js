@@ -39,7 +39,7 @@ function begin() {
   figures = CHARTS.map(chart => h("figure", { class: `chart live ${chart.wide ? "wide" : "half"}`, "data-field": chart.field }));
   $("charts").append(...figures);
   $("find").addEventListener("input", showList);
-  $("all").addEventListener("click", () => { drawn = visible().map(run => run.name); changed(); });
+  $("all").addEventListener("click", () => { drawn = visible().filter(run => run.kind !== "rehearsal").map(run => run.name); changed(); });
   $("none").addEventListener("click", () => { drawn = []; changed(); });
   $("axis").addEventListener("change", event => { axis = event.target.value; curves = {}; changed(); });
   $("look").addEventListener("change", () => { remember(); showCurves(); });
@@ -81,7 +81,7 @@ async function poll() {
       if (answer.error) throw new Error(answer.error);
       list = answer.runs;
       assign(list.map(run => run.name), answer.folder);
-      if (drawn === null) drawn = list.slice(0, FEW).map(run => run.name);
+      if (drawn === null) drawn = list.filter(run => run.kind !== "rehearsal").slice(0, FEW).map(run => run.name);
       const incomplete = await fetchCurves();
       showList();
       showCurves();
@@ -123,7 +123,7 @@ const listed = () => list.map(run => run.name).filter(name => drawn.includes(nam
 function showList() {
   const focus = document.activeElement?.dataset?.key;
   document.querySelector("#list tbody").replaceChildren(...visible().map(run => h("tr", { "aria-selected": String(run.name === one.name()) },
-    h("td", {}, h("input", { type: "checkbox", "data-key": `draw ${run.name}`, "aria-label": `draw ${run.name}`, checked: drawn.includes(run.name), onchange: event => {
+    h("td", {}, run.kind === "rehearsal" ? null : h("input", { type: "checkbox", "data-key": `draw ${run.name}`, "aria-label": `draw ${run.name}`, checked: drawn.includes(run.name), onchange: event => {
       drawn = event.target.checked ? [...drawn, run.name] : drawn.filter(name => name !== run.name);
       changed();
     } })),
@@ -155,7 +155,8 @@ function showCurves() {
 }
 
 async function open(name) {
-  if (!drawn.includes(name)) drawn = [...drawn, name];
+  const kind = list.find(run => run.name === name)?.kind;
+  if (!drawn.includes(name) && kind !== "rehearsal") drawn = [...drawn, name];  // which has no curves
   await one.open(name, list);
   await changed();
   if (one.name() === name && !one.fault()) reveal("run-title");

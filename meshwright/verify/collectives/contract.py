@@ -1,8 +1,9 @@
 """The collective contract of a layout: what the ranks' records show, and what violates it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from meshwright.verify.collectives.distinct import Calls, distinct, merged
 from meshwright.verify.collectives.nccl import refused
 from meshwright.verify.collectives.order import collectives_differ, creations_differ, messages_differ
 from meshwright.verify.collectives.record import Record
@@ -19,11 +20,18 @@ class Contract:
     groups: int
     """Process groups on which something was issued."""
     violations: tuple[str, ...]
+    calls: Calls
+    """What was issued, each distinct call once."""
 
     @property
     def ok(self) -> bool:
         """Whether nothing violates it."""
         return not self.violations
+
+    def also(self, other: "Contract") -> "Contract":
+        """With the violations and distinct calls of the same layout in another number format."""
+        violations = tuple(dict.fromkeys(self.violations + other.violations))
+        return replace(self, violations=violations, calls=merged([self.calls, other.calls]))
 
 
 def prove(records: Sequence[Record]) -> Contract:
@@ -43,6 +51,7 @@ def prove(records: Sequence[Record]) -> Contract:
         operations=len(operations),
         groups=len({(operation.group, operation.ranks) for operation in operations}),
         violations=tuple(dict.fromkeys(violations + refused(records))),
+        calls=distinct(records),
     )
 
 

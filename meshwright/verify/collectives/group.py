@@ -7,7 +7,7 @@ pipelines' messages, objects. A TorchDispatchMode would miss calls from other th
 # mypy: disable-error-code="override, assignment"
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -79,13 +79,18 @@ FORMS = {
 """Every method that communicates, under all the names that torch versions give it."""
 
 
-def record_groups(folder: Path, rank: int) -> None:
-    """Make all process groups that this process creates from now on record in the folder.
+Makers = Mapping[str, Callable[..., Any]]
+"""How groups are created, by the name of their backend."""
 
-    Torch still calls them by the name of the requested backend. NCCL's are left as they are.
+
+def record_groups(folder: Path, rank: int, makers: Makers | None = None) -> Writer:
+    """Make all process groups that this process creates from now on record in the folder, while the writer is on.
+
+    Torch still calls them by the name of the requested backend. NCCL's are left as they are. `makers` are of further
+    backends.
     """
     writer, wanted = Writer(folder, rank), list[str]()
-    inner: dict[str, Callable[..., Any]] = {"gloo": gloo_group, staged.NAME: staged.StagedGroup}
+    inner: Makers = {"gloo": gloo_group, staged.NAME: staged.StagedGroup, **(makers or {})}
 
     def create(options: Any, backend_options: Any) -> dist.ProcessGroup:
         under = inner[wanted[-1]](options.store, options.group_rank, options.group_size, options.timeout)
@@ -110,6 +115,7 @@ def record_groups(folder: Path, rank: int) -> None:
 
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     replace_group_maker(recording)
+    return writer
 
 
 class RecordingGroup(staged.PythonGroup):
@@ -155,6 +161,8 @@ class RecordingGroup(staged.PythonGroup):
 
 def _recorded(name: str, form: _Form) -> Callable[..., Any]:
     def method(self: RecordingGroup, *arguments: Any, **named: Any) -> Any:
+        if not self._writer.on:
+            return getattr(self._inner, name)(*arguments, **named)
         given = (*arguments, *named.values())
         number = self._issued(form, given, given[-1] if given else None)
         return _Watched(getattr(self._inner, name)(*arguments, **named), self._writer, number)

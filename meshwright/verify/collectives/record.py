@@ -135,6 +135,8 @@ class Writer:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
+        self.on = True
+        """Whether operations are recorded; groups always are."""
         self._file = os.open(_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._lock = threading.Lock()  # autograd's threads issue operations too
         self._issued = 0
@@ -167,7 +169,12 @@ class Writer:
 
 def read(folder: Path, size: int) -> list[Record]:
     """The records of all ranks as written so far."""
-    return [Record(rank, list(_events(folder, rank))) for rank in range(size)]
+    return [read_one(folder, rank) for rank in range(size)]
+
+
+def read_one(folder: Path, rank: int) -> Record:
+    """One rank's record as written so far."""
+    return Record(rank, _events(folder, rank))
 
 
 def _events(folder: Path, rank: int) -> list[Event]:
