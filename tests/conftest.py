@@ -3,26 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import Cli, CommandResult
 
 # Before anything loads torch: a rank forked from a process whose OpenMP has threads waits for them for ever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-@dataclass
-class CommandResult:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-
-Cli = Callable[..., CommandResult]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import typer
-from conftest import Cli
+from command import Cli
 
 from meshwright.cli import app
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from conftest import Cli
+from command import Cli
 
 from meshwright.cli.rehearse_text import rehearsal_text
 from meshwright.rehearse import Rehearsal

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from command import Cli
 from rehearsals import ALONE, SHORT, WHOLE, rank, saved
 
 from meshwright.cli.rehearse_text import rehearsal_text
