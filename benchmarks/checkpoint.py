@@ -4,8 +4,9 @@
     python benchmarks/checkpoint.py --job demo --set run.device=cpu
 
 One process trains the job and saves every few steps, as `meshwright train` does: training pauses while the state
-is copied into host memory (pause), then a thread hashes, writes and syncs it (write). The first
-pause also allocates and page-locks the host's buffer. Where a save is due before the last is written, training waits
+is copied into host memory (pause), then a thread hashes, writes and syncs it (write). The host's
+buffers are allocated and page-locked in a thread after the first step: the slowest steps before the first save are
+reported, too. Where a save is due before the last is written, training waits
 for that one too (waited): --every avoids this. The step right after each save started is
 compared with the others. Then the same state goes through `torch.save` and fsync, during which nothing trains, and the
 last checkpoint is verified and loaded. GB/s is the checkpoint's size over the seconds; disks differ: name yours.
@@ -66,9 +67,8 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
     training = make_trainer(job, corpus, engine, weights, recorder, recorder, world)
     buffers = lambda size: host_buffer(size, torch.uint8, device)  # noqa: E731
     saver = Saver(job, Lease.claim(run), recorder.event, recorder.message, buffers)
-    training.keep(saver)
+    training.saver = saver
     training.run()
-    saver.finish(steps, training.capture)
 
     saved = [event for event in recorder.events if event["kind"] == "checkpoint"]
     during, between = split(recorder.rows, [event["step"] for event in saved])
@@ -93,6 +93,7 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
         "waited_s": [event["waited_s"] for event in saved],
         "write_s": round(write_s, 3),
         "gb_per_s": round(size / write_s / 1e9, 3),
+        "slowest_steps_before_the_first_save_s": sorted(before_first(recorder.rows, saved[0]["step"]))[-3:],
         "step_s_otherwise": round(statistics.median(between), 4),
         "step_s_after_a_save_began": round(statistics.median(during), 4),
         "torch_save_s": [round(seconds, 3) for seconds in plain],
@@ -100,6 +101,11 @@ def measure(job_name: str, overrides: list[str], folder: Path, saves: int, every
         "verify_s": round(verified - loading, 3),
         "load_s": round(time.perf_counter() - verified, 3),
     }
+
+
+def before_first(rows: list[dict[str, Any]], saved: int) -> list[float]:
+    """Step times up to the first save, without those of the first two steps."""
+    return [round(row["step_s"], 4) for row in rows if 2 < row["step"] <= saved]
 
 
 def split(rows: list[dict[str, Any]], saved: list[int]) -> tuple[list[float], list[float]]:

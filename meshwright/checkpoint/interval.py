@@ -17,6 +17,11 @@ class Interval:
         self._last = time.monotonic()
         self._auto_s = FIRST_AUTO_S
 
+    @property
+    def will_save(self) -> bool:
+        """Whether checkpoints are saved before the run ends."""
+        return bool(self._settings.every_steps or self._settings.every_minutes or self._settings.auto)
+
     def due_at(self, step: int) -> bool:
         """Whether the step's number calls for a checkpoint."""
         every = self._settings.every_steps or 0

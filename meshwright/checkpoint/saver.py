@@ -72,7 +72,7 @@ class Saver:
         self._event, self._message = event, message
         self._rank, self._ranks, self._sums = rank, ranks, sums
         self._flush, self._alive = flush, alive
-        self._staging = Staging(allocate)
+        self._staging, self._prepared = Staging(allocate), False
         mtbf_hours = job.cluster.mtbf_hours
         self._interval = Interval(self._settings, None if mtbf_hours is None else 3600.0 * mtbf_hours)
         self._save: _Save | None = None
@@ -106,10 +106,12 @@ class Saver:
         return self._due or self._interval.due_at(step)
 
     def after_step(self, step: int, capture: Callable[[], State]) -> None:
-        """Start a save if one is due."""
+        """Start a save if one is due; after the first step, prepare for it in the background."""
         if self.due(step):
             self._begin(capture)
-        self._due = False
+        elif not self._prepared and self._interval.will_save:
+            self._run(self._prepare, [part.values.nbytes for part in capture().parts])
+        self._prepared, self._due = True, False
 
     def finish(self, step: int, capture: Callable[[], State]) -> Path:
         """Save the last state unless that was done, and wait until it is safe; if the disk is full, wait for space."""
@@ -158,6 +160,11 @@ class Saver:
         self._interval.saved()
         self._save = save
         self._run(self._write, save, staged, state.held)
+
+    def _prepare(self, sizes: Sequence[int]) -> None:
+        """In a thread: the memory for copies, which for a large state takes seconds to allocate and page-lock."""
+        with suppress(Exception):  # the first save tries again and reports it
+            self._staging.prepare(sizes)
 
     def _write(self, save: _Save, parts: list[Part], held: Sequence[str]) -> None:
         """In the writing thread: this rank's share."""

@@ -35,13 +35,14 @@ class Reports:
 def make_saver(run: Path, told: Reports | None = None, lease: Lease | None = None, **settings: Any) -> Saver:
     told = told or Reports()
     callbacks = {name: settings.pop(name) for name in ("flush", "alive") if name in settings}
+    allocate = settings.pop("allocate", lambda size: torch.empty(size, dtype=torch.uint8))
     job = Job.model_validate({"checkpoint": {"keep_last": 100, **settings}, "cluster": {"mtbf_hours": 1.0}})
     return Saver(
         job,
         lease or Lease.claim(run),
         told.event,
         told.messages.append,
-        lambda size: torch.empty(size, dtype=torch.uint8),
+        allocate,
         **callbacks,
     )
 

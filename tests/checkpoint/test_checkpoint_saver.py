@@ -13,7 +13,17 @@ import pytest
 import torch
 from checkpoint_states import Reports, make_saver, save_model, state_of, tiny
 
-from meshwright.checkpoint import Checkpoint, Fenced, Lease, Saver, checkpoint_path, checkpoints, newest, surplus
+from meshwright.checkpoint import (
+    Checkpoint,
+    Fenced,
+    Lease,
+    Saver,
+    checkpoint_path,
+    checkpoints,
+    newest,
+    staging,
+    surplus,
+)
 from meshwright.checkpoint.interval import Interval
 from meshwright.cost import best_interval_s
 from meshwright.errors import UserError
@@ -40,6 +50,38 @@ def hold_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     write = module.write_share
     monkeypatch.setattr(module, "write_share", lambda *given: gate.wait(10) and write(*given))
     return gate
+
+
+def test_memory_for_copies_is_allocated_beside_the_first_steps_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[tuple[str, int]] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        allocated.append((threading.current_thread().name, size))
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(staging, "PIECE_BYTES", 4096)
+    model, saver = tiny(1), make_saver(tmp_path, every_steps=3, allocate=allocate)
+    for step in (1, 2):
+        saver.after_step(step, lambda: state_of(model, 1))
+    wait(saver)
+    prepared = list(allocated)
+    assert len(prepared) > 3 and {name for name, _ in prepared} == {"checkpoint"}
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    assert sum(size for _, size in prepared) >= sum(parameter.nbytes for parameter in model.parameters())
+    assert max(size for _, size in prepared) <= max(largest + staging.ALIGNED_BYTES, 4096)
+    saver.after_step(3, lambda: state_of(model, 3))
+    wait(saver)
+    assert allocated == prepared
+    saved = newest(tmp_path)
+    assert all(torch.equal(saved.whole(f"model/{name}"), parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_run_that_only_saves_its_end_prepares_nothing(tmp_path: Path) -> None:
+    saver = make_saver(tmp_path)
+    saver.after_step(1, lambda: pytest.fail("the state is not needed"))
+    assert saver._thread is None
 
 
 def test_what_is_saved_is_the_state_at_its_step_not_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

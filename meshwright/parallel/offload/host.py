@@ -55,7 +55,8 @@ def host_buffer(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     buffer = torch.empty(elements, dtype=dtype)
     buffer.zero_()  # pages that exist, touched by all threads at once, are locked much faster
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    with torch.cuda.device(device):  # a thread of its own would start on the first GPU
+        error = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     if int(error) != 0:
         slow = "copies to and from it will block the computation"
         warnings.warn(f"{buffer.nbytes} bytes of host memory cannot be page-locked ({error}); {slow}", stacklevel=2)
