@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,11 +155,16 @@ def _with_data(job: Job) -> tuple[Job, Corpus, tuple[str, ...]]:
         return job, open_corpus(job), (f"tokens are synthetic, since the job's data cannot be read here: {error}",)
 
 
-def run_measured(job: Job, corpus: Corpus, world: World, watch: Watch) -> Trainer:
-    """As `bench` does: the loader's processes first, then the model, then the loop, which the watch is attached to."""
+def run_measured(
+    job: Job, corpus: Corpus, world: World, watch: Watch, attention: dict[str, Any] | None = None
+) -> Trainer:
+    """As `bench` does: the loader's processes first, then the model, then the loop, which the watch is attached to.
+
+    `attention` is the kernel that `choose_attention` has chosen before; without it the fastest is measured here.
+    """
     loader = training_loader(job, corpus, world)
     loader.start()
-    choose_attention(job, World(world.device))  # rank 0 measures for all, and is not here
+    choose_attention(job, World(world.device), attention)  # rank 0 measures for all, and is not here
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, watch, watch, world)
     training._overflowed = lambda *numbers: False  # type: ignore[method-assign]
