@@ -55,6 +55,8 @@ class Settings:
     gpus_per_node: int = 8
     limit_bytes: int | None = None
     """What the allocator may take of the device, where the cluster's devices have less than this one."""
+    checkpoint: bool = True
+    """Whether the rank also writes its share of a checkpoint, which takes up to 12 bytes per parameter on the disk."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def rehearse_rank(job: Job, rank: int, alike: int, settings: Settings) -> Rehear
         except torch.OutOfMemoryError as error:
             return Rehearsed(_out_of_memory(job, world, alike, error), device_name(device), warnings, limited)
         operations = read_one(Path(folder), rank).operations
-        saved_bytes, saved_s, why_not = _write_checkpoint(job, training, Path(folder))
+        saved_bytes, saved_s, why_not = (None, None, None)
+        if settings.checkpoint:
+            saved_bytes, saved_s, why_not = _write_checkpoint(job, training, Path(folder))
     warnings += tuple(dict.fromkeys(watch.messages)) + (() if why_not is None else (why_not,))
     if job.run.compile and device.type == "cpu":
         warnings += ("memory is of weights, gradients and states only: compiled code on a CPU shows no activations",)
