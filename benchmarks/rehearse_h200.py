@@ -1,15 +1,18 @@
 """One rank of large jobs on one GPU: planned memory and compute against the rehearsed ones.
 
-    python benchmarks/rehearse_h200.py [--only TEXT] [--seconds S] [--out FILE]
+    python benchmarks/rehearse_h200.py [--only TEXT]… [--seconds S] [--out FILE]
     python benchmarks/rehearse_h200.py --tiny           # the same on a CPU in seconds: shows that the script runs
 
 Every line is `meshwright rehearse --rank R` in its own process: the rank at full size with the other ranks' messages
 replaced, synthetic tokens, bf16 compute with fp32 masters, AdamW. A step has only --micro-batches micro-batches per
-rank (with a pipeline a multiple of its length where the schedule needs it), which changes neither the peak nor the time
-of one; the plan is asked about the same step. Memory is the allocator's peak against the planned terms' sum, reserved
+rank (with a pipeline at least as many as it has stages), which changes neither the peak nor the time of one; the plan
+is asked about the same step. No checkpoint is written unless --checkpoint says so: shares of up to 43 GB go through the
+temporary folder. Memory is the allocator's peak against the planned terms' sum, reserved
 memory is shown with it. Compute is the median step, in which messages take no time, against the plan for this GPU with
-links without limit: of a pipeline rank its forwards and backwards by the schedule's actions, each waited for. No
-process is started after --seconds.
+links without limit: of a pipeline rank its forwards and backwards by the schedule's actions, each waited for.
+
+--out gets one JSON line per rank as soon as it is measured; its lines so far are in the errors at the end too, so that
+the rest can be measured by another call with the same file. No process is started after --seconds.
 """
 
 import argparse
@@ -91,9 +94,9 @@ def main() -> None:
     """Rehearse every line, print as results come, write after each one."""
     asked = parse()
     print(__doc__)
-    began, rows = time.monotonic(), list[dict[str, Any]]()
+    began, rows = time.monotonic(), read_lines(asked.out)
     for name, (fields, pipeline_rank) in LINES.items():
-        if asked.only not in name:
+        if asked.only and not any(text in name for text in asked.only):
             continue
         if time.monotonic() - began > asked.seconds:
             print(f"{name}: no time left", flush=True)
@@ -101,7 +104,8 @@ def main() -> None:
         row = {"line": name, **measured(tiny(fields) if asked.tiny else fields, pipeline_rank, asked)}
         rows.append(row)
         print(f"{name}: {shown(row)}", flush=True)
-        asked.out.write_text(json.dumps(report(asked, rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with asked.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **how(asked)}, ensure_ascii=False) + "\n")
     for sentence in errors(rows):
         print(sentence)
 
@@ -109,16 +113,17 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """The command's arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="lines whose name contains this")
-    parser.add_argument("--seconds", type=float, default=1500.0)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--only", action="append", help="lines whose name contains this; may be repeated")
+    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--checkpoint", action="store_true", help="also write the rank's share of a checkpoint")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--compile", action="store_true", help="compiled blocks")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "rehearse_h200.json")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "rehearse_h200.jsonl")
     asked = parser.parse_args()
     if asked.tiny and asked.out == parser.get_default("out"):
-        asked.out = Path(tempfile.gettempdir()) / "rehearse_tiny.json"
+        asked.out = Path(tempfile.mkdtemp()) / "rehearse_tiny.jsonl"
     return asked
 
 
@@ -144,7 +149,7 @@ def measured(fields: Fields, pipeline_rank: int, asked: argparse.Namespace) -> d
         pipeline_rank = min(pipeline_rank, job.layout.pp - 1)
         rank = first_rank(job, pipeline_rank)
         command = [sys.executable, "-m", "meshwright", "rehearse", str(file), "--rank", str(rank), "--out", str(out)]
-        command += ["--steps", str(asked.steps)]
+        command += ["--steps", str(asked.steps), "--checkpoint" if asked.checkpoint else "--no-checkpoint"]
         began = time.monotonic()
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -162,7 +167,7 @@ def measured(fields: Fields, pipeline_rank: int, asked: argparse.Namespace) -> d
 def job_text(fields: Fields, asked: argparse.Namespace) -> str:
     """The job as TOML, with as many micro-batches per rank as asked for."""
     layout = fields["layout"]
-    micro_batches = max(asked.micro_batches, 2 * layout.get("pp", 1) if layout.get("pp", 1) > 1 else 1)
+    micro_batches = max(asked.micro_batches, layout.get("pp", 1))
     batch = {**fields["batch"]}
     micro_batches = min(micro_batches, batch.pop(MOST, micro_batches))
     batch["global_batch"] = batch["micro_batch"] * layout.get("dp_shard", 1) * micro_batches
@@ -252,11 +257,16 @@ def errors(rows: list[dict[str, Any]]) -> list[str]:
     return sentences
 
 
-def report(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is written: how it was measured, and every line."""
+def how(asked: argparse.Namespace) -> dict[str, Any]:
+    """When and how a line was measured."""
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     settings = {"steps": asked.steps, "micro_batches": asked.micro_batches, "compile": asked.compile}
-    return {"measured": when, "how": __doc__, "settings": settings, "rows": rows, "errors": errors(rows)}
+    return {"measured": when, "settings": settings, "how": " ".join((__doc__ or "").split())}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What is in the file already."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":

@@ -24,7 +24,11 @@ from shapes import BALANCE_RATE, CLIP, DEFAULT, SETTINGS, Setting
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-DRIVERS = {"transformers": "transformers_trainer.py", "torchtitan": "torchtitan_train.py"}
+DRIVERS = {
+    "transformers": "transformers_trainer.py",
+    "torchtitan": "torchtitan_train.py",
+    "torchtitan-0.3": "torchtitan03_train.py",
+}
 SYSTEMS = ("ours", *DRIVERS)
 QUICK = {"setting": ["1b-untied-mb8"], "systems": list(SYSTEMS), "repeats": 1, "warmup": 4, "steps": 8}
 LIMIT_S = 600
@@ -42,7 +46,8 @@ def main() -> None:
             if any(row["state"] == "skipped" for row in rows if row["system"] == system and row["setting"] == name):
                 continue
             row = {"setting": name, "system": system, "repeat": repeat}
-            row |= measure(system, SETTINGS[name], asked.warmup, asked.steps, asked.set)
+            packages = asked.packages.get(system)
+            row |= measure(system, SETTINGS[name], asked.warmup, asked.steps, asked.set, packages)
             rows.append(row)
             print(f"{repeat} of {asked.repeats}  {name}  {system}: {said(row)}", flush=True)
             if asked.out:
@@ -60,14 +65,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="2 by default")
     parser.add_argument("--warmup", type=int, help="6 by default; the first steps compile")
     parser.add_argument("--steps", type=int, help="20 by default")
-    parser.add_argument("--quick", action="store_true", help="all three systems once, untied, fewer steps")
+    parser.add_argument("--quick", action="store_true", help="every system once, untied, fewer steps")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of our own job")
+    from_here = "packages of a system that come before all others, as two versions of torchtitan need it"
+    parser.add_argument("--packages", action="append", default=[], metavar="SYSTEM=FOLDER", help=from_here)
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every measurement")
     asked = parser.parse_args()
     usual = QUICK if asked.quick else {"repeats": 2, "warmup": 6, "steps": 20}
     for name, value in usual.items():
         if getattr(asked, name) is None:
             setattr(asked, name, value)
+    asked.packages = dict(each.split("=", 1) for each in asked.packages if "=" in each)
+    if any(system not in DRIVERS for system in asked.packages):
+        parser.error(f"--packages is SYSTEM=FOLDER with one of {', '.join(DRIVERS)}")
     if asked.warmup < 2 or min(asked.steps, asked.repeats) < 1:
         parser.error("--warmup must be at least 2, --steps and --repeats at least 1")
     return asked
@@ -82,8 +92,10 @@ def listed(text: str) -> list[str]:
     return names
 
 
-def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: Sequence[str]) -> Row:
-    """One process; what it measured, or why there is nothing."""
+def measure(
+    system: str, setting: Setting, warmup: int, steps: int, overrides: Sequence[str], packages: str | None = None
+) -> Row:
+    """One process; what it measured, or why there is nothing. A peer's `packages` are a folder that it imports from."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
@@ -92,6 +104,8 @@ def measure(system: str, setting: Setting, warmup: int, steps: int, overrides: S
             command = our_command(setting, warmup, steps, overrides)
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         else:
+            if packages is not None:
+                environment["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
             request = json.dumps({"setting": asdict(setting), "warmup": warmup, "steps": steps})
             command = [sys.executable, str(HERE / DRIVERS[system]), request, str(file)]
         try:

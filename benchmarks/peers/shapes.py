@@ -63,9 +63,9 @@ def _mixture(layers: int, micro_batch: int, *, forced: bool = False, qwen: bool 
 # requested), so by default each peer is compared as it is released: transformers tied, torchtitan untied.
 SETTINGS = {
     "1b-tied-mb8": _one_b(4096, 8, tied=True, systems=("ours", "transformers")),
-    "1b-untied-mb8": _one_b(4096, 8, tied=False, systems=("ours", "torchtitan")),
+    "1b-untied-mb8": _one_b(4096, 8, tied=False, systems=("ours", "torchtitan", "torchtitan-0.3")),
     "1b-tied-mb4": _one_b(4096, 4, tied=True, systems=("ours", "transformers")),
-    "1b-untied-mb4": _one_b(4096, 4, tied=False, systems=("ours", "torchtitan")),
+    "1b-untied-mb4": _one_b(4096, 4, tied=False, systems=("ours", "torchtitan", "torchtitan-0.3")),
     "1b-16k": _one_b(16384, 2, tied=False),
     "1b-32k": _one_b(32768, 1, tied=False),
     "8b-8k": Setting(

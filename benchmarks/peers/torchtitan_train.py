@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from torchtitan.models import llama3, qwen3
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
-from window import Window, kept_formats, read_request, synthetic_tokens
+from window import Window, kept_formats, one_process, read_request, synthetic_tokens
 
 NAME = "peers"
 
@@ -155,15 +153,6 @@ def job_of(setting: Setting, steps: int, folder: str) -> JobConfig:
     job.activation_checkpoint.mode = setting.recompute
     job.metrics.log_freq = 1_000_000  # logging waits for the device; it logs the first step in any case
     return job
-
-
-def one_process() -> None:
-    """The environment a launcher would give to the only rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -85,6 +87,15 @@ def read_request() -> tuple[Setting, Window, Path]:
     asked = json.loads(sys.argv[1])
     setting = Setting(**asked["setting"])
     return setting, Window(asked["warmup"], asked["steps"], setting.device), Path(sys.argv[2])
+
+
+def one_process() -> None:
+    """The environment a launcher would give to the only rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def synthetic_tokens(setting: Setting, sequences: int, length: int) -> torch.Tensor:

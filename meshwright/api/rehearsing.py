@@ -24,11 +24,13 @@ def rehearse(
     steps: int = 3,
     warmup: int = 2,
     profile: bool = False,
+    checkpoint: bool = True,
     report: Callable[[str], None] = lambda sentence: None,
 ) -> Rehearsal:
     """Run one rank of the job's world here, or with `each_stage` one of each kind, with the others' messages replaced.
 
-    Without a rank it is the one that the plan says is fullest. `report` is called with what is about to run.
+    Without a rank it is the one that the plan says is fullest. Without `checkpoint` none is written. `report` is called
+    with what is about to run.
     """
     from meshwright.launch.forked import can_fork, no_forks
     from meshwright.rehearse.run import rehearse as run
@@ -39,4 +41,4 @@ def rehearse(
     with nullcontext() if os.environ.get("OMP_NUM_THREADS") == "1" else no_forks():
         if not can_fork(given):
             require_installed(given)
-        return run(given, **asked, profile=profile, report=report)  # type: ignore[arg-type]
+        return run(given, **asked, profile=profile, checkpoint=checkpoint, report=report)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ EACH = typer.Option(False, "--each-stage", help="Run one rank of every kind: fir
 CLUSTER = typer.Option(
     None, "--cluster", help="Where the job will run: 64xh100, 16x8xa100-80gb; else the job's [cluster]."
 )
+CHECKPOINT = typer.Option(True, help="Whether to write the rank's share of a checkpoint to the temporary folder.")
 OUT = typer.Option(None, "--out", metavar="FOLDER", help="Save the rehearsal here, as a run folder of its own kind.")
 
 
@@ -24,6 +25,7 @@ def rehearse(
     warmup: int = typer.Option(2, "--warmup", min=2, help="Warm-up steps, not timed."),
     cluster: str | None = CLUSTER,
     profile: bool = typer.Option(False, "--profile", help="Also report which kernels take the time."),
+    checkpoint: bool = CHECKPOINT,
     out: Path | None = OUT,
     trust: bool = TRUST,
     as_json: bool = JSON,
@@ -44,7 +46,8 @@ def rehearse(
     asked = {"cluster": cluster, "rank": rank, "each_stage": each_stage, "steps": steps, "warmup": warmup}
     try:
         with stderr_console().status("rehearsing") as status:
-            found = run(loaded.job, **asked, profile=profile, report=status.update)  # type: ignore[arg-type]
+            options = {**asked, "profile": profile, "checkpoint": checkpoint}
+            found = run(loaded.job, **options, report=status.update)  # type: ignore[arg-type]
     except RehearsalFailed as failure:
         if "--debug" in sys.argv:
             print(failure.traceback, file=sys.stderr)

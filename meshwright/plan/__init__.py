@@ -19,7 +19,6 @@ from meshwright.plan.explain import (
     usual_batch_tokens,
     why_not,
 )
-from meshwright.plan.kernels import kernel_rates
 from meshwright.plan.largest import KINDS as LARGEST_KINDS
 from meshwright.plan.largest import Kind, Largest, Within, in_parameters, largest
 from meshwright.plan.machine import (
@@ -94,7 +93,6 @@ __all__ = [
     "in_kwh",
     "in_parameters",
     "job_text",
-    "kernel_rates",
     "largest",
     "layout_words",
     "limit",

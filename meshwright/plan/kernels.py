@@ -12,7 +12,7 @@ from meshwright.hardware import Gpu, is_known, peak_flops
 from meshwright.hardware.profile import ProductKind
 from meshwright.plan.measured import Measured
 from meshwright.plan.operations import Operations
-from meshwright.plan.rates import Rates, rates_of
+from meshwright.plan.rates import Rates
 
 # Output tiles cuBLAS chooses from and the share of the ceiling a full multiprocessor reaches with each: a smaller tile
 # reads its operands more often for the same product.
@@ -84,17 +84,6 @@ def device_of(gpu: Gpu, rates: Rates, compute: str, measured: Measured | None = 
         _KERNEL_S if measured is None else max(_KERNEL_S, measured.profile.kernel_s or 0.0),
         measured,
     )
-
-
-def kernel_rates(gpu: Gpu, compute: str) -> dict[str, float]:
-    """What a GPU of the table does per second by kind of kernel, without any profile: FLOPs of products and of fused
-    attention, bytes of all others. Ratios of two GPUs' rates say how much faster one is."""
-    device = device_of(gpu, rates_of(gpu), compute)
-    return {
-        "products": device.matmul_flops_per_s,
-        "attention": device.attention_flops_per_s[-1],
-        "memory": device.bytes_per_s,
-    }
 
 
 _TIMES: dict[tuple[Device, bool, str], dict[Sizes, float]] = {}

@@ -1,4 +1,4 @@
-"""A rehearsal on another GPU than the cluster's: its compute at the rates that the planner knows of both."""
+"""A rehearsal on another GPU than the cluster's: its compute at the rates that the planner has of both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,12 +8,12 @@ from meshwright.hardware import find_gpu, gpu_by_key
 from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.plan import kernel_rates, predict
+from meshwright.plan import predict
 from meshwright.rehearse.result import RehearsedRank
 
 _PASSES = ("forward", "loss", "backward", "forward and backward")
 _UPDATE = ("reduce", "optimizer")
-_KINDS = ("products", "attention", "memory")
+_KINDS, _UPDATES = ("products", "attention", "memory"), "update"
 
 
 def scaled_to(
@@ -21,8 +21,9 @@ def scaled_to(
 ) -> tuple[list[RehearsedRank], tuple[str, ...]]:
     """The ranks as the cluster's GPU would compute them, with a warning if that is not the one they ran on.
 
-    Products and attention scale by the rates of such kernels, all else on the GPU by memory bandwidth. Their shares of
-    a step are those of the measured kernels, or of the planned ones if none were recorded.
+    Each kind of kernel takes as many times as long as its plan for the other GPU says, with measured profiles of both
+    if there are any: a rank that computes as planned here computes as planned there. The kinds' shares of a step are
+    those of the measured kernels, or of the planned ones if none were recorded.
     """
     here, there = find_gpu(device), cluster.gpu or ""
     if (device == "CPU") != (there == CPU):
@@ -35,12 +36,12 @@ def scaled_to(
         return list(ranks), (
             f"{device} is not in the hardware table: its compute is taken as that of {there}, whatever their rates are",
         )
-    own, its = (kernel_rates(gpu, job.precision.compute) for gpu in (here, gpu_by_key(there)))
-    longer = {kind: own[kind] / its[kind] for kind in _KINDS}
-    scaled = [_scaled(rank, longer, _shares(job, cluster, here.key, rank)) for rank in ranks]
+    own, its = (_planned(job, cluster, gpu) for gpu in (here.key, there))
+    longer = {kind: its[kind] / own[kind] if own[kind] else 1.0 for kind in (*_KINDS, _UPDATES)}
+    scaled = [_scaled(rank, longer, _shares(rank, own)) for rank in ranks]
     words = ", ".join(f"{kind} × {longer[kind]:.2f}" for kind in _KINDS)
     return scaled, (
-        f"ranks were run on {here.key}, and the cluster has {there}: compute is scaled by the rates of both ({words})",
+        f"ranks were run on {here.key}, and the cluster has {there}: compute is scaled by the plans for both ({words})",
     )
 
 
@@ -52,7 +53,15 @@ def is_same_gpu(cluster: Cluster, device: str) -> bool:
     return here is not None and cluster.gpu is not None and here.key == gpu_by_key(cluster.gpu).key
 
 
-def _shares(job: Job, cluster: Cluster, gpu: str, rank: RehearsedRank) -> dict[str, float]:
+def _planned(job: Job, cluster: Cluster, gpu: str) -> dict[str, float]:
+    """Seconds of a step by kind of kernel as planned for a GPU, with those of the update."""
+    phases = predict(job, cluster.model_copy(update={"gpu": gpu})).phases
+    names = {"products": "products", "attention": "attention", "memory": "elementwise"}
+    found = {kind: sum(phases[f"{one} {name}"] for one in ("forward", "backward")) for kind, name in names.items()}
+    return {**found, _UPDATES: phases["optimizer"]}
+
+
+def _shares(rank: RehearsedRank, planned: Mapping[str, float]) -> dict[str, float]:
     """Seconds of forward and backward by kind of kernel, on the GPU they ran on."""
     if rank.kernels is not None:
         kinds: Mapping[str, float] = rank.kernels["kinds_s"]
@@ -62,14 +71,12 @@ def _shares(job: Job, cluster: Cluster, gpu: str, rank: RehearsedRank) -> dict[s
             "attention": kinds["attention"],
             "memory": sum(seconds for kind, seconds in kinds.items() if kind not in elsewhere),
         }
-    phases = predict(job, cluster.model_copy(update={"gpu": gpu})).phases
-    by_kind = {"products": "products", "attention": "attention", "memory": "elementwise"}
-    return {kind: sum(phases[f"{one} {name}"] for one in ("forward", "backward")) for kind, name in by_kind.items()}
+    return {kind: planned[kind] for kind in _KINDS}
 
 
 def _scaled(rank: RehearsedRank, longer: Mapping[str, float], shares: Mapping[str, float]) -> RehearsedRank:
     passes = sum(shares[kind] * longer[kind] for kind in _KINDS) / sum(shares.values())
-    times = dict.fromkeys(_PASSES, passes) | dict.fromkeys(_UPDATE, longer["memory"])
+    times = dict.fromkeys(_PASSES, passes) | dict.fromkeys(_UPDATE, longer[_UPDATES])
     phases = {name: seconds * times.get(name, 1.0) for name, seconds in rank.phases_s.items()}
     return replace(
         rank,

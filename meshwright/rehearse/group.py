@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.torch_private.processes import finished_work, replace_object_messages
-from meshwright.verify.staged import PythonGroup
+from meshwright.verify.staged import PythonGroup, finished
 
 NAME = "rehearsed"
 SPREAD = 0.035
@@ -70,7 +70,7 @@ class RehearsedGroup(PythonGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
             self._sum(tensor, opts)
-        return _finished(tensors)
+        return finished(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -79,7 +79,7 @@ class RehearsedGroup(PythonGroup):
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return _finished(tensors)
+        return finished(tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         return finished_work(None)
@@ -89,27 +89,27 @@ class RehearsedGroup(PythonGroup):
         for row, source in zip(outputs, inputs, strict=True):
             for output in row:
                 output.copy_(source)
-        return _finished(outputs)
+        return finished(outputs)
 
     @torch.no_grad()
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for row in outputs:
             for output, source in zip(row, inputs, strict=True):
                 output.copy_(source)
-        return _finished(outputs)
+        return finished(outputs)
 
     @torch.no_grad()
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         # Where the source is this rank's place in the output it is written over itself.
         output.view(self.size(), -1).copy_(source.reshape(1, -1).expand(self.size(), -1))
-        return _finished(output)
+        return finished(output)
 
     all_gather_single = _allgather_base  # its name since torch 2.13
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for output, source in zip(outputs, inputs, strict=True):
             self._allgather_base(output, source)
-        return _finished(outputs)
+        return finished(outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -118,20 +118,20 @@ class RehearsedGroup(PythonGroup):
         for output, row in zip(outputs, inputs, strict=True):
             output.copy_(row[self.rank()])
             self._sum(output, opts)
-        return _finished(outputs)
+        return finished(outputs)
 
     @torch.no_grad()
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         output.copy_(source.reshape(self.size(), -1)[self.rank()].view(output.shape))
         self._sum(output, opts)
-        return _finished(output)
+        return finished(output)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, source, opts)
-        return _finished(outputs)
+        return finished(outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -140,7 +140,7 @@ class RehearsedGroup(PythonGroup):
         for place, output in enumerate(outputs):
             source = inputs[place] if output.is_floating_point() else inputs[self.rank()]
             self._fill_rows(output.view(-1), source.reshape(-1))
-        return _finished(outputs)
+        return finished(outputs)
 
     @torch.no_grad()
     def alltoall_base(
@@ -151,7 +151,7 @@ class RehearsedGroup(PythonGroup):
         else:
             own = source.reshape(self.size(), -1)[self.rank()]
             output.view(self.size(), -1).copy_(own.expand(self.size(), -1))
-        return _finished(output)
+        return finished(output)
 
     all_to_all_single = alltoall_base
 
@@ -160,7 +160,7 @@ class RehearsedGroup(PythonGroup):
         for row in outputs:  # empty but on the root
             for output in row:
                 output.copy_(inputs[0])
-        return _finished(outputs)
+        return finished(outputs)
 
     @torch.no_grad()
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
@@ -169,16 +169,16 @@ class RehearsedGroup(PythonGroup):
                 output.copy_(inputs[place][self.rank()])
             else:
                 self._draw(output)
-        return _finished(outputs)
+        return finished(outputs)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
-        return _finished(tensors)
+        return finished(tensors)
 
     @torch.no_grad()
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         for tensor in tensors:
             self._draw(tensor)
-        return _finished(tensors)
+        return finished(tensors)
 
     @torch.no_grad()
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
@@ -208,12 +208,3 @@ class RehearsedGroup(PythonGroup):
         if tensor.device not in self._generators:  # its own: dropout and order stay those of the rank
             self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self.rank())
         tensor.uniform_(-SPREAD, SPREAD, generator=self._generators[tensor.device])
-
-
-def _finished(tensors: Any) -> Any:
-    """A finished operation's handle. Gloo's keep their tensors as long as they live, NCCL's only until they are
-    done."""
-    first = tensors
-    while isinstance(first, list | tuple):
-        first = first[0] if first else None
-    return finished_work(tensors if first is None or first.device.type == "cpu" else None)

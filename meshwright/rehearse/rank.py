@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,8 @@ class Settings:
     gpus_per_node: int = 8
     limit_bytes: int | None = None
     """What the allocator may take of the device, where the cluster's devices have less than this one."""
+    checkpoint: bool = True
+    """Whether the rank also writes its share of a checkpoint, which takes up to 12 bytes per parameter on the disk."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,9 @@ def rehearse_rank(job: Job, rank: int, alike: int, settings: Settings) -> Rehear
         except torch.OutOfMemoryError as error:
             return Rehearsed(_out_of_memory(job, world, alike, error), device_name(device), warnings, limited)
         operations = read_one(Path(folder), rank).operations
-        saved_bytes, saved_s, why_not = _write_checkpoint(job, training, Path(folder))
+        saved_bytes, saved_s, why_not = (None, None, None)
+        if settings.checkpoint:
+            saved_bytes, saved_s, why_not = _write_checkpoint(job, training, Path(folder))
     warnings += tuple(dict.fromkeys(watch.messages)) + (() if why_not is None else (why_not,))
     if job.run.compile and device.type == "cpu":
         warnings += ("memory is of weights, gradients and states only: compiled code on a CPU shows no activations",)
@@ -154,11 +159,16 @@ def _with_data(job: Job) -> tuple[Job, Corpus, tuple[str, ...]]:
         return job, open_corpus(job), (f"tokens are synthetic, since the job's data cannot be read here: {error}",)
 
 
-def run_measured(job: Job, corpus: Corpus, world: World, watch: Watch) -> Trainer:
-    """As `bench` does: the loader's processes first, then the model, then the loop, which the watch is attached to."""
+def run_measured(
+    job: Job, corpus: Corpus, world: World, watch: Watch, attention: dict[str, Any] | None = None
+) -> Trainer:
+    """As `bench` does: the loader's processes first, then the model, then the loop, which the watch is attached to.
+
+    `attention` is the kernel that `choose_attention` has chosen before; without it the fastest is measured here.
+    """
     loader = training_loader(job, corpus, world)
     loader.start()
-    choose_attention(job, World(world.device))  # rank 0 measures for all, and is not here
+    choose_attention(job, World(world.device), attention)  # rank 0 measures for all, and is not here
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, watch, watch, world)
     training._overflowed = lambda *numbers: False  # type: ignore[method-assign]

@@ -39,15 +39,18 @@ def rehearse(
     steps: int = 3,
     warmup: int = 2,
     profile: bool = False,
+    checkpoint: bool = True,
     report: Callable[[str], None] = lambda sentence: None,
 ) -> Rehearsal:
     """Run one rank of the job's world on this machine's device, or one of each kind, each in its own process.
 
-    Without a rank it is the one that the plan says is fullest. `report` is called with what is about to run.
+    Without a rank it is the one that the plan says is fullest. Without `checkpoint` none is written. `report` is called
+    with what is about to run.
     """
     size = _require_world(job, rank, each_stage, warmup)
     target = _target(job, cluster)
-    settings = Settings(steps, warmup, profile, 8 if target is None else target.gpus_per_node)
+    gpus_per_node = 8 if target is None else target.gpus_per_node
+    settings = Settings(steps, warmup, profile, gpus_per_node, checkpoint=checkpoint)
     kinds = kinds_of_ranks(job) if each_stage else [_asked(job, rank)]
     found: list[Rehearsed] = []
     for kind in kinds:

@@ -69,34 +69,34 @@ class StagedGroup(PythonGroup):
             plain = dist.AllreduceOptions()
             plain.reduceOp = opts.reduceOp
             self.allreduce([tensor], plain)
-        return _finished(tensors)
+        return finished(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._in_place(tensors, lambda host: self._gloo.broadcast(host, opts or dist.BroadcastOptions()))
 
     def barrier(self, opts: Any = None) -> Any:
         self._gloo.barrier(opts or dist.BarrierOptions()).wait()
-        return _finished(None)
+        return finished(None)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         host_outputs = [[_host(tensor) for tensor in row] for row in outputs]
         self._gloo.allgather(host_outputs, [_host(tensor) for tensor in inputs]).wait()
         for row, host_row in zip(outputs, host_outputs, strict=True):
             _copy_back(row, host_row)
-        return _finished(outputs)
+        return finished(outputs)
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         parts = [torch.empty(source.shape, dtype=source.dtype) for _ in range(self.size())]
         self._gloo.allgather([parts], [_host(source)]).wait()
         output.copy_(torch.cat([part.flatten() for part in parts]).view(output.shape))
-        return _finished(output)
+        return finished(output)
 
     all_gather_single = _allgather_base  # its name since torch 2.13
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for output, source in zip(outputs, inputs, strict=True):
             self._allgather_base(output, source)
-        return _finished(outputs)
+        return finished(outputs)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         whole = _host(source).clone()
@@ -105,14 +105,14 @@ class StagedGroup(PythonGroup):
             options.reduceOp = opts.reduceOp
         self._gloo.allreduce([whole], options).wait()
         output.copy_(whole.flatten().chunk(self.size())[self.rank()].view(output.shape))
-        return _finished(output)
+        return finished(output)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for output, source in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, source, opts)
-        return _finished(outputs)
+        return finished(outputs)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -120,7 +120,7 @@ class StagedGroup(PythonGroup):
         host_output = _host(output).clone()
         self._gloo.alltoall_base(host_output, _host(source), output_sizes, input_sizes, dist.AllToAllOptions()).wait()
         output.copy_(host_output)
-        return _finished(output)
+        return finished(output)
 
     all_to_all_single = alltoall_base
 
@@ -135,7 +135,7 @@ class StagedGroup(PythonGroup):
         host = [_host(tensor).clone() for tensor in tensors]
         run(host).wait()
         _copy_back(tensors, host)
-        return _finished(tensors)
+        return finished(tensors)
 
 
 class _Arriving(dist.Work):
@@ -160,5 +160,10 @@ def _copy_back(tensors: list[Tensor], host: list[Tensor]) -> None:
         tensor.detach().copy_(values)  # a pipeline receives into leaves of its graph
 
 
-def _finished(result: Any) -> Any:
-    return finished_work(result)
+def finished(tensors: Any) -> Any:
+    """A finished operation's handle. Gloo's keep their tensors as long as they live, NCCL's only until they are
+    done."""
+    first = tensors
+    while isinstance(first, list | tuple):
+        first = first[0] if first else None
+    return finished_work(tensors if first is None or first.device.type == "cpu" else None)

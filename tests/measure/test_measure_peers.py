@@ -52,6 +52,20 @@ def test_a_tiny_shape_is_measured_and_a_missing_peer_is_named(tmp_path: Path) ->
         assert "× transformers" in done.stdout
 
 
+def test_each_of_two_versions_of_a_peer_has_a_folder(tmp_path: Path) -> None:
+    for name in ("torchtitan", "torchtitan-0.3"):
+        package = tmp_path / name / "torchtitan"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"raise ImportError('this is {name}')")
+    out, systems = tmp_path / "out.json", ["torchtitan", "torchtitan-0.3"]
+    words = ["--setting", "tiny", "--repeats", "1", "--systems", ",".join(systems), "--out", str(out)]
+    words += [word for name in systems for word in ("--packages", f"{name}={tmp_path / name}")]
+    done = subprocess.run([sys.executable, str(PEERS / "run.py"), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["settings"]["tiny"]["systems"]
+    assert {name: each["why"] for name, each in found.items()} == {name: f"this is {name}" for name in systems}
+
+
 def test_ratios_are_of_medians_and_only_of_the_same_model(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def row(system: str, tokens_per_s: float, gib: int, parameters: int = 7) -> dict[str, Any]:
         measured = {"tokens_per_s": tokens_per_s, "peak_memory_bytes": gib * 2**30, "parameters": parameters}

@@ -60,12 +60,16 @@ def test_what_cannot_be_rehearsed_is_refused(cli: Any, pipeline: Path, words: li
     assert done.code == 2 and sentence in done.err, done.err
 
 
-def test_data_that_is_elsewhere_is_replaced_and_said(pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_is_elsewhere_is_replaced_and_checkpoints_left_out(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(pipeline.parent)
     job = load_job("job.toml", ['data.sources=["nowhere"]']).job
-    [warning] = meshwright.rehearse(job, steps=1, rank=0).warnings
+    found = meshwright.rehearse(job, steps=1, rank=0, checkpoint=False)
+    [warning] = found.warnings
     assert warning.startswith("tokens are synthetic, since the job's data cannot be read here: ")
     assert "nowhere" in warning
+    assert found.ranks[0].checkpoint_bytes is None and found.ranks[0].checkpoint_s is None
 
 
 TORCHS = (
