@@ -4,12 +4,13 @@ There is no Kubernetes here; `pods.py` says what stands in for it.
 """
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import container_start, free_port, processes
+from pods import container_start, free_port, nodes
 
 from meshwright.job import load_job
 from meshwright.launch.kubernetes import manifests, request_of
@@ -54,14 +55,14 @@ def lines(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["jobset", "pytorchjob"])
 def test_two_pods_train_save_on_sigterm_and_resume(site: str, tmp_path: Path, kind: str) -> None:
     run = tmp_path / "volume/runs/two"
-    with processes(tmp_path) as pods:
+    with nodes(tmp_path) as pods:
         document, starts = two_pods(site, kind, 10**6, tmp_path)
         for start in starts:
             pods.start(*start)
         pods.until(lambda: len(lines(run / "metrics.jsonl")) > 3)
         # Deleting a JobSet signals every pod, a drained machine only its own.
-        for one in pods.running if kind == "jobset" else pods.running[1:]:
-            one.send_signal(signal.SIGTERM)
+        for pid in pods.pids if kind == "jobset" else pods.pids[1:]:
+            os.kill(pid, signal.SIGTERM)
         codes = pods.codes()
         saved = max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
         assert lines(run / "metrics.jsonl")[-1]["step"] == saved > 3, pods.output()
@@ -79,3 +80,13 @@ def test_two_pods_train_save_on_sigterm_and_resume(site: str, tmp_path: Path, ki
         assert pods.codes() == [0, 0], pods.output()
     assert [row["step"] for row in lines(run / "metrics.jsonl") if "loss" in row] == list(range(1, saved + 3))
     assert {row["attempt"] for row in lines(run / "metrics.jsonl")} == {0, 1}
+
+
+def test_a_node_that_cannot_see_the_run_folder_says_so(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.launch.multi_node.MEETING_S", 0.0)
+    node = ["--nproc", "1", "--nodes", "2", "--node-rank", "1", "--master", "127.0.0.1:1"]
+    told = cli("train", SMALL, "--resume", "--set", "layout.dp_replicate=2", *node)
+    assert told.code == 2 and len(told.err.splitlines()) == 1
+    assert (
+        'run.folder = "run" did not appear here within 0 s; the first machine creates it: use a disk that' in told.err
+    )
