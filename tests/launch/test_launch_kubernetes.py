@@ -5,6 +5,7 @@ No cluster is involved; schemas/README.md says where the schemas are from.
 
 import copy
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,28 @@ def test_what_ends_a_run_and_what_restarts_it(site: str) -> None:
     assert job["backoffLimit"] == 0 and job["completions"] == job["parallelism"] == 2
     assert made(site, "pytorchjob")[1]["spec"]["runPolicy"]["backoffLimit"] == 6
     assert made(site, "rayjob")[1]["spec"]["backoffLimit"] == 3
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_ray_job_s_script(site: str, tmp_path: Path, continues: bool, state: str) -> None:
+    """Its words and its exit code; `python` is a stand-in that writes down its words, no Ray is involved."""
+    config, document = made(site, "rayjob")
+    assert document["spec"]["entrypoint"] == "bash /etc/meshwright/ray.sh"
+    text = config["data"]["ray.sh"]
+    (run := tmp_path / "volume" / "run").mkdir(parents=True)
+    if continues:
+        (run / "job.resolved.json").touch()
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh\necho "$*" >>{tmp_path}/words\necho '  "state": "{state}",'\n""")
+    python.chmod(0o755)
+    script = text.replace("/mnt/meshwright/run", str(run))
+    done = subprocess.run(["bash", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, stdout=subprocess.DEVNULL)
+    assert (done.returncode == 0) == (state == "done")
+    first, *rest = (tmp_path / "words").read_text().replace("-m meshwright ", "").splitlines()
+    new = f"submit /etc/meshwright/job.toml --on ray --set run.folder={run}"
+    assert first == (f"submit {run} --on ray" if continues else new)
+    assert rest == [f"logs {run} --follow", f"status {run}", f"status {run} --json"]
 
 
 @pytest.mark.parametrize(

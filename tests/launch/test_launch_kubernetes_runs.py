@@ -34,8 +34,16 @@ class Cluster:
         found = json.loads((self.folder / file).read_text())
         (self.folder / file).write_text(json.dumps({**found, "status": status}))
 
-    def set_pod(self, number: int, phase: str, container: dict[str, Any] | None = None, **status: Any) -> None:
-        about = {"name": f"two-node-0-{number}-x", "labels": {"batch.kubernetes.io/job-completion-index": str(number)}}
+    def set_pod(
+        self,
+        number: int,
+        phase: str,
+        container: dict[str, Any] | None = None,
+        labels: dict[str, str] | None = None,
+        **status: Any,
+    ) -> None:
+        index = {"batch.kubernetes.io/job-completion-index": str(number)}
+        about = {"name": f"two-node-0-{number}-x", "labels": labels or index}
         state = [] if container is None else [container]
         pod = {
             "metadata": about,
@@ -51,7 +59,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     folder.mkdir()
     kubectl = tmp_path / "bin" / "kubectl"
     kubectl.parent.mkdir()
-    kubectl.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parent}/fake_kubectl.py "$@"\n')
+    quick = 'case "$*" in *apply*) quick= ;; *) quick="-S -E" ;; esac'  # no packages, of which only apply needs one
+    kubectl.write_text(
+        f'#!/bin/sh\n{quick}\nexec {sys.executable} $quick {Path(__file__).parent}/fake_kubectl.py "$@"\n'
+    )
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{kubectl.parent}:/usr/bin:/bin")
     monkeypatch.setenv("FAKE_CLUSTER", str(folder))
@@ -140,6 +151,11 @@ def test_the_other_kinds(cli, cluster: Cluster, kind: str, file: str) -> None:
     assert state_of(cli)[0] == "pending"
     cluster.set_status(f"{file}.two.json", **ended)
     assert state_of(cli)[0] == "done"
+    cluster.set_pod(0, "Running", labels={"ray.io/node-type": "head"} if kind == "rayjob" else None)
+    cluster.fail("exec", "error: gone")
+    assert cli("cancel", "kubernetes:two", "--wait", "5").code == 0
+    saved = ["exec", "two-node-0-0-x", "-c", "meshwright", "--", "python", "-m", "meshwright", "cancel"]
+    assert ([*saved, "/mnt/meshwright/runs/two", "--wait", "5"] in cluster.calls()) == (kind == "rayjob")
 
 
 def test_what_the_cluster_rejects_leaves_nothing(cli, cluster: Cluster) -> None:

@@ -3,12 +3,13 @@
 import shlex
 from collections.abc import Callable
 
-from meshwright.launch.kubernetes.pod import JOB_FILE, PORT, Table, metadata, pod, python, train_command, variable
+from meshwright.launch.kubernetes.pod import JOB_FILE, PORT, Table, metadata, pod, train_command, variable
 from meshwright.launch.kubernetes.request import Request
 from meshwright.launch.signals import REQUEUE
 
 KIND, FOLDER, STEPS = "meshwright/kind", "meshwright/run-folder", "meshwright/steps"
 """Annotations of the ConfigMap, by which `status` finds everything else."""
+_RAY_SCRIPT = "/etc/meshwright/ray.sh"
 
 
 def manifests(request: Request) -> list[Table]:
@@ -20,12 +21,9 @@ def manifests(request: Request) -> list[Table]:
 def _config_map(request: Request) -> Table:
     about = metadata(request, f"{request.name}-job")
     about["annotations"] = {KIND: request.kind, FOLDER: request.run, STEPS: str(request.steps)}
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": about,
-        "data": {JOB_FILE.rpartition("/")[2]: request.job},
-    }
+    files = {JOB_FILE: request.job, **({_RAY_SCRIPT: _ray_script(request)} if request.kind == "rayjob" else {})}
+    data = {path.rpartition("/")[2]: text for path, text in files.items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
 
 
 def _job_set(request: Request) -> Table:
@@ -97,8 +95,7 @@ def _pytorch_job(request: Request) -> Table:
 
 
 def _ray_job(request: Request) -> Table:
-    """A RayJob: a Ray cluster with one worker pod per node, and a driver on it that waits until the run ends."""
-    words = [*python(request), "submit", JOB_FILE, "--on", "ray", "--address", "auto", "--set"]
+    """A RayJob: a Ray cluster with one worker pod per node, and a script on its head that waits until the run ends."""
     share = {} if request.gpus else {"num-cpus": str(request.shape.ranks_per_node)}
     worker = {
         "groupName": "node",
@@ -117,9 +114,27 @@ def _ray_job(request: Request) -> Table:
         "kind": "RayJob",
         "metadata": metadata(request),
         "spec": {
-            "entrypoint": shlex.join([*words, f"run.folder={request.run}"]),
+            "entrypoint": f"bash {_RAY_SCRIPT}",  # a file, as its words pass through several shells
             "shutdownAfterJobFinishes": True,
             "backoffLimit": request.restarts,
             "rayClusterSpec": {"headGroupSpec": head, "workerGroupSpecs": [worker]},
         },
     }
+
+
+def _ray_script(request: Request) -> str:
+    """Submit the run to the Ray cluster around it, or continue it there, and wait; fails unless all steps are done."""
+    command = shlex.join([request.site.python or "python", "-m", "meshwright"])
+    trust = " --trust" if request.trust else ""  # of code that the submitted job named, and now the folder names
+    lines = [
+        f"run={shlex.quote(request.run)}",
+        'if [ -e "$run/job.resolved.json" ]; then',
+        f'  {command} submit "$run" --on ray{trust} || exit',
+        "else",
+        f'  {command} submit {JOB_FILE} --on ray --set run.folder="$run" || exit',
+        "fi",
+        f'{command} logs "$run" --follow',
+        f'{command} status "$run"',
+        f"""{command} status "$run" --json | grep -q '"state": "done"'""",
+    ]
+    return "\n".join(lines) + "\n"

@@ -23,18 +23,13 @@ def metadata(request: Request, name: str | None = None) -> Table:
     return {"name": name or request.name, **place, "labels": {**labels(request), **queue}}
 
 
-def python(request: Request) -> list[str]:
-    """How meshwright is started in the image."""
-    return [plain(request.site.python or "python"), "-m", "meshwright"]
-
-
 def train_command(request: Request, node_rank: str, alone: bool) -> list[str]:
     """The words that run a node's ranks; Kubernetes replaces $(NAME), so no shell comes between it and its SIGTERM.
 
     With `alone` the launcher for one machine is used, which restarts ranks and watches for hangs by itself.
     """
-    words = [*python(request), "train", JOB_FILE, "--resume", "--set", plain(f"run.folder={request.run}")]
-    words += ["--nproc", str(request.shape.ranks_per_node)]
+    words = [plain(request.site.python or "python"), "-m", "meshwright", "train", JOB_FILE, "--resume"]
+    words += ["--set", plain(f"run.folder={request.run}"), "--nproc", str(request.shape.ranks_per_node)]
     if alone:
         return words
     return [

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from meshwright.errors import UserError
 from meshwright.hardware import Kubernetes, Site, find_site
-from meshwright.job import LoadedJob
+from meshwright.job import LoadedJob, code_of
 from meshwright.job.sanitize import odd_character, secret_in, without_secrets
 from meshwright.launch.slurm import Shape
 from meshwright.launch.slurm.submit import shape_of
@@ -36,6 +36,8 @@ class Request:
     steps: int
     restarts: int
     """How many crashes do not end it."""
+    trust: bool
+    """Whether the job names code."""
     shape: Shape
     gpus: int
     """GPUs per node; 0 for a job on CPUs."""
@@ -91,6 +93,7 @@ def request_of(
         job=without_secrets(loaded.merged or loaded.raw),
         steps=loaded.job.run.steps,
         restarts=loaded.job.run.max_restarts,
+        trust=bool(code_of(loaded.job)),
         shape=shape,
         gpus=0 if loaded.job.run.device == "cpu" else shape.ranks_per_node,
         image=image,

@@ -10,7 +10,7 @@ from meshwright.errors import UserError
 from meshwright.launch.kubernetes.kubectl import Place
 from meshwright.launch.kubernetes.manifests import FOLDER, KIND, STEPS
 from meshwright.launch.kubernetes.request import KINDS, Request
-from meshwright.launch.slurm import Status
+from meshwright.launch.slurm import NoAnswer, Status
 from meshwright.launch.slurm.status import Word
 from meshwright.reading import printable
 
@@ -121,9 +121,15 @@ def logs(reference: str, rank: int | None, follow: bool) -> Iterator[str]:
 
 
 def cancel(reference: str, wait_s: float) -> Status:
-    """Delete what starts a run's pods: each gets SIGTERM and its grace period to save, and none restarts."""
+    """Delete what starts a run's pods: each gets SIGTERM and its grace period to save, and none restarts.
+
+    A run on Ray is cancelled in its head first: Ray does not pass the signal on to the ranks.
+    """
     place = Place.parse(reference)
     record = _record(place)
+    if record.kind == "rayjob" and (head := _first(_pods(place))) is not None:
+        with contextlib.suppress(NoAnswer):  # a cluster that is gone already has nothing to save
+            place.call(*_inside(head, "cancel", record.folder, "--wait", f"{wait_s:g}"), wait_s=wait_s + 60)
     place.call(
         *("delete", f"{record.resource}/{place.name}", "--ignore-not-found"),
         *("--cascade=foreground", "--wait=true", f"--timeout={max(1, round(wait_s))}s"),
@@ -158,6 +164,8 @@ def _first(pods: list[dict[str, Any]]) -> dict[str, Any] | None:
     def is_first(pod: dict[str, Any]) -> bool:
         about = pod.get("metadata", {})
         marks = {**(about.get("annotations") or {}), **(about.get("labels") or {})}
+        if "ray.io/node-type" in marks:
+            return bool(marks["ray.io/node-type"] == "head")
         number = marks.get("batch.kubernetes.io/job-completion-index", marks.get("training.kubeflow.org/replica-index"))
         return number == "0" and marks.get("training.kubeflow.org/replica-type", "master") == "master"
 
