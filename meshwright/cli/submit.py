@@ -1,4 +1,4 @@
-"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm cluster."""
+"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm cluster, or elsewhere with `--on`."""
 
 import shlex
 from dataclasses import asdict
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshwright.cli import submit_kubernetes as kubernetes
 from meshwright.cli.job import JOB, JSON, SET, TRUST
 
 if TYPE_CHECKING:
     from meshwright.launch.slurm import Status
 
+ON = typer.Option("slurm", "--on", metavar="PLACE", help="Where it runs: slurm, kubernetes or sky.")
 SITE = typer.Option(
     None, "--site", help="A known site such as leonardo, or your own profile file; by default the job's cluster.name."
 )
@@ -19,7 +21,9 @@ TIME = typer.Option(None, "--time", help="A job's time limit in Slurm's format, 
 ACCOUNT = typer.Option(None, "--account", help="The project to charge.")
 PARTITION = typer.Option(None, "--partition", help="A partition other than the one in the site's profile.")
 QOS = typer.Option(None, "--qos", help="Slurm's quality of service.")
-SIGNAL = typer.Option(300, "--signal-before", min=1, help="Seconds before the limit at which the run saves and exits.")
+SIGNAL = typer.Option(
+    300, "--signal-before", min=1, help="Seconds before the limit, or before a pod is killed, to save and exit in."
+)
 CHAIN = typer.Option(1, "--chain", min=1, help="Submit this many jobs in sequence, instead of requeueing one.")
 PER_RANK = typer.Option(False, "--per-rank", help="One Slurm task per rank, instead of torch's agent on every node.")
 CONTAINER = typer.Option(None, "--container", help="Run in this image.")
@@ -28,13 +32,19 @@ LADDER = typer.Option(
     False, "--ladder", help="First a rehearsal, then trials on 1 GPU, 1 node and 2 nodes; each must pass."
 )
 BUDGET = typer.Option(None, "--budget", min=0.0, help="With --ladder: GPU-hours the run may take.")
-DRY = typer.Option(False, "--dry-run", help="Only print the scripts; write and submit nothing.")
-RUN = typer.Argument(help="A run folder.")
+DRY = typer.Option(False, "--dry-run", help="Only print the scripts or manifests; submit nothing.")
+KIND = typer.Option(None, "--kind", help="On Kubernetes: jobset (the default), pytorchjob or rayjob.")
+NAMESPACE = typer.Option(None, "--namespace", help="On Kubernetes: the namespace; by default kubectl's.")
+VOLUME = typer.Option(None, "--volume", help="On Kubernetes and sky: the volume that all nodes share.")
+WRITE = typer.Option(None, "--write", metavar="FILE", help="On Kubernetes and sky: write the manifest; submit nothing.")
+FORCE = typer.Option(False, "--force", help="Overwrite the file of --write.")
+RUN = typer.Argument(help="A run folder, or kubernetes:NAMESPACE/NAME.")
 
 
 def submit(
     job: str = JOB,
     overrides: list[str] = SET,
+    on: str = ON,
     site: str | None = SITE,
     time: str | None = TIME,
     account: str | None = ACCOUNT,
@@ -47,6 +57,11 @@ def submit(
     options: list[str] = OPTION,
     ladder: bool = LADDER,
     budget: float | None = BUDGET,
+    kind: str | None = KIND,
+    namespace: str | None = NAMESPACE,
+    volume: str | None = VOLUME,
+    write: Path | None = WRITE,
+    force: bool = FORCE,
     dry_run: bool = DRY,
     trust: bool = TRUST,
     as_json: bool = JSON,
@@ -57,9 +72,16 @@ def submit(
     from meshwright.job import load_job
     from meshwright.launch.slurm import request_of
 
+    asked = kubernetes.Asked(kind, namespace, volume, write, force)
+    only = {"time": time, "account": account, "partition": partition, "qos": qos, "budget": budget is not None}
+    only |= {"chain": chain > 1, "per-rank": per_rank, "sbatch": bool(options), "ladder": ladder}
+    _require_place(on, asked.given() if on == "slurm" else [f"--{name}" for name, given in only.items() if given])
     if budget is not None and not ladder:
         raise UserError(f"--budget {budget:g} is checked by the trials; add --ladder")
     loaded = load_job(job, overrides, trust=trust)
+    if on in kubernetes.PLACES:
+        kubernetes.submit(on, loaded, asked, site, container, signal_before, dry_run, as_json)
+        return
     named = loaded.job.cluster.name
     foreign = loaded.from_run and loaded.origin("cluster.name") == "file" and not trust
     if site is None and foreign and Path(str(named)).is_file():
@@ -99,8 +121,20 @@ def submit(
     print(f"submitted {jobs} for {run}\nsee      meshwright status {run}\nscript   {run}/slurm/run.sh")
 
 
+def _require_place(on: str, options: list[str]) -> None:
+    """Refuse an unknown place, and options that the place does not have."""
+    from meshwright.errors import UserError
+
+    if on not in ("slurm", *kubernetes.PLACES):
+        raise UserError(f"--on {on} is not known; use slurm, {' or '.join(kubernetes.PLACES)}")
+    if options:
+        raise UserError(f"{options[0]} is not for --on {on}; leave it out")
+
+
 def status(
-    run: Path | None = typer.Argument(None, help="A run folder; with --all, the folder of many runs (runs)."),
+    run: Path | None = typer.Argument(
+        None, help="A run folder, or kubernetes:NAMESPACE/NAME; with --all, the folder of many runs (runs)."
+    ),
     every: bool = typer.Option(False, "--all", help="Every run of a folder, newest first."),
     as_json: bool = JSON,
 ) -> None:
@@ -112,7 +146,12 @@ def status(
 
     if run is None and not every:
         raise UserError("status needs a run folder, or --all for every run in ./runs; give one of them")
-    found = statuses(run or Path("runs")) if every else [status_of(run or Path())]
+    if (there := kubernetes.reference(run)) and not every:
+        from meshwright.launch.kubernetes import status_of as state_of
+
+        found = [state_of(there)]
+    else:
+        found = statuses(run or Path("runs")) if every else [status_of(run or Path())]
     if as_json:
         print_json([asdict(one) for one in found] if every else asdict(found[0]))
         return
@@ -133,6 +172,9 @@ def logs(
     from meshwright.launch.slurm import NoAnswer, RecordedLog, end_of, files_log, is_recorded, log_files, status_of
     from meshwright.launch.slurm import follow as read
 
+    if there := kubernetes.reference(run):
+        kubernetes.print_logs(there, rank, follow, as_json)
+        return
     recorded = RecordedLog(run) if is_recorded(run, rank) else None
     if as_json:
         if follow:
@@ -173,7 +215,12 @@ def cancel(
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.launch.slurm import cancel as end
 
-    ended = end(run, wait_s)
+    if there := kubernetes.reference(run):
+        from meshwright.launch.kubernetes import cancel as end_there
+
+        ended = end_there(there, wait_s)
+    else:
+        ended = end(run, wait_s)
     if as_json:
         print_json(asdict(ended))
         return

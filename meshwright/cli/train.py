@@ -148,7 +148,7 @@ def _as_node(asked: _Asked, nproc: int | None, place: tuple[int, int, str], cons
 
     node = Node(*place)
     if nproc is None or not asked.resume:
-        raise UserError("--master starts one machine's ranks of an existing run; add --nproc and --resume")
+        raise UserError("--master starts one machine's ranks of a run on several; add --nproc and --resume")
     loaded = asked.load()
     asked.steps(loaded)
 
@@ -159,7 +159,7 @@ def _as_node(asked: _Asked, nproc: int | None, place: tuple[int, int, str], cons
 
     with rank_failures_told():
         folder = launch_node(loaded, nproc, node, asked.words(console), on_end=write_report)
-    if folder.state() == "stopped" and node.rank == 0:  # one exit code for all nodes: a scheduler takes the largest
+    if folder.state() == "stopped":  # on every machine: a scheduler may look at each
         raise typer.Exit(exit_code(folder.stop_signal()))
 
 

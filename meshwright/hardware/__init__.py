@@ -14,12 +14,13 @@ from meshwright.hardware.profile_files import (
     require_given_profile_of,
     write_profile,
 )
-from meshwright.hardware.sites import Site, find_site, known_sites, site_names, unsourced
+from meshwright.hardware.sites import Kubernetes, Site, find_site, known_sites, site_names, unsourced
 
 __all__ = [
     "Finding",
     "FoundProfile",
     "Gpu",
+    "Kubernetes",
     "Link",
     "Profile",
     "Site",

@@ -23,6 +23,7 @@ REQUIRED = {
     **{name: name for name in ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "fsspec", "jinja2")},
     "huggingface_hub": "huggingface_hub",
     "markdown-it-py": "markdown_it",
+    "pyyaml": "yaml",
 }
 """Packages that are installed with this one, and what they are imported as; torch has a line of its own."""
 OPTIONAL = {
@@ -37,6 +38,7 @@ OPTIONAL = {
 _PROGRAMS = {
     "git": "run folders will not record the code version",
     "sbatch": "no Slurm here: jobs run on this machine only",
+    "kubectl": "manifests for Kubernetes can be written, but not applied from here",
 }
 
 

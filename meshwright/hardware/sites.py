@@ -1,4 +1,4 @@
-"""Slurm sites: what a planner and a batch script need of each; unpublished facts are absent and must be given."""
+"""Sites: what a planner, a batch script and a manifest need of each; unpublished facts are absent and must be given."""
 
 import re
 import tomllib
@@ -27,6 +27,48 @@ from meshwright.job.sanitize import odd_character
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Asked = Literal["account", "qos", "partition", "time"]
+
+
+def _require_plain(value: Any) -> None:
+    parts = [*value, *value.values()] if isinstance(value, dict) else [value] if isinstance(value, str) else value
+    for part in parts if isinstance(parts, list | tuple) else ():
+        if isinstance(part, str) and (odd := odd_character(part)):
+            raise ValueError(f"it must not contain the control character {odd}")
+
+
+class Kubernetes(BaseModel):
+    """What a manifest for Kubernetes needs of a cluster, in your own profile."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["jobset", "pytorchjob", "rayjob"] = "jobset"
+    """What a run becomes: a JobSet, a PyTorchJob of the Kubeflow training operator, or a RayJob of KubeRay."""
+    namespace: str | None = None
+    """The namespace; by default kubectl's."""
+    image: str | None = None
+    """A container image that has meshwright."""
+    volume: str | None = None
+    """A PersistentVolumeClaim that every pod mounts: run folders, data and caches are on it."""
+    mount: str = Field(default="/mnt/meshwright", pattern=r"^/[^:]+$")
+    """Where the volume is mounted; relative paths of a job begin there."""
+    secret: str | None = None
+    """A Secret whose keys become environment variables: credentials are never in a manifest."""
+    service_account: str | None = None
+    """The service account of the pods."""
+    queue: str | None = None
+    """A Kueue LocalQueue."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """How the cluster counts its GPUs."""
+    resources: dict[str, str | PositiveInt] = {}
+    """Further resources that every pod requests, such as `memory = "512Gi"` or `"rdma/ib" = 8`."""
+    node_selector: dict[str, str] = {}
+    """Labels that a pod's machine must have."""
+
+    @field_validator("*")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        _require_plain(value)
+        return value
 
 
 class Site(BaseModel):
@@ -84,6 +126,8 @@ class Site(BaseModel):
     """The command that runs a program inside an image, such as `apptainer exec --nv`."""
     python: str | None = None
     """The Python that has meshwright on the compute nodes; by default the one that submits."""
+    kubernetes: Kubernetes | None = None
+    """What runs on Kubernetes need; in your own profile."""
     sources: dict[str, str] = {}
     """The source of each fact: its field → a page or document."""
 
@@ -91,10 +135,7 @@ class Site(BaseModel):
     @classmethod
     def _plain(cls, value: Any) -> Any:
         """All of it ends up in batch scripts, a word or a line each."""
-        parts = [*value, *value.values()] if isinstance(value, dict) else [value] if isinstance(value, str) else value
-        for part in parts if isinstance(parts, list | tuple) else ():
-            if isinstance(part, str) and (odd := odd_character(part)):
-                raise ValueError(f"it must not contain the control character {odd}")
+        _require_plain(value)
         return value
 
     @field_validator("environment")
@@ -106,7 +147,7 @@ class Site(BaseModel):
 
 
 # Our own settings, not facts about a site.
-_NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "environment", "python"}
+_NO_FACTS = {"name", "title", "sources", "asks", "account", "time", "modules", "environment", "python", "kubernetes"}
 
 
 @cache

@@ -189,7 +189,8 @@ def run_agent(
     # The agent expands $name in the arguments.
     words = [word.replace("$", "$$") for word in ("-m", "meshwright", *arguments)]
     started = ranks_forked() if can_fork(job) else contextlib.nullcontext()
-    with _agents_words_in(path / f"logs/agent{node.suffix}.log"), _signals_kept(path / STOP_FILE), started:
+    kept = _signals_kept(path / STOP_FILE, shared=node.master is not None)
+    with _agents_words_in(path / f"logs/agent{node.suffix}.log"), kept, started:
         try:
             elastic_launch(config, sys.executable)(*words)
         except SignalException as error:
@@ -262,12 +263,18 @@ def _agents_words_in(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_kept(stop_file: Path) -> Iterator[None]:
-    """A signal asks the ranks to stop after the current step; a second one kills them at once."""
+def _signals_kept(stop_file: Path, shared: bool = False) -> Iterator[None]:
+    """A signal asks the ranks to stop after the current step; a second one kills them at once.
+
+    With `shared`, another machine may have written the file: all of them are signalled when a cluster ends a run.
+    """
+    asked = False
 
     def ask(number: int, _frame: FrameType | None) -> None:
-        if stop_file.exists():
+        nonlocal asked
+        if asked or (not shared and stop_file.exists()):
             raise KeyboardInterrupt
+        asked = True
         # A rank must not read it half-written; a full disk can still create a name when it cannot store text.
         with atomic_file(stop_file) as draft, contextlib.suppress(OSError):
             draft.write_text(signal.Signals(number).name)

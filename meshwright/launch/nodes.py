@@ -7,8 +7,8 @@ from uuid import uuid4
 
 from meshwright.errors import UserError
 
-_MEETING_S = 900
-"""Starting Python from a shared disk may take a while."""
+MEETING_S = 900
+"""Seconds that machines wait for each other: starting Python from a shared disk may take a while."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Node:
         if self.master is None:
             endpoint = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
             return {"run_id": uuid4().hex, **endpoint}
-        configs = {"rank": self.rank, "timeout": _MEETING_S}
+        configs = {"rank": self.rank, "timeout": MEETING_S}
         return {"run_id": "meshwright", "rdzv_backend": "static", "rdzv_endpoint": self.master, "rdzv_configs": configs}
 
 

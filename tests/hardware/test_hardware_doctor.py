@@ -29,7 +29,7 @@ def by_name() -> dict[str, Finding]:
 def test_every_subject_has_a_line() -> None:
     found = by_name()
     subjects = {"python", "torch", "requirements", "backends", "cpu", "memory", "disk here", "disk cache", "compiler"}
-    subjects |= {"triton", "git", "sbatch", "wandb", "tensorboard", "mlflow", "pyarrow", "s3fs", "aiohttp"}
+    subjects |= {"triton", "git", "sbatch", "kubectl", "wandb", "tensorboard", "mlflow", "pyarrow", "s3fs", "aiohttp"}
     assert subjects <= set(found)
     assert found["torch"].status == "ok" and torch.__version__ in found["torch"].value
     assert "gloo" in found["backends"].value
