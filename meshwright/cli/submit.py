@@ -1,4 +1,4 @@
-"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm cluster."""
+"""`meshwright submit`, `status`, `logs`, `cancel`: runs on a Slurm or Ray cluster."""
 
 import shlex
 from dataclasses import asdict
@@ -12,6 +12,14 @@ from meshwright.cli.job import JOB, JSON, SET, TRUST
 if TYPE_CHECKING:
     from meshwright.launch.slurm import Status
 
+ON = typer.Option("slurm", "--on", help="Where to run it: slurm, or ray.")
+ADDRESS = typer.Option(
+    None, "--address", metavar="HOST:PORT", help="With --on ray: the cluster; by default RAY_ADDRESS, or the one here."
+)
+MIN_RANKS = typer.Option(
+    None, "--min-ranks", min=1, help="With --on ray: run on this many ranks or more while machines are missing."
+)
+SHIP = typer.Option(False, "--ship", help="With --on ray: send this installation of meshwright to the machines.")
 SITE = typer.Option(
     None, "--site", help="A known site such as leonardo, or your own profile file; by default the job's cluster.name."
 )
@@ -35,6 +43,10 @@ RUN = typer.Argument(help="A run folder.")
 def submit(
     job: str = JOB,
     overrides: list[str] = SET,
+    on: str = ON,
+    address: str | None = ADDRESS,
+    min_ranks: int | None = MIN_RANKS,
+    ship: bool = SHIP,
     site: str | None = SITE,
     time: str | None = TIME,
     account: str | None = ACCOUNT,
@@ -51,12 +63,21 @@ def submit(
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Submit a job to a Slurm site, or continue a run folder; it is requeued until its last step is done."""
+    """Submit a job to a Slurm site or a Ray cluster, or continue a run folder; it goes on until its last step is
+    done."""
     from meshwright.errors import UserError
     from meshwright.hardware import find_site
     from meshwright.job import load_job
     from meshwright.launch.slurm import request_of
 
+    if on == "ray":
+        slurms = {"--site": site, "--time": time, "--account": account, "--partition": partition, "--qos": qos}
+        _refuse(on, slurms | {"--container": container, "--ladder": ladder, "--dry-run": dry_run})
+        _on_ray(job, overrides, address, min_ranks, ship, trust, as_json)
+        return
+    if on != "slurm":
+        raise UserError(f"--on {on} is not a kind of cluster known here; give slurm or ray")
+    _refuse(on, {"--address": address, "--min-ranks": min_ranks, "--ship": ship})
     if budget is not None and not ladder:
         raise UserError(f"--budget {budget:g} is checked by the trials; add --ladder")
     loaded = load_job(job, overrides, trust=trust)
@@ -99,6 +120,34 @@ def submit(
     print(f"submitted {jobs} for {run}\nsee      meshwright status {run}\nscript   {run}/slurm/run.sh")
 
 
+def _refuse(on: str, options: dict[str, Any]) -> None:
+    from meshwright.errors import UserError
+
+    if given := next((name for name, value in options.items() if value), None):
+        raise UserError(f"{given} has no meaning with --on {on}; leave it out")
+
+
+def _on_ray(
+    job: str, overrides: list[str], address: str | None, min_ranks: int | None, ship: bool, trust: bool, as_json: bool
+) -> None:
+    from meshwright.cli.output import print_json, stderr_console
+    from meshwright.job import load_job
+    from meshwright.launch.ray.submit import full_layout
+    from meshwright.launch.ray.submit import submit as hand_over
+
+    def tell(text: str) -> None:
+        stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    changes = full_layout(job, overrides)
+    loaded = load_job(job, changes, trust=trust)
+    asked = hand_over(job, loaded, address, min_ranks, ship, changes, tell)
+    if as_json:
+        print_json({"run": asked.run, "jobs": [asked.name], "scripts": {}})
+        return
+    run = shlex.quote(asked.run)
+    print(f"submitted {run} to the Ray cluster at {asked.address}\nsee       meshwright status {run}")
+
+
 def status(
     run: Path | None = typer.Argument(None, help="A run folder; with --all, the folder of many runs (runs)."),
     every: bool = typer.Option(False, "--all", help="Every run of a folder, newest first."),
@@ -108,7 +157,7 @@ def status(
     rehearsed or damaged."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
-    from meshwright.launch.slurm import status_of, statuses
+    from meshwright.launch.submitted import status_of, statuses
 
     if run is None and not every:
         raise UserError("status needs a run folder, or --all for every run in ./runs; give one of them")
@@ -130,8 +179,10 @@ def logs(
     """Print what a run's jobs and ranks wrote; of a run on this machine, what rank 0 recorded."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
-    from meshwright.launch.slurm import NoAnswer, RecordedLog, end_of, files_log, is_recorded, log_files, status_of
+    from meshwright.launch.ray import NoCluster
+    from meshwright.launch.slurm import NoAnswer, RecordedLog, end_of, files_log, is_recorded, log_files
     from meshwright.launch.slurm import follow as read
+    from meshwright.launch.submitted import status_of
 
     recorded = RecordedLog(run) if is_recorded(run, rank) else None
     if as_json:
@@ -147,16 +198,16 @@ def logs(
         nonlocal state
         try:
             state = status_of(run).state if follow else ""
-        except NoAnswer:
+        except (NoAnswer, NoCluster):
             if not state:
                 raise
-        return state in ("pending", "running", "requeued")  # if Slurm is down for a while, the last known state
+        return state in ("pending", "running", "requeued")  # if the cluster is down for a while, the last known state
 
     def found() -> list[Path]:
         try:
             return log_files(run, rank)
         except UserError:
-            if rank is None and alive() and (run / "slurm").is_dir():
+            if rank is None and alive() and any((run / name).is_dir() for name in ("slurm", "ray")):
                 return []  # a pending job has written nothing yet
             raise
 
@@ -171,7 +222,7 @@ def cancel(
 ) -> None:
     """Cancel a run's jobs: the running one finishes its step and saves, and none restarts."""
     from meshwright.cli.output import print_json, stdout_console
-    from meshwright.launch.slurm import cancel as end
+    from meshwright.launch.submitted import cancel as end
 
     ended = end(run, wait_s)
     if as_json:
