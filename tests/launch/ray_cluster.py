@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine: a head without CPUs, and raylets that come and go; nothing leaves the loopback."""
+"""A real Ray cluster on this machine, on the loopback alone: a head without CPUs, and raylets that come and go."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -69,7 +69,7 @@ class Supervisor:
         folder = RunFolder.open(self._run)
         job = changed_job(folder.resolved_job(trust=True), self._asked.overrides)
         restarts = Restarts(job.model_copy(update={"run": job.run.model_copy(update={"may_shrink": False})}))
-        barren, number = 0, len(list((self._run / FOLDER).glob("attempt-*.out")))
+        barren, number = 0, sum(path.stem.count(".") == 0 for path in (self._run / FOLDER).glob("attempt-*.out"))
         while True:
             before = last_step(folder)
             (self._run / "logs").mkdir(exist_ok=True)
