@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from launch_processes import left_over
-from ray_cluster import IP, RayCluster, ray_cluster
 
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
@@ -22,38 +21,10 @@ from meshwright.launch.ray.placement import room_of, split, splits
 from meshwright.layout import ranks_of
 from meshwright.runs import RunFolder
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from ray_cluster import IP, JOB, RayCluster, ray_cluster
+
 WAIT_S = 300.0  # only for a machine that is very busy
-JOB = """
-[model]
-preset = "tiny-llama"
-layers = 1
-width = 32
-heads = 2
-kv_heads = 2
-ffn_width = 32
-[data]
-sources = ["builtin:synthetic"]
-workers = 0
-[batch]
-sequence_length = 16
-global_batch = 4
-micro_batch = 2
-[layout]
-dp_shard = 2
-tp = 2
-[schedule]
-name = "constant"
-[evaluation]
-every_steps = 0
-[checkpoint]
-every_steps = 3
-keep_last = 1000000
-[run]
-device = "cpu"
-folder = "run"
-steps = 1000000
-"""
-"""It never ends by itself: the tests stop it when they have seen enough, however fast the machine is."""
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
@@ -201,7 +172,7 @@ def test_fewer_ranks_continue_as_a_quiet_run_would(story: Story, warm_command: P
 
 def train(warm_command: Path, place: Path, job: str, *changes: str, words: list[str] | None = None) -> None:
     settings = [word for change in changes for word in ("--set", change)]
-    called = [warm_command / "meshwright", "train", job, "--quiet", *settings, *(words or [])]
+    called = [str(warm_command / "meshwright"), "train", job, "--quiet", *settings, *(words or [])]
     done = subprocess.run(called, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

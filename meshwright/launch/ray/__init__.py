@@ -2,6 +2,6 @@
 
 from meshwright.launch.ray.connection import NoCluster
 from meshwright.launch.ray.record import FOLDER, Submission
-from meshwright.launch.ray.status import cancel, is_active, status_of
+from meshwright.launch.ray.status import cancel, is_active, outcome, status_of
 
-__all__ = ["FOLDER", "NoCluster", "Submission", "cancel", "is_active", "status_of"]
+__all__ = ["FOLDER", "NoCluster", "Submission", "cancel", "is_active", "outcome", "status_of"]

@@ -41,6 +41,14 @@ def is_active(run: Path) -> bool:
     return submission is not None and over(run) is None and _is_supervised(submission)
 
 
+def outcome(run: Path) -> str | None:
+    """What kept a run that is over from its end, in words; None if it is done or was cancelled."""
+    final = over(run)
+    if final is None:
+        return "failed: its supervisor is no longer in the cluster"
+    return final if final.startswith("failed") else None
+
+
 def cancel(run: Path, wait_s: float) -> Status:
     """Let a run finish its step and save, and start no further attempt; killed if that takes too long."""
     submission = Submission.read(run)

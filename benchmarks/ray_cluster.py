@@ -1,4 +1,5 @@
-"""A real Ray cluster on this machine, on the loopback alone: a head without CPUs, and raylets that come and go."""
+"""A real Ray cluster on this machine, on the loopback alone, and a small job for it: a head without CPUs, and raylets
+that come and go."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,41 @@ from typing import Any
 IP = "127.0.0.2"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "OMP_NUM_THREADS": "1"}
 _NODE = {"node_ip_address": IP, "include_dashboard": False, "object_store_memory": 80 << 20}
+
+
+JOB = """
+[model]
+preset = "tiny-llama"
+layers = 1
+width = 32
+heads = 2
+kv_heads = 2
+ffn_width = 32
+[data]
+sources = ["builtin:synthetic"]
+workers = 0
+[batch]
+sequence_length = 16
+global_batch = 4
+micro_batch = 2
+[layout]
+dp_shard = 2
+tp = 2
+[schedule]
+name = "constant"
+warmup_steps = 0
+[evaluation]
+every_steps = 0
+[checkpoint]
+every_steps = 3
+keep_last = 1000000
+[run]
+device = "cpu"
+folder = "run"
+steps = 1000000
+"""
+"""A run that never ends by itself: it is stopped once enough was seen, however fast
+the machine is, and nothing in it depends on run.steps."""
 
 
 class RayCluster:
