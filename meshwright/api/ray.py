@@ -27,7 +27,7 @@ def train(
     continued. Without `wait` the run goes on while the program does something else, or has ended.
     """
     from meshwright.launch.ray import is_active, outcome
-    from meshwright.launch.ray.submit import full_layout, submit
+    from meshwright.launch.ray_submit import full_layout, submit
 
     source = str(job) if isinstance(job, str | Path) else ""
     changes = full_layout(source, ()) if source else []

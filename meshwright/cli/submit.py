@@ -132,8 +132,8 @@ def _on_ray(
 ) -> None:
     from meshwright.cli.output import print_json, stderr_console
     from meshwright.job import load_job
-    from meshwright.launch.ray.submit import full_layout
-    from meshwright.launch.ray.submit import submit as hand_over
+    from meshwright.launch.ray_submit import full_layout
+    from meshwright.launch.ray_submit import submit as hand_over
 
     def tell(text: str) -> None:
         stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -244,7 +244,7 @@ def test_too_few_machines(place: Path, cluster: RayCluster) -> None:
 def test_another_meshwright_on_the_head(place: Path, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.version import VERSION
 
-    monkeypatch.setattr("meshwright.launch.ray.submit.VERSION", "0.0.1")
+    monkeypatch.setattr("meshwright.launch.ray_submit.VERSION", "0.0.1")
     report = rejected(place, "--address", cluster.address)
     assert report.startswith(f"the cluster's head has meshwright {VERSION}, this machine 0.0.1;")
 

@@ -5,6 +5,7 @@ When a machine's raylet dies, its actors end; what they have started must not ru
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 
@@ -17,11 +18,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before
         sys.exit(1)
-
-    from meshwright.cli import main as run
-
-    sys.argv[0] = "meshwright"
-    run()
+    runpy.run_module("meshwright", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
