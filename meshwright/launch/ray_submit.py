@@ -105,9 +105,9 @@ def _start(ray: Any, asked: Submission) -> None:
         version = ray.get(supervisor.version.remote(), timeout=_START_S)
     except RayError as error:
         ray.kill(supervisor, no_restart=True)
-        if "No module named 'meshwright'" in str(error):
+        if "No module named 'meshwright" in str(error):
             raise UserError(
-                f"the cluster's head has no meshwright; install meshwright {VERSION} on every machine, or add --ship"
+                f"the cluster's head has no meshwright {VERSION}; install it on every machine, or add --ship"
             ) from None
         report = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"the cluster's head could not start the run ({report}); see Ray's logs there") from None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from launch_processes import left_over
 
+import meshwright
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.launch.ray import FOLDER, Submission
@@ -175,6 +176,17 @@ def train(warm_command: Path, place: Path, job: str, *changes: str, words: list[
     called = [str(warm_command / "meshwright"), "train", job, "--quiet", *settings, *(words or [])]
     done = subprocess.run(called, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_program_trains_with_the_package_it_sends(place: Path, cluster: RayCluster, apart: None) -> None:
+    import ray
+
+    changes = {"run.steps": 2, "layout.dp_shard": 1, "layout.tp": 1, "run.folder": "sent"}
+    run = meshwright.ray.train(meshwright.load_job("job.toml", set=changes), address=cluster.address, ship=True)
+    assert run.state == "done" and len(run.losses) == 2
+    assert ray.get_runtime_context().runtime_env["py_modules"][0].startswith("gcs://")
+    with pytest.raises(UserError, match="this program is connected to the cluster at"):
+        meshwright.ray.train("sent", address="127.0.0.3:9")
 
 
 # What is rejected; nothing of it leaves a run folder.

@@ -78,10 +78,10 @@ class Attempt:
         except GetTimeoutError:
             raise LostHost(f"a machine has not answered for {_ANSWER_S:.0f} s", None, "") from None
         except RayError as error:
-            if "No module named 'meshwright'" in str(error):
+            if "No module named 'meshwright" in str(error):
                 version = self._asked.version
                 raise UserError(
-                    f"a machine of the cluster has no meshwright; install meshwright {version} there, or add --ship"
+                    f"a machine of the cluster has no meshwright {version}; install it there, or add --ship"
                 ) from None
             raise LostHost("a machine or its raylet was lost", None, str(error)) from None
 
