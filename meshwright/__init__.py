@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.version import VERSION as __version__
 
 _PLACES = {
-    "meshwright.api": ("Checkpoint", "Run", "bench", "load_job", "open_run"),
+    "meshwright.api": ("Checkpoint", "Run", "bench", "load_job", "open_run", "ray"),
     "meshwright.errors": ("UserError",),
     "meshwright.job": ("Job",),
     "meshwright.registries": (

@@ -6,6 +6,7 @@ from meshwright.api import data as data
 from meshwright.api import load_job as load_job
 from meshwright.api import open_run as open_run
 from meshwright.api import plan as plan
+from meshwright.api import ray as ray
 from meshwright.api import rehearse as rehearse
 from meshwright.api import train as train
 from meshwright.api import verify as verify

@@ -1,6 +1,7 @@
 """What Python programs call, one file a function; the command line is built on the same functions. Imports no torch
 until one of them needs it."""
 
+from meshwright.api import ray
 from meshwright.api.checkpoints import Checkpoint
 from meshwright.api.jobs import load_job
 from meshwright.api.measuring import bench
@@ -20,6 +21,7 @@ __all__ = [
     "load_job",
     "open_run",
     "plan",
+    "ray",
     "rehearse",
     "train",
     "verify",

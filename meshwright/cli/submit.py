@@ -13,7 +13,14 @@ from meshwright.cli.job import JOB, JSON, SET, TRUST
 if TYPE_CHECKING:
     from meshwright.launch.slurm import Status
 
-ON = typer.Option("slurm", "--on", metavar="PLACE", help="Where it runs: slurm, kubernetes or sky.")
+ON = typer.Option("slurm", "--on", metavar="PLACE", help="Where it runs: slurm, ray, kubernetes or sky.")
+ADDRESS = typer.Option(
+    None, "--address", metavar="HOST:PORT", help="With --on ray: the cluster; by default RAY_ADDRESS, or the one here."
+)
+MIN_RANKS = typer.Option(
+    None, "--min-ranks", min=1, help="With --on ray: run on this many ranks or more while machines are missing."
+)
+SHIP = typer.Option(False, "--ship", help="With --on ray: send this installation of meshwright to the machines.")
 SITE = typer.Option(
     None, "--site", help="A known site such as leonardo, or your own profile file; by default the job's cluster.name."
 )
@@ -38,6 +45,14 @@ NAMESPACE = typer.Option(None, "--namespace", help="On Kubernetes: the namespace
 VOLUME = typer.Option(None, "--volume", help="On Kubernetes and sky: the volume that all nodes share.")
 WRITE = typer.Option(None, "--write", metavar="FILE", help="On Kubernetes and sky: write the manifest; submit nothing.")
 FORCE = typer.Option(False, "--force", help="Overwrite the file of --write.")
+OPTIONS = {
+    "slurm": {"site", "time", "account", "partition", "qos", "chain", "per-rank", "container", "sbatch", "ladder"}
+    | {"budget", "dry-run"},
+    "ray": {"address", "min-ranks", "ship"},
+    "kubernetes": {"site", "container", "kind", "namespace", "volume", "write", "force", "dry-run"},
+    "sky": {"site", "container", "volume", "write", "force", "dry-run"},
+}
+"""The places where a job may run, and the options that only some of them have."""
 RUN = typer.Argument(help="A run folder, or kubernetes:NAMESPACE/NAME.")
 
 
@@ -45,6 +60,9 @@ def submit(
     job: str = JOB,
     overrides: list[str] = SET,
     on: str = ON,
+    address: str | None = ADDRESS,
+    min_ranks: int | None = MIN_RANKS,
+    ship: bool = SHIP,
     site: str | None = SITE,
     time: str | None = TIME,
     account: str | None = ACCOUNT,
@@ -66,20 +84,25 @@ def submit(
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Submit a job to a Slurm site, or continue a run folder; it is requeued until its last step is done."""
+    """Submit a job to a cluster (Slurm, Ray, Kubernetes), or continue a run folder; it goes on until its last step."""
     from meshwright.errors import UserError
     from meshwright.hardware import find_site
     from meshwright.job import load_job
     from meshwright.launch.slurm import request_of
 
-    asked = kubernetes.Asked(kind, namespace, volume, write, force)
-    only = {"time": time, "account": account, "partition": partition, "qos": qos, "budget": budget is not None}
-    only |= {"chain": chain > 1, "per-rank": per_rank, "sbatch": bool(options), "ladder": ladder}
-    _require_place(on, asked.given() if on == "slurm" else [f"--{name}" for name, given in only.items() if given])
+    given = {"time": time, "account": account, "partition": partition, "qos": qos, "budget": budget is not None}
+    given |= {"chain": chain > 1, "per-rank": per_rank, "sbatch": options, "ladder": ladder, "dry-run": dry_run}
+    given |= {"address": address, "min-ranks": min_ranks, "ship": ship, "site": site, "container": container}
+    given |= {"kind": kind, "namespace": namespace, "volume": volume, "write": write, "force": force}
+    _require_place(on, [name for name, value in given.items() if value])
+    if on == "ray":
+        _on_ray(job, overrides, address, min_ranks, ship, trust, as_json)
+        return
     if budget is not None and not ladder:
         raise UserError(f"--budget {budget:g} is checked by the trials; add --ladder")
     loaded = load_job(job, overrides, trust=trust)
     if on in kubernetes.PLACES:
+        asked = kubernetes.Asked(kind, namespace, volume, write, force)
         kubernetes.submit(on, loaded, asked, site, container, signal_before, dry_run, as_json)
         return
     named = loaded.job.cluster.name
@@ -125,10 +148,32 @@ def _require_place(on: str, options: list[str]) -> None:
     """Refuse an unknown place, and options that the place does not have."""
     from meshwright.errors import UserError
 
-    if on not in ("slurm", *kubernetes.PLACES):
-        raise UserError(f"--on {on} is not known; use slurm, {' or '.join(kubernetes.PLACES)}")
-    if options:
-        raise UserError(f"{options[0]} is not for --on {on}; leave it out")
+    if on not in OPTIONS:
+        *others, last = OPTIONS
+        raise UserError(f"--on {on} is not known; use {', '.join(others)} or {last}")
+    if foreign := next((name for name in options if name not in OPTIONS[on]), None):
+        raise UserError(f"--{foreign} is not for --on {on}; leave it out")
+
+
+def _on_ray(
+    job: str, overrides: list[str], address: str | None, min_ranks: int | None, ship: bool, trust: bool, as_json: bool
+) -> None:
+    from meshwright.cli.output import print_json, stderr_console
+    from meshwright.job import load_job
+    from meshwright.launch.ray_submit import full_layout
+    from meshwright.launch.ray_submit import submit as hand_over
+
+    def tell(text: str) -> None:
+        stderr_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+    changes = full_layout(job, overrides)
+    loaded = load_job(job, changes, trust=trust)
+    asked = hand_over(job, loaded, address, min_ranks, ship, changes, tell)
+    if as_json:
+        print_json({"run": asked.run, "jobs": [asked.name], "scripts": {}})
+        return
+    run = shlex.quote(asked.run)
+    print(f"submitted {run} to the Ray cluster at {asked.address}\nsee       meshwright status {run}")
 
 
 def status(
@@ -142,7 +187,7 @@ def status(
     rehearsed or damaged."""
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.errors import UserError
-    from meshwright.launch.slurm import status_of, statuses
+    from meshwright.launch.submitted import status_of, statuses
 
     if run is None and not every:
         raise UserError("status needs a run folder, or --all for every run in ./runs; give one of them")
@@ -169,8 +214,10 @@ def logs(
     """Print what a run's jobs and ranks wrote; of a run on this machine, what rank 0 recorded."""
     from meshwright.cli.output import print_json
     from meshwright.errors import UserError
-    from meshwright.launch.slurm import NoAnswer, RecordedLog, end_of, files_log, is_recorded, log_files, status_of
+    from meshwright.launch.ray import NoCluster
+    from meshwright.launch.slurm import NoAnswer, RecordedLog, end_of, files_log, is_recorded, log_files
     from meshwright.launch.slurm import follow as read
+    from meshwright.launch.submitted import status_of
 
     if there := kubernetes.reference(run):
         kubernetes.print_logs(there, rank, follow, as_json)
@@ -189,16 +236,16 @@ def logs(
         nonlocal state
         try:
             state = status_of(run).state if follow else ""
-        except NoAnswer:
+        except (NoAnswer, NoCluster):
             if not state:
                 raise
-        return state in ("pending", "running", "requeued")  # if Slurm is down for a while, the last known state
+        return state in ("pending", "running", "requeued")  # if the cluster is down for a while, the last known state
 
     def found() -> list[Path]:
         try:
             return log_files(run, rank)
         except UserError:
-            if rank is None and alive() and (run / "slurm").is_dir():
+            if rank is None and alive() and any((run / name).is_dir() for name in ("slurm", "ray")):
                 return []  # a pending job has written nothing yet
             raise
 
@@ -213,7 +260,7 @@ def cancel(
 ) -> None:
     """Cancel a run's jobs: the running one finishes its step and saves, and none restarts."""
     from meshwright.cli.output import print_json, stdout_console
-    from meshwright.launch.slurm import cancel as end
+    from meshwright.launch.submitted import cancel as end
 
     if there := kubernetes.reference(run):
         from meshwright.launch.kubernetes import cancel as end_there

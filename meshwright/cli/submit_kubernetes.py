@@ -21,10 +21,6 @@ class Asked:
     write: Path | None
     force: bool
 
-    def given(self) -> list[str]:
-        """The options that were given, which Slurm does not have."""
-        return [f"--{name}" for name in ("kind", "namespace", "volume", "write", "force") if getattr(self, name)]
-
 
 def submit(
     on: str,
@@ -46,8 +42,6 @@ def submit(
 
     sky, write = on == "sky", asked.write
     require_new(write, "--write", asked.force)
-    if sky and asked.kind is not None:
-        raise UserError("--kind is for --on kubernetes; leave it out")
     if sky and write is None and not dry_run:
         raise UserError("--on sky makes a task file; add --write task.yaml, and start it with sky launch task.yaml")
     kind = "sky" if sky else asked.kind

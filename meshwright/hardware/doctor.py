@@ -33,6 +33,7 @@ OPTIONAL = {
     "pyarrow": "no Parquet, Arrow or .zst data",
     "s3fs": "no data or backups in s3://",
     "aiohttp": "no data from http:// and https://",
+    "ray": "no runs on Ray clusters",
 }
 """Packages some features import, and what is missing without them; triton is reported with the compilers."""
 _PROGRAMS = {

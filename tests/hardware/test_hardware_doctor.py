@@ -29,7 +29,19 @@ def by_name() -> dict[str, Finding]:
 def test_every_subject_has_a_line() -> None:
     found = by_name()
     subjects = {"python", "torch", "requirements", "backends", "cpu", "memory", "disk here", "disk cache", "compiler"}
-    subjects |= {"triton", "git", "sbatch", "kubectl", "wandb", "tensorboard", "mlflow", "pyarrow", "s3fs", "aiohttp"}
+    subjects |= {
+        "triton",
+        "git",
+        "sbatch",
+        "kubectl",
+        "wandb",
+        "tensorboard",
+        "mlflow",
+        "pyarrow",
+        "s3fs",
+        "aiohttp",
+        "ray",
+    }
     assert subjects <= set(found)
     assert found["torch"].status == "ok" and torch.__version__ in found["torch"].value
     assert "gloo" in found["backends"].value
@@ -82,7 +94,7 @@ def test_only_packages_that_are_imported_are_named() -> None:
     found = imported()
     assert {"wandb", "s3fs", "triton", "numpy"} <= found, "what finds them works"
     assert set(OPTIONAL) <= found and set(REQUIRED.values()) <= found
-    assert not found & {"ray", "datasets", "torchao", "webdataset", "transformers"}, "name them once they are used"
+    assert not found & {"datasets", "torchao", "webdataset", "transformers"}, "name them once they are used"
 
 
 def test_every_package_that_is_imported_is_named_or_required() -> None:

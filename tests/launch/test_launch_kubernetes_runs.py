@@ -215,7 +215,7 @@ def test_without_kubectl(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["--on", "kubernetes", "--time", "1:00"], "--time is not for --on kubernetes; leave it out"),
         (["--on", "sky", "--ladder"], "--ladder is not for --on sky; leave it out"),
         (["--site", "vega", "--volume", "v"], "--volume is not for --on slurm; leave it out"),
-        (["--on", "nomad"], "--on nomad is not known; use slurm, kubernetes or sky"),
+        (["--on", "nomad"], "--on nomad is not known; use slurm, ray, kubernetes or sky"),
         (["--on", "sky"], "--on sky makes a task file; add --write task.yaml"),
         (["--on", "sky", "--dry-run", "--kind", "jobset"], "--kind is for --on kubernetes; leave it out"),
     ],

@@ -17,7 +17,7 @@ def cancel(run: Path, wait_s: float) -> Status:
     RunFolder.open(run)
     submission = Submission.read(run)
     if submission is None:
-        raise UserError(f"{run} was not submitted to Slurm; stop a local run with Ctrl-C")
+        raise UserError(f"{run} was not submitted to Slurm or Ray; stop a local run with Ctrl-C")
     jobs = [job for job in map(job_state, (*submission.ladder, *submission.jobs)) if job is not None and job.active]
     if not jobs:
         return status_of(run)

@@ -15,16 +15,17 @@ _LONGEST = 16 << 20
 def is_recorded(run: Path, rank: int | None) -> bool:
     """Whether rank 0's output is not in a file: a run here, which wrote it to its console."""
     RunFolder.open(run)
-    return not rank and not (run / "slurm").is_dir() and not list((run / "logs").glob("rank-0.*"))
+    elsewhere = any((run / name).is_dir() for name in ("slurm", "ray"))
+    return not rank and not elsewhere and not list((run / "logs").glob("rank-0.*"))
 
 
 def log_files(run: Path, rank: int | None = None) -> list[Path]:
     """The files of one rank, or those of the jobs including rank 0's output, oldest first."""
     RunFolder.open(run)
     if rank is None:
-        found = [path for path in (run / "slurm").glob("job-*.out") if path.is_file()]
+        found = [path for path in (*run.glob("slurm/job-*.out"), *run.glob("ray/attempt-*.out")) if path.is_file()]
         jobs = sorted(found, key=lambda path: path.stat().st_mtime)
-        if not jobs and Submission.read(run) is not None:
+        if not jobs and (Submission.read(run) is not None or (run / "ray").is_dir()):
             raise UserError(
                 f"{run} has no log yet: none of its jobs has written one; wait with --follow, or see meshwright status"
             )

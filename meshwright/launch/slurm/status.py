@@ -1,6 +1,7 @@
 """A run's state in one word, and why: what Slurm reports about its jobs, else what its folder says."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,7 @@ class Status:
     steps: int
     attempt: int
     job: str | None
-    """The Slurm job id that the state is about."""
+    """What the state is about: a Slurm job's id, or the name of a supervisor in Ray."""
     nodes: str
 
 
@@ -52,18 +53,18 @@ def status_of(path: Path) -> Status:
     return Status(str(path), word, why, step, folder.steps(), attempt, job.id if job else None, nodes)
 
 
-def statuses(parent: Path) -> list[Status]:
-    """The state of every run in a folder, newest first."""
+def statuses(parent: Path, state: Callable[[Path], Status] = status_of) -> list[Status]:
+    """The state of every run in a folder, newest first; `state` finds that of one."""
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder of runs; give --all the folder that contains them")
     found = [path.parent for path in parent.glob("*/job.resolved.json")]
-    return [_report(path) for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
+    return [_report(path, state) for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True)]
 
 
-def _report(path: Path) -> Status:
+def _report(path: Path, state: Callable[[Path], Status]) -> Status:
     """The state of one run among others; an error must not stop the list."""
     try:
-        return status_of(path)
+        return state(path)
     except NoAnswer:
         raise
     except UserError as error:

@@ -1,0 +1,92 @@
+"""The connection to a Ray cluster; what is wrong with it becomes one sentence."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import meshwright
+from meshwright.errors import UserError
+
+NAMESPACE = "meshwright"
+"""Ray's name for the actors of all our runs, so that they can be found from any program."""
+_INSTALL = "pip install 'meshwright[ray]'"
+_ANSWER_S = 5.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class NoCluster(UserError):
+    """The cluster could not be asked; the state of its runs is then unknown, which is not the same as ended."""
+
+
+def connect(address: str | None = None, ship: bool = False) -> Any:
+    """Ray itself, connected to a cluster: the one at an address, in RAY_ADDRESS, or started on this machine.
+
+    A program that is connected already stays so. With `ship` the cluster's machines get a copy of this package.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise UserError(f"Ray is not installed here; install it with {_INSTALL}") from None
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in (None, here):
+            raise UserError(f"this program is connected to the cluster at {here}, not to {address}; leave it out")
+        return ray
+    asked = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if asked != "auto":
+        _require_answer(asked)
+    environment = {"py_modules": [str(Path(meshwright.__file__).parent)]} if ship else None
+    try:
+        ray.init(
+            address=asked, namespace=NAMESPACE, runtime_env=environment, log_to_driver=False, logging_level="CRITICAL"
+        )
+    except ConnectionError as error:
+        shown = "no cluster runs on this machine" if asked == "auto" else f"--address {asked} does not answer"
+        raise NoCluster(
+            f"{shown} ({_first_line(error)}); start one with `ray start --head`, or give --address HOST:PORT on one of "
+            "its machines"
+        ) from None
+    except RuntimeError as error:
+        if "ersion mismatch" not in str(error):
+            raise
+        raise UserError(f"{_mismatch(str(error))}; install the cluster's versions here") from None
+    return ray
+
+
+def _require_answer(address: str) -> None:
+    """Reject an address where nothing listens; Ray itself would try for minutes."""
+    if "://" in address:
+        raise UserError(
+            f"--address {address} is not HOST:PORT; submit on a machine of the cluster, for example with `ray job "
+            "submit -- meshwright submit …`"
+        )
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(f"--address {address} is not HOST:PORT; give the one that `ray start --head` printed")
+    asked = host.strip("[]")
+    if asked in _LOOPBACK:
+        from ray.util import get_node_ip_address
+
+        asked = get_node_ip_address()  # which Ray connects to instead
+    try:
+        socket.create_connection((asked, int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        place = "" if asked == host else f", which Ray takes as {asked}:{port},"
+        raise NoCluster(
+            f"--address {address}{place} does not answer ({error.strerror or error}); give the address that `ray "
+            "start --head` printed, and check that the cluster runs"
+        ) from None
+
+
+def _mismatch(text: str) -> str:
+    """Ray's report of several lines as one sentence."""
+    versions = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.strip().startswith(("Ray:", "Pyt"))]
+    if len(versions) < 4:
+        return " ".join(text.split()).rstrip(".")
+    theirs, ours = versions[:2], versions[2:4]
+    return f"the cluster has Ray {theirs[0]} on Python {theirs[1]}, this machine Ray {ours[0]} on Python {ours[1]}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".")
