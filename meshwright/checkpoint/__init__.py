@@ -1,6 +1,7 @@
 """Durable state of a run: checkpoints that are written atomically and that any layout can read."""
 
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
+from meshwright.checkpoint.base import Rows, base_fingerprint, first_rows, require_base
 from meshwright.checkpoint.catalogue import (
     backup_target,
     checkpoint_path,
@@ -43,15 +44,18 @@ __all__ = [
     "HfWeights",
     "Lease",
     "Part",
+    "Rows",
     "Saver",
     "State",
     "StoredWeights",
     "backup_target",
     "backups",
+    "base_fingerprint",
     "chat_template_of",
     "checkpoint_path",
     "checkpoints",
     "differences",
+    "first_rows",
     "generation_of",
     "import_weights",
     "keep_companions",
@@ -63,6 +67,7 @@ __all__ = [
     "open_checkpoint",
     "remove",
     "require_backup",
+    "require_base",
     "require_shapes",
     "restore",
     "surplus",

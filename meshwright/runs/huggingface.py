@@ -91,7 +91,7 @@ def export_run(
         raise UserError(
             f"{run} trained model.file = {job.model.file}, which is not a Hugging Face architecture; use a preset"
         )
-    export = Export(run, job.model, dtype, checkpoint)
+    export = Export(run, job.model, dtype, checkpoint, job.run.seed)
     return export.write(out, _added_up(report, export.bytes))
 
 
@@ -103,8 +103,8 @@ def require_start(job: Job, tell: Tell | None = None) -> None:
 
 
 def fetch_unless_resumed(job: Job, run: Path | None, tell: Tell | None = None) -> None:
-    """Download the initial weights if needed, unless the run has a checkpoint to continue from."""
-    if run is None or next(iter(checkpoints(run)), None) is None:
+    """Download the initial weights if needed, unless the run has a checkpoint to continue from that contains them."""
+    if run is None or job.model.adapter is not None or next(iter(checkpoints(run)), None) is None:
         fetch_start(job.model, tell)
 
 
