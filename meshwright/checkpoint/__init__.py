@@ -24,6 +24,7 @@ from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.hf_write import Export, Exported
 from meshwright.checkpoint.lease import Fenced, Lease
+from meshwright.checkpoint.peft import PeftAdapter, export_adapter
 from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
 from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
@@ -44,6 +45,7 @@ __all__ = [
     "HfWeights",
     "Lease",
     "Part",
+    "PeftAdapter",
     "Rows",
     "Saver",
     "State",
@@ -55,6 +57,7 @@ __all__ = [
     "checkpoint_path",
     "checkpoints",
     "differences",
+    "export_adapter",
     "first_rows",
     "generation_of",
     "import_weights",

@@ -5,9 +5,10 @@ there and several here, and are refused.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from meshwright.checkpoint.tensorfile import Planned, read_header, read_window, 
 from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
 from meshwright.job import Model
-from meshwright.job.adapter import ADAPTER_CONFIG
+from meshwright.job.adapter import ADAPTER_CONFIG, adaptable
 from meshwright.model.adapter import MAGNITUDE, A, B, is_adapter
 from meshwright.model.hf_places import spans_of
 from meshwright.model.numbers import DTYPES
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LAYER = re.compile(r"^.*\.\d+\.")
 _ENDS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 
 
@@ -37,9 +39,7 @@ def export_adapter(run: Path, out: Path, shape: Model, checkpoint: Checkpoint | 
         raise UserError(f"{run} trained all weights, not model.adapter; export it without --adapter")
     names = _names(shape)
     weights = StoredWeights(run, checkpoint)
-    tensors = [
-        Planned(names[name], size, DTYPES["fp32"], _rows(weights, name)) for name, size in weights.sizes.items()
-    ]
+    tensors = [Planned(names[name], size, DTYPES["fp32"], _rows(weights, name)) for name, size in weights.sizes.items()]
     total = sum(tensor.bytes for tensor in tensors)
     with new_folder(out, total) as draft:
         write_safetensors(draft / WEIGHTS, tensors, {"format": "pt"})
@@ -79,23 +79,45 @@ class PeftAdapter:
 def _names(shape: Model) -> dict[str, str]:
     """PEFT's name of every parameter of an adapter."""
     sizes = parameter_sizes(shape)
-    ours = {name.rpartition(".")[0] for name in sizes if is_adapter(name)}
-    modules = {module: _module(shape, f"{module}.weight", sizes) for module in ours}
-    shared = {stored for stored, count in Counter(modules.values()).items() if count > 1}
-    everywhere = {_module(shape, name, sizes) for name in sizes if name.endswith(".weight") and _cut(shape, name, sizes)}
-    for module, stored in sorted(modules.items()):
-        if stored in shared | everywhere:
+    modules = {}
+    for layer, (group, names) in product(range(shape.layers), adaptable(shape).items()):
+        for module in (f"layers.{layer}.{group}.{name}" for name in names):
+            if (size := sizes.get(f"{module}.weight")) is not None:
+                [span] = spans_of(shape.base, f"{module}.weight", size)
+                modules[module] = span.tensor.removesuffix(".weight")
+    together = Counter(modules.values())
+    found = {}
+    for name in filter(is_adapter, sizes):
+        module, _, kind = name.rpartition(".")
+        if together[modules[module]] > 1:
             raise UserError(
-                f"model.adapter.targets adapts {module}, which is one module with others in transformers and PEFT "
-                f"({stored}); leave it out, or export the merged model"
+                f"model.adapter.targets adapts {module}, which PEFT has no adapter for: in transformers it is a part "
+                f"of {modules[module]}; leave it out, or export the merged model"
             )
-    adapted = [name for name in sizes if is_adapter(name)]
-    return {name: f"{_PREFIX}{modules[name.rpartition('.')[0]]}.{_ENDS[name.rpartition('.')[2]]}" for name in adapted}
+        found[name] = f"{_PREFIX}{modules[module]}.{_ENDS[kind]}"
+    return found
 
 
-def _module(shape: Model, weight: str, sizes: dict[str, tuple[int, ...]]) -> str:
-    [span] = spans_of(shape.base, weight, sizes[weight])
-    return span.tensor.removesuffix(".weight")
+def _config(shape: Model, names: dict[str, str]) -> dict[str, Any]:
+    """What PEFT reads of the adapters; modules are named as they are in every layer."""
+    adapter = shape.adapter
+    assert adapter is not None
+    modules = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names.values()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": shape.init_from,
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
+        "target_modules": sorted({_LAYER.sub("", module) for module in modules}),
+        "fan_in_fan_out": shape.positions == "learned",
+        "bias": "none",
+        "modules_to_save": None,
+    }
 
 
 def _rows(weights: StoredWeights, name: str) -> Callable[[slice], Tensor]:

@@ -2,16 +2,25 @@
 
 from collections.abc import Mapping
 from math import sqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
+from meshwright.errors import UserError
+from meshwright.job.reading import json_table, read_settings_text
 from meshwright.job.section import Section
 
 if TYPE_CHECKING:
     from meshwright.job.model import Model
 
 ALL = "all"
+ADAPTER_CONFIG = "adapter_config.json"
+_PEFT_FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+"""Ours and PEFT's names of what an adapter's folder determines."""
+_PEFT_UNUSED = ("modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+_PEFT_UNUSED += ("target_parameters", "layer_replication", "lora_bias", "alora_invocation_tokens")
+"""PEFT's fields for adapters that are not all alike, or of something else than projections."""
 
 
 class Adapter(Section):
@@ -48,6 +57,41 @@ class Adapter(Section):
     def adapts(self, group: str, name: str) -> bool:
         """Whether a projection of a part of a block has an adapter."""
         return not {ALL, group, name, f"{group}.{name}"}.isdisjoint(self.targets)
+
+
+def complete_adapter(table: dict[str, Any]) -> None:
+    """Add what the folder of model.adapter.init_from determines to the table of a job, in place."""
+    model = table.get("model")
+    adapter = model.get("adapter") if isinstance(model, dict) else None
+    if isinstance(adapter, dict) and isinstance(adapter.get("init_from"), str):
+        model["adapter"] = _peft_table(adapter["init_from"], adapter) | adapter
+
+
+def _peft_table(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder in PEFT's format determines of [model.adapter]; given fields that contradict it are rejected."""
+    path, field = Path(folder) / ADAPTER_CONFIG, f'model.adapter.init_from = "{folder}"'
+    if not path.is_file() and not Path(folder).exists() and given.keys() >= _PEFT_FIELDS.keys():
+        return {}  # a run that has its own adapters by now
+    if not path.is_file():
+        raise UserError(
+            f"{field} has no {ADAPTER_CONFIG}; give a folder that PEFT or `checkpoint export --adapter` made"
+        )
+    config = json_table(path, read_settings_text(path, "save it again"), "save it again")
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        raise UserError(f'{field}: only adapters with peft_type = "LORA" and bias = "none" are supported')
+    for name in _PEFT_UNUSED:
+        if config.get(name):
+            raise UserError(f"{field}: {name} in {ADAPTER_CONFIG} is not supported; use an adapter without it")
+    table = {ours: config[theirs] for ours, theirs in _PEFT_FIELDS.items() if theirs in config}
+    for name, value in table.items():
+        if name in given and given[name] != value:
+            raise UserError(
+                f"model.adapter.{name} = {given[name]} contradicts {field}, whose {ADAPTER_CONFIG} has {value}; leave "
+                "it out"
+            )
+    if "alpha" in table and isinstance(table["alpha"], int):
+        table["alpha"] = float(table["alpha"])
+    return table
 
 
 def adaptable(shape: "Model") -> Mapping[str, tuple[str, ...]]:

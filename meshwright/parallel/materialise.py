@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor, nn
 
-from meshwright.checkpoint import HfWeights, Rows, first_rows
+from meshwright.checkpoint import HfWeights, PeftAdapter, Rows, first_rows
 from meshwright.job import Model, start_folder
 from meshwright.model import initial_rows, routers
 from meshwright.model.adapter import MAGNITUDE, is_adapter
@@ -46,12 +47,15 @@ def fill_preferences(model: nn.Module, shape: Model) -> None:
 
 
 def _with_adapters(shape: Model, seed: int, shards: Mapping[str, ShardIndex]) -> Rows:
-    """The first values of the model and of its adapters, which are drawn, or the lengths of the weights' rows."""
-    base = first_rows(shape, seed)
+    """The first values of the model and of its adapters: as saved, or drawn, or the lengths of the weights' rows."""
+    base, adapter = first_rows(shape, seed), shape.adapter
+    saved = None if adapter is None or adapter.init_from is None else PeftAdapter(Path(adapter.init_from), shape)
 
     def rows_of(name: str, size: tuple[int, ...], rows: slice) -> Tensor:
         if not is_adapter(name):
             return base(name, size, rows)
+        if saved is not None:
+            return saved.rows(name, size, rows)
         if not name.endswith(MAGNITUDE):
             return initial_rows(shape, name, size, seed, rows)
         weight = f"{name.removesuffix(MAGNITUDE)}weight"
