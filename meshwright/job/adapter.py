@@ -73,9 +73,7 @@ def _peft_table(folder: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if not path.is_file() and not Path(folder).exists() and given.keys() >= _PEFT_FIELDS.keys():
         return {}  # a run that has its own adapters by now
     if not path.is_file():
-        raise UserError(
-            f"{field} has no {ADAPTER_CONFIG}; give a folder that PEFT or `checkpoint export --adapter` made"
-        )
+        raise UserError(f"{field} has no {ADAPTER_CONFIG}; give a folder of PEFT, or of `checkpoint export --adapter`")
     config = json_table(path, read_settings_text(path, "save it again"), "save it again")
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise UserError(f'{field}: only adapters with peft_type = "LORA" and bias = "none" are supported')

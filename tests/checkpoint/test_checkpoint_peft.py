@@ -23,15 +23,14 @@ from hf_folders import make_folder  # noqa: E402
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 301
 CASES = [
-    ("llama", {}, {}),
-    ("qwen3", {"dora": True, "targets": ["q", "v", "ffn"]}, {"use_dora": True}),
-    ("gpt2-tied", {"rslora": True, "dora": True, "targets": ["o", "ffn"]}, {"use_rslora": True}),
-    ("mixtral", {"rslora": True}, {"use_rslora": True}),
+    ("llama", {}),
+    ("qwen3", {"dora": True, "targets": ["q", "v", "ffn"]}),
+    ("gpt2-tied", {"rslora": True, "dora": True, "targets": ["o", "ffn"]}),
+    ("mixtral", {"rslora": True}),
 ]
-IDS = [case for case, _, _ in CASES]
 
 
-def written(folder: Path, path: Path, adapter: dict[str, Any], **model: Any) -> Path:
+def written(folder: Path, path: Path, adapter: dict[str, Any]) -> Path:
     """A job file that trains adapters of a folder for two steps."""
     lines = ["[model]", f"init_from = {json.dumps(str(folder))}", "[model.adapter]"]
     lines += [f"{name} = {json.dumps(value)}" for name, value in adapter.items()]
@@ -53,9 +52,9 @@ def worst(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize(("case", "adapter", "theirs"), CASES, ids=IDS)
+@pytest.mark.parametrize(("case", "adapter"), CASES, ids=[case for case, _ in CASES])
 def test_peft_computes_with_an_exported_adapter_what_the_run_computes(
-    tmp_path: Path, case: str, adapter: dict[str, Any], theirs: dict[str, Any]
+    tmp_path: Path, case: str, adapter: dict[str, Any]
 ) -> None:
     make_folder(tmp_path / "base", case)
     loaded = load_job(str(written(tmp_path / "base", tmp_path, {"rank": 4, "alpha": 8} | adapter)))
@@ -118,6 +117,6 @@ def test_what_peft_has_no_module_for_is_refused(tmp_path: Path) -> None:
     make_folder(tmp_path / "base", "gpt2-tied")
     loaded = load_job(str(written(tmp_path / "base", tmp_path, {"rank": 2, "targets": ["q", "v"]})))
     run_job(loaded, Console(quiet=True))
-    with pytest.raises(UserError, match="it is a part of transformer.h.0.attn.c_attn"):
+    with pytest.raises(UserError, match=r"it is a part of transformer\.h\.0\.attn\.c_attn"):
         export_run_adapter(tmp_path / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
