@@ -128,6 +128,8 @@ def _build_model(
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     model = architecture.model.to(master)
+    for parameter in _frozen(job, model):
+        parameter.data = parameter.data.to(compute)
     keep_stage(architecture, layers, first, last)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -135,7 +137,9 @@ def _build_model(
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
     if job.model.experts is not None:
         apply_expert_parallel(model, job, world)
-    frozen = _freeze(job, model, compute)
+    frozen = _frozen(job, model)
+    for parameter in frozen:  # tensor parallelism has made them anew
+        parameter.requires_grad_(False)
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
     if job.run.compile and job.layout.tp == 1:
@@ -158,13 +162,9 @@ def _build_model(
     return model, shapes
 
 
-def _freeze(job: Job, model: nn.Module, compute: torch.dtype) -> set[nn.Parameter]:
-    """Leave the parameters next to adapters without gradients, in the format that is computed with; return them."""
-    frozen = {parameter for name, parameter in model.named_parameters() if is_frozen(job.model, name)}
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(compute)
-    return frozen
+def _frozen(job: Job, model: nn.Module) -> set[nn.Parameter]:
+    """The parameters next to adapters: without masters they are in the format that is computed with."""
+    return {parameter for name, parameter in model.named_parameters() if is_frozen(job.model, name)}
 
 
 def _fuse_projections(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model.adapter import B
+from meshwright.model.adapter import A, B
 from meshwright.parallel import ShardIndex, Weights, build, join_world, table_error
 from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, make_trainer
@@ -21,6 +21,8 @@ from meshwright.verify.replay import Choices, Recording, Replayed, Replaying, ro
 
 MATRIX_SCALE = 8.0
 VECTOR_SHIFT = 0.01
+ADAPTER_SCALE = 0.1
+"""Products of an adapter are then about as large as the weights they are added to."""
 LOSS_SCALE = 2.0**10
 """fp16's initial loss scale: gradients of small models are large, and with the usual one the first steps overflow."""
 
@@ -114,10 +116,10 @@ def _enliven(weights: Weights) -> None:
     shards = weights.shards() | dict(weights.frozen_shards)
     for name, tensor in (*weights.masters.items(), *weights.frozen.items()):
         if name.endswith(f".{B}"):
-            tensor.copy_(shards[name].take(_waves(*shards[name].shape)))
-        elif tensor.dim() > 1:
+            tensor.copy_(shards[name].take(ADAPTER_SCALE * _waves(*shards[name].shape)))
+        elif tensor.dim() > 1 and not name.endswith(f".{A}"):
             tensor.mul_(MATRIX_SCALE)
-        else:
+        elif tensor.dim() == 1:
             tensor.add_(shards[name].take(VECTOR_SHIFT * _waves(shards[name].shape[0])).to(tensor.device))
     weights.refresh()
 
