@@ -55,7 +55,8 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, x_BSI: Tensor, draws: Draws | None = None) -> Tensor:
         if self.lora_magnitude is None:
-            return F.linear(x_BSI, self.weight, self.bias) + self.update(x_BSI, draws)
+            # In this order a recomputation, which ends when all that was saved is there, spares the large product.
+            return self.update(x_BSI, draws) + F.linear(x_BSI, self.weight, self.bias)
         # As its authors do, and PEFT, the length is a constant in the backward.
         share_O = self.lora_magnitude / self._lengths()
         out_BSO = share_O.to(x_BSI.dtype) * (F.linear(x_BSI, self.weight) + self.update(x_BSI, draws))

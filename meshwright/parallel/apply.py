@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.checkpoint import base_fingerprint
-from meshwright.cost import Mode
+from meshwright.cost import Mode, needs_last
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import gradient_format, is_asynchronous, recompute_modes, split_layers, table_of
@@ -149,7 +149,7 @@ def _build_model(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
         _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
-    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0, prefetch=job.layout.prefetch)
+    apply_recompute(model, modes, keep_last=needs_last(job.model), prefetch=job.layout.prefetch)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages update independently

@@ -29,7 +29,7 @@ from meshwright.torch_private.autograd import in_backward, let_sharded_modules_b
 def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: bool, prefetch: int = 1) -> None:
     """Let the blocks of a model recompute, each in its mode, in place.
 
-    `keep_last` says whether something after a block's last projection (dropout) needs its result; `prefetch` how many
+    `keep_last` says whether something after a block's last projection needs its result; `prefetch` how many
     blocks of a segment gather their parameters ahead.
     """
     if "segment" in modes.values():
