@@ -18,8 +18,10 @@ ALL = "all"
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
 """Ours and PEFT's names of what an adapter's folder determines."""
-_PEFT_UNUSED = ("modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-_PEFT_UNUSED += ("target_parameters", "layer_replication", "lora_bias", "alora_invocation_tokens")
+_PEFT_UNUSED = (
+    *("modules_to_save", "layers_to_transform", "rank_pattern", "alpha_pattern", "trainable_token_indices"),
+    *("target_parameters", "layer_replication", "lora_bias", "alora_invocation_tokens"),
+)
 """PEFT's fields for adapters that are not all alike, or of something else than projections."""
 
 
@@ -62,7 +64,9 @@ class Adapter(Section):
 def complete_adapter(table: dict[str, Any]) -> None:
     """Add what the folder of model.adapter.init_from determines to the table of a job, in place."""
     model = table.get("model")
-    adapter = model.get("adapter") if isinstance(model, dict) else None
+    if not isinstance(model, dict):
+        return
+    adapter = model.get("adapter")
     if isinstance(adapter, dict) and isinstance(adapter.get("init_from"), str):
         model["adapter"] = _peft_table(adapter["init_from"], adapter) | adapter
 

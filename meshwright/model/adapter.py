@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.job import Adapter
+from meshwright.job import Adapter, Model
 from meshwright.job.adapter import adapted
-from meshwright.job.model import Model
 from meshwright.model.dropout import Draws, keep_mask
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"

@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         q_BSHE = torch.unflatten(project(self.q, down, draws), -1, (-1, self.head_dim))
         kv_low = self.kv_down_norm(project(self.kv_down, x_BSD, draws))
         kv_BSHE = torch.unflatten(project(self.kv, kv_low, draws), -1, (-1, self.unrotated + self.value_dim))
-        k_BSHE, v_BSHV = torch.split(kv_BSHE, (self.unrotated, self.value_dim), dim=-1)
+        k_BSHE, v_BSHV = torch.split(kv_BSHE, [self.unrotated, self.value_dim], dim=-1)
         q_BSHR = apply_rotary(q_BSHE[..., self.unrotated :], rotary, interleaved=True)
         k_BS1R = apply_rotary(project(self.k_rope, x_BSD, draws).unsqueeze(-2), rotary, interleaved=True)
         q_BSHE = torch.cat((q_BSHE[..., : self.unrotated], q_BSHR), dim=-1)

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import padded_vocabulary
-from meshwright.model import Architecture
+from meshwright.model import Architecture, Draws
 from meshwright.model.adapter import A, AdaptedLinear
-from meshwright.model.dropout import Draws, keep_mask
+from meshwright.model.dropout import keep_mask
 from meshwright.model.sharding import LOOKED_UP, PROJECTIONS
 from meshwright.model.sinks import Sinks
 from meshwright.parallel.vocabulary import VocabularyParallelHead
