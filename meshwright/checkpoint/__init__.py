@@ -1,6 +1,7 @@
 """Durable state of a run: checkpoints that are written atomically and that any layout can read."""
 
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
+from meshwright.checkpoint.base import Rows, base_fingerprint, first_rows, require_base
 from meshwright.checkpoint.catalogue import (
     backup_target,
     checkpoint_path,
@@ -23,6 +24,7 @@ from meshwright.checkpoint.hf_import import import_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.hf_write import Export, Exported
 from meshwright.checkpoint.lease import Fenced, Lease
+from meshwright.checkpoint.peft import PeftAdapter, export_adapter
 from meshwright.checkpoint.reading import Checkpoint, Damaged, differences
 from meshwright.checkpoint.records import Facts, Part, State
 from meshwright.checkpoint.retries import tries
@@ -43,15 +45,20 @@ __all__ = [
     "HfWeights",
     "Lease",
     "Part",
+    "PeftAdapter",
+    "Rows",
     "Saver",
     "State",
     "StoredWeights",
     "backup_target",
     "backups",
+    "base_fingerprint",
     "chat_template_of",
     "checkpoint_path",
     "checkpoints",
     "differences",
+    "export_adapter",
+    "first_rows",
     "generation_of",
     "import_weights",
     "keep_companions",
@@ -63,6 +70,7 @@ __all__ = [
     "open_checkpoint",
     "remove",
     "require_backup",
+    "require_base",
     "require_shapes",
     "restore",
     "surplus",

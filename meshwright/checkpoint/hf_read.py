@@ -1,5 +1,6 @@
 """The weights of a Hugging Face folder as our parameters, any rows of them at a time; only safetensors are opened."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class HfWeights:
     """A folder's weights under our names; opening it reads only headers."""
 
     def __init__(self, folder: Path, shape: Model) -> None:
+        shape = shape.base  # adapters have files of their own
         self.folder, self._shape = folder, shape
         stored = _with_unpacked(_stored(folder))
         self._tensors = {full: stored[found] for full, found in full_hf_names(shape, stored).items()}
@@ -53,6 +55,16 @@ class HfWeights:
         for layer, (name, size) in enumerate(preference_sizes(self._shape).items(), experts.first_dense):
             found[layer] = self.rows(name, size, slice(None))
         return found
+
+    def fingerprint(self) -> str:
+        """A hash of every tensor's name, size and format, and of three rows of each: enough to tell two models, or two
+        states of one, apart without reading all of them."""
+        seen = hashlib.sha256()
+        for name, stored in sorted(self._tensors.items()):
+            seen.update(f"{name} {stored.size} {stored.dtype}\n".encode())
+            for row in sorted({0, stored.size[0] // 2, stored.size[0] - 1}) if stored.size else ():
+                seen.update(self._read(name, itemgetter(slice(row, row + 1))).float().numpy().tobytes())
+        return seen.hexdigest()
 
     def require(self) -> None:
         """Refuse by name a tensor that is missing, unused, or has the wrong size or number format."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.atomic import new_folder
+from meshwright.checkpoint.adapters import MergedWeights
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
 from meshwright.checkpoint.hf_read import parameter_sizes
 from meshwright.checkpoint.reading import Checkpoint
@@ -38,10 +39,13 @@ class Export:
     """A run's weights on their way into a Hugging Face folder, the newest unless one of its checkpoints is given; what
     cannot be exported is refused here."""
 
-    def __init__(self, run: Path, shape: Model, dtype: str, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self, run: Path, shape: Model, dtype: str, checkpoint: Checkpoint | None = None, seed: int = 0
+    ) -> None:
         if dtype not in EXPORT_FORMATS:
             raise UserError(f"--dtype = {dtype} is not an export format; choose fp32 (the master) or bf16")
-        self._run, self._weights, self._shape = run, StoredWeights(run, checkpoint), shape
+        self._run, self._weights, self._shape = run, _weights(run, shape, seed, checkpoint), shape.base
+        shape = shape.base
         sizes = parameter_sizes(shape)
         if self._weights.sizes != sizes:
             odd = min(name for name, _ in self._weights.sizes.items() ^ sizes.items())
@@ -76,6 +80,13 @@ class Export:
             _write_json(draft / "config.json", self._config | read_token_ids(self._run))
             write_companions(self._run, draft, self._shape)
         return Exported(self._weights.step, self._config["model_type"], len(shards), self.bytes)
+
+
+def _weights(run: Path, shape: Model, seed: int, checkpoint: Checkpoint | None) -> StoredWeights:
+    """A run's weights, with its adapters added to what they were trained next to."""
+    if shape.adapter is None:
+        return StoredWeights(run, checkpoint)
+    return MergedWeights(run, shape, seed, checkpoint)
 
 
 def _cut(tensors: list[Planned], shard_bytes: int) -> list[list[Planned]]:

@@ -59,6 +59,8 @@ class Facts(Record):
     """Ranks that each had their own error-feedback memory."""
     data: str = ""
     """Fingerprint of the training tokens."""
+    base: str = ""
+    """Fingerprint of the weights that adapters were trained next to; empty without adapters."""
 
 
 class PieceRecord(Record):

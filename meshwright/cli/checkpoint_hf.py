@@ -32,14 +32,22 @@ def export(
     run: Path = typer.Argument(help="A run folder."),
     folder: Path = typer.Argument(help="The Hugging Face folder to create."),
     dtype: str = typer.Option("fp32", "--dtype", help="fp32 (the master weights, exact) or bf16 (half the size)."),
+    adapter: bool = typer.Option(False, "--adapter", help="Write the run's adapters alone, as PEFT loads them."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a run's newest weights as a Hugging Face folder that transformers loads."""
+    """Write a run's newest weights as a Hugging Face folder that transformers loads; adapters are merged into them."""
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json
-    from meshwright.runs.huggingface import export_run
+    from meshwright.runs.huggingface import export_run, export_run_adapter
 
+    if adapter:
+        step, size = export_run_adapter(run, folder)
+        if as_json:
+            print_json({"run": str(run), "folder": str(folder), "step": step, "bytes": size})
+        else:
+            print(f"{folder}: adapters of step {step} in fp32, {size / 1e6:,.1f} MB")
+        return
     with _progress(f"exporting {run}") as report:
         done = export_run(run, folder, dtype, report)
     if as_json:

@@ -1,5 +1,6 @@
 """What a model costs, from its shape alone: parameters, FLOPs, bytes kept for the backward; without torch."""
 
+from meshwright.cost.adapters import needs_last
 from meshwright.cost.cost import Cost, flops_per_token
 from meshwright.cost.head import chunk_rows, in_whole_lines
 from meshwright.cost.modules import (
@@ -24,6 +25,7 @@ from meshwright.cost.parameters import (
     sharers,
     stage_elements,
     tensor_count,
+    trained_parameters,
 )
 from meshwright.cost.recompute import (
     KEPT_OPERATIONS,
@@ -74,6 +76,7 @@ __all__ = [
     "layer_elements",
     "matmul_parameters",
     "moments_of",
+    "needs_last",
     "norm_cost",
     "parameter_count",
     "remade_bytes",
@@ -82,4 +85,5 @@ __all__ = [
     "stage_elements",
     "state_bytes",
     "tensor_count",
+    "trained_parameters",
 ]

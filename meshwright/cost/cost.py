@@ -51,8 +51,8 @@ def saved(**tensors: tuple[int, int]) -> Cost:
 
 
 def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "full"]) -> float:
-    """Model FLOPs to train on one token: 6 per matmul weight that it uses and 6 per layer, seen position and
-    channel of keys and of values.
+    """Model FLOPs to train on one token: 6 per matmul weight that it uses, 4 if it is frozen, and 6 per layer, seen
+    position and channel of keys and of values.
 
     A token sees the whole sequence ("full"), or what its causal mask leaves on average, half of it; a sliding window
     shorter than the sequence bounds both.
@@ -62,4 +62,7 @@ def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "f
     for layers, width in ((shape.blocks - every_second, shape.sliding_window), (every_second, None)):
         window = min(sequence, width or sequence)
         seen += layers * (window if attention == "full" else window * (1 - window / (2 * sequence)))
-    return 6.0 * matmul_parameters(shape) + 6.0 * seen * shape.heads * (shape.head_dim + shape.value_dim)
+    products = 6.0 * matmul_parameters(shape)
+    if shape.adapter is not None:  # next to adapters no gradients of weights are computed
+        products -= 2.0 * matmul_parameters(shape.base)
+    return products + 6.0 * seen * shape.heads * (shape.head_dim + shape.value_dim)

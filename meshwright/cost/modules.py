@@ -4,7 +4,9 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from meshwright.cost.adapters import adapter_flops, at_the_start, needs_last, with_adapters
 from meshwright.cost.cost import Cost, saved
 from meshwright.cost.experts import mixture_cost
 from meshwright.cost.recompute import Mode, under
@@ -31,6 +33,7 @@ def decoder_cost(
     layers their modes; those not named keep everything.
     """
     own = range(shape.layers) if layers is None else layers
+    adapters = shape.adapter is not None
     total = embedding_cost(shape, batch, sequence) if first else Cost()
     if own and shape.positions == "rope":
         table = (sequence * shape.rope_dim // 2, _wide(number_bytes))
@@ -39,6 +42,8 @@ def decoder_cost(
         mode = (recompute or {}).get(layer, "none")
         joined = layer + 1 in own and (recompute or {}).get(layer + 1) == "joined"
         block = block_cost(shape, batch, sequence, number_bytes, mode, layer=layer, whole=joined)
+        if adapters and layer == 0:
+            block = at_the_start(block, shape, batch * sequence)
         total += block.within(f"layers.{layer}")
     if last:
         total += norm_cost(shape, batch, sequence, number_bytes).within("final_norm")
@@ -50,6 +55,9 @@ def decoder_cost(
 
 def embedding_cost(shape: Model, batch: int, sequence: int) -> Cost:
     """The tables of words and, where they are learned, positions; what was looked up, and a dropout mask, are saved."""
+    if shape.adapter is not None:  # nothing is computed for its gradient
+        learned = shape.max_sequence_length if shape.positions == "learned" else 0
+        return Cost((shape.vocab_size + learned) * shape.width)
     total = Cost(shape.vocab_size * shape.width) + saved(tokens=(batch * sequence, _TOKEN))
     if shape.dropout > 0.0:
         total += saved(embed_dropout=(batch * sequence * shape.width, _FLAG))
@@ -85,11 +93,13 @@ def block_cost(
             total += feedforward_cost(*sizes, shape.experts.shared_width).within("shared")
     else:
         total += feedforward_cost(*sizes).within("ffn")
+    if shape.adapter is not None:
+        total = with_adapters(total, shape, batch * sequence, number_bytes, layer)
     if shape.dropout > 0.0:
         total += saved(attention_dropout=(stream, _FLAG), ffn_dropout=(stream, _FLAG))
     last = _linear(batch * sequence, shape.ffn_width, shape.width, False)
     # The weights of a token's experts need the experts' results.
-    spared = 0 if whole or mixture or shape.dropout > 0.0 else last.forward_flops
+    spared = 0 if whole or mixture or needs_last(shape) else last.forward_flops
     projected = {} if spared or mixture else {"ffn.projected": stream * number_bytes}
     if mixture and shape.experts is not None:
         projected["moe.logits"] = batch * sequence * shape.experts.count * max(4, number_bytes)
@@ -97,7 +107,11 @@ def block_cost(
             projected["shared.projected"] = stream * number_bytes
     if shape.latent is not None:
         projected |= _latent_projected(shape, shape.latent, batch * sequence * number_bytes)
-    return under(recompute, total, stream * number_bytes, spared, projected)
+    kept = under(recompute, total, stream * number_bytes, spared, projected)
+    if recompute == "selective" and shape.adapter is not None:  # products with adapters are cheap, and repeated
+        again = adapter_flops(shape, batch * sequence, layer)
+        kept = replace(kept, backward_flops=kept.backward_flops + again)
+    return kept
 
 
 def _latent_projected(shape: Model, latent: Latent, each: int) -> dict[str, int]:
@@ -195,6 +209,9 @@ def norm_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cos
 def head_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cost:
     """Cost of training with labels: gradients are made in the forward pass and are all that is saved."""
     tokens, weights = batch * sequence, shape.vocab_size * shape.width
+    if shape.adapter is not None:
+        kept = saved(hidden_gradient=(tokens * shape.width, number_bytes))
+        return Cost(weights, 2 * 2 * tokens * weights, 0) + kept
     kept = saved(hidden_gradient=(tokens * shape.width, number_bytes), weight_gradient=(weights, number_bytes))
     return Cost(weights, 3 * 2 * tokens * weights, 0) + kept
 

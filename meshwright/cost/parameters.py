@@ -1,10 +1,11 @@
 """The parameter tensors of a model, from its shape: the one place that knows how many elements each has."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from meshwright.job import Job, Latent, Model
+from meshwright.job.adapter import adapted
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Tensor:
     """Whether tensor parallelism gives every rank a share of it, where the heads allow."""
     product: bool = False
     """Whether it is a matrix that multiplies activations."""
+    trained: bool = True
+    """Whether it has gradients: next to adapters, only those of the adapters."""
     used: float = 1.0
     """The share of it that one token uses: of the experts' weights, that of its own experts."""
 
@@ -33,6 +36,40 @@ def block_tensors(shape: Model, layer: int = -1) -> Mapping[str, Tensor]:
         tensors |= _feedforward_tensors(shape, "ffn", shape.ffn_width)
     for name in ("attention_norm", "ffn_norm"):
         tensors |= {f"{name}.{part}": Tensor(shape.width, cut=False) for part in _norm_parts(shape)}
+    if shape.adapter is None:
+        return tensors
+    frozen = {name: replace(tensor, trained=False) for name, tensor in tensors.items()}
+    return frozen | _adapter_tensors(shape, layer)
+
+
+def projection_sizes(shape: Model) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the projections that may have adapters, by their names in a block."""
+    q, kv, width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.width
+    sizes = {"q": (q, width), "k": (kv, width), "v": (kv, width), "o": (width, q)}
+    if (latent := shape.latent) is not None:
+        up = shape.heads * (shape.head_dim - latent.rope_dim + latent.value_dim)
+        sizes = {"q": (q, latent.q_rank or width), "kv": (up, latent.kv_rank), "kv_down": (latent.kv_rank, width)}
+        sizes |= {"k_rope": (latent.rope_dim, width), "o": (width, shape.heads * latent.value_dim)}
+        sizes |= {"q_down": (latent.q_rank or 0, width)}
+    found = {f"attention.{name}": size for name, size in sizes.items()}
+    shared = 0 if shape.experts is None else shape.experts.shared_width
+    for module, inner in (("ffn", shape.ffn_width), ("shared", shared)):
+        found |= {f"{module}.{name}": (inner, width) for name in ("gate", "up")} | {f"{module}.down": (width, inner)}
+    return found
+
+
+def _adapter_tensors(shape: Model, layer: int) -> dict[str, Tensor]:
+    """A is whole on every tensor-parallel rank where the projection is sharded by outputs, else B is."""
+    adapter, sizes, tensors = shape.adapter, projection_sizes(shape), dict[str, Tensor]()
+    assert adapter is not None
+    for group, name in adapted(shape, layer):
+        outputs, inputs = sizes[f"{group}.{name}"]
+        by_inputs, whole = name in ("o", "down"), name in ("q_down", "kv_down", "k_rope")
+        by_outputs = not by_inputs and not whole
+        tensors[f"{group}.{name}.lora_a"] = Tensor(adapter.rank * inputs, cut=by_inputs, product=True)
+        tensors[f"{group}.{name}.lora_b"] = Tensor(adapter.rank * outputs, cut=by_outputs, product=True)
+        if adapter.dora:
+            tensors[f"{group}.{name}.lora_magnitude"] = Tensor(outputs, cut=by_outputs)
     return tensors
 
 
@@ -194,8 +231,15 @@ def matmul_parameters(shape: Model) -> int:
 
 
 def parameter_count(shape: Model) -> int:
-    """Every trainable element of the shape, a tied table counted once."""
+    """Every element of the shape's parameters, a tied table counted once."""
     return _count(shape, lambda tensor: tensor.elements)
+
+
+def trained_parameters(shape: Model) -> int:
+    """Those that are trained: next to adapters, only the adapters'."""
+    if shape.adapter is None:
+        return parameter_count(shape)
+    return parameter_count(shape) - parameter_count(shape.base)
 
 
 def active_parameters(shape: Model) -> int:

@@ -2,7 +2,7 @@
 
 from math import sqrt
 
-from meshwright.cost.parameters import block_elements
+from meshwright.cost.parameters import block_elements, trained_parameters
 from meshwright.job import FORMAT_BYTES, Job
 from meshwright.job.training import Optimizer, Precision
 from meshwright.registries import own_state_bytes
@@ -41,7 +41,10 @@ def state_bytes(job: Job, projections: float, others: float) -> float:
 
 
 def checkpoint_bytes(job: Job, parameters: int) -> float:
-    """What a checkpoint of a model with so many parameters takes: the masters and their moments."""
+    """What a checkpoint of a model with so many parameters takes: the masters and their moments; of a model with
+    adapters those of the adapters."""
+    if job.model.adapter is not None:
+        parameters = trained_parameters(job.model)
     projections = min(float(parameters), job.model.blocks * block_elements(job.model).total)
     return MASTER_BYTES * parameters + state_bytes(job, projections, parameters - projections)
 

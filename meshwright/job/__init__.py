@@ -1,5 +1,6 @@
 """The Job: one file that the planner writes and everything else reads. Imports no torch."""
 
+from meshwright.job.adapter import Adapter
 from meshwright.job.convert import Converted
 from meshwright.job.from_deepspeed import job_from_deepspeed
 from meshwright.job.from_hf_trainer import job_from_hf_trainer
@@ -36,6 +37,7 @@ from meshwright.job.trust import code_of, require_trust
 
 __all__ = [
     "FORMAT_BYTES",
+    "Adapter",
     "Converted",
     "Job",
     "Latent",

@@ -16,7 +16,7 @@ from meshwright.job.model import Model, RopeScaling
 from meshwright.job.unused import JobWarning
 
 TOKENIZER = "tokenizer.json"
-_NOT_SHAPE = ("preset", "init_from", "file", "dropout", "loss", "extra_tokens", "extra_tokens_weight")
+_NOT_SHAPE = ("preset", "init_from", "file", "dropout", "loss", "extra_tokens", "extra_tokens_weight", "adapter")
 
 
 def start_folder(shape: Model) -> Path | None:

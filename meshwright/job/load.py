@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
+from meshwright.job.adapter import complete_adapter
 from meshwright.job.devices import Cluster
 from meshwright.job.edit import edited_text
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
@@ -165,6 +166,7 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
     if folder:
         merged["model"]["init_from"] = folder
         require_tokenizer(folder, merged)
+    complete_adapter(merged)
     _derive_length(merged, origins)
 
     return _validate(merged, origins, path), origins

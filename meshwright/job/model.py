@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from meshwright.job.adapter import Adapter, require_adapter
 from meshwright.job.experts import Experts
 from meshwright.job.names import LossName
 from meshwright.job.section import Section
@@ -77,6 +78,8 @@ class Model(Section):
     """Inner size of the feed-forward; default 4 × width."""
     experts: Experts | None = None
     """A mixture of experts in place of the feed-forward; none by default."""
+    adapter: Adapter | None = None
+    """Low-rank adapters (LoRA), which are trained instead of the model's weights; none by default."""
     max_sequence_length: SequenceLength = 2048
     """The longest supported sequence (and the number of learned positions)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -118,6 +121,18 @@ class Model(Section):
     after the last; 1 in DeepSeek-V3. Evaluation and generation do not use them."""
     extra_tokens_weight: NonNegativeFloat = Field(default=0.3, le=1e6)
     """Weight of the loss of extra_tokens, their mean, next to the main loss (DeepSeek-V3: 0.3, at the end 0.1)."""
+
+    @property
+    def base(self) -> "Model":
+        """The model without its adapters."""
+        return self.model_copy(update={"adapter": None})
+
+    @property
+    def resumed(self) -> "Model":
+        """The model as a run continues with it: from a checkpoint, which has all but the weights next to adapters."""
+        if self.adapter is None:
+            return self.model_copy(update={"init_from": None})
+        return self.model_copy(update={"adapter": self.adapter.model_copy(update={"init_from": None})})
 
     @property
     def blocks(self) -> int:
@@ -189,6 +204,8 @@ class Model(Section):
                 f"model.extra_tokens = {self.extra_tokens} adds blocks to Meshwright's own decoder, but model.file = "
                 f"{self.file} builds its own; set model.extra_tokens = 0"
             )
+        if self.adapter is not None:
+            require_adapter(self, self.adapter)
         return self
 
     def _require_latent(self, latent: Latent) -> None:

@@ -132,7 +132,7 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
         name = full_name.removeprefix(place)
         if name == "attention.mask" and layout.cp > 1:
             continue  # attention over a shared sequence rebuilds its masks
-        sizes[place, name] = -(-size // parts[BY_TENSOR[name]])
+        sizes[place, name] = -(-size // parts[BY_TENSOR[name] if name in BY_TENSOR else _of_adapter(name)])
     if layout.cp > 1 and layout.cp_method == "ulysses" and mode == "none":  # as it was computed, and as it was returned
         sizes["layers.0.", "attention.returned"] = sizes["layers.0.", "attention.out"]
     if job.model.kv_heads % layout.tp:  # then every rank has a key-value head for each of its queries
@@ -143,6 +143,16 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
         for name in ("attention.k", "attention.v"):
             sizes["layers.0.", name] *= kv_copies(job)
     return sizes
+
+
+def _of_adapter(name: str) -> str:
+    """As BY_TENSOR, of what adapters save: only the wide sides of sharded projections are shared."""
+    module, _, kind = name.rpartition(".")
+    by_inputs = module.endswith((".o", ".down"))
+    if kind == "dropped":
+        return "tp" if by_inputs else ""
+    whole = by_inputs or module.endswith(("_down", ".k_rope"))
+    return "tp" if kind == "unscaled" and not whole else ""
 
 
 def _again(job: Job, mode: Mode) -> int:

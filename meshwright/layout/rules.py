@@ -69,6 +69,7 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_optimizer(job)
     _require_compression(job)
     _require_offload(job)
+    _require_adapter(job)
 
 
 def _require_ranks(job: Job, world_size: int) -> None:
@@ -274,6 +275,21 @@ def _require_offload(job: Job) -> None:
         raise UserError(
             f'{shown} moves gradients off the device before layout.compress = "{job.layout.compress}" can compress '
             'them; set layout.compress = "none" or leave "optimizer" and "params" out of memory.offload'
+        )
+
+
+def _require_adapter(job: Job) -> None:
+    if job.model.adapter is None:
+        return
+    if is_asynchronous(job):
+        raise UserError(
+            'layout.schedule = "pipedream" keeps versions of all weights, and model.adapter trains only some; set '
+            'layout.schedule = "1f1b" or leave model.adapter out'
+        )
+    if job.precision.compute == "fp8":
+        raise UserError(
+            'precision.compute = "fp8" rounds the products next to which model.adapter is trained; set '
+            'precision.compute = "bf16"'
         )
 
 

@@ -1,11 +1,16 @@
 """Multi-head attention with its projections. B batch, S sequence, D width, H heads, K kv heads, E head_dim."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor, nn
 
 from meshwright.job import Model
+from meshwright.model.adapter import project
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
+from meshwright.model.dropout import Draws
 from meshwright.model.fused import fused_projections
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary
@@ -46,10 +51,15 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
         cache: KVCache | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
         # The number of heads is taken from the projections' results: a tensor-parallel rank holds fewer.
         linears = (self.q, self.k, self.v)
-        projected = fused_projections(x_BSD, linears) if self.fused else [linear(x_BSD) for linear in linears]
+        projected: Sequence[Any]
+        if self.fused:
+            projected = fused_projections(x_BSD, linears, draws)
+        else:
+            projected = [project(linear, x_BSD, draws) for linear in linears]
         if self.q_norm is not None and self.k_norm is not None and self.norm_over == "width":
             projected = [self.q_norm(projected[0]), self.k_norm(projected[1]), projected[2]]
         q_BSHE, k_BSKE, v_BSKE = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
@@ -61,5 +71,4 @@ class Attention(nn.Module):
             k_BSKE, v_BSKE = cache.append(self.layer, k_BSKE, v_BSKE)
         sinks = () if self.sinks is None else (self.sinks(),)
         out_BSHE, _ = self.attend(q_BSHE, k_BSKE, v_BSKE, positions, documents, *sinks)
-        out_BSD: Tensor = self.o(out_BSHE.flatten(-2))
-        return out_BSD
+        return project(self.o, out_BSHE.flatten(-2), draws)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job import Model
+from meshwright.model.adapter import adapt
 from meshwright.model.attention import Attention
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
@@ -34,6 +35,7 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape) if experts is None else None
         self.moe = None if experts is None else MixtureOfExperts(shape, experts)
         self.shared = None if experts is None or not experts.shared_width else FeedForward(shape, experts.shared_width)
+        adapt(self, shape, layer)
 
     def forward(
         self,
@@ -46,7 +48,7 @@ class Block(nn.Module):
         replayed_BSK: Tensor | None = None,
     ) -> Tensor:
         x_BSD, normed_BSD = self.attended(x_BSD, rotary, positions, documents, draws, cache)
-        return x_BSD + self._drop(self._fed_forward(normed_BSD, replayed_BSK), draws, AFTER_FEEDFORWARD)
+        return x_BSD + self._drop(self._fed_forward(normed_BSD, replayed_BSK, draws), draws, AFTER_FEEDFORWARD)
 
     def attended(
         self,
@@ -58,20 +60,20 @@ class Block(nn.Module):
         cache: KVCache | None,
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and normed for the feed-forward."""
-        mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, documents, cache)
+        mixed_BSD = self.attention(self.attention_norm(x_BSD), rotary, positions, documents, cache, draws)
         x_BSD = x_BSD + self._drop(mixed_BSD, draws, AFTER_ATTENTION)
         return x_BSD, self.ffn_norm(x_BSD)
 
-    def _fed_forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None) -> Tensor:
+    def _fed_forward(self, x_BSD: Tensor, replayed_BSK: Tensor | None, draws: Draws | None) -> Tensor:
         if self.moe is None:
             assert self.ffn is not None
-            out_BSD: Tensor = self.ffn(x_BSD)
+            out_BSD: Tensor = self.ffn(x_BSD, draws)
             return out_BSD
         if (shared := self.shared) is None:
             routed_BSD: Tensor = self.moe(x_BSD, replayed_BSK)
             return routed_BSD
         found: list[Tensor] = []
-        routed_BSD = self.moe(x_BSD, replayed_BSK, lambda: found.append(shared(x_BSD)))
+        routed_BSD = self.moe(x_BSD, replayed_BSK, lambda: found.append(shared(x_BSD, draws)))
         return routed_BSD + found[0]
 
     def _drop(self, x_BSD: Tensor, draws: Draws | None, site: int) -> Tensor:

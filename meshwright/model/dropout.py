@@ -24,10 +24,16 @@ class Draws:
     """Index in its sequence of every token held, (S,) or (B, S); 0, 1, … when not given. Not a document's position."""
     layer: int | Tensor = 0
     """The current layer; the decoder sets it."""
+    inner_places: Tensor | None = None
+    """As `places`, of the tokens inside attention and feed-forward: sequence parallelism gathers them."""
 
     def at_layer(self, layer: int) -> "Draws":
         """The same draws inside a layer; a tensor, because a number would make torch.compile recompile every layer."""
         return replace(self, layer=torch.tensor(layer))
+
+    def inside(self) -> "Draws":
+        """The same draws for the tokens inside attention and feed-forward."""
+        return replace(self, places=self.inner_places)
 
 
 def dropout(x_BSD: Tensor, rate: float, draws: Draws, site: int) -> Tensor:

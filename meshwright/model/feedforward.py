@@ -4,6 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job import Model
+from meshwright.model.adapter import project
+from meshwright.model.dropout import Draws
 from meshwright.model.fused import fused_product
 from meshwright.model.swiglu import swiglu
 
@@ -26,12 +28,11 @@ class FeedForward(nn.Module):
         """Projections that are part of another's product."""
         return 1 if self.fused and self.gate is not None else 0
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.gate is None:
-            inner_BSF = F.gelu(self.up(x_BSD), approximate="tanh")
+            inner_BSF = F.gelu(project(self.up, x_BSD, draws), approximate="tanh")
         elif self.fused:
-            inner_BSF = swiglu(fused_product(x_BSD, (self.gate, self.up)))
+            inner_BSF = swiglu(fused_product(x_BSD, (self.gate, self.up), draws))
         else:
-            inner_BSF = F.silu(self.gate(x_BSD)) * self.up(x_BSD)
-        out_BSD: Tensor = self.down(inner_BSF)
-        return out_BSD
+            inner_BSF = F.silu(project(self.gate, x_BSD, draws)) * project(self.up, x_BSD, draws)
+        return project(self.down, inner_BSF, draws)

@@ -101,7 +101,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None
         weight_WD, vocabulary = _with_zeros(weight_VD), weight_VD.shape[0]
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=wide) if with_gradients else None
+        grad_weight_WD = torch.zeros_like(weight_WD, dtype=wide) if ctx.needs_input_grad[1] else None
         # A step without a single valid token has loss 0, not 0 / 0.
         count = torch.where(valid_count > 0, valid_count, 1) if isinstance(valid_count, Tensor) else valid_count or 1
         shares_N1 = ((labels_N != IGNORE).to(wide) / count).unsqueeze(1)
@@ -114,22 +114,24 @@ class _ChunkedLoss(torch.autograd.Function):
             own_NV, labels_N1 = logits_NW[:, :vocabulary], labels_N[chunk].unsqueeze(1)
             part, grad = loss_of_logits(own_NV, labels_N1, shares_N1[chunk], with_gradients)
             loss += part
-            if grad is not None and grad_hidden_ND is not None and grad_weight_WD is not None:
+            if grad is not None and grad_hidden_ND is not None:
                 grad = _of_every_column(grad, logits_NW)
                 torch.mm(grad, weight_WD, out=grad_hidden_ND[chunk])
-                add_product(grad_weight_WD, grad.t(), hidden)
+                if grad_weight_WD is not None:
+                    add_product(grad_weight_WD, grad.t(), hidden)
             del logits_NW, own_NV, grad  # the next chunk's logits reuse their memory
 
-        if grad_hidden_ND is not None and grad_weight_WD is not None:
-            ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:vocabulary].to(weight_VD.dtype))
+        if grad_hidden_ND is not None:
+            grad_weight_VD = None if grad_weight_WD is None else grad_weight_WD[:vocabulary].to(weight_VD.dtype)
+            ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
         return loss / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         return (
             grads[0].to(grad_hidden_ND.dtype) * grad_hidden_ND,
-            grads[0].to(grad_weight_VD.dtype) * grad_weight_VD,
+            None if grad_weight_VD is None else grads[0].to(grad_weight_VD.dtype) * grad_weight_VD,
             None,
             None,
             None,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.job import Model
+from meshwright.model.adapter import A, AdaptedLinear, B
 from meshwright.model.decoder import Decoder
 
 ROWS_PER_DRAW = 512
@@ -33,12 +34,17 @@ def initialise(model: Decoder, seed: int) -> None:
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(fill, pieces))
+    for linear in model.modules():
+        if isinstance(linear, AdaptedLinear) and linear.lora_magnitude is not None:
+            linear.lora_magnitude.detach().copy_(torch.linalg.vector_norm(linear.weight.detach(), dim=1))
 
 
 def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: slice) -> Tensor:
     """The initial values of some rows of the parameter `name`, whose full size is `size`, in float32 on the CPU."""
     start, stop, _ = rows.indices(size[0])
-    if name.endswith((".bias", ".sinks.weight")):
+    if name.endswith(f".{A}"):  # the variance that torch draws linears with
+        return draw_rows(name, size, 1 / math.sqrt(3 * size[1]), seed, rows)
+    if name.endswith((".bias", ".sinks.weight", f".{B}")):
         return torch.zeros(stop - start, *size[1:])
     if len(size) == 1:
         return torch.ones(stop - start)

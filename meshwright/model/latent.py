@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.job import Latent, Model
+from meshwright.model.adapter import project
 from meshwright.model.attend import Attend, CausalAttend
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
+from meshwright.model.dropout import Draws
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rotary import RotaryTables, apply_rotary, score_scale
 
@@ -46,15 +48,19 @@ class LatentAttention(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | None = None,
         cache: KVCache | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
         assert rotary is not None
         # The number of heads is taken from the projections' results: a tensor-parallel rank holds fewer.
-        down = x_BSD if self.q_down is None or self.q_down_norm is None else self.q_down_norm(self.q_down(x_BSD))
-        q_BSHE = self.q(down).unflatten(-1, (-1, self.head_dim))
-        kv_BSHE = self.kv(self.kv_down_norm(self.kv_down(x_BSD))).unflatten(-1, (-1, self.unrotated + self.value_dim))
-        k_BSHE, v_BSHV = kv_BSHE.split((self.unrotated, self.value_dim), dim=-1)
+        down = x_BSD
+        if self.q_down is not None and self.q_down_norm is not None:
+            down = self.q_down_norm(project(self.q_down, x_BSD, draws))
+        q_BSHE = torch.unflatten(project(self.q, down, draws), -1, (-1, self.head_dim))
+        kv_low = self.kv_down_norm(project(self.kv_down, x_BSD, draws))
+        kv_BSHE = torch.unflatten(project(self.kv, kv_low, draws), -1, (-1, self.unrotated + self.value_dim))
+        k_BSHE, v_BSHV = torch.split(kv_BSHE, [self.unrotated, self.value_dim], dim=-1)
         q_BSHR = apply_rotary(q_BSHE[..., self.unrotated :], rotary, interleaved=True)
-        k_BS1R = apply_rotary(self.k_rope(x_BSD).unsqueeze(-2), rotary, interleaved=True)
+        k_BS1R = apply_rotary(project(self.k_rope, x_BSD, draws).unsqueeze(-2), rotary, interleaved=True)
         q_BSHE = torch.cat((q_BSHE[..., : self.unrotated], q_BSHR), dim=-1)
         k_BSHE = torch.cat((k_BSHE, k_BS1R.expand(-1, -1, k_BSHE.shape[2], -1)), dim=-1)
         if self.score_scale != 1.0:
@@ -64,5 +70,4 @@ class LatentAttention(nn.Module):
         if cache is not None:
             k_BSHE, v_BSHE = cache.append(self.layer, k_BSHE, v_BSHE)
         out_BSHE, _ = self.attend(q_BSHE, k_BSHE, v_BSHE, positions, documents)
-        out_BSD: Tensor = self.o(out_BSHE[..., : self.value_dim].flatten(-2))
-        return out_BSD
+        return project(self.o, out_BSHE[..., : self.value_dim].flatten(-2), draws)

@@ -44,11 +44,13 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * rstd).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         grad = grads[0].to(rstd.dtype)
         normed = x.to(rstd.dtype) * rstd
-        grad_weight = (grad * normed).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad * normed).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
         grad_normed = grad * weight
         share = (grad_normed * normed).mean(-1, keepdim=True)
         grad_x = grad_normed.sub_(normed.mul_(share)).mul_(

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshwright.cost import Mode
+from meshwright.checkpoint import base_fingerprint
+from meshwright.cost import Mode, needs_last
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import gradient_format, is_asynchronous, recompute_modes, split_layers, table_of
 from meshwright.model import CausalAttend, build_architecture
+from meshwright.model.adapter import MAGNITUDE, is_frozen
 from meshwright.model.attention import Attention
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.numbers import DTYPES
@@ -63,7 +65,8 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
         engine, weights = _build_pipedream(job, world, master, compute)
     else:
         engine, weights = _build_pipeline(job, world, master, compute)
-    fill(weights.masters, weights.shards(), job.model, job.run.seed)
+    fill(weights, job.model, job.run.seed)
+    weights.base = base_fingerprint(job.model, job.run.seed)
     for module in engine.modules:
         reset_routers(module)
         fill_preferences(module, job.model)
@@ -83,7 +86,7 @@ def _build_pipeline(job: Job, world: World, master: torch.dtype, compute: torch.
         own = range(own.start, job.model.blocks) if last else own
         model, shapes = _build_model(job, world, master, compute, own, first=first, last=last)
         modules[stage], parts[stage] = model, _sharded(job, model, shapes, master)
-    tied = _tied(job, table.chains[0][-1])
+    tied = [copy for copy in _tied(job, table.chains[0][-1]) if not is_frozen(job.model, copy.owner_name)]
     copies = tied + copies_of_chains(table, {stage: list(part.masters) for stage, part in parts.items()}, tied)
     staged = StagedWeights(parts, copies, table.stage_ranks, world.mesh["pp"].get_group())
     weights = _between_replicas(job, world, staged)
@@ -125,6 +128,8 @@ def _build_model(
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     model = architecture.model.to(master)
+    for parameter in _frozen(job, model):
+        parameter.data = parameter.data.to(compute)
     keep_stage(architecture, layers, first, last)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -132,6 +137,9 @@ def _build_model(
         apply_tensor_parallel(architecture, job, world.mesh["tp"])
     if job.model.experts is not None:
         apply_expert_parallel(model, job, world)
+    frozen = _frozen(job, model)
+    for parameter in frozen:  # tensor parallelism has made them anew
+        parameter.requires_grad_(False)
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
     if job.run.compile and job.layout.tp == 1:
@@ -141,21 +149,29 @@ def _build_model(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
         _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
-    apply_recompute(model, modes, keep_last=job.model.dropout > 0.0, prefetch=job.layout.prefetch)
+    apply_recompute(model, modes, keep_last=needs_last(job.model), prefetch=job.layout.prefetch)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
     if world.mesh is not None and not is_asynchronous(job):  # nothing is sharded where stages update independently
         offload = offload_policy(job, world.device)
-        apply_zero(model, job.layout, world.mesh, world.expert_mesh, compute, master, _gradients(job, master), offload)
+        # What is not trained is shared only where parameters are: torch would keep a shard besides the whole.
+        apart = job.layout.zero_stage < 3 and not offloads(job, "optimizer", "params")
+        meshes, gradients = (world.mesh, world.expert_mesh), _gradients(job, master)
+        apply_zero(model, job.layout, *meshes, compute, master, gradients, offload, frozen if apart else set())
     _materialise(model, job, world)
     return model, shapes
+
+
+def _frozen(job: Job, model: nn.Module) -> set[nn.Parameter]:
+    """The parameters next to adapters: without masters they are in the format that is computed with."""
+    return {parameter for name, parameter in model.named_parameters() if is_frozen(job.model, name)}
 
 
 def _fuse_projections(model: nn.Module) -> None:
     """Fuse projections of one input into one product; eager torch would copy its parts, the compiler does not."""
     for module in model.modules():
         if isinstance(module, Attention | FeedForward):
-            module.fused = True
+            module.fused = not any(name.endswith(MAGNITUDE) for name, _ in module.named_parameters())
 
 
 def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool) -> None:

@@ -47,8 +47,10 @@ class Inputs:
     def training(self, micro: Batch, valid_count: float, step: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and keyword arguments of a training forward; `step` keys the dropout."""
         draws = None
-        if self._job.model.dropout:
-            draws = Draws(self._job.run.seed, step, micro.sample_ids_B.to(self._device), self._drawn_places)
+        model = self._job.model
+        if model.dropout or (model.adapter is not None and model.adapter.dropout):
+            samples = micro.sample_ids_B.to(self._device)
+            draws = Draws(self._job.run.seed, step, samples, self._drawn_places, inner_places=self._places)
         micro = micro.to(self._device)
         tokens, arguments = self._arguments(micro, valid_count, draws)
         if extra := self._job.model.extra_tokens:

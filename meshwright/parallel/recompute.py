@@ -7,7 +7,7 @@ them again for its backward. They are gathered here instead, and freed after the
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cache, partial, wraps
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.cost import KEPT_OPERATIONS, PROJECTIONS, Mode, segments_of
 from meshwright.model import Decoder
+from meshwright.model.adapter import AdaptedLinear
 from meshwright.model.attention import Attention
 from meshwright.model.block import ExtraBlock
 from meshwright.model.feedforward import FeedForward
@@ -28,7 +29,7 @@ from meshwright.torch_private.autograd import in_backward, let_sharded_modules_b
 def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: bool, prefetch: int = 1) -> None:
     """Let the blocks of a model recompute, each in its mode, in place.
 
-    `keep_last` says whether something after a block's last projection (dropout) needs its result; `prefetch` how many
+    `keep_last` says whether something after a block's last projection needs its result; `prefetch` how many
     blocks of a segment gather their parameters ahead.
     """
     if "segment" in modes.values():
@@ -39,7 +40,8 @@ def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: b
             block.forward = _recomputing(block.forward, {})
         elif mode == "selective":
             let_sharded_modules_be_recomputed()
-            contexts = partial(_selective_contexts, 0 if keep_last else _projections(block))
+            ranks = {m.lora_a.shape[0] for m in block.modules() if isinstance(m, AdaptedLinear)}
+            contexts = partial(_selective_contexts, 0 if keep_last else _projections(block), ranks)
             block.forward = _recomputing(block.forward, {"context_fn": contexts})
 
 
@@ -88,12 +90,17 @@ def _recomputing(forward: Callable[..., Tensor], options: dict[str, Any]) -> Cal
     return run
 
 
-def _selective_contexts(last: int) -> Any:
-    """Torch's contexts for one pass through a block; the projection of this number is not kept, 0 keeps them all."""
+def _selective_contexts(last: int, ranks: Container[int]) -> Any:
+    """Torch's contexts for one pass through a block; the projection of this number is not kept, 0 keeps them all.
+
+    Products with an adapter's matrices, known by its rank, are not counted, and recomputed: they are cheap.
+    """
     seen: Counter[bool] = Counter()
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = _name(operation)
+        if name in PROJECTIONS and any(side in ranks for side in args[-1].shape):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         if name in PROJECTIONS:
             seen[context.is_recompute] += 1  # some versions of torch ask again while recomputing
         needless = name in PROJECTIONS and seen[context.is_recompute] == last

@@ -16,7 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import padded_vocabulary
-from meshwright.model import Architecture
+from meshwright.model import Architecture, Draws
+from meshwright.model.adapter import A, AdaptedLinear
+from meshwright.model.dropout import keep_mask
 from meshwright.model.sharding import LOOKED_UP, PROJECTIONS
 from meshwright.model.sinks import Sinks
 from meshwright.parallel.vocabulary import VocabularyParallelHead
@@ -38,6 +40,9 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
     for name, role in modules:
         if role not in ("head", "experts"):
             parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, between))
+    for module in model.modules():
+        if isinstance(module, AdaptedLinear):
+            module.keep = _kept
     if head is not None:
         head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
         parent, _, leaf = named[1].rpartition(".")
@@ -84,10 +89,10 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
     if role == "stream":
         return PerToken(between)
     if role == "row":
-        return RowwiseParallel(output_layouts=between)
+        return Row(output_layouts=between)
     if role == "kv-column" and job.model.kv_heads % mesh.size():
         return CopiedHeads(job.model.heads, job.model.kv_heads)
-    return ColwiseParallel()
+    return Column()
 
 
 def _pad_vocabulary(embed: Any, head: Any, rows: int, tied: bool) -> None:
@@ -97,6 +102,33 @@ def _pad_vocabulary(embed: Any, head: Any, rows: int, tied: bool) -> None:
         embed.weight = nn.Parameter(embed.weight.new_empty(rows, embed.embedding_dim))
     if head is not None and rows != head.weight.shape[0]:
         head.weight = embed.weight if tied else nn.Parameter(head.weight.new_empty(rows, head.weight.shape[1]))
+
+
+class Column(ColwiseParallel):
+    """A projection sharded by its outputs; of its adapter, A is whole on every rank."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            placement: Placement = Replicate() if own == A else Shard(0)
+            module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, device_mesh, [placement])))
+
+
+class Row(RowwiseParallel):
+    """A projection sharded by its inputs; of its adapter, A is sharded like it and the rest is whole on every rank."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        super()._partition_linear_fn(name, module, device_mesh)  # type: ignore[no-untyped-call]
+        if isinstance(module, AdaptedLinear):
+            module.lora_a = nn.Parameter(distribute_tensor(module.lora_a, device_mesh, [Shard(1)]))
+
+
+def _kept(linear: AdaptedLinear, x_BSI: Tensor, draws: Draws) -> Tensor:
+    """The dropout mask of an adapter's input, of which a rank has all or some channels."""
+    x = cast(DTensor, x_BSI)
+    mask_BSI = keep_mask(draws.inside(), linear.rate, linear.site, x.shape[1], x.shape[2])
+    if x.placements != (Replicate(),):
+        mask_BSI = mask_BSI.chunk(x.device_mesh.size(), dim=-1)[x.device_mesh.get_local_rank()]
+    return DTensor.from_local(mask_BSI, x.device_mesh, x.placements, run_check=False)
 
 
 class Gathered(ParallelStyle):

@@ -48,6 +48,13 @@ class Weights:
 
     masters: dict[str, nn.Parameter]
     """What the optimizer updates, by the parameters' names: plain tensors of this device, or in its host's memory."""
+    frozen: Mapping[str, Tensor] = MappingProxyType({})
+    """What is not trained, by the parameters' names, in the format the model computes with: neither masters nor
+    gradients nor optimizer states exist for it."""
+    frozen_shards: Mapping[str, ShardIndex] = MappingProxyType({})
+    """Where each of those is in its whole parameter."""
+    base: str = ""
+    """Fingerprint of what is not trained, if adapters are; see `base_fingerprint`."""
     working: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
     """What the model computes with, by master, where that is not the master itself and an optimizer may write it."""
     reduction: "Reduction | None" = None
@@ -102,8 +109,10 @@ class WholeWeights(Weights):
     """
 
     def __init__(self, model: nn.Module, compute: torch.dtype, gradients: torch.dtype | None = None) -> None:
-        self.masters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.masters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self.masters.items()}
+        self.frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+        self.frozen_shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self.frozen.items()}
         self.working: dict[nn.Parameter, Tensor] = {}
         if any(compute != p.dtype for p in self.masters.values()):
             self._split(compute, gradients)

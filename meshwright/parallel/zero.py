@@ -9,7 +9,7 @@ Averaging by the framework is off: the loss is already divided by the step's cou
 
 import warnings
 from collections import Counter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from meshwright.job.devices import Layout
 from meshwright.model.moe import MixtureOfExperts
 from meshwright.parallel.shard_index import shard_index_of
 from meshwright.parallel.weights import Weights, move_gradient_to
-from meshwright.torch_private.sharding import gather_in_background
+from meshwright.torch_private.sharding import gather_in_background, local_tensor
 
 
 def apply_zero(
@@ -33,14 +33,19 @@ def apply_zero(
     master: torch.dtype,
     gradients: torch.dtype,
     offload: OffloadPolicy,
+    whole: set[nn.Parameter],
 ) -> None:
-    """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `gradients`."""
+    """Shard a model, block by block, in place; working copies are in `compute`, gradients reduced in `gradients`.
+
+    The parameters in `whole` stay as they are on every rank.
+    """
     # Torch warns about views that an in-place operation would corrupt; nothing here modifies a module's result in
     # place.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     low = compute if compute != master else None
     # Inputs are not cast: hidden states already are in the compute format and rotary tables must not be.
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=gradients if low else None, cast_forward_inputs=False)
+    settings: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "ignored_params": whole}
     reshard = layout.zero_stage == 3
     # Where gradients are compressed between replicas, torch handles the shards only; see `compression`.
     data_mesh = mesh["replicas", "shards"] if layout.compress == "none" else mesh["shards"]
@@ -49,10 +54,10 @@ def apply_zero(
         # Experts are sharded apart from the rest of their block: over other ranks, since each rank has only some.
         data = expert_mesh["replicas", "expert_shards"] if layout.compress == "none" else expert_mesh["expert_shards"]
         for experts in _experts(blocks).values():
-            fully_shard(experts, mesh=data, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+            fully_shard(experts, mesh=data, reshard_after_forward=reshard, **settings)
     for unit in [*blocks, *_ends(model, blocks)]:
-        fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+        fully_shard(unit, mesh=data_mesh, reshard_after_forward=reshard, **settings)
+    fully_shard(model, mesh=data_mesh, reshard_after_forward=False, **settings)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -116,7 +121,10 @@ class ShardedWeights(Weights):
         self._zero = zero
         self._root.unshard()  # torch allocates the shards' storage at the first use
         self._root.reshard()
-        self._parameters = {name: cast(DTensor, p) for name, p in model.named_parameters()}
+        self._parameters = {name: cast(DTensor, p) for name, p in model.named_parameters() if p.requires_grad}
+        untrained = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.frozen = {name: local_tensor(p.detach()) for name, p in untrained.items()}
+        self.frozen_shards = {name: shard_index_of(p, shapes[name]) for name, p in untrained.items()}
         self._shards = {name: shard_index_of(p, shapes[name]) for name, p in self._parameters.items()}
         shards = {name: cast(DTensor, p.detach()).to_local() for name, p in self._parameters.items()}
         self.masters = {name: nn.Parameter(shard) for name, shard in shards.items()}

@@ -11,6 +11,11 @@ def require_modelled(job: Job) -> None:
             f"model.extra_tokens = {job.model.extra_tokens} adds blocks and passes through the head, which are not "
             "predicted; set model.extra_tokens = 0 to plan the rest"
         )
+    if job.model.adapter is not None:
+        raise UserError(
+            "model.adapter trains a small part of the weights, which is not predicted yet: training all of them takes "
+            "far more memory; leave model.adapter out to plan that, or measure with `meshwright bench`"
+        )
 
 
 def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint import Checkpoint, newest_weights, require_shapes
+from meshwright.checkpoint import Checkpoint, newest_weights, require_base, require_shapes
 from meshwright.data import evaluation_windows, validation_batches
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
@@ -29,7 +29,7 @@ def evaluate_run(
             "run": saved.run.model_copy(update={"device": device}),
             "layout": Layout(),
             "evaluation": saved.evaluation.model_copy(update={"batches": limit}),
-            "model": saved.model.model_copy(update={"init_from": None}),
+            "model": saved.model.resumed,
         }
     )
     world = World(choose_device(job))
@@ -52,6 +52,7 @@ def evaluate_run(
             raise UserError(f"{run} held out no text (data.validation_fraction = 0); give a text with --data")
         read = {HELD_OUT: held_out_batches(job, open_corpus(job))}
     engine, weights = build(job, world)
+    require_base(checkpoint, job.model, weights.base)
     _load(checkpoint, weights)
     lengths = tokenizer.byte_lengths()
     return {name: score(engine, found, world, lengths) for name, found in read.items()}, checkpoint.facts.step

@@ -14,7 +14,9 @@ from meshwright.checkpoint import (
     Export,
     Exported,
     HfWeights,
+    PeftAdapter,
     checkpoints,
+    export_adapter,
     import_weights,
     keep_companions,
     learned_generation,
@@ -91,8 +93,13 @@ def export_run(
         raise UserError(
             f"{run} trained model.file = {job.model.file}, which is not a Hugging Face architecture; use a preset"
         )
-    export = Export(run, job.model, dtype, checkpoint)
+    export = Export(run, job.model, dtype, checkpoint, job.run.seed)
     return export.write(out, _added_up(report, export.bytes))
+
+
+def export_run_adapter(run: Path, out: Path) -> tuple[int, int]:
+    """Write the adapters of a run's newest checkpoint as a folder that PEFT loads; returns the step and the bytes."""
+    return export_adapter(run, out, RunFolder.open(run).resolved_job(trust=True).model)  # none of its code is run
 
 
 def require_start(job: Job, tell: Tell | None = None) -> None:
@@ -100,11 +107,13 @@ def require_start(job: Job, tell: Tell | None = None) -> None:
     fetch_start(job.model, tell)
     if (folder := start_folder(job.model)) is not None:
         HfWeights(folder, job.model).require()
+    if job.model.adapter is not None and job.model.adapter.init_from is not None:
+        PeftAdapter(Path(job.model.adapter.init_from), job.model)
 
 
 def fetch_unless_resumed(job: Job, run: Path | None, tell: Tell | None = None) -> None:
-    """Download the initial weights if needed, unless the run has a checkpoint to continue from."""
-    if run is None or next(iter(checkpoints(run)), None) is None:
+    """Download the initial weights if needed, unless the run has a checkpoint to continue from that contains them."""
+    if run is None or job.model.adapter is not None or next(iter(checkpoints(run)), None) is None:
         fetch_start(job.model, tell)
 
 

@@ -13,6 +13,7 @@ from meshwright.data import Corpus, read_anew
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import build_architecture
+from meshwright.model.adapter import is_frozen
 from meshwright.parallel import World
 from meshwright.runs.change_job import change_job
 from meshwright.runs.folder import RunFolder
@@ -27,6 +28,7 @@ _FIXED = (
     ("data", "weights"),
     ("data", "stages"),
     ("data", "packing"),
+    ("model", "adapter"),
     ("optimizer", "name"),
     ("precision", "optimizer_states"),
 )
@@ -94,8 +96,9 @@ def require_same_run(job: Job, corpus: Corpus, checkpoint: Checkpoint) -> None:
             f"{read_anew(job.data)}; restore them or start a new run"
         )
     with torch.device("meta"):
-        parameters = build_architecture(job.model).model.named_parameters()
-    require_shapes(checkpoint, {name: tuple(parameter.shape) for name, parameter in parameters}, whole=True)
+        parameters = dict(build_architecture(job.model).model.named_parameters())
+    trained = {name: tuple(p.shape) for name, p in parameters.items() if not is_frozen(job.model, name)}
+    require_shapes(checkpoint, trained, whole=True)
 
 
 def require_resumable(run: Path, job: Job, corpus: Corpus) -> None:

@@ -39,7 +39,7 @@ def open_writer(source: Path, device: str) -> Writer:
         return Writer(model, tokenizer, generation, None)
     checkpoint = newest_weights(source)
     model = _empty(job.model, device)
-    return Writer(model, tokenizer, generation, load_weights(checkpoint, model))
+    return Writer(model, tokenizer, generation, load_weights(checkpoint, model, job.run.seed))
 
 
 def tokenizer_of(source: Path) -> Tokenizer:

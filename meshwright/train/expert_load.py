@@ -50,7 +50,7 @@ class ExpertLoad:
     def __init__(self, job: Job, modules: list[nn.Module], world: World) -> None:
         assert job.model.experts is not None
         self._experts, self._world, self._batch = job.model.experts, world, job.batch.global_batch
-        self._dense = self._experts.first_dense
+        self._dense, self._frozen = self._experts.first_dense, job.model.adapter is not None
         self._routers = [found for module in modules for found in routers(module)]
         size = (job.model.blocks, self._experts.count)
         self.preference_LN = torch.zeros(size, device=world.device)
@@ -64,7 +64,8 @@ class ExpertLoad:
             router.loss_share = scale / self._batch
 
     def settle(self, *, updated: bool) -> Load:
-        """The loads of the step that has ended, counted anew from now on; preferences follow if weights were updated.
+        """The loads of the step that has ended, counted anew from now on; preferences follow if weights were updated,
+        unless only adapters are.
 
         All ranks call this together.
         """
@@ -78,7 +79,7 @@ class ExpertLoad:
         if self._world.size > 1:
             dist.all_reduce(counted)
         tokens_LN, dropped_L = counted[self._dense :, :count], counted[self._dense :, count]
-        if updated and self._experts.balance_rate:
+        if updated and self._experts.balance_rate and not self._frozen:
             behind = torch.sign(tokens_LN.double().mean(1, keepdim=True) - tokens_LN).to(self.preference_LN.dtype)
             self.preference_LN[self._dense :] += self._experts.balance_rate * behind
             self.prefer(self.preference_LN)

@@ -76,5 +76,5 @@ def make_trainer(
 
 
 def _without_first_weights(job: Job) -> Job:
-    """A resumed run no longer needs the folder it started from."""
-    return job.model_copy(update={"model": job.model.model_copy(update={"init_from": None})})
+    """A resumed run no longer needs the folder it started from, unless it trains adapters of what is there."""
+    return job.model_copy(update={"model": job.model.resumed})

@@ -5,7 +5,15 @@ from typing import Protocol
 
 import torch
 
-from meshwright.checkpoint import PREFERENCE, Checkpoint, Facts, Part, State, require_shapes
+from meshwright.checkpoint import (
+    PREFERENCE,
+    Checkpoint,
+    Facts,
+    Part,
+    State,
+    require_base,
+    require_shapes,
+)
 from meshwright.data import Cursor, Loader, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
@@ -78,6 +86,7 @@ def capture(run: Trained) -> State:
         recent_losses=run.bad_steps.losses.values(),
         replicas=1 if reduction is None else reduction.replicas,
         data=run.fingerprint,
+        base=run.weights.base,
     )
     return State(facts, parts, tuple(held))
 
@@ -95,6 +104,7 @@ def restore(run: Trained, checkpoint: Checkpoint) -> None:
     """Restore a newly built run from a checkpoint, whatever layout saved it."""
     masters, shards, facts = run.weights.masters, run.weights.shards(), checkpoint.facts
     require_shapes(checkpoint, {name: shard.shape for name, shard in shards.items()}, whole=False)
+    require_base(checkpoint, run.job.model, run.weights.base)
     _require_states(run, checkpoint)
     with checkpoint:
         for name, master in masters.items():

@@ -1,6 +1,7 @@
 """What a rank observes of a run: the real training loop with a listener."""
 
 import logging
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.model.adapter import A, B
 from meshwright.parallel import ShardIndex, Weights, build, join_world, table_error
 from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, make_trainer
@@ -19,6 +21,8 @@ from meshwright.verify.replay import Choices, Recording, Replayed, Replaying, ro
 
 MATRIX_SCALE = 8.0
 VECTOR_SHIFT = 0.01
+ADAPTER_SCALE = 0.1
+"""Products of an adapter are then about as large as the weights they are added to."""
 LOSS_SCALE = 2.0**10
 """fp16's initial loss scale: gradients of small models are large, and with the usual one the first steps overflow."""
 
@@ -107,15 +111,22 @@ def _enliven(weights: Weights) -> None:
 
     They are drawn for wide models: at this width attention would be nearly uniform, its gradients close to zero, and
     with biases at zero and norms at one, code that adds a bias twice or forgets a norm's weight would compute the same.
+    An adapter's B starts at zero, and as long as it is zero, its A has no gradient.
     """
-    shards = weights.shards()
-    for name, master in weights.masters.items():
-        if master.dim() > 1:
-            master.mul_(MATRIX_SCALE)
-        else:
-            pattern = VECTOR_SHIFT * torch.cos(torch.arange(shards[name].shape[0], dtype=torch.float64))
-            master.add_(shards[name].take(pattern).to(master.device))
+    shards = weights.shards() | dict(weights.frozen_shards)
+    for name, tensor in (*weights.masters.items(), *weights.frozen.items()):
+        if name.endswith(f".{B}"):
+            tensor.copy_(shards[name].take(ADAPTER_SCALE * _waves(*shards[name].shape)))
+        elif tensor.dim() > 1 and not name.endswith(f".{A}"):
+            tensor.mul_(MATRIX_SCALE)
+        elif tensor.dim() == 1:
+            tensor.add_(shards[name].take(VECTOR_SHIFT * _waves(shards[name].shape[0])).to(tensor.device))
     weights.refresh()
+
+
+def _waves(*shape: int) -> Tensor:
+    """Numbers between -1 and 1, no two rows alike."""
+    return torch.cos(torch.arange(math.prod(shape), dtype=torch.float64)).view(shape)
 
 
 def _own_device(kind: str) -> torch.device:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.job import Job
+from meshwright.job import Adapter, Job
 from meshwright.job.devices import Budget, Layout, Segments
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
@@ -20,6 +20,8 @@ MOST_RANKS = 16
 MOST_WORKERS = 2
 MOST_SEGMENT = 2
 """Blocks that are recomputed together; three then have a shorter segment too."""
+RANK = 3
+"""Of adapters: no side of a small model's matrices has it."""
 MOST_DEGREE = 4
 """A ring, an interleaved schedule or a tree of more ranks than this does nothing that it does not do with this many."""
 AXES = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
@@ -112,6 +114,8 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
         if shape.experts.force_balance:
             text = "model.experts.force_balance true → false, as what it gives an expert depends on the layout"
             changes.append(Change(text, hides=True))
+    if shape.adapter is not None:
+        changes.append(Change(f"model.adapter.rank {shape.adapter.rank} → {RANK}"))
     if shape.init_from is not None:
         changes.append(Change(f"model.init_from {shape.init_from} → weights drawn at random"))
     return changes
@@ -259,6 +263,7 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     return shape.model_dump() | {
         "preset": None,
         "init_from": None,
+        "adapter": None if shape.adapter is None else _small_adapter(shape.adapter),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -271,6 +276,12 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,
     }
+
+
+def _small_adapter(adapter: Adapter) -> dict[str, Any]:
+    """With a small rank, and the same scale."""
+    alpha = adapter.scale * (sqrt(RANK) if adapter.rslora else RANK)
+    return adapter.model_dump() | {"rank": RANK, "alpha": alpha, "init_from": None}
 
 
 def _heads(job: Job, layout: Layout) -> tuple[int, int]:

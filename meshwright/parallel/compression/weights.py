@@ -113,7 +113,7 @@ class CompressedWeights(Weights):
 
     def __init__(self, inner: Weights, layout: Layout, group: dist.ProcessGroup) -> None:
         self._inner = inner
-        self.masters = inner.masters
+        self.masters, self.frozen, self.frozen_shards = inner.masters, inner.frozen, inner.frozen_shards
         self.reduction: Reduction = Reduction(self.masters, layout, group)
         replicas, replica = dist.get_world_size(group), dist.get_rank(group)
         self._shards = {

@@ -29,10 +29,12 @@ class StreamedBlocks:
         self.homes: dict[str, Tensor] = {}
         """Working values in host memory, by the parameters' names: what is written here is used from then on."""
         self._unit_of: dict[str, _Unit] = {}
+        """By the names of parameters that get gradients."""
         for (key, block), unit in zip(blocks.items(), self._units, strict=True):
             for name, home in unit.homes.items():
                 self.homes[f"layers.{key}.{name}"] = home
-                self._unit_of[f"layers.{key}.{name}"] = unit
+                if block.get_parameter(name).requires_grad:
+                    self._unit_of[f"layers.{key}.{name}"] = unit
             # Around a compiled block as a whole: inside, it would be compiled too.
             attribute = call_attribute(block, "forward")
             setattr(block, attribute, self._around(getattr(block, attribute), unit))
@@ -41,15 +43,17 @@ class StreamedBlocks:
         """Where the blocks' parameters are on the device while present, by the id of the parameter on meta."""
         return {place: view for unit in self._units for place, view in unit.views.items()}
 
-    def start_micro_batch(self) -> None:
-        """Free leftovers of an earlier micro-batch: a parameter without a gradient keeps its block on the device."""
+    def free_leftovers(self) -> None:
+        """Between micro-batches: a parameter without a gradient keeps its block on the device, where it would not
+        follow an update."""
         for unit in self._units:
             unit.in_backward = False
             unit.release()
 
     def gradient_made(self, name: str) -> None:
-        """A parameter is not used again in this backward; after the last one of a block, all of them are freed."""
-        if (unit := self._unit_of.get(name)) is not None:
+        """A parameter is not used again in this backward; after the last one of a block, all of them are freed, unless
+        some have no gradients: these are used until the backward comes to the block before."""
+        if (unit := self._unit_of.get(name)) is not None and not unit.partly_trained:
             unit.without_gradient.discard(name)
             if not unit.without_gradient:
                 unit.in_backward = False
@@ -72,6 +76,9 @@ class StreamedBlocks:
         unit = self._units[place]
         unit.in_backward = True
         unit.without_gradient = {name for name, owner in self._unit_of.items() if owner is unit}
+        if unit.partly_trained and place + 1 < len(self._units):
+            self._units[place + 1].in_backward = False
+            self._units[place + 1].release()
         self._bring(place, place - 1)
 
     def _bring(self, now: int, soon: int) -> None:
@@ -97,6 +104,7 @@ class _Unit:
             self.homes[name], self.views[id(p)] = self._host[span].view(p.shape), self._there[span].view(p.shape)
         self._there.untyped_storage().resize_(0)
         self._mark: torch.cuda.Event | None = None
+        self.partly_trained = not all(p.requires_grad for p in parameters.values())
         self.in_backward = False
         self.without_gradient: set[str] = set()
 

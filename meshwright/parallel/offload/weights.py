@@ -59,12 +59,17 @@ class OffloadedWeights(Weights):
         self._streamed = StreamedBlocks(model, compute, device) if stream else None
         _materialise(model, compute, device, self._streamed)
         self._working = dict(model.named_parameters())
-        self._shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self._working.items()}
-        self.masters = {name: nn.Parameter(torch.empty(p.shape, dtype=master)) for name, p in self._working.items()}
+        trained = {name: p for name, p in self._working.items() if p.requires_grad}
+        shards = {name: shard_index_of(p, tuple(p.shape)) for name, p in self._working.items()}
+        self._shards = {name: shards[name] for name in trained}
+        self.masters = {name: nn.Parameter(torch.empty(p.shape, dtype=master)) for name, p in trained.items()}
+        homes = {} if self._streamed is None else self._streamed.homes
+        self.frozen = {n: homes.get(n, p.detach()) for n, p in self._working.items() if not p.requires_grad}
+        self.frozen_shards = {name: shards[name] for name in self.frozen}
         self._sums = _views(self.masters, gradients, device)
         self._norms: dict[str, Tensor] = {}
         """Of every gradient that has arrived in this step, on the device."""
-        for name, parameter in self._working.items():
+        for name, parameter in trained.items():
             self.masters[name].grad_dtype = gradients
             parameter.register_post_accumulate_grad_hook(self._take(name))  # type: ignore[no-untyped-call]
         self._chunks = _chunks(self.masters)
@@ -99,11 +104,13 @@ class OffloadedWeights(Weights):
     def start_micro_batch(self, last: bool) -> None:
         """Every gradient is added to what has arrived before, whatever the micro-batch."""
         if self._streamed is not None:
-            self._streamed.start_micro_batch()
+            self._streamed.free_leftovers()
 
     def collect_gradients(self) -> None:
         """Wait until the last gradients are on the host."""
         self.copies.drain()
+        if self._streamed is not None:
+            self._streamed.free_leftovers()
         for name in self._norms:
             self.masters[name].grad = self._sums[name]
 

@@ -44,6 +44,8 @@ class StagedWeights(Weights):
             own = [name for name in weights.masters if (stage, name) not in held]
             self.masters |= {name: weights.masters[name] for name in own}
             self._shards |= {name: weights.shards()[name] for name in own}
+        self.frozen = {name: tensor for weights in stages.values() for name, tensor in weights.frozen.items()}
+        self.frozen_shards = {n: shard for weights in stages.values() for n, shard in weights.frozen_shards.items()}
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
