@@ -127,7 +127,8 @@ def validation_batches(windows: Windows, micro_batch: int, sequences: int) -> It
         ids = list(range(first, min(first + micro_batch, last)))
         samples = [windows.read(window) for window in ids]
         missing = micro_batch - len(ids)
-        filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64))
+        pairs = None if samples[-1].pairs is None else samples[-1].pairs[:0]
+        filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64), pairs=pairs)
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
 
 
