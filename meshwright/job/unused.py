@@ -30,6 +30,11 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
         'data.format = "conversations" or "preferences"',
         lambda job: job.data.format != "text",
     ),
+    (
+        "preference.loss preference.beta preference.label_smoothing",
+        'data.format = "preferences"',
+        lambda job: job.data.format == "preferences",
+    ),
     ("layout.sp layout.kv_replicate", "layout.tp above 1", lambda job: job.layout.tp > 1),
     ("layout.cp_method", "layout.cp above 1", lambda job: job.layout.cp > 1),
     ("layout.schedule layout.virtual_stages layout.split", "layout.pp above 1", lambda job: job.layout.pp > 1),

@@ -17,7 +17,16 @@ from meshwright.parallel import World, build
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.lifecycle import prepare_data
 from meshwright.runs.rehearsed import require_training
-from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader
+from meshwright.train import (
+    BLANK,
+    Silent,
+    Trainer,
+    choose_device,
+    make_trainer,
+    prepare_device,
+    read_references,
+    training_loader,
+)
 
 _TEXT = 200
 """Characters of a sample to show."""
@@ -66,6 +75,11 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     checkpoint = next((one for one in _sound(run) if one.facts.step < step), None)
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, Silent(), Silent(), world)
+    if job.prefers:
+        kept = read_references(run, job, corpus) if job.preference.needs_reference else (BLANK, "")
+        if kept is None:
+            raise UserError(f"{run} has lost its reference.safetensors; restore it")
+        training.refer_to(kept[0])
     if checkpoint is not None:
         training.resume(checkpoint)
     passed_over = [event for event in folder.events("passed_over") if event.get("position") is not None]
