@@ -1,6 +1,6 @@
 """The [data] section: where the text comes from and how it becomes sequences."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -41,11 +41,13 @@ class Data(Section):
     """A Jinja file that formats conversations as text; by default the one that comes with data.tokenizer."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a byte-level BPE of model.vocab_size is trained on the sources."""
-    packing: Literal["concatenate", "best-fit", "none"] = "concatenate"
+    packing: Literal["concatenate", "best-fit", "none"] = Field(
+        default_factory=lambda fields: "concatenate" if fields.get("format", "text") == "text" else "best-fit"
+    )
     """How documents fill sequences: `concatenate` cuts the concatenated text into equal windows, `best-fit` packs whole
     documents and pads the rest, `none` gives each document its own sequence, in groups of similar length.
     `best-fit` is the default of conversations and of preferences, whose two answers stay together."""
-    mask_documents: bool = False
+    mask_documents: bool = Field(default_factory=lambda fields: fields.get("format", "text") != "text")
     """Attention and positions do not cross document boundaries; true is the default of conversations and
     preferences."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
@@ -64,14 +66,6 @@ class Data(Section):
     """On a GPU: keep batches in page-locked memory, so that copies overlap with computation."""
     cache: str | None = None
     """Folder for prepared tokens; by default `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_conversations(cls, given: Any) -> Any:
-        """Conversations and pairs stay whole and apart from each other unless the job says otherwise."""
-        if not isinstance(given, dict) or given.get("format") not in ("conversations", "preferences"):
-            return given
-        return {"packing": "best-fit", "mask_documents": True, **given}
 
     @model_validator(mode="after")
     def _pairs_fit(self) -> Self:

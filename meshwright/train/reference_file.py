@@ -64,7 +64,9 @@ def read_references(run: Path, job: Job, corpus: Corpus) -> tuple[PairReferences
             )
             start, data = told["start"], told["data"]
     except (SafetensorError, OSError, KeyError) as error:
-        raise UserError(f"{path} is damaged ({error}); restore it, or start a new run with another run.folder") from None
+        raise UserError(
+            f"{path} is damaged ({error}); restore it, or start a new run with another run.folder"
+        ) from None
     if data != fingerprint(corpus):
         raise UserError(
             f"{path} belongs to other pairs than data.sources hold now; restore them, or start a new run with another "

@@ -103,7 +103,13 @@ def _kept_references(job: Job, corpus: Corpus, start: Start) -> PairReferences |
 
 
 def _find_references(
-    job: Job, corpus: Corpus, engine: Engine | PipeDream, world: World, start: Start, recorder: Recorder, progress: Progress
+    job: Job,
+    corpus: Corpus,
+    engine: Engine | PipeDream,
+    world: World,
+    start: Start,
+    recorder: Recorder,
+    progress: Progress,
 ) -> PairReferences:
     """Run the start weights over all pairs the run reads, and keep what they give."""
     start.activity.at("log-probabilities of the start weights")
