@@ -3,6 +3,7 @@
 from meshwright.data.batch import Batch, Step
 from meshwright.data.corpus import Corpus
 from meshwright.data.evaluation_sets import evaluation_windows
+from meshwright.data.lengths import lengths_of
 from meshwright.data.loader import Loader, validation_batches, window_batches
 from meshwright.data.prepare import prepare, read_anew
 from meshwright.data.readers import WorkerDied
@@ -31,6 +32,7 @@ __all__ = [
     "Tokenizer",
     "WorkerDied",
     "evaluation_windows",
+    "lengths_of",
     "open_flow",
     "prepare",
     "read_anew",

@@ -125,7 +125,8 @@ def open_packed(
 ) -> PackIndex:
     """The index of a store's packed windows, source by source as bounds say: from the folder, else made and kept there.
 
-    With `pairs` every two documents are packed together, and left out if they are longer than a window. Without a folder, or with one that cannot be written, it is made for this process alone.
+    With `pairs` every two documents are packed together, and left out if they are longer than a window. Without a
+    folder, or with one that cannot be written, the index is made for this process alone.
     """
     if isinstance(store, SyntheticTokens):
         raise UserError(

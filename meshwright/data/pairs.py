@@ -1,4 +1,4 @@
-"""Windows of pairs: each holds whole pairs of answers, the chosen one and the rejected one as neighbouring documents."""
+"""Windows of whole pairs of answers, the chosen one and the rejected one as neighbouring documents."""
 
 import numpy as np
 

@@ -17,16 +17,7 @@ from meshwright.parallel import World, build
 from meshwright.runs.folder import RunFolder
 from meshwright.runs.lifecycle import prepare_data
 from meshwright.runs.rehearsed import require_training
-from meshwright.train import (
-    BLANK,
-    Silent,
-    Trainer,
-    choose_device,
-    make_trainer,
-    prepare_device,
-    read_references,
-    training_loader,
-)
+from meshwright.train import Silent, Trainer, choose_device, make_trainer, prepare_device, training_loader
 
 _TEXT = 200
 """Characters of a sample to show."""
@@ -66,6 +57,8 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     job = _alone(folder.resolved_job(trust=trust), device)
     if not 1 <= step <= job.run.steps:
         raise UserError(f"--step {step} is not a step of {run}; give one from 1 to {job.run.steps}")
+    if job.prefers:
+        raise UserError(f"{run} was trained on pairs of answers, and replay shows losses of tokens; use a run of text")
     if job.data.stream:
         raise UserError(f"{run} streams its data, which cannot go back to a step; prepare the data instead")
     require_layout(job, 1)
@@ -75,11 +68,6 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     checkpoint = next((one for one in _sound(run) if one.facts.step < step), None)
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, Silent(), Silent(), world)
-    if job.prefers:
-        kept = read_references(run, job, corpus) if job.preference.needs_reference else (BLANK, "")
-        if kept is None:
-            raise UserError(f"{run} has lost its reference.safetensors; restore it")
-        training.refer_to(kept[0])
     if checkpoint is not None:
         training.resume(checkpoint)
     passed_over = [event for event in folder.events("passed_over") if event.get("position") is not None]

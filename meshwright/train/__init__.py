@@ -30,7 +30,6 @@ from meshwright.train.outcome import Outcome
 from meshwright.train.preference import BLANK, PairScore, find_references, score_pairs
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.recorder import Progress, Recorder, Silent
-from meshwright.train.reference_file import read_references
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
 from meshwright.train.setup import make_trainer, set_up_trainer
@@ -76,7 +75,6 @@ __all__ = [
     "memory_errors_explained",
     "open_corpus",
     "prepare_device",
-    "read_references",
     "require_enough_text",
     "require_nvtx",
     "require_traceable",

@@ -1,6 +1,7 @@
 """Pairs of answers: every common shape, whole pairs in windows, and files whose format is recognised or refused."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def answers(corpus: Corpus) -> list[tuple[str, str]]:
     store = corpus.train
     bounds = [*store.starts_between(0, len(store)).tolist(), len(store)]
     found = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         tokens, targets = store.read(start, stop), store.targets(start, stop)
         found.append((corpus.tokenizer.decode(tokens.tolist()), corpus.tokenizer.decode(tokens[targets].tolist())))
     return found

@@ -1,4 +1,4 @@
-"""A tiny model with weights by a formula and three pairs of answers: what tests and `trl_values.py` compute losses of."""
+"""A tiny model with weights by a formula and three pairs of answers, for the tests and for `trl_values.py`."""
 
 import numpy as np
 import torch
