@@ -22,6 +22,7 @@ class Content(enum.Enum):
 
     text = "text"
     conversations = "conversations"
+    preferences = "preferences"
 
 
 app = typer.Typer(help="Prepare text for training, inspect and verify what was prepared.", no_args_is_help=True)
@@ -31,7 +32,9 @@ SOURCES = typer.Argument(
 )
 FOLDER = typer.Argument(help="A prepared folder.")
 TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; by default a BPE is trained on the sources.")
-FORMAT = typer.Option("text", "--format", help="What the fields hold: a text, or a conversation in a common shape.")
+FORMAT = typer.Option(
+    "text", "--format", help="What a record holds: a text, a conversation, or a preferred and a rejected answer."
+)
 TEMPLATE = typer.Option(None, "--chat-template", help="A Jinja file; by default the one in the tokenizer's folder.")
 JOIN = typer.Option(
     None, "--join", help="A field: documents of the other sources follow the first source's with the same value."
@@ -39,7 +42,10 @@ JOIN = typer.Option(
 WORKERS = typer.Option(None, "--workers", min=1, help="Processes; by default one per CPU core.")
 MAX_BAD = typer.Option(0.05, "--max-bad", min=0.0, max=1.0, help="Stop if more than this fraction is unusable.")
 SAMPLE = typer.Option(
-    None, "--sample", min=0, help="Documents to decode and show; by default 1 of conversations, else none."
+    None,
+    "--sample",
+    min=0,
+    help="Documents to decode and show; by default 1 of conversations, 2 of preferences, else none.",
 )
 HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Fraction of the documents held out.")
 
@@ -200,19 +206,24 @@ def _summary(manifest: Manifest) -> dict[str, object]:
         "left_out",
         "identity",
         "content",
+        "formats",
     )
     message = manifest.model_dump(include=set(names))
     return {**{name: message[name] for name in names}, "shards": len(manifest.shards), "files": len(manifest.sources)}
 
 
 def _print_summary(folder: Path, manifest: Manifest) -> None:
-    what = "documents" if manifest.content == "text" else manifest.content
+    what = {"text": "documents", "preferences": "pairs"}.get(manifest.content, manifest.content)
     for split in ("train", "validation"):
-        documents, tokens = manifest.documents[split], manifest.tokens[split]
+        documents = manifest.documents[split] // (2 if manifest.content == "preferences" else 1)
+        tokens = manifest.tokens[split]
         per = f", {manifest.text_bytes[split] / tokens:.2f} bytes per token" if tokens else ""
         head = f"{folder}: " if split == "train" else " " * (len(str(folder)) + 2)
         print(f"{head}{tokens:,} tokens of {documents:,} {what} for {split}{per}")
     print(f"  {len(manifest.shards)} shards from {len(manifest.sources)} files, vocabulary of {manifest.vocab_size:,}")
+    if manifest.formats:
+        found = ", ".join(f"{shape} ({count:,})" for shape, count in manifest.formats.items())
+        print(f"  recognised: {found}")
     for kind, entry in manifest.bad.items():
         print(f"  {entry['count']:,} bad: {kind}, first at {', '.join(entry['first'])}")
     if manifest.left_out:

@@ -3,9 +3,11 @@
 from meshwright.data.batch import Batch, Step
 from meshwright.data.corpus import Corpus
 from meshwright.data.evaluation_sets import evaluation_windows
-from meshwright.data.loader import Loader, validation_batches
+from meshwright.data.lengths import lengths_of
+from meshwright.data.loader import Loader, validation_batches, window_batches
 from meshwright.data.prepare import prepare, read_anew
 from meshwright.data.readers import WorkerDied
+from meshwright.data.references import Blank, References
 from meshwright.data.samples import IGNORE, RunningWindows
 from meshwright.data.sequences import training_index, training_stream, validation_windows
 from meshwright.data.store import TokenStore
@@ -16,10 +18,12 @@ from meshwright.data.tokenizer import Tokenizer
 __all__ = [
     "IGNORE",
     "Batch",
+    "Blank",
     "Corpus",
     "Cursor",
     "Loader",
     "MemoryTokens",
+    "References",
     "RunningWindows",
     "Step",
     "Stream",
@@ -28,6 +32,7 @@ __all__ = [
     "Tokenizer",
     "WorkerDied",
     "evaluation_windows",
+    "lengths_of",
     "open_flow",
     "prepare",
     "read_anew",
@@ -35,4 +40,5 @@ __all__ = [
     "training_stream",
     "validation_batches",
     "validation_windows",
+    "window_batches",
 ]

@@ -19,7 +19,7 @@ class Step:
 
     batch: "Batch"
     valid_count: float
-    """Labels that count in the loss over the whole step, all ranks together; a loss scale divides it."""
+    """Labels that count in the loss over the whole step, or pairs, all ranks together; a loss scale divides it."""
     tokens: int
     """Tokens of the whole step, all ranks together and without padding."""
 
@@ -38,17 +38,19 @@ class Batch:
     document_ids_BS: Tensor | None
     sample_ids_B: Tensor
     valid_counts: tuple[int, ...]
-    """Valid labels of each sample, counted before any copy to a device so that asking never waits for one."""
+    """Valid labels of each sample, or its pairs, counted before any copy to a device so that asking never waits."""
     document_counts: tuple[int, ...]
     """Documents in each sample, counted likewise; ones where documents are not masked."""
     lengths: tuple[int, ...]
     """Places of each sample before its padding."""
+    pairs: tuple[Int64Array, ...] | None = None
+    """Where the pairs of answers in each sample begin in their split; None where the loss is that of tokens."""
 
     def __len__(self) -> int:
         return len(self.valid_counts)
 
     def valid_count(self) -> int:
-        """Number of labels that count in the loss."""
+        """Number of labels that count in the loss, or of pairs."""
         return sum(self.valid_counts)
 
     def documents(self) -> Documents | None:
@@ -76,6 +78,7 @@ class Batch:
             valid_counts=self.valid_counts[rows],
             document_counts=self.document_counts[rows],
             lengths=self.lengths[rows],
+            pairs=None if self.pairs is None else self.pairs[rows],
         )
 
     def ahead(self, places: int) -> tuple[Tensor, Tensor]:
@@ -123,10 +126,16 @@ def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch
         positions_BS=positions_BS,
         document_ids_BS=document_ids_BS,
         sample_ids_B=torch.tensor(sample_ids, dtype=torch.int64),
-        valid_counts=tuple((labels_BS.numpy() != IGNORE).sum(axis=1).tolist()),
+        valid_counts=tuple(sample.valid for sample in samples),
         document_counts=tuple(sample.document_count for sample in samples),
         lengths=tuple(sample.length for sample in samples),
+        pairs=_pairs_of(sample.pairs for sample in samples),
     )
+
+
+def _pairs_of(pairs: Iterable[Int64Array | None]) -> tuple[Int64Array, ...] | None:
+    found = tuple(own for own in pairs if own is not None)
+    return found or None
 
 
 def _documents(starts: Sequence[Int64Array], sequence_length: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -157,6 +166,7 @@ class Parcel:
     lengths: tuple[int, ...]
     valid_count: float
     tokens: int
+    pairs: tuple[Int64Array, ...] | None
 
     def unpacked(self) -> Step:
         """The step as training takes it, in memory of this process."""
@@ -171,6 +181,7 @@ class Parcel:
             self.valid_counts,
             self.document_counts,
             self.lengths,
+            self.pairs,
         )
         return Step(batch, self.valid_count, self.tokens)
 
@@ -183,7 +194,7 @@ def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_val
     """The samples of a step in shared memory, each written there before the next is read, with what is known of those
     that other ranks read."""
     numbers_KBS: Tensor | None = None
-    starts, valid_counts, document_counts, lengths = [], [], [], []
+    starts, valid_counts, document_counts, lengths, pairs = [], [], [], [], []
     for place, sample in enumerate(samples):
         if numbers_KBS is None:
             numbers_KBS = torch.empty(2, len(sample_ids), len(sample.tokens_S), dtype=torch.int32)
@@ -193,9 +204,10 @@ def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_val
         numbers[1, place] = sample.labels_S
         if sample.starts is not None:
             starts.append(sample.starts)
-        valid_counts.append(int(np.count_nonzero(sample.labels_S != IGNORE)))
+        valid_counts.append(sample.valid)
         document_counts.append(sample.document_count)
         lengths.append(sample.length)
+        pairs.append(sample.pairs)
     assert numbers_KBS is not None
     return Parcel(
         numbers_KBS,
@@ -206,4 +218,5 @@ def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_val
         tuple(lengths),
         sum(valid_counts) + others_valid,
         sum(lengths) + others_tokens,
+        _pairs_of(pairs),
     )

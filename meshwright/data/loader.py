@@ -1,7 +1,7 @@
 """Steps of training data in order, read ahead by worker processes; validation batches in a fixed order."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -122,12 +122,17 @@ def validation_batches(windows: Windows, micro_batch: int, sequences: int) -> It
 
     All have micro_batch samples: the last is filled up with repeats that have number -1 and no valid label.
     """
-    last = min(len(windows), sequences)
-    for first in range(0, last, micro_batch):
-        ids = list(range(first, min(first + micro_batch, last)))
+    yield from window_batches(windows, range(min(len(windows), sequences)), micro_batch)
+
+
+def window_batches(windows: Windows, numbers: Sequence[int], micro_batch: int) -> Iterator[Batch]:
+    """Some windows in micro-batches, as `validation_batches` gives the first ones."""
+    for first in range(0, len(numbers), micro_batch):
+        ids = list(numbers[first : first + micro_batch])
         samples = [windows.read(window) for window in ids]
         missing = micro_batch - len(ids)
-        filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64))
+        pairs = None if samples[-1].pairs is None else samples[-1].pairs[:0]
+        filler = replace(samples[-1], labels_S=np.full(windows.sequence_length, IGNORE, np.int64), pairs=pairs)
         yield stack_samples(samples + [filler] * missing, ids + [-1] * missing)
 
 

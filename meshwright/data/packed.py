@@ -50,7 +50,7 @@ class PackedWindows:
         self, store: TokenStore, index: PackIndex, sequence_length: int, mask_documents: bool, part: int | None = None
     ) -> None:
         self.sequence_length = sequence_length
-        self._store, self._mask = store, mask_documents
+        self.store, self._mask = store, mask_documents
         self._packed = index.packed
         self._first, self._last = (0, index.bounds[-1]) if part is None else index.bounds[part : part + 2]
 
@@ -59,15 +59,15 @@ class PackedWindows:
 
     def read(self, window: int) -> Sample:
         """The window as a sample."""
-        starts, lengths = self._pieces(window)
+        starts, lengths = self.pieces(window)
         length = int(lengths.sum())
         tokens = np.full(self.sequence_length, PADDING, np.int64)
         labels = np.full(self.sequence_length, IGNORE, np.int64)
         places = np.concatenate(([0], lengths.cumsum()))
         for start, place, stop in zip(starts.tolist(), places.tolist(), places[1:].tolist(), strict=False):
             count = stop - place + self._continues(start, stop - place)
-            read = self._store.read(start, start + count)
-            targets = self._store.targets(start, start + count)
+            read = self.store.read(start, start + count)
+            targets = self.store.targets(start, start + count)
             tokens[place:stop] = read[: stop - place]
             counted = read if targets is None else np.where(targets, read, IGNORE)
             labels[place : place + count - 1] = counted[1:]
@@ -79,25 +79,26 @@ class PackedWindows:
 
     def count_valid(self, window: int) -> int:
         """Labels of a window that count in the loss."""
-        starts, lengths = self._pieces(window)
+        starts, lengths = self.pieces(window)
         total = 0
         for number, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             first = start + (1 if self._mask or number == 0 else 0)
             stop = start + length + self._continues(start, length)
-            targets = self._store.targets(first, stop)
+            targets = self.store.targets(first, stop)
             total += stop - first if targets is None else int(targets.sum())
         return total
 
     def length(self, window: int) -> int:
         """Places of a window before the padding."""
-        return int(self._pieces(window)[1].sum())
+        return int(self.pieces(window)[1].sum())
 
-    def _pieces(self, window: int) -> tuple[Int64Array, Int64Array]:
+    def pieces(self, window: int) -> tuple[Int64Array, Int64Array]:
+        """Where the pieces of a window begin in the store, and their lengths."""
         first, last = self._packed.first_W[self._first + window : self._first + window + 2].tolist()
         starts, lengths = self._packed.starts_P[first:last], self._packed.lengths_P[first:last]
         # The index may have been damaged where it lay, and is too large to be read through before it is used.
         whole = 0 <= first < last and len(starts) == last - first == len(lengths) and lengths.min() > 0
-        if not whole or lengths.sum() > self.sequence_length or starts.min() < 0 or starts.max() >= len(self._store):
+        if not whole or lengths.sum() > self.sequence_length or starts.min() < 0 or starts.max() >= len(self.store):
             raise UserError(
                 f"the index of packed windows beside the tokens is damaged at window {self._first + window}; delete "
                 "the files of its name (*.first.npy and its like) in the prepared folder, and they are rebuilt"
@@ -107,9 +108,9 @@ class PackedWindows:
     def _continues(self, start: int, length: int) -> int:
         """1 where the document goes on after a piece, whose last token then has a label; only full windows cut one."""
         stop = start + length
-        if length < self.sequence_length or stop >= len(self._store):
+        if length < self.sequence_length or stop >= len(self.store):
             return 0
-        return 0 if len(self._store.starts_between(stop, stop + 1)) else 1
+        return 0 if len(self.store.starts_between(stop, stop + 1)) else 1
 
 
 def open_packed(
@@ -119,10 +120,13 @@ def open_packed(
     sequence_length: int,
     folder: Path | None,
     split: str,
+    *,
+    pairs: bool = False,
 ) -> PackIndex:
     """The index of a store's packed windows, source by source as bounds say: from the folder, else made and kept there.
 
-    Without a folder, or with one that cannot be written, it is made for this process alone.
+    With `pairs` every two documents are packed together, and left out if they are longer than a window. Without a
+    folder, or with one that cannot be written, the index is made for this process alone.
     """
     if isinstance(store, SyntheticTokens):
         raise UserError(
@@ -131,11 +135,12 @@ def open_packed(
         )
     name = None
     if folder is not None:
-        name = folder / f"{split}.{packing}-{sequence_length}-{_fingerprint(store, bounds)}"
+        kind = f"{packing}-pairs" if pairs else packing
+        name = folder / f"{split}.{kind}-{sequence_length}-{_fingerprint(store, bounds)}"
     kept = None if name is None else _read(name)
     if kept is not None:
         return kept
-    made = _make(store, bounds, packing, sequence_length)
+    made = _make(store, bounds, packing, sequence_length, pairs)
     if name is not None:
         _write(name, made)
     return made
@@ -150,12 +155,12 @@ def _fingerprint(store: TokenStore, bounds: Sequence[int]) -> str:
     return digest.hexdigest()[:8]
 
 
-def _make(store: TokenStore, bounds: Sequence[int], packing: str, sequence_length: int) -> PackIndex:
+def _make(store: TokenStore, bounds: Sequence[int], packing: str, sequence_length: int, pairs: bool) -> PackIndex:
     alone = packing == "none"
     parts = []
     for start, stop in pairwise(bounds):
-        starts = document_starts(store, start, stop)
-        parts.append((pack_documents(starts, stop, sequence_length, alone=alone), starts, stop))
+        starts = document_starts(store, start, stop)[:: 2 if pairs else 1]
+        parts.append((pack_documents(starts, stop, sequence_length, alone=alone, whole=pairs), starts, stop))
     pieces = np.cumsum([0] + [len(packed.starts_P) for packed, _, _ in parts])
     windows = np.cumsum([0] + [len(packed.first_W) - 1 for packed, _, _ in parts])
     whole = Packed(

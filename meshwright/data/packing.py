@@ -29,13 +29,18 @@ class Shares:
     """Places that hold no token, of all places."""
 
 
-def pack_documents(starts: Int64Array, stop: int, sequence_length: int, *, alone: bool = False) -> Packed:
+def pack_documents(
+    starts: Int64Array, stop: int, sequence_length: int, *, alone: bool = False, whole: bool = False
+) -> Packed:
     """The documents that begin at the given places, the last ending at stop, in as few windows as best fit finds.
 
     A document longer than a window is cut every S tokens and its rest is packed. `alone` gives every document a window
-    of its own instead, cut to S tokens, and sorts them by length.
+    of its own instead, cut to S tokens, and sorts them by length. `whole` leaves out longer ones instead of cutting.
     """
     lengths = np.diff(np.append(starts, stop))
+    if whole:
+        fits = lengths <= sequence_length
+        starts, lengths = starts[fits], lengths[fits]
     if alone:
         order = np.argsort(lengths, kind="stable")
         return Packed(starts[order], np.minimum(lengths, sequence_length)[order], np.arange(len(starts) + 1))
@@ -69,7 +74,7 @@ def packed_shares(packed: Packed, starts: Int64Array, stop: int, sequence_length
     if len(starts) == 0:
         return Shares(0.0, 0.0)
     begun = int(packed.lengths_P[np.isin(packed.starts_P, starts)].sum())
-    places = (len(packed.first_W) - 1) * sequence_length
+    places = max(1, len(packed.first_W) - 1) * sequence_length
     return Shares(1 - begun / int(stop - starts[0]), 1 - int(packed.lengths_P.sum()) / places)
 
 

@@ -172,7 +172,7 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
     bounds = tuple(accumulate((len(folder.store("train")) for folder in folders), initial=0))
     # What is derived from the tokens is kept beside them; beside which of several, nobody could say.
     alone = len(folders) == 1
-    chat = chat_template_in(first.folder, first.tokenizer) if data.format == "conversations" else None
+    chat = chat_template_in(first.folder, first.tokenizer) if data.format != "text" else None
     place = first.folder if alone else None
     return Corpus(first.tokenizer, train, validation, place, () if alone else bounds, chat=chat)
 
@@ -213,7 +213,7 @@ def _taking(data: Data) -> Taking:
     if data.format == "text":
         return Taking(data.text_field, data.join)
     tokenizer = None if data.tokenizer is None else Path(data.tokenizer).expanduser()
-    return Taking(chat=load_chat_template(tokenizer, data.chat_template))
+    return Taking(chat=load_chat_template(tokenizer, data.chat_template), pairs=data.format == "preferences")
 
 
 def _key(order: Order) -> str:

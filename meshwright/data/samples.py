@@ -22,6 +22,14 @@ class Sample:
     """Ascending from 0, the padding as a document; None where documents see each other."""
     length: int
     """Places before the padding."""
+    pairs: Int64Array | None = None
+    """Where each pair of answers in it begins in the tokens of its split, by which a pair is known; its documents are
+    the chosen and the rejected answer of each in turn. None where the loss is that of tokens."""
+
+    @property
+    def valid(self) -> int:
+        """What the loss is a mean over: labels that count, or pairs."""
+        return int(np.count_nonzero(self.labels_S != IGNORE)) if self.pairs is None else len(self.pairs)
 
     @property
     def document_count(self) -> int:
@@ -52,7 +60,7 @@ class Windows(Protocol):
         """The window as a sample."""
 
     def count_valid(self, window: int) -> int:
-        """Labels of a window that count in the loss, without reading its tokens."""
+        """Labels of a window that count in the loss (its pairs, if it holds such), without reading its tokens."""
 
     def length(self, window: int) -> int:
         """Places of a window before the padding."""

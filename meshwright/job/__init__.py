@@ -30,6 +30,7 @@ from meshwright.job.load import (
     updated_text,
 )
 from meshwright.job.model import Latent, Model, RopeScaling
+from meshwright.job.preference import Preference
 from meshwright.job.presets import is_model_folder, model_preset, model_presets, preset_named, recipes, unknown_model
 from meshwright.job.text import job_text, toml_value
 from meshwright.job.training import FORMAT_BYTES
@@ -44,6 +45,7 @@ __all__ = [
     "LoadedJob",
     "Model",
     "Overrides",
+    "Preference",
     "RopeScaling",
     "changed_job",
     "code_of",

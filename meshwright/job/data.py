@@ -34,17 +34,22 @@ class Data(Section):
     join: str | None = Field(default=None, min_length=1)
     """A field or column: each document of the first source is followed by the other sources' documents with the
     same value there."""
-    format: Literal["text", "conversations"] = "text"
-    """`conversations`: every line of JSONL or row of a table is one; only the assistant's tokens count in the loss."""
+    format: Literal["text", "conversations", "preferences"] = "text"
+    """`conversations`: every line of JSONL or row of a table is one; only the assistant's tokens count in the loss.
+    `preferences`: every line or row is a chosen and a rejected answer, and the loss is that of [preference]."""
     chat_template: str | None = None
     """A Jinja file that formats conversations as text; by default the one that comes with data.tokenizer."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a byte-level BPE of model.vocab_size is trained on the sources."""
-    packing: Literal["concatenate", "best-fit", "none"] = "concatenate"
+    packing: Literal["concatenate", "best-fit", "none"] = Field(
+        default_factory=lambda fields: "concatenate" if fields.get("format", "text") == "text" else "best-fit"
+    )
     """How documents fill sequences: `concatenate` cuts the concatenated text into equal windows, `best-fit` packs whole
-    documents and pads the rest, `none` gives each document its own sequence, in groups of similar length."""
-    mask_documents: bool = False
-    """Attention and positions do not cross document boundaries."""
+    documents and pads the rest, `none` gives each document its own sequence, in groups of similar length.
+    `best-fit` is the default of conversations and of preferences, whose two answers stay together."""
+    mask_documents: bool = Field(default_factory=lambda fields: fields.get("format", "text") != "text")
+    """Attention and positions do not cross document boundaries; true is the default of conversations and
+    preferences."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
     """Fraction of the documents held out for validation (with fewer than twenty, the end of each); 0 for none."""
     stream: bool = False
@@ -63,9 +68,24 @@ class Data(Section):
     """Folder for prepared tokens; by default `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright`."""
 
     @model_validator(mode="after")
+    def _pairs_fit(self) -> Self:
+        if self.format == "preferences":
+            if self.packing == "concatenate":
+                raise ValueError(
+                    'data.packing = "concatenate" would cut answers apart that data.format = "preferences" compares; '
+                    'set it to "best-fit" or "none"'
+                )
+            if not self.mask_documents:
+                raise ValueError(
+                    'data.mask_documents = false would show answers to each other that data.format = "preferences" '
+                    "compares; set it to true"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _weights_fit(self) -> Self:
-        if self.join is not None and (self.weights is not None or self.format == "conversations"):
-            beside = "data.weights" if self.weights is not None else 'data.format = "conversations"'
+        if self.join is not None and (self.weights is not None or self.format != "text"):
+            beside = "data.weights" if self.weights is not None else f'data.format = "{self.format}"'
             raise ValueError(
                 f'data.join = "{self.join}" joins all sources into one text, which excludes {beside}; leave one out'
             )
@@ -74,8 +94,8 @@ class Data(Section):
         beyond_streams = (self.weights, self.join) != (None, None) or self.packing != "concatenate"
         if self.stream and (beyond_streams or self.format != "text"):
             raise ValueError(
-                "data.stream reads plain text sequentially, without data.weights, data.join, other data.packing or "
-                "conversations; leave those out or prepare the data"
+                "data.stream reads plain text sequentially, without data.weights, data.join, other data.packing, "
+                "conversations or preferences; leave those out or prepare the data"
             )
         tokens = [stage.tokens for stage in self.stages]
         if tokens != sorted(set(tokens)):

@@ -7,6 +7,7 @@ from pydantic import model_validator
 from meshwright.job.data import Data
 from meshwright.job.devices import Cluster, Layout, Memory
 from meshwright.job.model import Model
+from meshwright.job.preference import Preference, require_preferences
 from meshwright.job.running import Checkpoint, Log, Run
 from meshwright.job.section import Section
 from meshwright.job.training import Batch, Evaluation, Optimizer, Precision, Schedule
@@ -35,6 +36,8 @@ class Job(Section):
     """The update rule."""
     schedule: Schedule = Schedule()
     """The learning rate over time."""
+    preference: Preference = Preference()
+    """The loss over pairs of answers."""
     evaluation: Evaluation = Evaluation()
     """Held-out loss and samples."""
     checkpoint: Checkpoint = Checkpoint()
@@ -60,6 +63,11 @@ class Job(Section):
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step over all ranks."""
         return self.batch.global_batch * self.batch.sequence_length
+
+    @property
+    def prefers(self) -> bool:
+        """Whether the loss is one over pairs of answers."""
+        return self.data.format == "preferences"
 
     @property
     def warmup_steps(self) -> int:
@@ -106,4 +114,5 @@ class Job(Section):
                 "checkpoint.auto = true needs cluster.mtbf_hours, the mean time between failures of the allocation; "
                 "set it, or set checkpoint.every_minutes instead"
             )
+        require_preferences(self)
         return self

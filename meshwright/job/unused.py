@@ -27,8 +27,13 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     ("data.virtual_shards data.shuffle_buffer", "data.stream = true", lambda job: job.data.stream),
     (
         "data.chat_template",
-        'data.format = "conversations"',
-        lambda job: job.data.format == "conversations",
+        'data.format = "conversations" or "preferences"',
+        lambda job: job.data.format != "text",
+    ),
+    (
+        "preference.loss preference.beta preference.label_smoothing",
+        'data.format = "preferences"',
+        lambda job: job.data.format == "preferences",
     ),
     ("layout.sp layout.kv_replicate", "layout.tp above 1", lambda job: job.layout.tp > 1),
     ("layout.cp_method", "layout.cp above 1", lambda job: job.layout.cp > 1),

@@ -25,6 +25,7 @@ from meshwright.parallel import World, build
 from meshwright.plan import compare_with_plan
 from meshwright.runs.traces import traces_in
 from meshwright.train import (
+    BLANK,
     Silent,
     TraceSteps,
     choose_attention,
@@ -135,6 +136,8 @@ def bench(
     watch.attention = choose_attention(timed_job, world)
     engine, weights = build(timed_job, world)
     training = make_trainer(timed_job, corpus, engine, weights, watch, watch, world)
+    if job.prefers:
+        training.refer_to(BLANK)
     if not is_asynchronous(job):  # whose stages have their own phases
         watch.phases = Phases(training)
     last = timed_job.run.steps

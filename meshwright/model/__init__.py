@@ -19,6 +19,7 @@ from meshwright.model.huggingface import (
 )
 from meshwright.model.initialise import initial_rows, initialise
 from meshwright.model.numbers import IGNORE
+from meshwright.model.preference import Pairs, Tally, pair_losses, tallied
 from meshwright.model.router import Router, routers
 
 __all__ = [
@@ -31,7 +32,9 @@ __all__ = [
     "Draws",
     "HfTensor",
     "KVCache",
+    "Pairs",
     "Router",
+    "Tally",
     "build_architecture",
     "count_parameters",
     "full_hf_names",
@@ -40,9 +43,11 @@ __all__ = [
     "initial_rows",
     "initialise",
     "load_hf_state",
+    "pair_losses",
     "preference_sizes",
     "require_hf_tensors",
     "routers",
+    "tallied",
     "to_hf_state",
     "written_hf_tensors",
 ]

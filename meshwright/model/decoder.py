@@ -14,6 +14,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
 from meshwright.model.head import Head
 from meshwright.model.norm import RMSNorm, make_norm
+from meshwright.model.preference import Pairs
 from meshwright.model.rotary import RotaryTables, rotary_tables
 
 
@@ -69,13 +70,14 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         routing: Mapping[int, Tensor] | None = None,
         ahead: Sequence[tuple[Tensor, Tensor]] = (),
+        pairs: Pairs | None = None,
     ) -> Tensor:
         """Tokens (hidden states, in a later pipeline stage) to loss or logits (hidden states where there is no head).
 
         positions (B, S) default to 0, 1, … or to what follows the cache; documents restrict attention
         to themselves; draws enable dropout; routing replays the choice of experts (B, S, K) of its layers. `ahead` are
         the tokens 1, 2, … places later with their labels, one pair for each of shape.extra_tokens: the gradients are
-        then also those of their loss, the loss returned is the main one.
+        then also those of their loss, the loss returned is the main one. With `pairs` of answers it is theirs.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: give either cache or documents")
@@ -93,7 +95,7 @@ class Decoder(nn.Module):
             hidden_BSD = self.final_norm(hidden_BSD)
         if self.head is None:
             return hidden_BSD
-        result: Tensor = self.head(hidden_BSD, labels, valid_count)
+        result: Tensor = self.head(hidden_BSD, labels, valid_count, pairs)
         if not later:
             return result
         losses = []

@@ -15,10 +15,12 @@ from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.job import Model
 from meshwright.model.numbers import IGNORE, wide_dtype
 from meshwright.model.own_loss import own_loss_of_logits
+from meshwright.model.preference import Pairs
 from meshwright.registries import LOSSES
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""(logits_NV, labels_N1, shares_N1, with_gradient) to Σ cross-entropy, and the gradient of Σ share × cross-entropy."""
+"""(logits_NV, labels_N1, shares_N1, with_gradient) to every token's cross-entropy, zero without a label, and the
+gradient of Σ share × cross-entropy."""
 
 
 class Head(nn.Module):
@@ -32,16 +34,23 @@ class Head(nn.Module):
         self.loss_of_logits = loss_of_logits if shape.loss in LOSSES.built_in else own_loss_of_logits(shape.loss)
 
     def forward(
-        self, hidden_BSD: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None
+        self,
+        hidden_BSD: Tensor,
+        labels_BS: Tensor | None = None,
+        valid_count: Tensor | float | None = None,
+        pairs: Pairs | None = None,
     ) -> Tensor:
         """Logits without labels; with them Σ cross-entropy over labels other than IGNORE / valid_count.
 
-        valid_count is the number of valid tokens of the whole step, so the losses of its micro-batches simply add.
+        valid_count is the number of valid tokens of the whole step, so the losses of its micro-batches simply add. With
+        pairs it is their number, and the loss is that of `preference_loss`.
         """
         if labels_BS is None:
             return self.logits(hidden_BSD)
         if valid_count is None:
             raise ValueError("labels need valid_count, the number of valid tokens in the whole step")
+        if pairs is not None:
+            return preference_loss(hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits, pairs)
         return chunked_loss(hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
@@ -50,19 +59,62 @@ class Head(nn.Module):
 
 
 def chunked_loss(
-    hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, valid_count: Tensor | float, loss: LossOfLogits
+    hidden_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BS: Tensor,
+    valid_count: Tensor | float,
+    loss: LossOfLogits,
+    factors_N: Tensor | None = None,
 ) -> Tensor:
-    """Σ cross-entropy / valid_count from hidden states, a chunk of tokens at a time."""
+    """Σ cross-entropy / valid_count from hidden states, a chunk of tokens at a time.
+
+    With factors the gradient is that of Σ factor × cross-entropy / valid_count; the value is not.
+    """
     result: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), valid_count, loss
+        hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), valid_count, loss, factors_N
     )
     return result
+
+
+def preference_loss(
+    hidden_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BS: Tensor,
+    valid_count: Tensor | float,
+    loss: LossOfLogits,
+    pairs: Pairs,
+) -> Tensor:
+    """Σ over pairs of their loss / valid_count; without gradients what `Pairs.sums` gives instead.
+
+    A token's gradient depends on all tokens of both answers, so the logits are computed twice: for the answers' sums,
+    and for the gradients.
+    """
+    with torch.no_grad():
+        totals = pairs.sums(_token_losses(hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), loss), labels_BS)
+    if not torch.is_grad_enabled():
+        return totals
+    value, factors_N = pairs.loss(totals)
+    by_tokens = chunked_loss(hidden_BSD, weight_VD, labels_BS, valid_count, loss, factors_N)
+    return value / valid_count + (by_tokens - by_tokens.detach())
+
+
+def _token_losses(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, loss: LossOfLogits) -> Tensor:
+    """Every token's cross-entropy, a chunk at a time."""
+    weight_WD, vocabulary = _with_zeros(weight_VD), weight_VD.shape[0]
+    none_N1 = hidden_ND.new_zeros(len(hidden_ND), 1, dtype=wide_dtype(hidden_ND.dtype))
+    rows = chunk_rows(hidden_ND.shape[0], vocabulary, weight_VD.element_size())
+    losses = []
+    for start in range(0, hidden_ND.shape[0], rows):
+        chunk = slice(start, start + rows)
+        logits_NV = (hidden_ND[chunk] @ weight_WD.t())[:, :vocabulary]
+        losses.append(loss(logits_NV, labels_N[chunk].unsqueeze(1), none_N1[chunk], False)[0].flatten())
+    return torch.cat(losses)
 
 
 def loss_of_logits(
     logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ cross-entropy of some tokens and its gradient by the logits, which may overwrite them."""
+    """The cross-entropy of some tokens and its gradient by the logits, which may overwrite them."""
     if logits_NV.is_cuda and HAS_TRITON and wide_dtype(logits_NV.dtype) == torch.float32:
         # Hand-written, since the compiler's kernel writes the gradient to new memory: twice as much, and of what it
         # reads a second time less is still in the cache.
@@ -76,12 +128,12 @@ def loss_of_logits(
     own_N1 = wide_NV.gather(1, target_N1) - highest_N1
     powers_NV = wide_NV.sub_(highest_N1).exp_()
     total_N1 = powers_NV.sum(dim=1, keepdim=True)
-    loss = torch.where(valid_N1, total_N1.log() - own_N1, 0.0).sum()
+    losses_N1 = torch.where(valid_N1, total_N1.log() - own_N1, 0.0)
     if not with_gradient:
-        return loss, None
+        return losses_N1, None
     grad_NV = powers_NV.mul_(shares_N1 / total_N1).to(logits_NV.dtype)
     at_target_N1 = (own_N1.exp() / total_N1 - 1) * shares_N1
-    return loss, grad_NV.scatter_(1, target_N1, at_target_N1.to(grad_NV.dtype))
+    return losses_N1, grad_NV.scatter_(1, target_N1, at_target_N1.to(grad_NV.dtype))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -95,6 +147,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels_N: Tensor,
         valid_count: Tensor | float,
         loss_of_logits: LossOfLogits,
+        factors_N: Tensor | None,
     ) -> Tensor:
         wide = wide_dtype(hidden_ND.dtype)
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -105,6 +158,8 @@ class _ChunkedLoss(torch.autograd.Function):
         # A step without a single valid token has loss 0, not 0 / 0.
         count = torch.where(valid_count > 0, valid_count, 1) if isinstance(valid_count, Tensor) else valid_count or 1
         shares_N1 = ((labels_N != IGNORE).to(wide) / count).unsqueeze(1)
+        if factors_N is not None:
+            shares_N1 = shares_N1 * factors_N.unsqueeze(1)
 
         rows = chunk_rows(hidden_ND.shape[0], vocabulary, weight_VD.element_size())
         for start in range(0, hidden_ND.shape[0], rows):
@@ -113,7 +168,7 @@ class _ChunkedLoss(torch.autograd.Function):
             logits_NW = hidden @ weight_WD.t()
             own_NV, labels_N1 = logits_NW[:, :vocabulary], labels_N[chunk].unsqueeze(1)
             part, grad = loss_of_logits(own_NV, labels_N1, shares_N1[chunk], with_gradients)
-            loss += part
+            loss += part.sum()
             if grad is not None and grad_hidden_ND is not None:
                 grad = _of_every_column(grad, logits_NW)
                 torch.mm(grad, weight_WD, out=grad_hidden_ND[chunk])
@@ -127,11 +182,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         return (
             grads[0].to(grad_hidden_ND.dtype) * grad_hidden_ND,
             None if grad_weight_VD is None else grads[0].to(grad_weight_VD.dtype) * grad_weight_VD,
+            None,
             None,
             None,
             None,

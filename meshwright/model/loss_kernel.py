@@ -58,11 +58,11 @@ def _cross_entropy(
 def launch(
     logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool, ignore: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Σ cross-entropy of some tokens, and its gradient, which overwrites the logits."""
+    """The cross-entropy of some tokens, and its gradient, which overwrites the logits."""
     rows, vocabulary = logits_NV.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(rows,)](
         logits_NV, labels_N1, shares_N1, losses, vocabulary, logits_NV.stride(0), ignore,
         GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=16,
     )  # fmt: skip
-    return losses.sum(), logits_NV if with_gradient else None
+    return losses, logits_NV if with_gradient else None

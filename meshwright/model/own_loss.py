@@ -33,10 +33,9 @@ def own_loss_of_logits(name: str) -> Callable[[Tensor, Tensor, Tensor, bool], tu
                     'return one number for each, as cross_entropy(..., reduction="none") does'
                 )
             counted_N = torch.where(valid_N, each_N, 0.0)
-            total = counted_N.detach().sum()
             if not with_gradient:
-                return total, None
+                return counted_N.detach(), None
             [grad_NV] = torch.autograd.grad((counted_N * shares_N1.squeeze(1)).sum(), wide_NV)
-        return total, grad_NV.to(logits_NV.dtype)
+        return counted_N.detach(), grad_NV.to(logits_NV.dtype)
 
     return loss_of_logits

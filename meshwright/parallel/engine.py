@@ -22,12 +22,17 @@ class Engine(Protocol):
 
     modules: list[nn.Module]
     """The model, or this rank's stages of it."""
+    inputs: Inputs
+    """What builds the model's arguments."""
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Forward and backward of this rank's micro-batches; all ranks' losses add up to tp times the step's mean."""
 
     def held_out(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """The losses of some batches, each a sum over its tokens, without gradients; zeros where others have them."""
+        """The losses of some batches, each a sum over its tokens, without gradients; zeros where others have them.
+
+        Of pairs instead what `Pairs.sums` gives, the same on all ranks that share them.
+        """
 
     def named(self, name: Range | None) -> None:
         """From now on run every forward and backward of a step inside a range with its name; with None inside none."""
@@ -39,7 +44,7 @@ class OneStage:
     def __init__(self, job: Job, world: World, model: nn.Module, weights: Weights) -> None:
         self.modules = [model]
         self._job, self._device, self._weights = job, world.device, weights
-        self._inputs = Inputs(job, world)
+        self.inputs = Inputs(job, world)
         # Code that splits the sequence relies on its full length, and routers count all of its tokens: those of one
         # micro-batch must not depend on what else is in it.
         whole = world.axis_size("cp") > 1 or (job.layout.sp and world.axis_size("tp") > 1)
@@ -54,7 +59,7 @@ class OneStage:
         loss = torch.zeros((), device=self._device)
         micro_batches = [self._trimmed(micro) for micro in data.batch.split(self._job.batch.micro_batch)]
         for number, micro in enumerate(micro_batches, start=1):
-            tokens, arguments = self._inputs.training(micro, data.valid_count, step_tensor)
+            tokens, arguments = self.inputs.training(micro, data.valid_count, step_tensor)
             self._weights.start_micro_batch(last=number == len(micro_batches))
             with self._name("forward"):
                 micro_loss = model(tokens, **arguments)
@@ -70,7 +75,7 @@ class OneStage:
         [model] = self.modules
         losses = []
         for batch in batches:
-            tokens, arguments = self._inputs.held_out(self._trimmed(batch))
+            tokens, arguments = self.inputs.held_out(self._trimmed(batch))
             losses.append(model(tokens, **arguments))
         return losses
 

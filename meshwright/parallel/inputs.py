@@ -1,13 +1,16 @@
 """The part of a micro-batch that this rank's model gets: its slice of the sequence, and its dropout key."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.data import Batch
+from meshwright.data import Batch, Blank, References
+from meshwright.data.store import Int64Array
 from meshwright.job import Job
-from meshwright.model import Draws
+from meshwright.model import Draws, Pairs, Tally
 from meshwright.parallel.context.attention import zigzag_places
 from meshwright.parallel.world import World
 
@@ -22,6 +25,11 @@ class Inputs:
             sequence = job.batch.sequence_length
             self._places = zigzag_places(sequence, world.axis_rank("cp"), world.axis_size("cp"), world.device)
         self._drawn_places = self._of_residual_stream(world)
+        self.references: References = Blank()
+        """What the reference gives the pairs that are trained on."""
+        self.tally = Tally()
+        """What the pairs of the forwards since it was last taken add up to."""
+        self._context_group, self._sharing = world.context_group, world.axis_size("cp")
         self._replay, self._tp = world.replay, (world.axis_rank("tp"), world.axis_size("tp"))
         self._positions = self._that_models_cannot_count(world)
 
@@ -52,7 +60,7 @@ class Inputs:
             samples = micro.sample_ids_B.to(self._device)
             draws = Draws(self._job.run.seed, step, samples, self._drawn_places, inner_places=self._places)
         micro = micro.to(self._device)
-        tokens, arguments = self._arguments(micro, valid_count, draws)
+        tokens, arguments = self._arguments(micro, valid_count, draws, self.references)
         if extra := self._job.model.extra_tokens:
             # Shifted before ranks take their own tokens: a neighbour may belong to another rank.
             arguments["ahead"] = [
@@ -61,8 +69,11 @@ class Inputs:
         return tokens, arguments | self._routing(micro, step)
 
     def held_out(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """Tokens and keyword arguments of an evaluation forward: no dropout, and the loss is a sum."""
-        tokens, arguments = self._arguments(batch.to(self._device), 1, None)
+        """Tokens and keyword arguments of an evaluation forward: no dropout, and the loss is a sum.
+
+        Of pairs the model then returns sums of log-probabilities, for which it needs no reference.
+        """
+        tokens, arguments = self._arguments(batch.to(self._device), 1, None, Blank())
         return tokens, arguments | self._routing(batch, None)
 
     def _routing(self, micro: Batch, step: Tensor | None) -> dict[str, Any]:
@@ -76,8 +87,11 @@ class Inputs:
             "routing": self._replay(None if step is None else int(step), micro.sample_ids_B, places.chunk(ranks)[rank])
         }
 
-    def _arguments(self, micro: Batch, valid_count: float, draws: Draws | None) -> tuple[Tensor, dict[str, Any]]:
+    def _arguments(
+        self, micro: Batch, valid_count: float, draws: Draws | None, references: References
+    ) -> tuple[Tensor, dict[str, Any]]:
         positions = micro.positions_BS
+        pairs = {} if micro.pairs is None else {"pairs": self._pairs(micro, micro.pairs, references)}
         return self._own(micro.tokens_BS), {
             "labels": self._own(micro.labels_BS),
             "valid_count": valid_count,
@@ -85,7 +99,28 @@ class Inputs:
             # Attention over a split sequence needs the documents of all of it; see `make_context_attend`.
             "documents": micro.documents(),
             "draws": draws,
+            **pairs,
         }
+
+    def _pairs(self, micro: Batch, starts: Sequence[Int64Array], references: References) -> Pairs:
+        """The pairs of a micro-batch; every two documents of a sequence are one."""
+        assert micro.document_ids_BS is not None
+        known = references.of(starts)
+        rows, most, _ = known.shape
+        answers_BS = torch.arange(rows, device=self._device).unsqueeze(1) * 2 * most + micro.document_ids_BS
+        counts_B1 = torch.tensor([len(own) for own in starts], device=self._device).unsqueeze(1)
+        return Pairs(
+            self._own(torch.where(micro.document_ids_BS < 2 * counts_B1, answers_BS, 0)),
+            torch.arange(most, device=self._device) < counts_B1,
+            torch.from_numpy(known).to(self._device),
+            self._job.preference,
+            self.tally,
+            None if self._context_group is None else self._add_up,
+            self._sharing,
+        )
+
+    def _add_up(self, totals: Tensor) -> None:
+        dist.all_reduce(totals, group=self._context_group)
 
     def _own(self, numbers_BS: Tensor) -> Tensor:
         """This rank's places of something that there is for every token."""

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.model import IGNORE
-from meshwright.model.head import Head, chunked_loss, loss_of_logits
+from meshwright.model.head import Head, chunked_loss, loss_of_logits, preference_loss
 from meshwright.model.numbers import wide_dtype
+from meshwright.model.preference import Pairs
 
 
 class VocabularyParallelHead(nn.Module):
@@ -26,9 +27,14 @@ class VocabularyParallelHead(nn.Module):
         self._own_loss = None if head.loss_of_logits is loss_of_logits else head.loss_of_logits
 
     def forward(
-        self, hidden: Tensor, labels_BS: Tensor | None = None, valid_count: Tensor | float | None = None
+        self,
+        hidden: Tensor,
+        labels_BS: Tensor | None = None,
+        valid_count: Tensor | float | None = None,
+        pairs: Pairs | None = None,
     ) -> Tensor:
-        """Σ cross-entropy over labels other than IGNORE / valid_count, equal on every tensor-parallel rank."""
+        """Σ cross-entropy over labels other than IGNORE / valid_count, or the loss of pairs, equal on every
+        tensor-parallel rank."""
         if labels_BS is None or valid_count is None:
             raise ValueError("a head sharded by vocabulary returns losses, not logits: pass labels and valid_count")
         # Each rank's rows of the weight give only a part of the hidden states' gradient; the parts are summed here.
@@ -38,6 +44,8 @@ class VocabularyParallelHead(nn.Module):
         hidden_BSD = whole.to_local(grad_placements=[Partial()])
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         loss = self._loss_of_logits if self._own_loss is None else self._loss_of_whole_rows
+        if pairs is not None:
+            return preference_loss(hidden_BSD, weight, labels_BS, valid_count, loss, pairs)
         return chunked_loss(hidden_BSD, weight, labels_BS, valid_count, loss)
 
     def _loss_of_whole_rows(
@@ -75,9 +83,9 @@ class VocabularyParallelHead(nn.Module):
         sums_N2 = torch.cat([powers_NV.sum(1, keepdim=True), own_N1], 1)
         dist.all_reduce(sums_N2, group=group)
         total_N1 = sums_N2[:, :1]
-        loss = torch.where(valid_N1, total_N1.log() - sums_N2[:, 1:], 0.0).sum()
+        losses_N1 = torch.where(valid_N1, total_N1.log() - sums_N2[:, 1:], 0.0)
         if not with_gradient:
-            return loss, None
+            return losses_N1, None
         grad_NV = powers_NV.mul_(shares_N1 / total_N1)
         grad_NV.scatter_add_(1, target_N1, torch.where(here_N1, -shares_N1, 0.0))
-        return loss, grad_NV.to(logits_NV.dtype)
+        return losses_N1, grad_NV.to(logits_NV.dtype)

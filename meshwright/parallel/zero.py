@@ -149,6 +149,12 @@ class ShardedWeights(Weights):
             gradient = cast(DTensor | None, parameter.grad)
             self.masters[name].grad = None if gradient is None else gradient.to_local()
 
+    def refresh(self) -> None:
+        """Free what an evaluation has left gathered, which the masters no longer are."""
+        for module in cast(nn.Module, self._root).modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def zero_gradients(self) -> None:
         """Forget all gradients."""
         for name, parameter in self._parameters.items():

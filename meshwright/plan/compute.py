@@ -293,10 +293,13 @@ ours computes both gradients chunk by chunk in the forward, each operation in pl
 
 
 def head_work(job: Job, device: Device, software: Software) -> Work:
-    """Final norm, head and loss over one micro-batch; the vocabulary is shared by the tensor-parallel ranks."""
+    """Final norm, head and loss over one micro-batch; the vocabulary is shared by the tensor-parallel ranks.
+
+    Of pairs the logits are computed twice: for the sums of the answers, and for the gradients.
+    """
     model, tokens = job.model, tokens_of(job)
     vocabulary = -(-model.vocab_size // job.layout.tp)
-    chunks, rows = 1, tokens
+    chunks, rows, passes = 1, tokens, 2 if job.prefers else 1
     if software.logit_bytes is None:
         chunks, rows = loss_chunks(job)
     if software.own and device.operations is None:
@@ -312,8 +315,8 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     if device.measured is not None and software.logit_bytes is None:
         loss = device.measured.loss_s(device.wide, rows, vocabulary) or loss
     work = Work(
-        forward_matmul=chunks * product,
-        forward_elementwise=chunks * loss,
+        forward_matmul=passes * chunks * product,
+        forward_elementwise=passes * chunks * loss,
         input_matmul=chunks * inputs,
         weight_matmul=chunks * weights,
         backward_elementwise=memory_s(device, backward_bytes * logits * chunks, 3),

@@ -29,6 +29,8 @@ def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:
         found.append(f"model.file = {job.model.file}: predicted as the built-in model of the same sizes")
     if job.data.mask_documents and not on_cpu:  # there a mask has its price
         found.append("data.mask_documents = true: attention is counted over whole sequences")
+    if job.prefers and job.preference.needs_reference:
+        found.append(f'preference.loss = "{job.preference.loss}": the pass of the start weights before the first step')
     if job.model.experts is not None and job.model.experts.capacity is not None:
         capacity = f"model.experts.capacity = {job.model.experts.capacity:g}"
         found.append(f"{capacity}: rows are counted as without it, neither dropped nor padded")

@@ -28,6 +28,7 @@ from meshwright.rehearse.planned import planned_memory
 from meshwright.rehearse.result import RankMemoryUse, RehearsedRank
 from meshwright.rehearse.watch import Plan, Watch
 from meshwright.train import (
+    BLANK,
     Trainer,
     choose_attention,
     choose_device,
@@ -171,6 +172,8 @@ def run_measured(
     choose_attention(job, World(world.device), attention)  # rank 0 measures for all, and is not here
     engine, weights = build(job, world)
     training = make_trainer(job, corpus, engine, weights, watch, watch, world)
+    if job.prefers:
+        training.refer_to(BLANK)
     training._overflowed = lambda *numbers: False  # type: ignore[method-assign]
     watch.attach(training)
     training.run(loader=loader)

@@ -48,6 +48,11 @@ def evaluate_run(
             for name, source in sets.items()
         }
     else:
+        if job.prefers:
+            raise UserError(
+                f"{run} was trained on pairs of answers, and its metrics have how it orders those held out "
+                "(val_accuracy); give a text with --data"
+            )
         if job.data.validation_fraction == 0:
             raise UserError(f"{run} held out no text (data.validation_fraction = 0); give a text with --data")
         read = {HELD_OUT: held_out_batches(job, open_corpus(job))}

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from meshwright.checkpoint import backups, require_backup, tries
 from meshwright.cost import checkpoint_bytes
-from meshwright.data import Corpus, training_index, training_stream
+from meshwright.data import Corpus, lengths_of, training_index, training_stream
 from meshwright.data.counted import first_conversations
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
@@ -135,6 +135,8 @@ def reports(
         folder.write(name, text)
     if (index := training_index(corpus, job.data, job.batch.sequence_length)) is not None:
         folder.event("packing", packing=job.data.packing, **asdict(index.shares), concatenate=asdict(index.running))
+    if (lengths := lengths_of(corpus, job.data, job.batch.sequence_length)) is not None:
+        folder.event("lengths", **asdict(lengths))
     everywhere = recorded_everywhere(folder, job, start.lease.attempt)
     with ConsoleProgress(job, console) as progress, everywhere as recorder:
         folder.tell = progress.message
@@ -215,7 +217,9 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
     text = " · ".join(parts)
     if slow := emulated_format(job, world.device):
         text += f" · note: this CPU has no {slow} arithmetic; fp32 is much faster here"
-    for line in (text, *(f"note: {note}" for note in (*corpus.notes, *_little_text(job, corpus)))):
+    lengths = lengths_of(corpus, job.data, job.batch.sequence_length)
+    said = [] if lengths is None else [lengths.sentence(job.batch.sequence_length)]
+    for line in (text, *said, *(f"note: {note}" for note in (*corpus.notes, *_little_text(job, corpus)))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -57,6 +57,8 @@ def replay(run: Path, step: int, device: str, console: Console, trust: bool = Fa
     job = _alone(folder.resolved_job(trust=trust), device)
     if not 1 <= step <= job.run.steps:
         raise UserError(f"--step {step} is not a step of {run}; give one from 1 to {job.run.steps}")
+    if job.prefers:
+        raise UserError(f"{run} was trained on pairs of answers, and replay shows losses of tokens; use a run of text")
     if job.data.stream:
         raise UserError(f"{run} streams its data, which cannot go back to a step; prepare the data instead")
     require_layout(job, 1)

@@ -27,6 +27,7 @@ from meshwright.train.meter import FLOPS_CONVENTION
 from meshwright.train.optimizer import build_optimizer, clip_gradients, states_of
 from meshwright.train.out_of_memory import OutOfMemory, memory_errors_explained
 from meshwright.train.outcome import Outcome
+from meshwright.train.preference import BLANK, PairScore, find_references, score_pairs
 from meshwright.train.progress import ConsoleProgress
 from meshwright.train.recorder import Progress, Recorder, Silent
 from meshwright.train.scaling import LossScale
@@ -37,6 +38,7 @@ from meshwright.train.trace import Trace, TraceSteps, require_nvtx, require_trac
 from meshwright.train.trainer import Trainer
 
 __all__ = [
+    "BLANK",
     "FLOPS_CONVENTION",
     "Activity",
     "Around",
@@ -45,6 +47,7 @@ __all__ = [
     "LossScale",
     "OutOfMemory",
     "Outcome",
+    "PairScore",
     "Progress",
     "Recorder",
     "Rewind",
@@ -63,6 +66,7 @@ __all__ = [
     "emulated_format",
     "evaluate",
     "evaluated_sequences",
+    "find_references",
     "fingerprint",
     "generate",
     "held_out_batches",
@@ -75,6 +79,7 @@ __all__ = [
     "require_nvtx",
     "require_traceable",
     "score",
+    "score_pairs",
     "set_up_trainer",
     "states_of",
     "stream",

@@ -3,7 +3,7 @@
 import math
 from typing import cast
 
-from meshwright.data import Corpus
+from meshwright.data import Corpus, References
 from meshwright.job import Job
 from meshwright.model import Decoder
 from meshwright.parallel import Engine, PipeDream, World
@@ -11,6 +11,7 @@ from meshwright.train.evaluate import evaluate, score
 from meshwright.train.feed import evaluates, held_out_batches, set_batches
 from meshwright.train.generate import generate
 from meshwright.train.outcome import Outcome
+from meshwright.train.preference import score_pairs
 from meshwright.train.recorder import Progress, Recorder
 
 
@@ -28,6 +29,8 @@ class Evaluations:
     ) -> None:
         self._job, self._corpus, self._engine = job, corpus, engine
         self._recorder, self._progress, self._world = recorder, progress, world
+        self.references: References | None = None
+        """What the reference gives held-out pairs, if the loss is one over pairs."""
 
     def run(self, step: int, outcome: Outcome, attempt: int) -> None:
         """Run all evaluations due after a step; all ranks call this together."""
@@ -38,12 +41,23 @@ class Evaluations:
                 self._set(step, name, attempt)
 
     def _held_out(self, step: int, outcome: Outcome, attempt: int) -> None:
-        val_loss = evaluate(self._engine, held_out_batches(self._job, self._corpus), self._world)
+        batches, row = held_out_batches(self._job, self._corpus), dict[str, float]()
+        if self._job.prefers:
+            assert self.references is not None
+            engine, settings = cast(Engine, self._engine), self._job.preference
+            found = score_pairs(engine, batches, self._world, self.references, settings)
+            val_loss = found.loss
+            row = {"val_accuracy": found.accuracy, "val_margin": found.reward_chosen - found.reward_rejected}
+        else:
+            val_loss = evaluate(self._engine, batches, self._world)
         outcome.val_loss = val_loss
         if outcome.first_val_loss is None:
             outcome.first_val_loss = val_loss
-        self._recorder.metric({"step": step, "val_loss": val_loss, "attempt": attempt})
+        self._recorder.metric({"step": step, "val_loss": val_loss, **row, "attempt": attempt})
         self._progress.evaluation(step, val_loss)
+        if row:
+            pairs = f"{row['val_accuracy']:.1%} of held-out pairs in the right order, margin {row['val_margin']:.4f}"
+            self._progress.message(f"step {step}/{self._job.run.steps}  {pairs}")
         # A model split over ranks returns losses, not logits to sample from; `generate` reads the saved weights.
         if step and math.isfinite(val_loss) and self._world.size == 1:
             self._sample(step, outcome)

@@ -7,7 +7,7 @@ step, line by line in order of execution.
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from meshwright.train.memory_curve import WATCHED_STEPS, MemoryCurve
 from meshwright.train.meter import Meter
 from meshwright.train.optimizer import OnePassAdamW, build_optimizer, clip_factor, clip_gradients, set_learning_rate
 from meshwright.train.outcome import Outcome, StepNumbers
+from meshwright.train.preference import PairReferences
 from meshwright.train.recorder import Progress, Recorder
 from meshwright.train.scaling import LossScale
 from meshwright.train.schedule import learning_rate
@@ -72,6 +73,7 @@ class Trainer:
         self.saver: Saver | None = None
         """Saves checkpoints during the run."""
         self.loader: Loader | StreamLoader | None = None
+        self._references: PairReferences | None = None
         self._stragglers = Stragglers(world)
         self._memory_curve: MemoryCurve | None = None
         self._trace: Trace | None = None
@@ -84,6 +86,12 @@ class Trainer:
     def fingerprint(self) -> str:
         """Fingerprint of the tokens the run is trained on."""
         return fingerprint(self.corpus)
+
+    def refer_to(self, references: PairReferences) -> None:
+        """Compare the model with what another gives the same pairs of answers."""
+        self._references = references
+        self.engine.inputs.references = references.train
+        self.evaluations.references = references.validation
 
     def watch_memory(self, record: Callable[[dict[str, Any]], None], steps: int = WATCHED_STEPS) -> None:
         """Record the memory curve of the first steps, one row per sample; not for an asynchronous pipeline."""
@@ -141,9 +149,14 @@ class Trainer:
         self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
         alike = self.world.axis_size("tp")
-        scaled_loss, scaled_extra, squares, stopping, *ballots = self.world.sum_over_world(
-            [loss / alike, self._extra_loss() / alike, self.weights.square_sum(), float(stop()), *self._ballot()]
+        preferred = [total / alike for total in self._preferred()]
+        scaled_loss, scaled_extra, squares, stopping, *more = self.world.sum_over_world(
+            [
+                *(loss / alike, self._extra_loss() / alike, self.weights.square_sum(), float(stop())),
+                *(*preferred, *self._ballot()),
+            ]
         )
+        rewards, ballots = more[: len(preferred)], more[len(preferred) :]
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
         extra_loss = {"extra_loss": scaled_extra / self.scaling.scale} if self.job.model.extra_tokens else {}
@@ -165,7 +178,7 @@ class Trainer:
         # the host from one end to the next.
         began, self._ended = self._ended, time.perf_counter()
         numbers = StepNumbers(step, loss_value, norm_value, rate, data_wait_s, self._ended - began)
-        self._record(numbers, extra_loss | loads)
+        self._record(numbers, extra_loss | loads | _reward_row(rewards, given.valid_count))
         self._compare_ranks(numbers)
         if self.saver is not None:
             self.saver.count(ballots)
@@ -174,6 +187,7 @@ class Trainer:
     @contextmanager
     def _running(self, loader: Loader | StreamLoader | None) -> Iterator[Iterator[Step]]:
         """Around the loop: record the start, read the data, save the last state."""
+        assert self._references is not None or not self.job.prefers, "refer_to was not called"
         self.recorder.event("start", **self.meter.facts(), attempt=self.attempt, step=self._resumed_step)
         self.loader = loader or training_loader(self.job, self.corpus, self.world, self.position)
         try:
@@ -220,6 +234,13 @@ class Trainer:
             return 0.0
         taken = [cast(Decoder, module).take_extra_loss() for module in self.engine.modules]
         return sum((loss for loss in taken if loss is not None), torch.zeros((), device=self.device))
+
+    def _preferred(self) -> Sequence[Tensor | float]:
+        """This rank's part of the sums of a step's rewards; none where the loss is that of tokens."""
+        if not self.job.prefers:
+            return []
+        taken = self.engine.inputs.tally.take()
+        return [0.0, 0.0, 0.0] if taken is None else list(taken)
 
     def _loads(self, load: Load, step: int) -> dict[str, float]:
         """The load of experts as metrics; where the run is evaluated, every expert's is recorded."""
@@ -324,6 +345,15 @@ class Trainer:
     def _sample_memory(self, at: str) -> None:
         if self._memory_curve is not None:
             self._memory_curve.sample(at)
+
+
+def _reward_row(sums: Sequence[float], pairs: float) -> dict[str, float]:
+    """The means over a step's pairs as metrics."""
+    if not sums:
+        return {}
+    chosen, rejected, right = (total / max(1.0, pairs) for total in sums)
+    row = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+    return {**row, "preference_accuracy": right}
 
 
 @contextmanager

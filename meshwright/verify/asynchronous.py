@@ -94,7 +94,7 @@ class _StaleModel(OneStage):
             name: self._history[max(0, now - lag)][name].to(compute).requires_grad_()
             for name, lag in self._lags.items()
         }
-        tokens, arguments = self._inputs.training(data.batch, data.valid_count, torch.tensor(step))
+        tokens, arguments = self.inputs.training(data.batch, data.valid_count, torch.tensor(step))
         loss: Tensor = functional_call(model, seen, (tokens,), arguments)
         gradients = torch.autograd.grad(loss, list(seen.values()), allow_unused=True)
         for name, gradient in zip(seen, gradients, strict=True):

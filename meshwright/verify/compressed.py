@@ -68,7 +68,7 @@ class _AllReplicas(OneStage):
         [model] = self.modules
         losses, gradients = [], []
         for share in data.batch.split(len(data.batch) // self._layout.dp_replicate):
-            tokens, arguments = self._inputs.training(share, data.valid_count, torch.tensor(step))
+            tokens, arguments = self.inputs.training(share, data.valid_count, torch.tensor(step))
             loss = model(tokens, **arguments)
             loss.backward()
             losses.append(loss.detach())

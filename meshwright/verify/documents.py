@@ -59,10 +59,34 @@ class UnequalDocuments:
         return (0, *inner.tolist(), len(self))
 
 
+class UnequalPairs(UnequalDocuments):
+    """Documents of 3 tokens and more, every two of them a pair that fits into a sequence; some tokens are learned."""
+
+    def __init__(self, vocab_size: int, count: int, seed: int, sequence_length: int) -> None:
+        generator = np.random.default_rng(seed)
+        lengths = generator.integers(3, sequence_length // 2 + 1, count // 3)
+        pairs = int(np.searchsorted(lengths.cumsum(), count)) // 2
+        ends = lengths[: 2 * pairs].cumsum()
+        self._starts = np.append(0, ends[:-1])
+        self._tokens = generator.integers(0, vocab_size, ends[-1])
+        self._learned = generator.random(len(self._tokens)) < 0.6
+        self._learned[ends - 1] = True
+
+    def parts(self, count: int) -> tuple[int, ...]:
+        """Where sources of about equal size start, each with a pair, and where the last ends."""
+        inner = self._starts[::2][np.arange(1, count) * (len(self._starts) // 2) // count]
+        return (0, *inner.tolist(), len(self))
+
+
 def unequal_corpus(job: Job) -> Corpus:
     """A corpus of such documents at the job's sizes, training and held-out text apart, with as many sources."""
     vocabulary, held_out = job.model.vocab_size, HELD_OUT * job.batch.sequence_length + 1
     sources, learn_some = len(job.data.sources), job.data.format == "conversations"
     sizes = (max(TOKENS, sources * LEAST_SOURCE), held_out)
-    train, validation = (UnequalDocuments(vocabulary, size, seed, learn_some) for seed, size in enumerate(sizes, SEED))
+    train, validation = (
+        UnequalPairs(vocabulary, size, seed, job.batch.sequence_length)
+        if job.prefers
+        else UnequalDocuments(vocabulary, size, seed, learn_some)
+        for seed, size in enumerate(sizes, SEED)
+    )
     return Corpus(None, train, validation, None, train.parts(sources) if sources > 1 else ())

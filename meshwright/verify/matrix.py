@@ -21,11 +21,14 @@ FILES = tuple(
     f"{name}.toml"
     for name in (
         *("matrix", "matrix_depth", "matrix_memory", "matrix_experts", "matrix_families", "matrix_compiled"),
-        *("matrix_extra", "matrix_lora", "matrix_run"),
+        *("matrix_extra", "matrix_lora", "matrix_run", "matrix_preferences"),
     )
 )
 """The first one holds the models and the defaults."""
-SECTIONS = ("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run")
+SECTIONS = (
+    *("layout", "batch", "optimizer", "data", "evaluation", "schedule", "memory", "precision", "run"),
+    "preference",
+)
 POLL_S = 0.05
 
 Failure = Literal["refused", "hung", "crashed"]

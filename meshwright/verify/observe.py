@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch import Tensor
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model.adapter import A, B
-from meshwright.parallel import ShardIndex, Weights, build, join_world, table_error
+from meshwright.parallel import Engine, ShardIndex, Weights, build, join_world, table_error
 from meshwright.ranks import ALONE, own_place
-from meshwright.train import LossScale, make_trainer
+from meshwright.train import LossScale, find_references, make_trainer
 from meshwright.verify.documents import unequal_corpus
 from meshwright.verify.replay import Choices, Recording, Replayed, Replaying, routes
 
@@ -74,12 +74,17 @@ def observe(
     engine, weights = build(job, world, master)
     if routing is not None:
         routing.watch(engine.modules)
+    corpus = unequal_corpus(job)
+    # By the weights before they change, so that the first step already compares two different models.
+    references = find_references(job, corpus, cast(Engine, engine), world) if job.prefers else None
     _enliven(weights)
     seen = Observation()
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
     before = _values(weights)
-    training = make(job, unequal_corpus(job), engine, weights, listener, listener, world)
+    training = make(job, corpus, engine, weights, listener, listener, world)
+    if references is not None:
+        training.refer_to(references)
     if training.scaling.dynamic:
         training.scaling = LossScale(LOSS_SCALE)
     scale = training.scaling.scale
@@ -165,7 +170,7 @@ class _Listener:
 
     def metric(self, row: dict[str, Any]) -> None:
         if "val_loss" in row:
-            self._seen.evaluations.append(row["val_loss"])
+            self._seen.evaluations += [row[name] for name in ("val_loss", "val_margin") if name in row]
         else:
             self._seen.losses.append(row["loss"])
             self._seen.norms.append(row["grad_norm"])

@@ -98,6 +98,8 @@ def write_text(job: Job, folder: Path, prepared: bool) -> Job:
             continue
         windows = max(3.0, share * samples / EPOCHS) / (1 - HELD_OUT)
         documents = list(_documents(windows, job.batch.sequence_length, alone=data.packing == "none", seed=number))
+        if job.prefers:
+            documents = [document[: 3 * _part_of_pair(job)] for document in documents]
         sources.append(str(_write(folder / f"source-{number}", documents, data, first=number == 0)))
     changes: dict[str, Any] = {"cache": str(folder / "cache"), "sources": tuple(sources)}
     if data.stages:
@@ -159,7 +161,7 @@ def _sentence(chance: random.Random, size: int) -> str:
 
 
 def _in_lines(data: Data) -> bool:
-    return data.format == "conversations" or data.join is not None or any(".json" in name for name in data.sources)
+    return data.format != "text" or data.join is not None or any(".json" in name for name in data.sources)
 
 
 def _write(path: Path, documents: list[str], data: Data, *, first: bool) -> Path:
@@ -181,11 +183,20 @@ def _write(path: Path, documents: list[str], data: Data, *, first: bool) -> Path
 
 def _record(number: int, document: str, data: Data, *, first: bool) -> dict[str, Any]:
     half = len(document) // 2
+    if data.format == "preferences":
+        third = len(document) // 3
+        answers = {"chosen": f"y{document[third : 2 * third - 1]}", "rejected": f"n{document[2 * third : -1]}"}
+        return {"prompt": document[:third], **answers}
     if data.format == "conversations":
         return {"prompt": document[:half], "completion": document[half:]}
     if data.join is None:
         return {data.text_field: document}
     return {data.text_field: document[:half] if first else document[half:], data.join: number}
+
+
+def _part_of_pair(job: Job) -> int:
+    """Tokens of a prompt and of each answer so that a pair, the prompt twice and two ends, fits into a sequence."""
+    return (job.batch.sequence_length - 2) // 4
 
 
 def _prepare(source: Path, data: Data, tokenizer: Path) -> str:

@@ -137,8 +137,9 @@ def _of_device(job: Job, device: str) -> list[Change]:
 def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
     """Text in memory in place of the job's, read, packed, masked and blended as the job does it."""
     data = job.data
-    some = ", with some tokens masked out of the loss" if data.format == "conversations" else ""
-    changes = [Change(f"text: synthetic documents of unequal length{some}")]
+    some = "" if data.format == "text" else ", with some tokens masked out of the loss"
+    pairs = ", every two a pair" if data.format == "preferences" else ""
+    changes = [Change(f"text: synthetic documents of unequal length{some}{pairs}")]
     workers = min(data.workers, MOST_WORKERS)
     if workers != data.workers:
         changes.append(Change(f"data.workers {data.workers} → {workers}"))

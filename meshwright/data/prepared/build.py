@@ -61,18 +61,19 @@ def _taking(wishes: Wishes) -> Taking:
         if wishes.chat_template is not None:
             raise UserError(
                 f"--chat-template {wishes.chat_template} writes conversations, not text; give --format conversations "
-                "or leave it out"
+                "or preferences, or leave it out"
             )
         if wishes.join is not None and len(wishes.sources) < 2:
             raise UserError(f"--join {wishes.join} needs two sources or more; name them or leave it out")
         return Taking(wishes.text_field, wishes.join)
     if wishes.join is not None:
         raise UserError(
-            f"--join {wishes.join} joins several texts into one and does not support conversations; leave one out"
+            f"--join {wishes.join} joins several texts into one and does not support {wishes.content}; leave one out"
         )
     template = None if wishes.chat_template is None else str(wishes.chat_template)
     tokenizer = None if wishes.tokenizer is None else wishes.tokenizer.expanduser()
-    return Taking(chat=load_chat_template(tokenizer, template, "--chat-template"))
+    chat = load_chat_template(tokenizer, template, "--chat-template")
+    return Taking(chat=chat, pairs=wishes.content == "preferences")
 
 
 def _already_there(out: Path, identity: str) -> Manifest:

@@ -4,18 +4,29 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from meshwright.atomic import sync, write_atomic
 from meshwright.data.files import read_json
 from meshwright.data.join import write_joined
-from meshwright.data.prepared.folder import FORMAT, MANIFEST, PARTIAL, SPLITS, TOKENIZER, BadRecord, Manifest, Shard
+from meshwright.data.prepared.folder import (
+    FORMAT,
+    MANIFEST,
+    PARTIAL,
+    SPLITS,
+    TOKENIZER,
+    BadRecord,
+    Content,
+    Manifest,
+    Shard,
+)
 from meshwright.data.prepared.shard import Work, finished_shard
 from meshwright.data.prepared.workers import Counts, Half, count_documents, run_units, train_on
 from meshwright.data.raw import Bad, BadDocuments, Inputs, Taking, Unit, list_inputs, plan_units, read_unit
@@ -40,7 +51,7 @@ class Wishes:
     vocab_size: int = 32768
     """Of the tokenizer that is trained when none is given."""
     text_field: str = "text"
-    content: Literal["text", "conversations"] = "text"
+    content: Content = "text"
     chat_template: Path | None = None
     """What writes conversations as text; else the one beside the tokenizer."""
     join: str | None = None
@@ -177,6 +188,8 @@ def _identity(wishes: Wishes, taking: Taking, inputs: Inputs, units: Sequence[Un
         told["join"] = taking.key_field
     if taking.chat is not None:
         told["chat"] = taking.chat.fingerprint
+    if taking.pairs:
+        told["pairs"] = True
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
@@ -198,7 +211,7 @@ def _all_shards(work: Work, units: Sequence[Unit], max_bad: float, workers: int,
     total = max(1, sum(unit.size_bytes for unit in units))
     before = Counts(
         read_bytes=sum(shard.input_bytes for shard in shards.values()),
-        documents=sum(shard.train.documents + shard.validation.documents for shard in shards.values()),
+        documents=_records_of(shards.values(), work.taking),
         bad=_bad_of(shards.values()).against_limit,
     )
 
@@ -221,8 +234,27 @@ def _all_shards(work: Work, units: Sequence[Unit], max_bad: float, workers: int,
     if len(shards) < len(units):
         raise _too_many(seen.bad, seen.bad + seen.documents, bad, max_bad)
     ordered = [shards[unit.number] for unit in units]
-    _require_few(bad, sum(shard.train.documents + shard.validation.documents for shard in ordered), max_bad)
+    _require_one_format(units, ordered)
+    _require_few(bad, _records_of(ordered, work.taking), max_bad)
     return ordered
+
+
+def _records_of(shards: Iterable[Shard], taking: Taking) -> int:
+    return sum(shard.train.documents + shard.validation.documents for shard in shards) // taking.documents_each
+
+
+def _require_one_format(units: Sequence[Unit], shards: Sequence[Shard]) -> None:
+    """Refuse a file whose units hold records of different formats; within a unit the reading refuses it."""
+    names = {piece.number: piece.file.name for unit in units for piece in unit.pieces}
+    seen: dict[int, str] = {}
+    for shard in shards:
+        for file, formats in shard.formats.items():
+            for shape in formats:
+                if seen.setdefault(file, shape) != shape:
+                    raise UserError(
+                        f"{names[file]} mixes two formats, {seen[file]} and {shape}; give each a file of its own, or "
+                        "rewrite one as the other"
+                    )
 
 
 def _bad_of(shards: Iterable[Shard | Half]) -> BadDocuments:
@@ -253,6 +285,11 @@ def _manifest(
     bad = _bad_of(shards)
     bad.merge(lost)
 
+    formats: Counter[str] = Counter()
+    for shard in shards:
+        for found in shard.formats.values():
+            formats.update(found)
+
     def total(field: str) -> dict[str, int]:
         return {split: sum(getattr(shard.part(split), field) for shard in shards) for split in SPLITS}
 
@@ -263,6 +300,7 @@ def _manifest(
         left_out=list(inputs.left_out),
         text_field=wishes.text_field,
         content=wishes.content,
+        formats=dict(sorted(formats.items())),
         join=wishes.join,
         validation_fraction=wishes.validation_fraction,
         held_out="ends" if held_out.ends else "documents",

@@ -26,6 +26,8 @@ class _Record(BaseModel):
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 48)]
+Content = Literal["text", "conversations", "preferences"]
+"""What the documents are; of preferences every two are a pair, the chosen answer first."""
 
 
 class BadRecord(TypedDict):
@@ -62,6 +64,8 @@ class Shard(_Record):
     bad: dict[str, BadRecord]
     sources: dict[int, tuple[Count, Count]] = {}
     """Tokens of each source in train and in validation; version 0.1 did not write them."""
+    formats: dict[int, dict[str, Count]] = {}
+    """By file, the conversations or pairs of each format that were recognised in it."""
 
     def part(self, split: str) -> Part:
         """The share of train or validation."""
@@ -77,7 +81,9 @@ class Manifest(_Record):
     sources: list[dict[str, Any]]
     left_out: list[str]
     text_field: str
-    content: Literal["text", "conversations"] = "text"
+    content: Content = "text"
+    formats: dict[str, Count] = {}
+    """Conversations or pairs of each format that was recognised."""
     join: str | None = None
     """The field that documents of the first source and those of the others were joined by."""
     validation_fraction: float
@@ -120,7 +126,7 @@ class Prepared:
     def store(self, split: str) -> "ShardedTokens":
         """All tokens of train or validation, in the order of the input."""
         dtype, vocab_size = self.manifest.dtype, self.manifest.vocab_size
-        marked = self.manifest.content == "conversations"
+        marked = self.manifest.content != "text"
         return ShardedTokens(
             [
                 FileTokens(

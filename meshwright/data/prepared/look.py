@@ -15,7 +15,8 @@ from meshwright.data.store import Int64Array
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 
-_SAMPLE_TOKENS = {"text": 200, "conversations": 1000}
+_SAMPLE_TOKENS = {"text": 200, "conversations": 1000, "preferences": 1000}
+_SAMPLES = {"text": 0, "conversations": 1, "preferences": 2}
 _SAMPLING = 0x5A_3B_1E
 _SHARD = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.")
 
@@ -57,10 +58,10 @@ class Findings:
 
 def inspect(folder: Path, samples: int | None = None) -> Look:
     """Counts, document lengths, and some documents of the training split decoded, the same ones each time; by default
-    none, and one conversation."""
+    none, one conversation, or two answers of pairs."""
     prepared = open_prepared(folder)
     if samples is None:
-        samples = int(prepared.manifest.content == "conversations")
+        samples = _SAMPLES[prepared.manifest.content]
     counts: dict[int, int] = {}
     longest = 0
     total = prepared.manifest.documents["train"]

@@ -58,6 +58,7 @@ def make_shard(
     beside.mkdir()
     writer = _Splits(beside, unit.number, tokenizer, work, marked=taking.chat is not None)
     sources: dict[int, tuple[int, int]] = {}
+    formats: dict[int, dict[str, int]] = {}
     try:
         for source, pieces in itertools.groupby(unit.pieces, key=lambda piece: piece.file.source):
             before = writer.counts()
@@ -65,6 +66,7 @@ def make_shard(
             for batch in grouped_by_size(_good(items, bad, heard), lambda text: text.size_bytes, BATCH_BYTES):
                 if taking.chat is not None:
                     writer.add_marked(batch)
+                    _count_formats(batch, formats)
                     continue
                 for text, tokens in zip(batch, tokenizer.encode_batch([text.text for text in batch]), strict=True):
                     writer.add(text, tokens)
@@ -75,7 +77,9 @@ def make_shard(
     finally:
         writer.close()
         shutil.rmtree(beside, ignore_errors=True)
-    shard = Shard(number=unit.number, input_bytes=unit.size_bytes, bad=bad.told(), sources=sources, **parts)
+    shard = Shard(
+        number=unit.number, input_bytes=unit.size_bytes, bad=bad.told(), sources=sources, formats=formats, **parts
+    )
     write_atomic(record_path(out, unit.number), shard.model_dump_json(), durable=True)
     return shard
 
@@ -108,6 +112,13 @@ def sha256_of(path: Path) -> str:
     """The hash of a file's bytes."""
     with io.BufferedReader(open_regular(path)) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _count_formats(batch: Iterable[Text], formats: dict[int, dict[str, int]]) -> None:
+    for text in batch:
+        assert text.file is not None and text.shape is not None
+        counts = formats.setdefault(text.file, {})
+        counts[text.shape] = counts.get(text.shape, 0) + 1
 
 
 def _good(items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard) -> Iterator[Text]:
@@ -171,10 +182,13 @@ class _Splits:
             self._text_bytes["validation"] += moved
 
     def add_marked(self, batch: Sequence[Text]) -> None:
-        """Whole conversations."""
-        texts, marks = [text.text for text in batch], [text.marks or () for text in batch]
-        for text, spans, found in zip(batch, marks, self._tokenizer.encode_marked(texts, marks), strict=True):
-            self._number += 1
+        """Whole conversations, and pairs of answers: both answers of a pair in the same split, the chosen first."""
+        documents = [side for text in batch for side in (text, text.rejected) if side is not None]
+        firsts = [first for text in batch for first in ((True, False) if text.rejected else (True,))]
+        texts, marks = [text.text for text in documents], [text.marks or () for text in documents]
+        encoded = self._tokenizer.encode_marked(texts, marks)
+        for text, first, spans, found in zip(documents, firsts, marks, encoded, strict=True):
+            self._number += int(first)
             split = "validation" if self._held_out.whole(self._number) else "train"
             self._writers[split].begin_document()
             end_counts = bool(spans) and spans[-1][1] > len(text.text)

@@ -4,7 +4,7 @@ from typing import Any
 
 FIRST_PLACES = 5
 NOT_UTF8, BROKEN_JSON, WRONG_FIELD, EMPTY, TOO_LONG = "not UTF-8", "broken JSON", "wrong field", "empty", "too long"
-NO_CONVERSATION, NO_KEY = "no conversation", "no key"
+NO_CONVERSATION, NO_PAIR, NO_KEY = "no conversation", "no pair", "no key"
 
 
 class BadDocuments:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshwright.data.chat import ChatTemplate, Overran
-from meshwright.data.conversations import FIELDS, BadConversation, conversation_of
-from meshwright.data.raw.bad import BROKEN_JSON, EMPTY, NO_CONVERSATION, NO_KEY, NOT_UTF8, WRONG_FIELD
+from meshwright.data.conversations import FIELDS, PAIR_FIELDS, BadConversation, conversation_of, pair_of
+from meshwright.data.raw.bad import BROKEN_JSON, EMPTY, NO_CONVERSATION, NO_KEY, NO_PAIR, NOT_UTF8, WRONG_FIELD
 from meshwright.data.tokenizer import Spans
 from meshwright.errors import UserError
 
@@ -22,11 +22,18 @@ class Text(NamedTuple):
     begins: bool = True
     ends: bool = True
     file: int | None = None
-    """The number of the file that is this one document, which may go on in another unit."""
+    """The number of the file that is this one document, which may go on in another unit, or that holds this
+    conversation or pair."""
     marks: Spans | None = None
     """The parts that the loss counts; None where it counts all."""
     key: str | None = None
     """What other sources' documents are joined to this one by."""
+    rejected: "Text | None" = None
+    """The other answer of a pair, of which this one is the chosen."""
+    shape: str | None = None
+    """The name of the format a conversation or pair was written in."""
+    where: str = ""
+    """The place of a conversation or pair, as errors name it."""
 
 
 class Bad(NamedTuple):
@@ -46,6 +53,8 @@ class Taking:
     text_field: str = "text"
     key_field: str | None = None
     chat: ChatTemplate | None = None
+    pairs: bool = False
+    """Whether a record holds two answers, one of them preferred, and not one conversation."""
 
     @property
     def plain(self) -> bool:
@@ -53,10 +62,15 @@ class Taking:
         return self.key_field is None and self.chat is None
 
     @property
+    def documents_each(self) -> int:
+        """Documents that a record becomes."""
+        return 2 if self.pairs else 1
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """Those of a record that may be needed."""
         if self.chat is not None:
-            return FIELDS
+            return PAIR_FIELDS if self.pairs else FIELDS
         return (self.text_field,) if self.key_field is None else (self.text_field, self.key_field)
 
     def from_json(self, raw: bytes, where: str) -> Item:
@@ -73,13 +87,11 @@ class Taking:
         """The document in a record."""
         if self.chat is not None:
             try:
-                written, marks = self.chat.render(conversation_of(record))
+                return self._pair(self.chat, record, where) if self.pairs else self._talk(self.chat, record, where)
             except Overran as error:
                 raise UserError(f"{where} {error}") from error
             except BadConversation as error:
-                return Bad(NO_CONVERSATION, f"{where} ({error})")
-            item = checked(written, where)
-            return item._replace(marks=marks) if isinstance(item, Text) else item
+                return Bad(NO_PAIR if self.pairs else NO_CONVERSATION, f"{where} ({error})")
         if not isinstance(record, dict) or not isinstance(text := record.get(self.text_field), str):
             return Bad(WRONG_FIELD, f"{where} ({self._lack(record)})")
         item = checked(text, where)
@@ -90,6 +102,34 @@ class Taking:
             return Bad(NO_KEY, where)
         return item._replace(key=str(key))
 
+    def _talk(self, chat: ChatTemplate, record: Any, where: str) -> Item:
+        conversation = conversation_of(record)
+        written, marks = chat.render(conversation)
+        item = checked(written, where)
+        if isinstance(item, Bad):
+            return item
+        return item._replace(marks=marks, shape=conversation.shape, where=where)
+
+    def _pair(self, chat: ChatTemplate, record: Any, where: str) -> Item:
+        """Both answers; what they have in common counts in neither."""
+        pair = pair_of(record)
+        texts, spans = zip(*(chat.render(side) for side in pair), strict=True)
+        same = 0
+        for chosen, rejected in zip(*spans, strict=False):
+            if chosen != rejected or texts[0][: chosen[1]] != texts[1][: chosen[1]]:
+                break
+            same += 1
+        if same in (len(spans[0]), len(spans[1])):
+            raise BadConversation('has the same answer in "chosen" and "rejected" as the chat template writes them')
+        items = [checked(text, where) for text in texts]
+        chosen, rejected = (
+            item._replace(marks=marks[same:], shape=pair.chosen.shape, where=where) if isinstance(item, Text) else item
+            for item, marks in zip(items, spans, strict=True)
+        )
+        if isinstance(chosen, Bad) or isinstance(rejected, Bad):
+            return chosen if isinstance(chosen, Bad) else rejected
+        return chosen._replace(rejected=rejected)
+
     def _lack(self, record: Any) -> str:
         """Why a record gives no text."""
         if not isinstance(record, dict):
@@ -99,6 +139,8 @@ class Taking:
         lack = f'no "{self.text_field}", only {", ".join(repr(name)[:40] for name in list(record)[:5]) or "nothing"}'
         if {"messages", "conversations"} & record.keys():
             return f'{lack}; data.format = "conversations" (--format conversations) reads those'
+        if {"chosen", "rejected"} <= record.keys():
+            return f'{lack}; data.format = "preferences" (--format preferences) reads pairs'
         return lack
 
 

@@ -28,13 +28,27 @@ Watch = Callable[[int, int], None]
 def read_unit(unit: Unit, taking: Taking, watch: Watch = lambda read, retries: None, skip: int = 0) -> Iterator[Item]:
     """The items of a unit in order; the first `skip` of them are passed over as cheaply as their format allows."""
     for piece in unit.pieces:
-        counted = 0
+        counted, first = 0, None
         for item in _read_piece(piece, taking, watch):
             counted += 1
             if counted > skip:
-                yield item() if callable(item) else item
+                made = item() if callable(item) else item
+                if isinstance(made, Text) and made.shape is not None:
+                    first = first or made
+                    require_one_shape(piece.file.name, first, made)
+                    made = made._replace(file=piece.number)
+                yield made
         skip = max(0, skip - counted)
         piece.file.require_unchanged()
+
+
+def require_one_shape(name: str, one: Text, other: Text) -> None:
+    """Refuse a file in which records of two formats follow each other: one of them is a mistake."""
+    if one.shape != other.shape:
+        raise UserError(
+            f"{name} mixes two formats, {one.shape} at {one.where} and {other.shape} at {other.where}; give each a "
+            "file of its own, or rewrite one as the other"
+        )
 
 
 def in_parts(text: Text) -> Iterator[Text]:

@@ -50,7 +50,7 @@ class Pipeline:
     ) -> None:
         self.modules = list(stages.values())
         self._job, self._device, self._weights, self._table = job, world.device, weights, table
-        self._inputs = Inputs(job, world)
+        self.inputs = Inputs(job, world)
         whole = {stage: module for stage, module in stages.items() if stage in table.chains[0]}
         self._chain = StageChain(job, world, whole, table.stage_ranks[: len(table.chains[0])], compute)
         self._stages = [self._stage(stage, module, world) for stage, module in stages.items()]
@@ -92,7 +92,7 @@ class Pipeline:
         """Run the table once; the loss is on the ranks of a last stage, and zero on the others."""
         step_tensor = torch.tensor(step)
         micro_batches = data.batch.split(self._job.batch.micro_batch)
-        given = [self._inputs.training(micro, data.valid_count, step_tensor) for micro in micro_batches]
+        given = [self.inputs.training(micro, data.valid_count, step_tensor) for micro in micro_batches]
         for stage in self._stages:
             stage.given = [given[number] for number in stage.micro_batches]
         losses: list[Tensor] = []

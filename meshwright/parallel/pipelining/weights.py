@@ -67,6 +67,8 @@ class StagedWeights(Weights):
             arrived = self._moved(there, here, copy.owner_stage, copy.stage)
             if arrived is not None and here is not None:
                 here.copy_(arrived)
+        for weights in self._stages.values():
+            weights.refresh()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""
