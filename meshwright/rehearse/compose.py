@@ -102,7 +102,8 @@ def _charges(job: Job, cluster: Cluster, ranks: Sequence[RehearsedRank]) -> Iter
 
 def _timed_compute(job: Job, ranks: Sequence[RehearsedRank]) -> TimedCompute:
     """The compute of every stage and pipeline rank, from those that were run."""
-    found = {rank.pipeline_rank: _split(job, rank) for rank in ranks}
+    # Of several ranks of one pipeline rank, which wait for each other, the slowest.
+    found = {rank.pipeline_rank: _split(job, rank) for rank in sorted(ranks, key=lambda rank: rank.step_s)}
     kinds = stage_kinds(job)
     stages: dict[int, list[StageCompute]] = {}
     for own in found.values():

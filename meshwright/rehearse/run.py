@@ -155,9 +155,9 @@ def _differences(world: int, kinds: list[Kind], ranks: tuple[RehearsedRank, ...]
                 f"rank {kind.rank} stands for the stages on pipeline rank {which} too, where fewer micro-batches are "
                 "in flight and less memory is held"
             )
-    measured = [rank for rank in ranks if rank.state == "measured"]
-    if len(measured) > 1:
-        slow, fast = max(measured, key=lambda rank: rank.step_s), min(measured, key=lambda rank: rank.step_s)
+    timed = sorted((rank for rank in ranks if rank.state == "measured"), key=lambda rank: rank.step_s)
+    if by_stage := list({rank.pipeline_rank: rank for rank in timed}.values()):
+        slow, fast = max(by_stage, key=lambda rank: rank.step_s), min(by_stage, key=lambda rank: rank.step_s)
         if slow.step_s > DIFFERS * fast.step_s:
             words = [rank_words(rank, world) for rank in (slow, fast)]
             sentences.append(
