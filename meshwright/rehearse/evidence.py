@@ -27,6 +27,8 @@ def mismatches(job: Job, rehearsed: Job, rehearsal: Rehearsal) -> list[str]:
     own, its = (dict(_told(one)) for one in (job, rehearsed))
     differing = [name for name in own if own[name] != its[name]]
     found = [f"{name} is {own[name]}, and was {its[name]}" for name in differing]
+    places = {rank.pipeline_rank for rank in rehearsal.ranks if rank.pipeline_rank >= rehearsed.layout.pp}
+    found += [f"it has a rank at place {place} of a pipeline of {rehearsed.layout.pp}" for place in sorted(places)]
     here = _torch_here()
     if here is not None and here != _release(rehearsal.torch):
         found.append(f"torch is {here}, and was {rehearsal.torch}")
