@@ -18,6 +18,7 @@ _KINDS = {
         "a block's backward",
         "logits and loss",
         "final norm",
+        "sent and kept until the step ends",
     ),
 }
 """The planner's terms by the kind of memory that a rehearsal measures; all others are "other"."""
