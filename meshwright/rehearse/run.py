@@ -126,13 +126,24 @@ def _rehearsed(job: Job, kind: Kind, settings: Settings, target: Cluster | None)
     """
     limit = None if target is None else _limit(job, kind, target)
     found = rehearse_apart(job, kind.rank, kind.alike, replace(settings, limit_bytes=limit))
+    if found.rank.state == "measured" and limit is not None and not found.limited:
+        return _held_to(found, limit)
     if found.rank.state == "measured" or not found.limited:
         return found
     whole = rehearse_apart(job, kind.rank, kind.alike, settings)
     if whole.rank.memory is None:
         return whole
     needed = max(whole.rank.memory.allocated_bytes, found.rank.needed_bytes or 0)
-    return replace(whole, rank=replace(whole.rank, state="out of memory", needed_bytes=needed))
+    pieces = {"asked_bytes": found.rank.asked_bytes, "idle_bytes": found.rank.idle_bytes}
+    return replace(whole, rank=replace(whole.rank, state="out of memory", needed_bytes=needed, **pieces))
+
+
+def _held_to(found: Rehearsed, limit: int) -> Rehearsed:
+    """A rank of a device that cannot be limited, such as a CPU: out of memory if its tensors alone are too many."""
+    if found.rank.memory is None or found.rank.memory.allocated_bytes <= limit:
+        return found
+    needed = found.rank.memory.allocated_bytes
+    return replace(found, rank=replace(found.rank, state="out of memory", needed_bytes=needed))
 
 
 def _limit(job: Job, kind: Kind, target: Cluster) -> int | None:
