@@ -23,9 +23,8 @@ def live_gradients(modules: Sequence[nn.Module], weights: Weights) -> Iterator[T
     parameters: list[Tensor] = list(weights.masters.values())
     for module in modules:
         parameters += module.parameters()
-        for sharded in _sharded(module):  # whole ones not reduced yet, and shards while a whole copy is in their place
-            both = (sharded.unsharded_accumulated_grad, sharded.sharded_param.grad)
-            yield from (local_tensor(gradient) for gradient in both if gradient is not None)
+        sums = (sharded.unsharded_accumulated_grad for sharded in _sharded(module))
+        yield from (local_tensor(gradient) for gradient in sums if gradient is not None)
     yield from (local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None)
 
 
