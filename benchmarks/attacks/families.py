@@ -11,6 +11,7 @@ from attacks.hugging_face import HUGGING_FACE
 from attacks.job_files import JOB_FILES
 from attacks.kills import KILLS
 from attacks.prepared_data import PREPARED_DATA
+from attacks.rehearsals_given import REHEARSALS
 from attacks.requests import SERVER_REQUESTS
 from attacks.run_files import RUN_FILES
 from attacks.shell_strings import SHELL_STRINGS
@@ -27,6 +28,7 @@ FAMILIES: list[Family] = [
     TOKENIZERS,
     DOCUMENTS,
     RUN_FILES,
+    REHEARSALS,
     CHECKPOINT_FILES,
     SERVER_REQUESTS,
     KILLS,

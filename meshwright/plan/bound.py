@@ -232,15 +232,20 @@ class _Rows:
         each = (state_bytes(self.job, 1.0, 0.0), state_bytes(self.job, 0.0, 1.0))
         owned = (plain + others) / self.owners + experts / self.expert_owners
         moments = each[0] * (plain / self.owners + experts / self.expert_owners) + each[1] * others / self.owners
-        summed = np.where((self.times > 1) | ~alone, gradient * owned, 0.0)
-        whole = (self.zero > 0) & (self.zero < 3) & ~alone | (self.zero == 1) & (self.times > 1)
-        states = MASTER_BYTES * owned + moments + summed + np.where(whole, gradient * elements, 0.0)
-        narrow = 2.0 if precision.number_bytes < MASTER_BYTES else 0.0
-        working = np.where(self.zero < 3, narrow * elements, 0.0)
+        flying = self._flying()
+        # Gradients of micro-batches before, where there are any when memory is fullest.
+        stages = np.where((self.virtual > 1) & ~self.splits, self.virtual, 1)
+        before = np.where(alone, self.times > 1, flying[1] < self.times * stages)
+        whole = (self.zero > 0) & ~alone | (self.zero == 1) & (self.times > 1)
+        summed = np.where(before, gradient * np.where(whole, elements, owned), 0.0)
+        states = MASTER_BYTES * owned + moments + summed
+        narrow = precision.number_bytes < MASTER_BYTES
+        copy = 2.0 if narrow else MASTER_BYTES if self.machine.gpus > 1 else 0.0
+        working = np.where(self.zero < 3, copy * elements, 0.0)
         axes = sum((one > 1).astype(float) for one in (self.tp, self.cp, self.ep, self.pp, self.dp))
         outside = np.where(self.machine.on_cpu, 0.0, CONTEXT_BYTES + axes * COMMUNICATOR_BYTES)
         base = np.stack([states + working, working], axis=1) * (1 + FRAGMENTS) + outside[:, None]
-        return base, *self._flying()
+        return base, *flying
 
     def _elements(self, layers: Any) -> tuple[Any, Any]:
         """Parameters of so many layers on a rank: experts', and all others."""

@@ -20,7 +20,7 @@ from meshwright.cost import (
     state_bytes,
 )
 from meshwright.job import FORMAT_BYTES, Job
-from meshwright.layout import gradient_format, holdings_of_rank
+from meshwright.layout import gradient_format, holdings_of_rank, ranks_of
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.compute import feedforward_width, loss_chunks, products_of, tokens_of
 from meshwright.plan.experts import rows_of
@@ -79,10 +79,15 @@ def rank_memory(
     blocks = sum((stage_elements(job, places[one], first=False, last=False) for one in held), Elements())
     owned = [[modes[layer] for layer in places[place]] for place in held]
     together = max((len(segment) for own in owned for segment in segments_of(own)), default=1)
-    states = _states(job, software, elements, blocks.total / elements.total, together)
+    at_once = max(1 + job.layout.prefetch, together)
+    at_once = min(at_once, max(map(len, owned))) if software.own else at_once
+    states = _states(job, software, elements, blocks.total / elements.total, at_once)
     first, last = 0 in held, len(layers) - 1 in held
     if table is None and software.own:
         moments = own_moments(job, software, modes, states)
+    elif table is not None and software.own:
+        ends = [place == len(layers) - 1 for place in held]
+        moments = _own_pipeline_moments(job, software, owned, ends, table, rank, elements.total)
     else:
         ends = [place == len(layers) - 1 for place in held]
         moments = _moments(job, software, owned, ends, table, rank, last=last)
@@ -104,10 +109,10 @@ def rank_memory(
     return RankMemory(rank, terms, rounded, outside, host, gap)
 
 
-def _states(job: Job, software: Software, elements: Elements, in_blocks: float, together: int) -> Terms:
+def _states(job: Job, software: Software, elements: Elements, in_blocks: float, at_once: int) -> Terms:
     """Weights, gradients and optimizer states by zero stage; under a pipeline gradients stay whole until the end.
 
-    `in_blocks` is the share of the parameters that is in blocks, `together` how many blocks are recomputed together.
+    `in_blocks` is the share of the parameters that is in blocks, `at_once` how many blocks are gathered at once.
     """
     layout, zero, parameters = job.layout, job.layout.zero_stage, elements.total
     sharded = elements.owned(job)
@@ -133,18 +138,29 @@ def _states(job: Job, software: Software, elements: Elements, in_blocks: float, 
             # Sums in 32 bits are copied by whole tensors, and the table of words may be more than a bucket.
             table = job.model.vocab_size * job.model.width / layout.tp
             terms["a bucket of gradients"] = gradient * max(software.bucket_elements, table if gradient == 4 else 0.0)
-        return terms | _gathered(job, software, together)
-    # The parameter is the master. Below fp32 a working copy is gathered: for the whole step, or under zero 3 for use.
-    whole_gradients = zero == 0 or (layout.pp > 1 or (zero == 1 and job.accumulation > 1))
+        return terms | _gathered(job, software, at_once, tables=in_blocks < 1)
+    # The parameter is the master. A working copy is gathered: for the whole step, or under zero 3 for use. Torch makes
+    # it in fp32 as well, and also where nobody shares the parameters; on one device there is none.
+    copied = narrow or (software.own and ranks_of(layout) > 1)
     terms = {
         "weights": MASTER_BYTES * shared,
-        "working weights": 2.0 * parameters if narrow and zero < 3 else 0.0,
+        "working weights": working_bytes(job) * parameters if copied and zero < 3 else 0.0,
         "gradients": gradient * shared,
         "optimizer states": moments,
     }
-    if whole_gradients and zero > 0:
-        terms["gradients before they are reduced"] = gradient * parameters
-    return terms | _gathered(job, software, together)
+    gathered = _gathered(job, software, at_once, tables=in_blocks < 1 or not software.own)
+    if zero == 0 or not (layout.pp > 1 or (zero == 1 and job.accumulation > 1)):
+        return terms | gathered
+    unreduced = {"gradients before they are reduced": gradient * parameters}
+    if not software.own:  # counted as peaks of other programs were met best
+        return terms | unreduced | gathered
+    # Whole until they are reduced, unit by unit, when no activation is left: then shards take their place.
+    return terms | gathered | unreduced | {"gradients": 0.0}
+
+
+def working_bytes(job: Job) -> float:
+    """Bytes of a parameter as it is computed with: fp8 is cast from 16 bits."""
+    return 2.0 if job.precision.number_bytes < MASTER_BYTES else float(MASTER_BYTES)
 
 
 def gradient_bytes(job: Job, software: Software) -> int:
@@ -154,19 +170,20 @@ def gradient_bytes(job: Job, software: Software) -> int:
     return job.precision.gradient_bytes
 
 
-def _gathered(job: Job, software: Software, together: int) -> Terms:
-    """Under zero 3, the unit in use and the prefetched one, or all of a segment, and the gradients of one in
-    transit."""
+def _gathered(job: Job, software: Software, at_once: int, *, tables: bool) -> Terms:
+    """Under zero 3, the blocks that are gathered at once, and the gradients of one in transit; `tables` says whether
+    the rank has the embedding or the head."""
     layout = job.layout
     if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
         return {}
-    table = job.model.vocab_size * job.model.width / layout.tp
+    table = job.model.vocab_size * job.model.width / layout.tp if tables else 0.0
     unit = layer_elements(job).total
     if software.gathers == "weight":
-        unit, together = max(columns * inner for _, columns, inner in products_of(job, software)), 1
+        unit = max(columns * inner for _, columns, inner in products_of(job, software))
+        at_once = 1 + layout.prefetch
     return {
-        "gathered parameters": 2.0 * (max(1 + layout.prefetch, together) * unit + table),
-        "gradients before they are reduced": 6.0 * max(unit, table),
+        "gathered parameters": working_bytes(job) * (at_once * unit + table),
+        "gradients before they are reduced": (working_bytes(job) + 4.0) * max(unit, table),
     }
 
 
@@ -181,17 +198,44 @@ def _moments(
     last: bool,
 ) -> list[Terms]:
     """What a rank's stages hold besides the states when their memory may be fullest: in the backward of a block, and in
-    the loss, when all is kept for the backward. Of our own pipelines both at once: nobody has measured them apart."""
+    the loss, when all is kept for the backward."""
     held = _activations(job, software, modes, ends, table, rank)
-    if software.own:
-        return [held | (_loss(job, software) if last else {})]
     moments = [held | {"a block's backward": _passing(job, software)}]
     if last:
         loss = {"activations": held["activations"], **_loss(job, software)}
-        if _gathered(job, software, 1):  # no block's parameters are there, and no gradients yet
+        if _gathered(job, software, 1, tables=True):  # no block's parameters are there, and no gradients yet
             loss["gathered parameters"] = 2.0 * job.model.vocab_size * job.model.width / job.layout.tp
             loss["gradients before they are reduced"] = 0.0
         moments.append(loss)
+    return moments
+
+
+def _own_pipeline_moments(
+    job: Job,
+    software: Software,
+    modes: list[list[str]],
+    ends: list[bool],
+    table: Table,
+    rank: int,
+    parameters: float,
+) -> list[Terms]:
+    """The same of our own pipelines, with most micro-batches in flight: in the backward of a block, and in the loss.
+
+    Where all forwards come before the first backward, there are no gradients yet; they are after it, with one
+    micro-batch less. Torch frees no parameters after a backward inside a pipeline: then zero 3 has gathered them all.
+    """
+    held = _activations(job, software, modes, ends, table, rank)
+    moments = [held | {"a block's backward": _passing(job, software)}]
+    if any(ends):
+        moments.append({"activations": held["activations"], **_loss(job, software)})
+    each = job.accumulation // table.parameter_copies
+    in_flight = max(map(sum, _holdings(job, table, rank)))
+    after = {"activations": held["activations"] * (1 - 1 / in_flight)}
+    if in_flight == each * len(modes):
+        none = {"gradients": 0.0, "gradients before they are reduced": 0.0}
+        moments = [moment | none for moment in moments] + [after]
+    if job.layout.zero_stage == 3:
+        moments.append(after | {"gathered parameters": working_bytes(job) * parameters})
     return moments
 
 

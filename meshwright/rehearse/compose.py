@@ -85,6 +85,8 @@ def _why_not(job: Job, ranks: Sequence[RehearsedRank]) -> str | None:
         return f"the cluster's step is not known: {ran}"
     if is_asynchronous(job):
         return f"the cluster's step is not known: stages of {job.layout.schedule} do not wait for each other's steps"
+    if odd := [one.rank for one in ranks if min(one.step_s, sum(one.phases_s.values())) <= 0]:
+        return f"the cluster's step is not known: rank {odd[0]} took no time; rehearse it again"
     if not ranks:
         return "the cluster's step is not known: no rank was rehearsed"
     return None
@@ -102,7 +104,8 @@ def _charges(job: Job, cluster: Cluster, ranks: Sequence[RehearsedRank]) -> Iter
 
 def _timed_compute(job: Job, ranks: Sequence[RehearsedRank]) -> TimedCompute:
     """The compute of every stage and pipeline rank, from those that were run."""
-    found = {rank.pipeline_rank: _split(job, rank) for rank in ranks}
+    # Of several ranks of one pipeline rank, which wait for each other, the slowest.
+    found = {rank.pipeline_rank: _split(job, rank) for rank in sorted(ranks, key=lambda rank: rank.step_s)}
     kinds = stage_kinds(job)
     stages: dict[int, list[StageCompute]] = {}
     for own in found.values():
@@ -156,7 +159,10 @@ def _actions(job: Job, rank: RehearsedRank, passes: float) -> dict[int, StageCom
     times = Counter(f"{action.kind.value}{action.stage}" for action in table.orders[rank.pipeline_rank])
     if missing := sorted(set(times) - set(rank.actions_s)):
         raise UserError(f"actions {', '.join(missing)} of rank {rank.rank} were not timed; rehearse it again")
-    pace = passes / sum(number * rank.actions_s[name] for name, number in times.items())
+    total = sum(number * rank.actions_s[name] for name, number in times.items())
+    if total <= 0:
+        raise UserError(f"actions of rank {rank.rank} took no time; rehearse it again")
+    pace = passes / total
     stages: dict[int, StageCompute] = {}
     for stage in table.stages_of(rank.pipeline_rank):
         seconds = {kind: pace * rank.actions_s[f"{kind}{stage}"] for kind in "FBIW" if f"{kind}{stage}" in times}

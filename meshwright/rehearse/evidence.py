@@ -27,6 +27,8 @@ def mismatches(job: Job, rehearsed: Job, rehearsal: Rehearsal) -> list[str]:
     own, its = (dict(_told(one)) for one in (job, rehearsed))
     differing = [name for name in own if own[name] != its[name]]
     found = [f"{name} is {own[name]}, and was {its[name]}" for name in differing]
+    places = {rank.pipeline_rank for rank in rehearsal.ranks if rank.pipeline_rank >= rehearsed.layout.pp}
+    found += [f"it has a rank at place {place} of a pipeline of {rehearsed.layout.pp}" for place in sorted(places)]
     here = _torch_here()
     if here is not None and here != _release(rehearsal.torch):
         found.append(f"torch is {here}, and was {rehearsal.torch}")
@@ -85,7 +87,7 @@ def evidence(job: Job, cluster: Cluster, prediction: Prediction, bars: ErrorBars
     """
     step, warnings = compose(job, cluster, rehearsal.ranks, rehearsal.device)
     same = is_same_gpu(cluster, rehearsal.device)
-    known = dict(_known(rehearsal.ranks, prediction))
+    known = dict(sorted(_known(rehearsal.ranks, prediction), key=lambda one: one[1]))  # the fullest of each place
     low, high = bars.relative_time
     times = bars.step_s
     if step is not None:
@@ -111,10 +113,11 @@ def _interval(
 ) -> tuple[float, float]:
     """The fullest device: of rehearsed ranks the known value, at least that of one that ran out, else as predicted."""
     low, high = (end / prediction.fullest.device for end in bars.device_bytes)
-    short = {rank.pipeline_rank: float(rank.needed_bytes or 0) for rank in ranks if rank.state == "out of memory"}
+    failed = sorted((rank.needed_bytes or 0, rank.pipeline_rank) for rank in ranks if rank.state == "out of memory")
+    short = {place: float(needed) for needed, place in failed}
 
     def ends(planned: RankMemory) -> tuple[float, float]:
-        if planned.rank in known:
+        if planned.rank in known and planned.rank not in short:
             return known[planned.rank], known[planned.rank]
         least = short[planned.rank] + planned.outside if planned.rank in short else 0.0
         return max(least, planned.device * low), max(least, planned.device * high)

@@ -68,7 +68,7 @@ def parse_rehearsal(data: bytes) -> Rehearsal:
     except (KeyError, TypeError, AttributeError):
         raise Unfit("it does not have the fields of a rehearsal of this version") from None
     if (wrong := _wrong(rehearsal, Rehearsal)) is not None:
-        raise Unfit(f"its {wrong} has the wrong type or is too large")
+        raise Unfit(f"its {wrong} has the wrong type, is negative or too large")
     return rehearsal
 
 
@@ -105,7 +105,7 @@ def _is_plain(value: Any, kind: Any, allowed: tuple[Any, ...]) -> bool:
     if kind is Any:
         return True
     if kind in (int, float):
-        return is_number(value) and (kind is float or type(value) is int)
+        return is_number(value) and (kind is float or (type(value) is int and value >= 0))  # ranks, bytes, counts
     if kind is str:
         return isinstance(value, str) and len(value) <= _LONGEST_TEXT
     return isinstance(value, NoneType if kind in (None, NoneType) else kind)

@@ -42,8 +42,9 @@ from meshwright.verify.collectives import Writer, read_one, record_groups
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) (\w+)")
 _HAD = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
+_IDLE = re.compile(r"([\d.]+) (\w+) is reserved(?: by PyTorch)? but unallocated")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-"""What torch's errors say of the memory that was asked for and of that in use."""
+"""What torch's errors say of the memory that was asked for, of that in use and of that free in pieces."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ def _write_checkpoint(job: Job, training: Trainer, folder: Path) -> tuple[int | 
 
 
 def _out_of_memory(job: Job, world: World, alike: int, error: torch.OutOfMemoryError) -> RehearsedRank:
+    asked, idle = _said(_ASKED, error), _said(_IDLE, error)
     return RehearsedRank(
         rank=world.rank,
         pipeline_rank=world.axis_rank("pp"),
@@ -241,10 +243,12 @@ def _out_of_memory(job: Job, world: World, alike: int, error: torch.OutOfMemoryE
         actions_s={},
         kernels=None,
         memory=None,
-        needed_bytes=_said(_HAD, error) + _said(_ASKED, error),
+        needed_bytes=_said(_HAD, error) + idle + asked,
         messages=(),
         checkpoint_bytes=None,
         checkpoint_s=None,
+        asked_bytes=asked,
+        idle_bytes=idle,
     )
 
 

@@ -60,13 +60,17 @@ class RehearsedRank:
     """On request: a step's kernels by kind and the longest of them."""
     memory: RankMemoryUse | None
     needed_bytes: int | None
-    """Out of memory: what it had and what it asked for."""
+    """Out of memory: what the allocator had and what it was asked for."""
     messages: tuple[Messages, ...]
     checkpoint_bytes: int | None
     """What this rank writes for a checkpoint."""
     checkpoint_s: float | None
     place: str = ""
     """Where its stages are in the pipeline: "first stage", "stages 2, 6"; empty without a pipeline."""
+    asked_bytes: int | None = None
+    """Out of memory: the tensor that could not be allocated."""
+    idle_bytes: int | None = None
+    """Out of memory: what the allocator had free, in pieces that were too small for it."""
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "RehearsedRank":

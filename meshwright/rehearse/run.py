@@ -129,13 +129,24 @@ def _rehearsed(job: Job, kind: Kind, settings: Settings, target: Cluster | None)
     """
     limit = None if target is None else _limit(job, kind, target)
     found = rehearse_apart(job, kind.rank, kind.alike, replace(settings, limit_bytes=limit))
+    if found.rank.state == "measured" and limit is not None and not found.limited:
+        return _held_to(found, limit)
     if found.rank.state == "measured" or not found.limited:
         return found
     whole = rehearse_apart(job, kind.rank, kind.alike, settings)
     if whole.rank.memory is None:
         return whole
     needed = max(whole.rank.memory.allocated_bytes, found.rank.needed_bytes or 0)
-    return replace(whole, rank=replace(whole.rank, state="out of memory", needed_bytes=needed))
+    pieces = {"asked_bytes": found.rank.asked_bytes, "idle_bytes": found.rank.idle_bytes}
+    return replace(whole, rank=replace(whole.rank, state="out of memory", needed_bytes=needed, **pieces))
+
+
+def _held_to(found: Rehearsed, limit: int) -> Rehearsed:
+    """A rank of a device that cannot be limited, such as a CPU: out of memory if its tensors alone are too many."""
+    if found.rank.memory is None or found.rank.memory.allocated_bytes <= limit:
+        return found
+    needed = found.rank.memory.allocated_bytes
+    return replace(found, rank=replace(found.rank, state="out of memory", needed_bytes=needed))
 
 
 def _limit(job: Job, kind: Kind, target: Cluster) -> int | None:
@@ -158,9 +169,9 @@ def _differences(world: int, kinds: list[Kind], ranks: tuple[RehearsedRank, ...]
                 f"rank {kind.rank} stands for the stages on pipeline rank {which} too, where fewer micro-batches are "
                 "in flight and less memory is held"
             )
-    measured = [rank for rank in ranks if rank.state == "measured"]
-    if len(measured) > 1:
-        slow, fast = max(measured, key=lambda rank: rank.step_s), min(measured, key=lambda rank: rank.step_s)
+    timed = sorted((rank for rank in ranks if rank.state == "measured"), key=lambda rank: rank.step_s)
+    if by_stage := list({rank.pipeline_rank: rank for rank in timed}.values()):
+        slow, fast = max(by_stage, key=lambda rank: rank.step_s), min(by_stage, key=lambda rank: rank.step_s)
         if slow.step_s > DIFFERS * fast.step_s:
             words = [rank_words(rank, world) for rank in (slow, fast)]
             sentences.append(

@@ -18,6 +18,7 @@ _KINDS = {
         "a block's backward",
         "logits and loss",
         "final norm",
+        "sent and kept until the step ends",
     ),
 }
 """The planner's terms by the kind of memory that a rehearsal measures; all others are "other"."""
@@ -52,7 +53,17 @@ def shortage(rank: RehearsedRank, rehearsal: Rehearsal) -> str:
         needs += " and perhaps more still, as it got no further"
     elif rank.memory.planned_bytes:
         needs += f" (planned: {size(rank.memory.planned_bytes)})"
-    return f"{rank_words(rank, rehearsal.world)} needs {needs}; {_remedy(rank)}"
+    return f"{rank_words(rank, rehearsal.world)} needs {needs}; {_fragments(rank) or _remedy(rank)}"
+
+
+def _fragments(rank: RehearsedRank) -> str:
+    """What to do if there was enough memory, but in pieces; empty if there was too little."""
+    if not rank.asked_bytes or (rank.idle_bytes or 0) < rank.asked_bytes:
+        return ""
+    return (
+        f"{size(rank.idle_bytes or 0)} were free in pieces, none as large as the {size(rank.asked_bytes)} asked for: "
+        "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
 
 
 def _remedy(rank: RehearsedRank) -> str:

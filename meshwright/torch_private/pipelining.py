@@ -7,7 +7,18 @@ from torch.distributed.pipelining.schedules import _add_unshard_reshard as add_u
 from torch.distributed.pipelining.schedules import _ComputationType as ComputationType
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime as PipelineRuntime
 
-__all__ = ["Action", "ComputationType", "PipelineRuntime", "add_reduce_grad", "add_unshard_reshard", "with_send_waits"]
+__all__ = [
+    "WAITS_FOR_SENDS",
+    "Action",
+    "ComputationType",
+    "PipelineRuntime",
+    "add_reduce_grad",
+    "add_unshard_reshard",
+    "with_send_waits",
+]
+
+WAITS_FOR_SENDS = hasattr(schedules, "_add_wait_send")
+"""Whether every send is waited for when what it sent is no longer needed, and not at the end of the step."""
 
 
 def with_send_waits(orders: dict[int, list[Action]]) -> dict[int, list[Action]]:

@@ -1,5 +1,6 @@
 """The pipeline in the real runtime: order, memory and idle time are those of the table and its simulation."""
 
+import gc
 import time
 from typing import Any
 
@@ -32,8 +33,9 @@ def pipeline_job(schedule: str, *, ranks: int = 4, micro_batches: int = 8, **lay
     )
 
 
-def watched_step(job: Job, unit_s: float) -> tuple[list[tuple[Action, float, float]], int]:
-    """One rank's actions of a second step, each stretched to its time, and the most activations it held."""
+def watched_step(job: Job, unit_s: float) -> tuple[list[tuple[Action, float, float]], int, int]:
+    """One rank's actions of a second step, each stretched to its time, the most activations it held, and how many
+    hidden states were left at its end."""
     world = join_world(job, torch.device("cpu"))
     engine, weights = build(job, world)
     text = unequal_corpus(job).train
@@ -53,7 +55,10 @@ def watched_step(job: Job, unit_s: float) -> tuple[list[tuple[Action, float, flo
     step = next(data)
     world.barrier()
     engine.accumulate(step, 2)
-    return spans, most
+    gc.collect()
+    hidden = (job.batch.micro_batch, job.batch.sequence_length, job.model.width)
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return spans, most, sum(one.shape == hidden and one.device.type == "cpu" for one in tensors)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -61,9 +66,10 @@ def test_a_rank_does_what_its_table_says_and_holds_as_many_activations(schedule:
     job = pipeline_job(schedule)
     table = table_of(job)
     simulation = simulate(table, StageTimes(1.0, 2.0, 1.0, 1.0))
-    for rank, (spans, most) in enumerate(run_ranks(watched_step, 4, job, 0.0)):
+    for rank, (spans, most, left) in enumerate(run_ranks(watched_step, 4, job, 0.0)):
         assert tuple(action for action, _, _ in spans) == table.orders[rank]
         assert most == simulation.in_flight[rank]
+        assert left == 0, "buffers of what was received"
 
 
 @pytest.mark.alone
@@ -75,7 +81,7 @@ def test_idle_time_is_the_simulated(schedule: str) -> None:
     simulated = simulate(table_of(job), times)
     errors = []
     for _ in range(3):
-        ranks = [spans for spans, _ in run_ranks(watched_step, 3, job, UNIT_S)]
+        ranks = [spans for spans, _, _ in run_ranks(watched_step, 3, job, UNIT_S)]
         started = min(start for spans in ranks for _, start, _ in spans)
         makespan = max(end for spans in ranks for _, _, end in spans) - started
         idle = [makespan - sum(end - start for _, start, end in spans) for spans in ranks]

@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @pytest.mark.parametrize(
     ("zero", "each"),
-    [(0, 4 + 2 + 4 + 8), (1, 2 + 4 + 16 / 8), (2, 2 + 16 / 8), (3, 16 / 8)],
+    [(0, 4 + 2 + 4 + 8), (1, 2 + 4 + 12 / 8), (2, 2 + 16 / 8), (3, 16 / 8)],
 )
 def test_states_follow_the_zero_dial(zero: int, each: float) -> None:
     """Bytes a parameter as documented, for eight ranks and eight micro-batches each."""
@@ -42,7 +42,9 @@ def test_states_follow_the_zero_dial(zero: int, each: float) -> None:
 def test_activations_are_those_of_the_trainer(schedule: str, recompute: str) -> None:
     job = llama(batch=BATCH, layout={"pp": 4, "tp": 2, "schedule": schedule}, memory={"recompute": recompute})
     table = table_of(job)
-    for rank in predict(job, nodes(1)).memory:
+    fullest_in_a_backward = [rank for rank in predict(job, nodes(1)).memory if "a block's backward" in rank.terms]
+    assert len(fullest_in_a_backward) >= 3  # others are in the loss
+    for rank in fullest_in_a_backward:
         stages = [stage for _, stage in stages_of_rank(job, table, rank.rank)]
         way = [{"none": (0, 0, stage.blocks), "full": (stage.blocks, 0, 0)}[recompute] for stage in stages]
         exact = peak_bytes(stages, way, holdings_of_rank(table, rank.rank))

@@ -39,11 +39,13 @@ def test_megatron_keeps_what_its_paper_counts(layers: int, width: int, heads: in
 
 
 def test_gpipe_s_memory_grows_with_its_micro_batches() -> None:
+    """It is fullest after the first backward: one micro-batch less, but gradients of all that it holds."""
+
     def kept(batch: int) -> float:
         job = llama(batch={**BATCH, "global_batch": batch}, layout={"pp": 8, "schedule": "gpipe"})
         return predict(job, nodes(1)).memory[0].terms["activations"]
 
-    assert kept(256) == pytest.approx(8 * kept(32)) == pytest.approx(32 * kept(8))
+    assert kept(256) / 255 == pytest.approx(kept(32) / 31) == pytest.approx(kept(8) / 7)
 
 
 def test_zero_1_and_2_send_the_same_messages() -> None:

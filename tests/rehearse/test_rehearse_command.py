@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import meshwright
+from meshwright.amounts import size
 from meshwright.job import load_job
+from meshwright.parallel import World
 from meshwright.rehearse import Rehearsal, rank
+from meshwright.rehearse.folder import read_rehearsal
 from meshwright.rehearse.rank import Settings
 from meshwright.rehearse.run import LIMITS
+from meshwright.rehearse.words import shortage
 
 SHORT = ("--steps", "1")
 
@@ -86,7 +90,61 @@ def test_out_of_memory_is_a_result(cli: Any, pipeline: Path, tmp_path: Path, mon
     done = cli("rehearse", "job.toml", "--rank", "2", *SHORT, "--out", "found")
     assert done.code == 1 and "rank 2 of 4 (last stage) needs 78.5 GiB" in done.out, (done.out, done.err)
     [found] = Rehearsal.from_json(json.loads((tmp_path / "found/rehearsal.json").read_text())).ranks
-    assert found.state == "out of memory" and found.needed_bytes == round(78.5 * 2**30)
+    assert found.state == "out of memory" and found.needed_bytes == round(78.5 * 2**30 + 15.77 * 2**20)
+
+
+MANY_WORDS = """
+[model]
+vocab_size = 16384
+width = 32
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_width = 48
+tied = false
+
+[data]
+sources = ["builtin:synthetic"]
+workers = 0
+
+[batch]
+sequence_length = 64
+global_batch = 4
+micro_batch = 1
+
+[layout]
+pp = 2
+dp_shard = 2
+"""
+
+
+def test_a_last_stage_that_is_too_large_by_its_logits_is_found_and_named(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both stages have a table of all words and a layer; the first holds 7.2 MiB and the last 9.2."""
+    from meshwright.rehearse import run
+
+    monkeypatch.setattr(run, "_limit", lambda job, kind, target: 8 * 2**20)
+    (tmp_path / "words.toml").write_text(MANY_WORDS)
+    done = cli("rehearse", "words.toml", "--each-stage", *SHORT, "--cluster", "4xh100", "--out", "found")
+    assert done.code == 1, done.err
+    first, last = read_rehearsal(tmp_path / "found").ranks
+    assert first.memory is not None and first.memory.allocated_bytes < 8 * 2**20 and first.state == "measured"
+    assert last.memory is not None and last.needed_bytes == last.memory.allocated_bytes > 8 * 2**20
+    named = f"rank 2 of 4 (last stage) needs {size(last.needed_bytes)}, more than a GPU of 4xh100 has"
+    assert named in " ".join(done.out.split())
+
+
+def test_memory_that_is_free_in_pieces_is_named() -> None:
+    torchs = TORCHS.replace("15.77 MiB is reserved but", "3.02 GiB is reserved by PyTorch but")
+    world = World(torch.device("cpu"), 0, 4)
+    found = rank._out_of_memory(load_job("demo").job, world, 4, torch.OutOfMemoryError(torchs))
+    assert found.needed_bytes == pytest.approx((76.5 + 3.02 + 2.0) * 2**30)
+    named = shortage(found, Rehearsal(4, "4xh100", "NVIDIA H200", "2.13.0", (found,), None, (), ()))
+    assert "rank 0 of 4 needs 81.5 GiB, more than a GPU of 4xh100 has" in named
+    assert "3.02 GiB were free in pieces, none as large as the 2 GiB asked for: set PYTORCH_ALLOC_CONF=expand" in named
+    plain = rank._out_of_memory(load_job("demo").job, world, 4, torch.OutOfMemoryError(TORCHS))
+    assert "pieces" not in shortage(plain, Rehearsal(4, "", "NVIDIA H200", "2.13.0", (plain,), None, (), ()))
 
 
 def test_what_does_not_fit_the_clusters_devices_is_run_again_to_say_what_it_needs(

@@ -131,6 +131,9 @@ def test_no_step_of_ranks_that_did_not_fit_or_ran_on_a_cpu() -> None:
     untimed = replace(first, actions_s={"F0": 1.0})
     step, (why, *_) = compose(job, cluster, [untimed, *others], "NVIDIA H200")
     assert step is None and "actions B0 of rank 0 were not timed" in why
+    for nothing in ({"phases_s": {}}, {"step_s": 0.0}, {"actions_s": {"F0": 0.0, "B0": 0.0}}):
+        step, (why, *_) = compose(job, cluster, [replace(first, **nothing), *others], "NVIDIA H200")
+        assert step is None and "rank 0 took no time; rehearse it again" in why
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100-80gb"])

@@ -13,7 +13,7 @@ from rehearsed_jobs import a_job, as_planned, cluster_of
 
 from meshwright.job import Job, job_text, load_job
 from meshwright.plan import error_bars, predict, spelled
-from meshwright.rehearse import RankMemoryUse, Rehearsal, RehearsedRank, evidence
+from meshwright.rehearse import RankMemoryUse, Rehearsal, RehearsedRank, evidence, mismatches
 from meshwright.rehearse.folder import save_rehearsal
 
 GIB = 2**30
@@ -116,6 +116,8 @@ def test_never_of_another_job(cli: Callable[..., Any], tmp_path: Path, monkeypat
     assert "batch.global_batch is 32, and was 64, precision.gradients is bf16, and was fp32" in refused.err
     beside = cli("plan", "--check", "rehearsed", *words)
     assert beside.code == 0 and "the rehearsal in rehearsed is not used: batch.global_batch is 32" in beside.out
+    elsewhere = rehearsal_of(job, replace(as_planned(job, cluster_of(job))[0], pipeline_rank=4))
+    assert mismatches(job, job, elsewhere) == ["it has a rank at place 4 of a pipeline of 4"]
     monkeypatch.setattr(sys.modules["meshwright.rehearse.evidence"], "version", lambda name: "1.0.0+cpu")
     refused = cli("plan", "--check", "job.toml", "--cluster", "8xh100", "--rehearsal", "rehearsed")
     assert refused.code == 2 and "torch is 1.0.0, and was" in refused.err

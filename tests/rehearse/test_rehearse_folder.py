@@ -87,6 +87,7 @@ def with_(value: Any, *path: str | int) -> Callable[[Any], None]:
         (with_(True, "world"), "its world has"),
         (with_(1.5, "ranks", 1, "messages", 0, "count"), "its ranks.1.messages.0.count has"),
         (with_(["x"], "ranks", 0, "messages", 1, "ranks"), "its ranks.0.messages.1.ranks.0 has"),
+        (with_(-1, "ranks", 0, "pipeline_rank"), "its ranks.0.pipeline_rank has"),
         (with_("lost", "ranks", 2, "state"), "its ranks.2.state has"),
         (with_("much", "ranks", 0, "memory", "planned_terms", "weights"), "its ranks.0.memory.planned_terms.weights"),
         (with_([1], "ranks", 0, "phases_s"), "its ranks.0.phases_s has"),
@@ -126,5 +127,5 @@ def test_links_infinite_numbers_and_other_folders_are_refused(tmp_path: Path) ->
         read_rehearsal(tmp_path)
     (tmp_path / "rehearsal.json").unlink()
     (tmp_path / "other.json").rename(tmp_path / "rehearsal.json")
-    with pytest.raises(UserError, match=r"its step.tokens_per_s has the wrong type or is too large"):
+    with pytest.raises(UserError, match=r"its step.tokens_per_s has the wrong type, is negative or too large"):
         read_rehearsal(tmp_path)

@@ -6,11 +6,11 @@ from meshwright.job import Job
 from meshwright.rehearse.kinds import kind_of, kinds_of_ranks, place_in_pipeline
 
 
-def job(micro_batches: int = 8, layers: int = 10, **layout: Any) -> Job:
+def job(micro_batches: int = 8, layers: int = 10, vocab_size: int = 256, **layout: Any) -> Job:
     shards = layout.get("dp_shard", 1)
     return Job.model_validate(
         {
-            "model": {"layers": layers},
+            "model": {"layers": layers, "vocab_size": vocab_size},
             "batch": {"sequence_length": 32, "global_batch": micro_batches * shards, "micro_batch": 1},
             "layout": layout,
         }
@@ -50,3 +50,25 @@ def test_a_rank_is_found_in_its_pipeline_however_ranks_are_numbered() -> None:
     assert [kind_of(inside, rank).pipeline_rank for rank in range(4)] == [0, 0, 1, 1]
     assert [kind_of(outside, rank).pipeline_rank for rank in range(4)] == [0, 1, 0, 1]
     assert kind_of(inside, 3).alike == 2
+
+
+def test_ranks_with_a_shorter_part_of_the_vocabulary_are_of_another_kind() -> None:
+    kinds = kinds_of_ranks(job(tp=4, dp_shard=2, vocab_size=253))
+    assert [(kind.rank, kind.alike, kind.name) for kind in kinds] == [
+        (0, 6, ""),
+        (3, 2, "3 rows of its vocabulary are padding"),
+    ]
+    assert [kind.alike for kind in kinds_of_ranks(job(tp=4, vocab_size=9))] == [3, 1], "the last one has no row at all"
+    assert [kind_of(job(tp=4, vocab_size=253), rank).alike for rank in range(4)] == [3, 3, 3, 1]
+
+
+def test_only_stages_with_a_table_have_a_part_of_the_vocabulary() -> None:
+    kinds = kinds_of_ranks(job(tp=2, pp=4, split=[3, 3, 3, 1], vocab_size=255))
+    assert [(kind.rank, kind.alike, kind.name) for kind in kinds] == [
+        (0, 1, "first stage"),
+        (1, 1, "first stage, a row of its vocabulary is padding"),
+        (2, 4, "stage 1"),
+        (6, 1, "last stage"),
+        (7, 1, "last stage, a row of its vocabulary is padding"),
+    ]
+    assert kind_of(job(tp=2, pp=4, split=[3, 3, 3, 1], vocab_size=255), 5).alike == 4

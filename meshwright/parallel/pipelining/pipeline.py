@@ -21,6 +21,7 @@ from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.engine import Range
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.pipelining.dualpipe import in_torchs_words, lower, torch_number, torch_numbers, torch_ranks
+from meshwright.parallel.pipelining.receiving import allocate_buffers, release_buffers
 from meshwright.parallel.pipelining.stages import StageChain
 from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
@@ -107,7 +108,8 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, first and last within its chain, with each micro-batch's tokens and arguments from our side.
+    """Torch's stage, first and last within its chain, with each micro-batch's tokens and arguments from our side, and
+    with memory for what it receives only while that is needed.
 
     Torch passes keyword arguments to its backward too, where version 2.11 fails on what is not a tensor.
     """
@@ -143,7 +145,9 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *rest: Any, **kwargs: Any) -> Any:
         """Torch's forward of one micro-batch; its own tokens replace what torch was given."""
         tokens, self._current = self.given[fwd_chunk_id]
-        return self._report(Kind.FORWARD, fwd_chunk_id, super().forward_one_chunk, (tokens,), *rest, **kwargs)
+        result = self._report(Kind.FORWARD, fwd_chunk_id, super().forward_one_chunk, (tokens,), *rest, **kwargs)
+        release_buffers(self.args_recv_info[fwd_chunk_id])
+        return result
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
         """Torch's whole backward, or its half for the inputs."""
@@ -151,7 +155,9 @@ class _Stage(PipelineStage):
         if not full_backward and TORCH_FORGETS_NODES:
             self._graphs[bwd_chunk_id] = [out.view_as(out).grad_fn for out in self.fwd_cache[bwd_chunk_id][0]]
         run = super().backward_one_chunk
-        return self._report(kind, bwd_chunk_id, run, *args, full_backward=full_backward, **kwargs)
+        result = self._report(kind, bwd_chunk_id, run, *args, full_backward=full_backward, **kwargs)
+        release_buffers(self.grad_recv_info[bwd_chunk_id])
+        return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Torch's half of the backward for the weights."""
@@ -168,6 +174,22 @@ class _Stage(PipelineStage):
         input_values, _, stage_output, output_grads = self.backward_state.pop(bwd_chunk_id)
         whole = {"stage_output": stage_output, "output_grads": output_grads, "input_values": input_values}
         self.backward_maybe_with_nosync("full", whole, last_backward=last_backward)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Torch's receive of a micro-batch's hidden states."""
+        allocate_buffers(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Torch's receive of their gradients."""
+        allocate_buffers(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        for received in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            release_buffers(received)
+        return result
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         # A rank of a V holds two neighbouring stages; torch 2.11 would have it send to itself.
