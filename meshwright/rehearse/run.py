@@ -137,8 +137,9 @@ def _rehearsed(job: Job, kind: Kind, settings: Settings, target: Cluster | None)
     if whole.rank.memory is None:
         return whole
     needed = max(whole.rank.memory.allocated_bytes, found.rank.needed_bytes or 0)
-    pieces = {"asked_bytes": found.rank.asked_bytes, "idle_bytes": found.rank.idle_bytes}
-    return replace(whole, rank=replace(whole.rank, state="out of memory", needed_bytes=needed, **pieces))
+    asked, idle = found.rank.asked_bytes, found.rank.idle_bytes
+    short = replace(whole.rank, state="out of memory", needed_bytes=needed, asked_bytes=asked, idle_bytes=idle)
+    return replace(whole, rank=short)
 
 
 def _held_to(found: Rehearsed, limit: int) -> Rehearsed:
