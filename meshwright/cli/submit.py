@@ -90,7 +90,13 @@ def submit(
     from meshwright.job import load_job
     from meshwright.launch.slurm import request_of
 
-    given = {"time": time, "account": account, "partition": partition, "qos": qos, "budget": budget is not None}
+    given: dict[str, object] = {
+        "time": time,
+        "account": account,
+        "partition": partition,
+        "qos": qos,
+        "budget": budget is not None,
+    }
     given |= {"chain": chain > 1, "per-rank": per_rank, "sbatch": options, "ladder": ladder, "dry-run": dry_run}
     given |= {"address": address, "min-ranks": min_ranks, "ship": ship, "site": site, "container": container}
     given |= {"kind": kind, "namespace": namespace, "volume": volume, "write": write, "force": force}

@@ -43,7 +43,7 @@ def start_identity(job: Job) -> str | None:
 
 def write_references(run: Path, references: PairReferences, corpus: Corpus, start: str) -> None:
     """Keep them in a run's folder."""
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for split, known in (("train", references.train), ("validation", references.validation)):
         arrays |= {f"{split}.starts": known.starts_N, f"{split}.sums": np.ascontiguousarray(known.sums_N2)}
     write_atomic(run / FILE, save(arrays, {"start": start, "data": fingerprint(corpus)}), durable=True)
