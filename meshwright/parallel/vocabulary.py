@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from meshwright.model import IGNORE
+from meshwright.model import IGNORE, Pairs
 from meshwright.model.head import Head, chunked_loss, loss_of_logits, preference_loss
 from meshwright.model.numbers import wide_dtype
-from meshwright.model.preference import Pairs
 
 
 class VocabularyParallelHead(nn.Module):

@@ -85,7 +85,8 @@ def score_pairs(
     losses_N, rewards_N2 = pair_losses(found.sums_N2, found.counts_N2, known_N2, settings)
     pairs = len(found.starts_N)
     sums = [losses_N.sum(), *tallied(rewards_N2, torch.ones_like(losses_N, dtype=torch.bool))]
-    return PairScore(*(float(total) / max(1, pairs) for total in sums), pairs)
+    loss, chosen, rejected, accuracy = (float(total) / max(1, pairs) for total in sums)
+    return PairScore(loss, chosen, rejected, accuracy, pairs)
 
 
 def answers_of(engine: Engine, batches: Iterable[Batch], world: World) -> Answers:

@@ -166,8 +166,13 @@ def test_a_resumed_run_compares_with_the_first_weights(tmp_path: Path):
     """Interrupted and resumed the numbers are those of one run; longer than planned, the pairs it lacks are added; with
     a lost or foreign file of references it is refused."""
     pairs_file(tmp_path / "pairs.jsonl", 60)
-    short = {"run": {"steps": 3}, "evaluation": {"every_steps": 0}, "batch": {"global_batch": 2, "micro_batch": 2},
-             "schedule": {"name": "constant", "warmup_steps": 0}, "checkpoint": {"every_steps": 3}}  # fmt: skip
+    short: dict[str, dict[str, Any]] = {
+        "run": {"steps": 3},
+        "evaluation": {"every_steps": 0},
+        "batch": {"global_batch": 2, "micro_batch": 2},
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "checkpoint": {"every_steps": 3},
+    }
     whole = {**short, "run": {"steps": 6, "folder": str(tmp_path / "whole")}}
     run_quietly(load_job(str(dpo_job(tmp_path, **whole))))
     (tmp_path / "whole").rename(tmp_path / "run")
