@@ -41,13 +41,11 @@ class Data(Section):
     """A Jinja file that formats conversations as text; by default the one that comes with data.tokenizer."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a byte-level BPE of model.vocab_size is trained on the sources."""
-    packing: Literal["concatenate", "best-fit", "none"] = Field(
-        default_factory=lambda fields: "concatenate" if fields.get("format", "text") == "text" else "best-fit"
-    )
+    packing: Literal["concatenate", "best-fit", "none"] = "concatenate"
     """How documents fill sequences: `concatenate` cuts the concatenated text into equal windows, `best-fit` packs whole
     documents and pads the rest, `none` gives each document its own sequence, in groups of similar length.
     `best-fit` is the default of conversations and of preferences, whose two answers stay together."""
-    mask_documents: bool = Field(default_factory=lambda fields: fields.get("format", "text") != "text")
+    mask_documents: bool = False
     """Attention and positions do not cross document boundaries; true is the default of conversations and
     preferences."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
@@ -68,7 +66,12 @@ class Data(Section):
     """Folder for prepared tokens; by default `$XDG_CACHE_HOME/meshwright` or `~/.cache/meshwright`."""
 
     @model_validator(mode="after")
-    def _pairs_fit(self) -> Self:
+    def _stay_whole(self) -> Self:
+        """Conversations and pairs stay whole and apart from each other, unless a job of the former says otherwise."""
+        if self.format != "text":
+            for field, value in (("packing", "best-fit"), ("mask_documents", True)):
+                if field not in self.model_fields_set:
+                    object.__setattr__(self, field, value)  # a default that depends on another field; nobody has it yet
         if self.format == "preferences":
             if self.packing == "concatenate":
                 raise ValueError(

@@ -299,7 +299,7 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     """
     model, tokens = job.model, tokens_of(job)
     vocabulary = -(-model.vocab_size // job.layout.tp)
-    chunks, rows, passes = 1, tokens, 2 if job.prefers else 1
+    chunks, rows = 1, tokens
     if software.logit_bytes is None:
         chunks, rows = loss_chunks(job)
     if software.own and device.operations is None:
@@ -315,12 +315,15 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     if device.measured is not None and software.logit_bytes is None:
         loss = device.measured.loss_s(device.wide, rows, vocabulary) or loss
     work = Work(
-        forward_matmul=passes * chunks * product,
-        forward_elementwise=passes * chunks * loss,
+        forward_matmul=chunks * product,
+        forward_elementwise=chunks * loss,
         input_matmul=chunks * inputs,
         weight_matmul=chunks * weights,
         backward_elementwise=memory_s(device, backward_bytes * logits * chunks, 3),
     )
+    if job.prefers:
+        again = memory_s(device, _LOSS_BYTES["whole"][0] * logits, 4)
+        work += Work(forward_matmul=chunks * product, forward_elementwise=chunks * again)
     if device.operations is not None:
         forward, backward = device.operations.head(job, tokens, vocabulary)
         if job.precision.number_bytes < MASTER_BYTES:  # the matrix's gradient is summed wide, and narrowed

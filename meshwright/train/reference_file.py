@@ -3,13 +3,16 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from meshwright.atomic import write_atomic
 from meshwright.data import Corpus, References
+from meshwright.data.files import open_regular
 from meshwright.errors import UserError
 from meshwright.job import Job, start_folder
 from meshwright.train.feed import fingerprint
@@ -43,7 +46,7 @@ def start_identity(job: Job) -> str | None:
 
 def write_references(run: Path, references: PairReferences, corpus: Corpus, start: str) -> None:
     """Keep them in a run's folder."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, NDArray[Any]] = {}
     for split, known in (("train", references.train), ("validation", references.validation)):
         arrays |= {f"{split}.starts": known.starts_N, f"{split}.sums": np.ascontiguousarray(known.sums_N2)}
     write_atomic(run / FILE, save(arrays, {"start": start, "data": fingerprint(corpus)}), durable=True)
@@ -56,6 +59,7 @@ def read_references(run: Path, job: Job, corpus: Corpus) -> tuple[PairReferences
     if not path.is_file():
         return None
     try:
+        open_regular(path).close()
         with safe_open(path, framework="numpy") as file:
             told = file.metadata() or {}
             train, validation = (
@@ -63,7 +67,8 @@ def read_references(run: Path, job: Job, corpus: Corpus) -> tuple[PairReferences
                 for split in ("train", "validation")
             )
             start, data = told["start"], told["data"]
-    except (SafetensorError, OSError, KeyError) as error:
+        _require_shapes(train, validation)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(
             f"{path} is damaged ({error}); restore it, or start a new run with another run.folder"
         ) from None
@@ -78,3 +83,10 @@ def read_references(run: Path, job: Job, corpus: Corpus) -> tuple[PairReferences
             f"{job.run.seed}; restore them, or start a new run with another run.folder"
         )
     return PairReferences(train, validation), start
+
+
+def _require_shapes(*splits: References) -> None:
+    for known in splits:
+        shapes = known.starts_N.dtype == np.int64 and known.sums_N2.shape == (len(known.starts_N), 2)
+        if not shapes or known.sums_N2.dtype != np.float64 or not (np.diff(known.starts_N) > 0).all():
+            raise ValueError("its arrays do not fit together")

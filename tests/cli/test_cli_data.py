@@ -31,6 +31,7 @@ def test_prepare_inspect_verify(cli, lines: Path) -> None:
         "left_out",
         "identity",
         "content",
+        "formats",
     ]
     assert list(told) == ["folder", *counts, "shards", "files", "seconds", "retries"]
     assert told["documents"]["train"] + told["documents"]["validation"] == 60

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import IGNORE, Corpus, Loader, prepare, training_stream
+from meshwright.data import IGNORE, Corpus, Loader, lengths_of, prepare, training_stream
 from meshwright.data.prepared import Wishes, build
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -185,3 +185,16 @@ def test_pairs_are_named_where_something_else_was_expected(tmp_path: Path):
     for content in ("text", "conversations"):
         with pytest.raises(UserError, match=r'data\.format = "preferences"'):
             build(Wishes((source,), vocab_size=300, content=content), tmp_path / content)
+
+
+def test_lengths_are_told_before_training(paired):
+    digits = [" ".join(str((7 * n + 3 * i * i) % 10) for i in range(n + 1)) for n in range(100)]
+    corpus = paired(*({"prompt": "a", "chosen": answer, "rejected": "c"} for answer in digits), template=False)
+    data = Data(format="preferences")
+    starts = [*corpus.train.starts_between(0, len(corpus.train))[::2].tolist(), len(corpus.train)]
+    lengths = sorted(stop - start for start, stop in pairwise(starts))
+    found = lengths_of(corpus, data, lengths[89])
+    assert found is not None and found.count == 100 and found.longest == lengths[-1] and found.half == lengths[50]
+    assert found.too_long == sum(length > lengths[89] for length in lengths) > 0
+    assert f"{found.too_long} ({found.too_long}.0%) are longer than" in found.sentence(lengths[89])
+    assert "left out" in found.sentence(lengths[89]) and lengths_of(corpus, Data(), 64) is None

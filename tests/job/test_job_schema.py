@@ -3,8 +3,8 @@
 from meshwright.job import job_fields, job_schema
 
 SECTIONS = {
-    "model", "data", "batch", "layout", "memory", "precision", "optimizer", "schedule", "evaluation", "checkpoint",
-    "run", "log", "cluster",
+    "model", "data", "batch", "layout", "memory", "precision", "optimizer", "schedule", "preference", "evaluation",
+    "checkpoint", "run", "log", "cluster",
 }  # fmt: skip
 
 

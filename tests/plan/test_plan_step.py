@@ -68,6 +68,20 @@ def test_recomputation_costs_a_forward() -> None:
     assert full.step_s > none.step_s
 
 
+def test_pairs_pass_through_the_head_twice() -> None:
+    text, pairs = (
+        predict(llama(batch=BATCH, layout={"dp_shard": 8}, data={"format": form, "packing": "best-fit"}), nodes(1))
+        for form in ("text", "preferences")
+    )
+    job = llama(batch=BATCH)
+    head = 2 * job.model.width * job.model.vocab_size / (2 * 8.03e9)  # of the forward's products, about
+    more = pairs.phases["forward products"] / text.phases["forward products"] - 1
+    assert more == pytest.approx(head, rel=0.3) and pairs.step_s > text.step_s
+    assert {name: pairs.phases[name] for name in pairs.phases if "backward" in name} == {
+        name: text.phases[name] for name in text.phases if "backward" in name
+    }
+
+
 def test_tensor_parallelism_falls_past_the_node() -> None:
     """Twice the ranks inside the node lose little of a GPU's rate, past it a third and more."""
 

@@ -40,6 +40,11 @@ def losses(name: str, folder: Path) -> list[float]:
         talks = ({"prompt": f"after {i} comes", "completion": f" {i + 1} and no other"} for i in range(400))
         (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, talks)))
         sources[0] = "data.sources=[" + json.dumps(str(folder / "talk.jsonl")) + "]"
+    if data.format == "preferences":
+        pairs = ({"prompt": f"{i}:", "chosen": f" {i + 1}", "rejected": f" {i}!"} for i in range(400))
+        (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        sources[0] = "data.sources=[" + json.dumps(str(folder / "pairs.jsonl")) + "]"
+        sources.append("optimizer.lr=3e-3")  # with the recipe's own a small model would not move in so few steps
     fewer = EXPERTS if job.model.experts else []
     loaded = load_job(name, [*SHRUNK, *fewer, *sources, f"run.folder={folder / name}"])
     run_job(loaded, Console(quiet=True))

@@ -1,7 +1,5 @@
 """A tiny model with weights by a formula and three pairs of answers, for the tests and for `trl_values.py`."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -52,7 +50,7 @@ def packed(sequence_length: int = 48) -> Batch:
     return stack_samples([_sample(PAIRS, sequence_length, 0), _sample(PAIRS[:1], sequence_length, 100)], [0, 1])
 
 
-def _sample(pairs: Sequence[tuple[list[int], ...]], length: int, first: int) -> Sample:
+def _sample(pairs: list[tuple[list[int], list[int], list[int]]], length: int, first: int) -> Sample:
     tokens, labels = np.zeros(length, np.int64), np.full(length, IGNORE, np.int64)
     starts, place = [], 0
     for prompt, *both in pairs:

@@ -166,7 +166,7 @@ def test_a_resumed_run_compares_with_the_first_weights(tmp_path: Path):
     """Interrupted and resumed the numbers are those of one run; longer than planned, the pairs it lacks are added; with
     a lost or foreign file of references it is refused."""
     pairs_file(tmp_path / "pairs.jsonl", 60)
-    short: dict[str, Any] = {
+    short: dict[str, dict[str, Any]] = {
         "run": {"steps": 3},
         "evaluation": {"every_steps": 0},
         "batch": {"global_batch": 2, "micro_batch": 2},
