@@ -217,7 +217,7 @@ def test_without_kubectl(cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (["--site", "vega", "--volume", "v"], "--volume is not for --on slurm; leave it out"),
         (["--on", "nomad"], "--on nomad is not known; use slurm, ray, kubernetes or sky"),
         (["--on", "sky"], "--on sky makes a task file; add --write task.yaml"),
-        (["--on", "sky", "--dry-run", "--kind", "jobset"], "--kind is for --on kubernetes; leave it out"),
+        (["--on", "sky", "--dry-run", "--kind", "jobset"], "--kind is not for --on sky; leave it out"),
     ],
 )
 def test_options_of_other_places_are_refused(cli, words: list[str], sentence: str) -> None:

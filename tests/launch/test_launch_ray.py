@@ -228,7 +228,7 @@ def test_options_of_another_cluster(place: Path) -> None:
     assert rejected(place, "--site", "vega") == "--site is not for --on ray; leave it out"
     with pytest.raises(UserError, match="--min-ranks is not for --on slurm"):
         command("submit", "job.toml", "--min-ranks", "2")
-    with pytest.raises(UserError, match="--on mesos is not a kind of cluster"):
+    with pytest.raises(UserError, match="--on mesos is not known"):
         command("submit", "job.toml", "--on", "mesos")
     assert "--min-ranks 8 is more than the layout's 4 ranks" in rejected(place, "--min-ranks", "8")
 
