@@ -42,7 +42,7 @@ NAME = "peers"
 
 
 class NoTokenizer(BaseTokenizer):
-    """Nothing is text here."""
+    """torchtitan's trainer asks for a tokenizer; the tokens are in memory, so none of its methods is ever called."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):

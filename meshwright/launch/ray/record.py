@@ -9,13 +9,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
-from meshwright.reading import Unfit, read_plain, read_text
+from meshwright.launch.over import read_over
+from meshwright.reading import Unfit, read_plain
 
 FOLDER = "ray"
 OVER = "ray/over"
 """Contains one word once no further attempt should start: done, cancelled, failed."""
 STATE = "ray/state.json"
-_WORDS = 4096
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,4 @@ class State:
 
 def over(run: Path) -> str | None:
     """Why no further attempt should start; None if one may."""
-    try:
-        return read_text(run / OVER, _WORDS).strip() or None
-    except FileNotFoundError:
-        return None
-    except Unfit as unfit:
-        raise UserError(f"{run / OVER} is damaged ({unfit}); remove it") from None
+    return read_over(run / OVER)

@@ -1,7 +1,7 @@
 """The actor that keeps a run going in a Ray cluster: it reserves machines, starts attempts, shrinks and grows the run.
 
 Why not Ray Train: its elastic worker groups take any size between two bounds, while a layout allows only some; its
-FailureConfig retries every error at once, also those of the user; and its training function runs in a thread of
+FailureConfig does not tell a lost machine from an error of the user's; and its training function runs in a thread of
 Ray's own process, where no signal can be handled and no data worker forked safely. With one trainer per attempt, none
 of what it offers would be left in use.
 """

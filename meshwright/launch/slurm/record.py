@@ -10,7 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
-from meshwright.reading import Unfit, is_number, read_object, read_plain, read_text
+from meshwright.launch.over import read_over
+from meshwright.reading import Unfit, is_number, read_object, read_plain
 
 FOLDER = "slurm"
 OVER = "slurm/over"
@@ -19,7 +20,6 @@ REHEARSE = "ladder/rehearse"
 """The folder of a ladder's first job, which rehearses the run."""
 REHEARSED = f"{REHEARSE}/rehearsal"
 """What it found."""
-_WORDS = 4096
 _JOB = re.compile(r"\d[\w,%\[\].-]{0,63}")
 
 
@@ -59,12 +59,7 @@ class Submission:
 
 def over(run: Path) -> str | None:
     """Why no further job should run; None if one may."""
-    try:
-        return read_text(run / OVER, _WORDS).strip() or None
-    except FileNotFoundError:
-        return None
-    except Unfit as unfit:
-        raise UserError(f"{run / OVER} is damaged ({unfit}); remove it") from None
+    return read_over(run / OVER)
 
 
 def trial_verdict(trial: Path) -> dict[str, Any] | None:
