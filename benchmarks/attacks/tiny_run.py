@@ -3,6 +3,7 @@
 import functools
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -87,6 +88,8 @@ def in_child(work: Callable[[], Any], meanwhile: Callable[[int], None] = lambda 
     with tempfile.TemporaryFile() as said:
         process = os.fork()
         if process == 0:
+            # As in a process a user starts: another package (Ray) may have left its own handler in the parent.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             code = 0
             try:
                 work()
