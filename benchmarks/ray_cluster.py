@@ -3,12 +3,15 @@ that come and go."""
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 # Not 127.0.0.1, which Ray replaces by the machine's public address when a program connects.
 IP = "127.0.0.2"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "OMP_NUM_THREADS": "1"}
+# Else its workers, and the ranks they start, run with niceness 15 and wait for all else on a busy machine.
+QUIET["RAY_worker_niceness"] = "0"
 _NODE = {"node_ip_address": IP, "include_dashboard": False, "object_store_memory": 80 << 20}
 
 
@@ -47,6 +50,14 @@ steps = 1000000
 the machine is, and nothing in it depends on run.steps."""
 
 
+def descendants(pid: int) -> list[int]:
+    """All processes that a process has started, and theirs."""
+    with suppress(OSError):
+        children = (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()
+        return [one for child in map(int, children) for one in (child, *descendants(child))]
+    return []
+
+
 class RayCluster:
     """Raylets with CPUs of their own."""
 
@@ -65,6 +76,13 @@ class RayCluster:
     def kill(self, node: Any) -> None:
         """Kill a raylet at once, as the loss of its machine would."""
         self._cluster.remove_node(node, allow_graceful=False)
+
+    def signal(self, node: Any, number: int) -> None:
+        """Send a signal to a raylet and to all that runs on it, as nothing of a machine survives it."""
+        raylet = node.all_processes["raylet"][0].process.pid
+        for pid in (raylet, *descendants(raylet)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def end(self) -> None:
         """End all of it."""

@@ -1,11 +1,13 @@
-"""Raylets, actors, agents and ranks of a run on a real Ray cluster, killed at random: what it costs, and what is left.
+"""Processes of a run on a real Ray cluster, killed at random: what it costs, and what is left.
 
-    python benchmarks/ray_faults.py [--count 20] [--seed 0] [--out FILE]
+    python benchmarks/ray_faults.py [--count 20] [--seed 0] [--kinds raylet,machine,…] [--out FILE]
 
-A head and three raylets of 2, 2 and 1 CPUs run on this machine; a job of dp 2, tp 2 is submitted with --min-ranks 2 and
-saves every step. Once an attempt has made 3 steps, the next process is killed with SIGKILL; a killed raylet is
-replaced as soon as the run has made 3 steps without it, so that it grows again. In the end the run is cancelled, and
-every row is compared with those of one process that was never disturbed.
+A head and three raylets of 2, 2 and 1 CPUs run on this machine; a job of dp 2, tp 2 is submitted with --min-ranks 1 and
+saves every step. Once an attempt has made 3 steps, the next fault follows: SIGKILL to a rank, an agent, the actor that
+started it, the supervisor, a raylet, or a raylet and all that runs on it (`machine`); or SIGSTOP to a raylet and all
+that runs on it (`frozen`), which is sent SIGCONT once the run continues without it. A lost raylet is replaced as soon
+as the run has made 3 steps without it, so that it grows again. In the end the run is cancelled, and every row is
+compared with those of one process that was never disturbed.
 `continued_s` is from the kill to the first step after it.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,11 +27,13 @@ from typing import Any
 from ray_cluster import JOB, RayCluster, ray_cluster
 
 from meshwright.cli import app
+from meshwright.launch.ray import Submission
 from meshwright.launch.submitted import cancel, status_of
 from meshwright.runs import RunFolder
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("raylet", "actor", "agent", "rank")
+LOST = ("raylet", "machine", "frozen")
+KINDS = (*LOST, "supervisor", "actor", "agent", "rank")
 STEPS = 3
 WAIT_S = 600.0
 
@@ -79,17 +84,32 @@ def attempts_and_step(folder: RunFolder) -> tuple[int, int]:
     return (rows[-1]["attempt"], rows[-1]["step"]) if rows else (-1, 0)
 
 
-def disturb(cluster: RayCluster, run: Path, count: int, seed: int) -> list[dict[str, Any]]:
+def supervisor_of(run: Path) -> int:
+    """The process of a run's supervisor."""
+    import ray
+
+    submission = Submission.read(run)
+    assert submission is not None
+    actor = ray.get_actor(submission.name, namespace="meshwright")
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def disturb(cluster: RayCluster, run: Path, count: int, seed: int, kinds: list[str]) -> list[dict[str, Any]]:
     """So many kills; what each was, and how long the run took to continue."""
     chance, folder, victim = random.Random(seed), RunFolder(run), Victim(run)
     raylets, faults = cluster.nodes[:2], []
     until(lambda: attempts_and_step(folder)[1] >= STEPS)
     for number in range(count):
-        kind = chance.choice(KINDS)
+        kind = kinds[number] if count == len(kinds) else chance.choice(kinds)
         attempt, step = attempts_and_step(folder)
         ranks = folder.events("start")[-1]["ranks"]
+        lost = raylets.pop(chance.randrange(len(raylets))) if kind in LOST else None
         if kind == "raylet":
-            cluster.kill(raylets.pop(chance.randrange(len(raylets))))
+            cluster.kill(lost)
+        elif lost is not None:
+            cluster.signal(lost, signal.SIGSTOP if kind == "frozen" else signal.SIGKILL)
+        elif kind == "supervisor":
+            os.kill(supervisor_of(run), signal.SIGKILL)
         else:
             victim.kill(kind, chance)
         took = until(lambda attempt=attempt: attempts_and_step(folder)[0] > attempt)
@@ -97,7 +117,9 @@ def disturb(cluster: RayCluster, run: Path, count: int, seed: int) -> list[dict[
         faults[-1]["ranks_after"] = folder.events("start")[-1]["ranks"]
         after = attempts_and_step(folder)
         until(lambda after=after: attempts_and_step(folder)[1] >= after[1] + STEPS)
-        if kind == "raylet":
+        if kind == "frozen":  # it comes back, and finds that the cluster has given it up
+            cluster.signal(lost, signal.SIGCONT)
+        if lost is not None:
             raylets.append(cluster.add(2))
             until(lambda after=after: attempts_and_step(folder)[0] > after[0])
             grown = attempts_and_step(folder)
@@ -110,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     began, out = time.monotonic(), given.out and given.out.absolute()
@@ -120,9 +143,9 @@ def main() -> None:
         Path("job.toml").write_text(JOB)
         run = Path(name) / "run"
         settings = ["--set", "run.max_restarts=1000", "--set", "checkpoint.every_steps=1"]
-        words = ["submit", "job.toml", "--on", "ray", "--address", cluster.address, "--min-ranks", "2", *settings]
+        words = ["submit", "job.toml", "--on", "ray", "--address", cluster.address, "--min-ranks", "1", *settings]
         app(words, standalone_mode=False)
-        faults = disturb(cluster, run, given.count, given.seed)
+        faults = disturb(cluster, run, given.count, given.seed, given.kinds)
         state = cancel(run, WAIT_S).state
         until(lambda: not Victim(run).processes())
 

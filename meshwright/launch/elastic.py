@@ -24,10 +24,11 @@ from meshwright.atomic import atomic_file
 from meshwright.errors import UserError
 from meshwright.job import Job, LoadedJob
 from meshwright.launch.devices import require_devices
-from meshwright.launch.failures import ERROR_FILE, NoMeetingPoint, RankFailure, explain
+from meshwright.launch.failures import ERROR_FILE, NoMeetingPoint, explain
 from meshwright.launch.forked import can_fork, ranks_forked
 from meshwright.launch.heartbeat import WATCH
 from meshwright.launch.nodes import ALONE, Node
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.restarts import Restarts, cause_of, last_step
 from meshwright.launch.signals import STOPS
 from meshwright.launch.watchdog import Watch

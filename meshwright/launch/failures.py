@@ -19,6 +19,7 @@ from meshwright.atomic import write_atomic
 from meshwright.data import WorkerDied
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.parallel import fails_without_table, table_error, uses_own_table
 from meshwright.train import Activity, OutOfMemory
 
@@ -31,17 +32,6 @@ _COMPUTING = ("building the model", "evaluation", "forward and backward")
 """Phases in which a wrong sharding table shows."""
 _LOGS_TRACEBACKS = "torch._subclasses.fake_tensor"
 """Shapes that do not match are logged here before they are raised."""
-
-
-class RankFailure(Exception):
-    """A rank crashed; the message is one sentence, and the rank's own traceback is kept with it.
-
-    `rank` is None if none of them is to blame.
-    """
-
-    def __init__(self, sentence: str, rank: int | None, rank_traceback: str) -> None:
-        super().__init__(sentence)
-        self.rank, self.rank_traceback = rank, rank_traceback
 
 
 class NoMeetingPoint(RankFailure):

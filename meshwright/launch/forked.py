@@ -4,7 +4,6 @@ Never for ranks on GPUs, which cannot be used in a fork of a process that has in
 """
 
 import functools
-import gc
 import multiprocessing
 import os
 import runpy
@@ -23,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from meshwright.job import Job
 from meshwright.torch_private.compiler import preload
+from meshwright.train import frozen
 
 _forks = True
 
@@ -52,11 +52,10 @@ def ranks_forked() -> Iterator[None]:
     agent: Any = api  # where it looks up how to start a rank
     gate = _Gate()
     starter, agent.get_subprocess_handler = agent.get_subprocess_handler, functools.partial(_Handler, gate)
-    gc.freeze()  # else the first collection in each rank touches, and so copies, all that was imported
     try:
-        yield
+        with frozen():
+            yield
     finally:
-        gc.unfreeze()
         gate.open()
         agent.get_subprocess_handler = starter
 

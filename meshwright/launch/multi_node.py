@@ -39,11 +39,13 @@ def launch_node(
     fetch_unless_resumed(loaded.job, folder.path)  # once on every machine, before its ranks start
     logs = folder.path / "logs"
     logs.mkdir(exist_ok=True)
+    before = _newest_attempt(folder)
     try:
         run_agent(loaded.job, folder.path, nproc, arguments, node)
     except ChildFailedError as error:
         cause = ended_by(error, logs)
-        if folder.state() == "running":
+        # A machine that the others had given up may wake long after a later attempt has begun.
+        if folder.state() == "running" and _newest_attempt(folder) <= before + 1:
             record_failure(folder, cause, str(cause), on_end)
         raise cause from None
     except (dist.DistError, RendezvousError) as error:
@@ -54,6 +56,10 @@ def launch_node(
                 if not log.stat().st_size:
                     log.unlink()
     return folder
+
+
+def _newest_attempt(folder: RunFolder) -> int:
+    return max((event.get("attempt", 0) for event in folder.events("start")), default=-1)
 
 
 def _folder(loaded: LoadedJob, node: Node) -> RunFolder:

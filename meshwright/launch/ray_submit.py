@@ -1,16 +1,19 @@
 """From a job to a supervisor in a Ray cluster: what can be rejected is rejected here, before anything is written."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.job import LoadedJob, code_of
+from meshwright.job import LoadedJob, code_of, override_values
 from meshwright.launch.ray.connection import NAMESPACE, connect
-from meshwright.launch.ray.placement import HEAD, has_gpus, require_resources
+from meshwright.launch.ray.dataset import require_same_rows, with_rows, write_rows
+from meshwright.launch.ray.layouts import LAYOUT_FIELDS, gpu_of, layout_fields, require_resources
+from meshwright.launch.ray.placement import HEAD, has_gpus, room_of
 from meshwright.launch.ray.record import FOLDER, OVER, State, Submission
-from meshwright.launch.ray.status import is_active
+from meshwright.launch.ray.status import require_idle
 from meshwright.launch.ray.supervisor import Supervisor
 from meshwright.layout import ranks_of, require_layout
 from meshwright.runs.lifecycle import create_folder, require_room, run_path
@@ -18,7 +21,6 @@ from meshwright.runs.rehearsed import require_training
 from meshwright.version import VERSION
 
 _START_S = 120.0
-_DEGREES = ("layout.dp_replicate", "layout.dp_shard")
 
 
 def submit(
@@ -27,12 +29,14 @@ def submit(
     address: str | None = None,
     min_ranks: int | None = None,
     ship: bool = False,
-    overrides: Sequence[str] = (),
+    overrides: Mapping[str, Any] = MappingProxyType({}),
     tell: Callable[[str], None] = print,
+    dataset: Any = None,
 ) -> Submission:
     """Start a supervisor that runs a job on a cluster's machines; a run folder as `source` is continued.
 
-    `min_ranks` lets it run on fewer ranks than the layout has; if the supervisor cannot start, nothing is left.
+    `min_ranks` lets it run on fewer ranks than the layout has; if the supervisor cannot start, nothing is left. A
+    dataset of Ray Data becomes the run's data.
     """
     job = loaded.job
     ranks = ranks_of(job.layout)
@@ -50,24 +54,33 @@ def submit(
     ray = connect(address, ship)
     nodes = ray.nodes()
     gpus = job.run.device != "cpu" and (job.run.device != "auto" or has_gpus(nodes))
-    require_resources(job, nodes, gpus, least)
+    device = gpu_of(job, nodes, gpus)
+    require_resources(job, room_of(nodes, gpus), gpus, least, device)
+    here = ray.get_runtime_context().gcs_address
     if not continues:
         require_room(job, run, tell=tell)
-    elif is_active(run):
-        raise UserError(f"{run} already runs in the cluster; wait until it ends, or run meshwright cancel {run}")
+        if dataset is not None:
+            loaded = with_rows(loaded, dataset, run)
+    else:
+        require_idle(run, here)
+        if dataset is not None:
+            require_same_rows(dataset, run, job)
     asked = Submission(
-        address=ray.get_runtime_context().gcs_address,
+        address=here,
         run=str(run),
         folder=str(Path.cwd()),
         min_ranks=least,
         gpus=gpus,
         version=VERSION,
-        overrides=(*(overrides if continues else ()), *_degrees(loaded)),
+        overrides=(dict(overrides) if continues else {}) | layout_fields(job),
         trust=bool(code_of(job)),
+        device=device,
     )
     if not continues:
         create_folder(loaded, run)
     try:
+        if dataset is not None and not continues:
+            write_rows(dataset, run, job)
         (run / FOLDER).mkdir(exist_ok=True)
         (run / OVER).unlink(missing_ok=True)
         asked.write()
@@ -80,18 +93,11 @@ def submit(
     return asked
 
 
-def full_layout(source: str, overrides: Sequence[str]) -> list[str]:
-    """Overrides for a run that is continued: the layout it was submitted with, of which it may use less by now."""
+def full_layout(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Overrides for a run that is continued: the layout it was submitted with, instead of that of its last attempt."""
     before = Submission.read(Path(source)) if Path(source).is_dir() else None
-    if before is None:
-        return list(overrides)
-    return [one for one in before.overrides if one.partition("=")[0] in _DEGREES] + list(overrides)
-
-
-def _degrees(loaded: LoadedJob) -> list[str]:
-    """The layout as asked for: the run folder's job changes with every attempt."""
-    layout = loaded.job.layout
-    return [f"layout.dp_replicate={layout.dp_replicate}", f"layout.dp_shard={layout.dp_shard}"]
+    given = {} if before is None else before.overrides
+    return {name: value for name, value in given.items() if name in LAYOUT_FIELDS} | override_values(overrides)
 
 
 def _start(ray: Any, asked: Submission) -> None:

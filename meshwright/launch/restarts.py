@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.failures import RankFailure
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.layout import ranks_of, require_layout
 from meshwright.runs import RunFolder
-from meshwright.train import OutOfMemory
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
@@ -43,6 +41,8 @@ class Restarts:
         done. But an error before a restart's first step was not there when the run began: a disk that is read-only for
         a while may recover.
         """
+        from meshwright.train import OutOfMemory  # with torch, which those who keep a run going else do without
+
         step, attempt = last_step(folder), max((row.get("attempt", 0) for row in folder.newest().rows), default=-1)
         refused = self.used > 0 and attempt == self._attempt
         self._attempt = attempt
@@ -87,6 +87,8 @@ class Restarts:
         """The job for fewer ranks, if allowed and needed: a GPU is lost, or a rank never starts."""
         if not self.job.run.may_shrink:
             return None
+        import torch
+
         lost = self._rank if self._same_rank > 1 else None
         gpus = torch.cuda.device_count() if self.job.run.device in ("auto", "cuda") else 0
         if not gpus:

@@ -8,7 +8,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from meshwright.data import WorkerDied
 from meshwright.errors import UserError
-from meshwright.launch.failures import ERROR_FILE, RankFailure, explain, failures_written_down
+from meshwright.launch.failures import ERROR_FILE, explain, failures_written_down
+from meshwright.launch.rank_failure import RankFailure
 
 RESET = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4")
 

@@ -1,9 +1,15 @@
 """Runs on a real Ray cluster: submitted, followed, cancelled, resumed, shrunk when a raylet dies, grown when one
 returns; and what is rejected."""
 
+import json
+import os
+import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,20 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from launch_processes import left_over
 
 import meshwright
 from meshwright.errors import UserError
-from meshwright.job import Job, load_job
 from meshwright.launch.ray import FOLDER, Submission
 from meshwright.launch.ray.host import Host
-from meshwright.launch.ray.placement import room_of, split, splits
-from meshwright.layout import ranks_of
 from meshwright.runs import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ray_cluster import IP, JOB, RayCluster, ray_cluster
 
+REST = ", micro-batch 2, recompute none"
 WAIT_S = 300.0  # only for a machine that is very busy
 
 
@@ -50,8 +55,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(place: Path) -> Iterator[RayCluster]:
+    handler = signal.getsignal(signal.SIGTERM)
     with ray_cluster((2, 2, 1)) as cluster:
         yield cluster
+    signal.signal(signal.SIGTERM, handler)  # Ray leaves its own, also in the processes that later tests fork
 
 
 def command(*words: str) -> None:
@@ -70,6 +77,8 @@ class Story:
     followed: str
     cancelled: dict[str, Any]
     refused: str
+    planned: dict[str, Any]
+    """Its status in the layout that the planner chose."""
     ends: list[int]
     """The last step of every attempt."""
     groups: list[str]
@@ -99,7 +108,7 @@ def story(place: Path, cluster: RayCluster, warm_command: Path) -> Story:
             and sum(row["attempt"] == attempt for row in folder.newest().rows) >= steps
         )
 
-    command("submit", "job.toml", "--on", "ray", "--address", cluster.address, "--min-ranks", "2")
+    command("submit", "job.toml", "--on", "ray", "--address", cluster.address, "--min-ranks", "1")
     logs = subprocess.Popen(
         [warm_command / "meshwright", "logs", str(run), "--follow"], stdout=subprocess.PIPE, text=True, cwd=place
     )
@@ -109,17 +118,21 @@ def story(place: Path, cluster: RayCluster, warm_command: Path) -> Story:
         command("submit", str(run), "--on", "ray")
     cancelled = vars(cancel(run, WAIT_S))
     followed = logs.communicate(timeout=WAIT_S)[0]
-    command("submit", str(run), "--on", "ray", "--min-ranks", "2")
-    until(stepped(1), "the resumed attempt")
     cluster.kill(cluster.nodes[0])
-    until(stepped(2), "the attempt on fewer ranks")
-    cluster.add(2)
+    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 3, "the loss of the first raylet")
+    command("submit", str(run), "--on", "ray", "--min-ranks", "1")
+    until(stepped(1), "the resumed attempt, on fewer ranks")
+    cluster.kill(cluster.nodes[1])
+    until(stepped(2), "the attempt without tensor parallelism")
+    planned = vars(status_of(run))
+    cluster.add(4)
     until(stepped(3), "the attempt on all ranks again")
     cancel(run, WAIT_S)
     until(lambda: not left_over(str(run)), "the end of all processes")
     ends = [event["step"] for event in folder.events("stop")]
     groups = [one["state"] for one in placement_group_table().values()]
-    return Story(run, status, followed, cancelled, str(refused.value), ends, groups, ray.available_resources())
+    free = ray.available_resources()
+    return Story(run, status, followed, cancelled, str(refused.value), planned, ends, groups, free)
 
 
 def test_a_submitted_run_is_followed_and_cancelled(story: Story) -> None:
@@ -131,12 +144,25 @@ def test_a_submitted_run_is_followed_and_cancelled(story: Story) -> None:
 
 
 def test_it_continues_on_what_is_left_and_grows_again(story: Story) -> None:
-    assert [event["ranks"] for event in story.starts()] == [4, 4, 2, 4]
+    assert [event["ranks"] for event in story.starts()] == [4, 2, 1, 4]
     # Every attempt began where the one before had saved: no step was lost, not even to the lost raylet.
     assert [event["step"] for event in story.starts()] == [0, *story.ends[:-1]]
     restarts = RunFolder.open(story.run).events("restart")
     assert [event["cause"] for event in restarts] == ["a machine or its raylet was lost"]
     assert [event["signal"] for event in RunFolder.open(story.run).events("stop")][2:] == ["more machines", "cancelled"]
+
+
+def test_every_change_of_the_layout_is_recorded(story: Story) -> None:
+    """tp 2 stays as long as a machine holds it, then the planner chooses; once one is added, all is as submitted."""
+    first, second, third = RunFolder.open(story.run).events("replan")
+    assert (first["before"], first["after"]) == ("dp 2, zero 2, tp 2" + REST, "dp 1, zero 0, tp 2" + REST)
+    assert first["why"] == "fewer data-parallel ranks" and first["changed"] == {"layout.dp_shard": [2, 1]}
+    assert second["before"] == first["after"] and second["after"].startswith("dp 1, zero 0, micro-batch")
+    assert second["why"].startswith("planned for 1 rank on 1 machine") and second["changed"]["layout.tp"] == [2, 1]
+    assert (third["after"], third["why"]) == (first["before"], "as submitted")
+    assert [event["step"] for event in (first, second, third)] == story.ends[:3]
+    assert second["after"] in story.planned["why"] and "planned for 1 rank" in story.planned["why"]
+    assert RunFolder.open(story.run).resolved_job().layout.tp == 2
 
 
 def test_nothing_is_left_in_the_cluster(story: Story) -> None:
@@ -155,16 +181,20 @@ def test_every_sample_counts_once_and_losses_equal_one_process(story: Story, war
     assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-5)
 
 
-def test_fewer_ranks_continue_as_a_quiet_run_would(story: Story, warm_command: Path, place: Path) -> None:
-    """Resumed from the same checkpoint on so many local ranks, every loss has the same bits."""
-    begin, end = story.ends[1], story.ends[2]
-    quiet = place / "quiet"
+@pytest.mark.parametrize("attempt", [1, 2], ids=["fewer", "planned"])
+def test_fewer_ranks_continue_as_a_quiet_run_would(story: Story, warm_command: Path, place: Path, attempt: int) -> None:
+    """Resumed from the same checkpoint in the same layout on this machine alone, every loss has the same bits."""
+    begin, end = story.ends[attempt - 1], story.ends[attempt]
+    quiet = place / f"quiet-{attempt}"
     shutil.copytree(story.run, quiet)
     for later in (quiet / "checkpoints").glob("step-*"):
         if int(later.name.removeprefix("step-")) > begin:
             shutil.rmtree(later)
     shutil.rmtree(quiet / FOLDER)
-    train(warm_command, place, str(quiet), "layout.dp_shard=1", f"run.steps={end}", words=["--resume", "--nproc", "2"])
+    recorded = RunFolder.open(story.run).events("replan")[attempt - 1]
+    changes = [f"{name}={now}" for name, (_, now) in recorded["changed"].items() if now is not None]
+    changes += ["layout.dp_shard=1", f"run.steps={end}"]
+    train(warm_command, place, str(quiet), *changes, words=["--resume", "--nproc", str(recorded["ranks"])])
     expected = {row["step"]: row["loss"] for row in RunFolder.open(quiet).metrics()}
     assert max(expected) == end > begin
     shrunk = {row["step"]: row["loss"] for row in story.rows() if begin < row["step"] <= end}
@@ -178,15 +208,94 @@ def train(warm_command: Path, place: Path, job: str, *changes: str, words: list[
     assert done.returncode == 0, done.stderr
 
 
-def test_a_program_trains_with_the_package_it_sends(place: Path, cluster: RayCluster, apart: None) -> None:
+def test_the_script_of_a_ray_job_runs(
+    place: Path, cluster: RayCluster, warm_command: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What KubeRay runs on a cluster's head, on this one; its volume and its ConfigMap are folders here."""
+    volume = place / "volume"
+    (volume / "bin").mkdir(parents=True)
+    (python := volume / "bin/python").write_text(f'#!/bin/sh\nshift 2\nexec {warm_command}/meshwright "$@"\n')
+    python.chmod(0o755)
+    changes = ["run.steps=2", "layout.dp_shard=1", "layout.tp=1", "run.folder=job"]
+    words = [word for change in changes for word in ("--set", change)]
+    words += ["--kind", "rayjob", "--container", "image", "--volume", "shared", "--dry-run"]
+    capsys.readouterr()
+    command("submit", "job.toml", "--on", "kubernetes", *words)
+    config = next(yaml.safe_load_all(capsys.readouterr().out))
+    for name, text in config["data"].items():
+        (volume / name).write_text(text.replace("/etc/meshwright", str(volume)).replace("/mnt/meshwright", str(volume)))
+    variables = {**os.environ, "PATH": f"{volume}/bin:{os.environ['PATH']}", "RAY_ADDRESS": cluster.address}
+    done = subprocess.run(["bash", volume / "ray.sh"], env=variables, cwd=volume, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2  loss" in done.stdout and "all steps are done" in done.stdout
+    assert RunFolder.open(volume / "job").state() == "done"
+
+
+# A dataset of Ray Data.
+
+TEXTS = [f"row {number} of the dataset, which is some text to train on" for number in range(300)]
+BLOCKS = 3
+"""Unless told, Ray makes a block of every row or two, and a shuffle runs tasks for each."""
+
+
+def test_a_program_trains_on_its_dataset_with_the_package_it_sends(
+    place: Path, cluster: RayCluster, apart: None, warm_command: Path
+) -> None:
     import ray
 
-    changes = {"run.steps": 2, "layout.dp_shard": 1, "layout.tp": 1, "run.folder": "sent"}
-    run = meshwright.ray.train(meshwright.load_job("job.toml", set=changes), address=cluster.address, ship=True)
-    assert run.state == "done" and len(run.losses) == 2
+    from meshwright.launch.ray.connection import connect
+
+    connect(cluster.address, ship=True)
     assert ray.get_runtime_context().runtime_env["py_modules"][0].startswith("gcs://")
+    dataset = ray.data.from_items([{"text": text} for text in TEXTS], override_num_blocks=BLOCKS)
+    changes = {"run.steps": 2, "layout.dp_shard": 1, "layout.tp": 1, "run.folder": "rows"}
+    given = job_without_sources(place, changes)
+    run = meshwright.ray.train(given, address=cluster.address, ship=True, dataset=dataset)
+    assert run.state == "done"
+    # As the same rows in a file are trained on by one process.
+    kept = place / "rows/data/rows.jsonl"
+    assert [json.loads(line)["text"] for line in kept.read_text().splitlines()] == TEXTS
+    (place / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    settings = [f"{name}={value}" for name, value in (changes | {"run.folder": "local"}).items()]
+    train(warm_command, place, "job.toml", *settings, 'data.sources=["texts.jsonl"]')
+    assert run.losses == [row["loss"] for row in RunFolder.open(place / "local").metrics()]
+    # It continues without the dataset, or with one that has the same rows, and with no other.
+    other = ray.data.from_items([{"text": text} for text in reversed(TEXTS)], override_num_blocks=BLOCKS)
+    with pytest.raises(UserError, match=r"dataset does not have the rows, in their order, that .* began with"):
+        meshwright.ray.train(place / "rows", dataset=other)
+    with pytest.raises(UserError, match="was not started from a dataset"):
+        meshwright.ray.train(place / "local", dataset=dataset)
     with pytest.raises(UserError, match="this program is connected to the cluster at"):
-        meshwright.ray.train("sent", address="127.0.0.3:9")
+        meshwright.ray.train("rows", address="127.0.0.3:9")
+
+
+def test_datasets_that_are_rejected(place: Path, cluster: RayCluster) -> None:
+    import ray
+
+    from meshwright.launch.ray.connection import connect
+
+    connect(cluster.address)
+    dataset = ray.data.from_items([{"text": text} for text in TEXTS], override_num_blocks=BLOCKS)
+
+    def rejected(given: Any, job: Any = None) -> str:
+        with pytest.raises(UserError) as error:
+            meshwright.ray.train(job or job_without_sources(place, {"run.folder": "unfit"}), dataset=given)
+        assert not (place / "unfit").exists() and "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "another order, each time it is read" in rejected(dataset.random_shuffle())
+    assert rejected(["a text"]).startswith("dataset = list is not a dataset of Ray Data")
+    assert "row 1 has no text in 'text', only 'body'" in rejected(ray.data.from_items([{"body": "a"}]))
+    raw = ray.data.from_items([{"text": "a", "raw": b"x"}])
+    assert "row 1 cannot be written as JSON (a value is of type bytes)" in rejected(raw)
+    assert rejected(dataset.limit(0)) == "dataset has no rows; give one that has some"
+    own = meshwright.load_job("job.toml", set={"run.folder": "unfit"})
+    assert "data.sources = ['builtin:synthetic'] and a dataset are both given" in rejected(dataset, own)
+
+
+def job_without_sources(place: Path, changes: dict[str, Any]) -> Any:
+    (place / "rows.toml").write_text(JOB.replace('sources = ["builtin:synthetic"]\n', ""))
+    return meshwright.load_job("rows.toml", set=changes)
 
 
 # What is rejected; nothing of it leaves a run folder.
@@ -220,6 +329,10 @@ def test_wrong_addresses(place: Path, apart: None, monkeypatch: pytest.MonkeyPat
     assert "which Ray takes as" in rejected(place, "--address", "127.0.0.1:9")
     assert "is not HOST:PORT" in rejected(place, "--address", "somewhere")
     assert "submit on a machine of the cluster" in rejected(place, "--address", "ray://127.0.0.1:10001")
+    with socket.create_server(("127.0.0.3", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0-OpenSSH_9.6\r\n"), daemon=True).start()
+        address = f"127.0.0.3:{other.getsockname()[1]}"
+        assert f"--address {address} is not of a Ray cluster" in rejected(place, "--address", address)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.3:9")
     assert "does not answer" in rejected(place)
 
@@ -248,7 +361,7 @@ def test_too_few_machines(place: Path, cluster: RayCluster) -> None:
     many = ("--address", cluster.address, "--set", "layout.dp_shard=4", "--set", "batch.micro_batch=1")
     report = rejected(place, *many)
     assert "the layout needs 8 ranks, each a CPU with each group of layout.tp = 2 on one machine" in report
-    assert "the cluster's machines hold 2, 2, 1" in report and "--min-ranks" in report
+    assert re.search("the cluster's machines hold (2, 2, 1|4, 1);", report) and "--min-ranks" in report
     assert "at least 5 of 8 ranks" in rejected(place, *many, "--min-ranks", "5")
     assert "each a GPU and a CPU" in rejected(place, "--address", cluster.address, "--set", "run.device=cuda")
 
@@ -259,6 +372,44 @@ def test_another_meshwright_on_the_head(place: Path, cluster: RayCluster, monkey
     monkeypatch.setattr("meshwright.launch.ray_submit.VERSION", "0.0.1")
     report = rejected(place, "--address", cluster.address)
     assert report.startswith(f"the cluster's head has meshwright {VERSION}, this machine 0.0.1;")
+
+
+def test_a_run_of_a_cluster_that_is_gone_continues_in_another(tmp_path: Path) -> None:
+    from meshwright.launch.ray.status import require_idle
+    from meshwright.version import VERSION
+
+    with socket.create_server(("127.0.0.3", 0)) as other:
+        address = f"127.0.0.3:{other.getsockname()[1]}"
+        (tmp_path / FOLDER).mkdir()
+        Submission(address, str(tmp_path), str(tmp_path), 1, False, VERSION).write()
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"\0\0\0\4\0\0\0\0\0"), daemon=True).start()
+        with pytest.raises(UserError, match=r"which still runs, and not to the one at .*; run meshwright cancel"):
+            require_idle(tmp_path, "127.0.0.4:1")
+    require_idle(tmp_path, "127.0.0.4:1")
+
+
+def test_a_cancel_that_comes_while_ranks_start_is_not_lost(place: Path) -> None:
+    from meshwright.job import load_job
+    from meshwright.launch.ray.status import STOP_FILE
+    from meshwright.runs.lifecycle import create_folder
+    from meshwright.version import VERSION
+
+    run = place / "cancelled"
+    values = {"run.folder": str(run), "run.steps": 1000, "layout.dp_shard": 1, "layout.tp": 1}
+    folder = create_folder(load_job("job.toml", values), run)
+    (run / FOLDER).mkdir()
+    (run / "logs").mkdir()
+    (run / STOP_FILE).write_text("cancelled")  # after the supervisor has looked for one, before a rank can
+    with socket.create_server((IP, 0)) as server:
+        port = server.getsockname()[1]
+    host = Host(Submission(IP, str(run), str(place), 1, False, VERSION))
+    host.start(0, (0, 1, f"{IP}:{port}"), 1)
+    try:
+        until(lambda: host.poll() is not None, "the ranks do not end")
+    finally:
+        host.kill()
+    stop = folder.events("stop")[-1]
+    assert (stop["reason"], stop["signal"], stop["step"]) == ("interrupted", "cancelled", 1)
 
 
 def test_a_machine_that_does_not_see_the_run_says_so(tmp_path: Path) -> None:
@@ -273,46 +424,3 @@ def test_a_machine_that_does_not_see_the_run_says_so(tmp_path: Path) -> None:
     assert "does not see /nowhere" in str(Host(elsewhere).facts().error)
     older = Submission(IP, asked.run, str(tmp_path), 1, False, "0.0.1")
     assert "install that one" in str(Host(older).facts().error)
-
-
-# How ranks are split over machines.
-
-
-def job(tmp_path: Path, *overrides: str) -> Job:
-    (tmp_path / "job.toml").write_text(JOB)
-    return load_job(str(tmp_path / "job.toml"), overrides).job
-
-
-def shape(found: Any) -> tuple[int, int] | None:
-    return None if found is None else (found.bundles, found.ranks_per_bundle)
-
-
-def test_tensor_parallel_ranks_stay_on_one_machine(tmp_path: Path) -> None:
-    four = job(tmp_path)
-    assert shape(split(four, [4])) == (1, 4)
-    assert shape(split(four, [3, 2, 1])) == (2, 2)
-    assert split(four, [3, 1, 1, 1]) is None
-    assert shape(split(job(tmp_path, "layout.tp=1", "layout.dp_shard=4", "batch.micro_batch=1"), [3, 1])) == (4, 1)
-    assert split(four, [3, 2]).resources(gpus=True) == [{"CPU": 2.0, "GPU": 2.0}] * 2
-
-
-def test_smaller_layouts_keep_the_batch(tmp_path: Path) -> None:
-    eight = job(tmp_path, "layout.dp_shard=6", "batch.global_batch=12", "batch.micro_batch=1")
-
-    def ranks(room: list[int], least: int = 1) -> list[int]:
-        return [ranks_of(one.job.layout) for one in splits(eight, room, least)]
-
-    assert ranks([12]) == [12, 8, 6, 4, 2]  # dp 5 does not divide the batch
-    assert ranks([8, 2]) == [8, 6, 4, 2]
-    assert ranks([8, 2], least=5) == [8, 6]
-    assert {one.job.batch.global_batch for one in splits(eight, [12], 1)} == {12}
-
-
-def test_room_of_machines() -> None:
-    nodes = [
-        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 4.0}},
-        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
-        {"Alive": True, "Resources": {"CPU": 16.0}},
-    ]
-    assert room_of(nodes, gpus=True) == [4, 0]
-    assert room_of(nodes, gpus=False) == [16, 8]

@@ -80,7 +80,7 @@ LEFT, RIGHT = "--exclude=node03,node04,node05", "--exclude=node01,node02"
 RUNS = {
     "outlived": (["--sbatch", LEFT], ["run.steps=80"]),
     "signalled": (["--sbatch", LEFT], ["layout.dp_replicate=4"]),
-    "moved": (["--sbatch", RIGHT, "--per-rank"], ["layout.dp_replicate=2", "checkpoint.every_steps=2"]),
+    "moved": (["--sbatch", RIGHT, "--per-rank"], ["layout.dp_replicate=2", "checkpoint.every_steps=2", "run.steps=48"]),
     "chained": (["--sbatch", LEFT, "--chain", "3"], []),
     "cancelled": (["--sbatch", LEFT, "--chain", "2"], ["run.steps=100000"]),
     "tried": (["--sbatch", LEFT, "--ladder", "--budget", "0.8"], ["layout.dp_replicate=2", "run.steps=10000000"]),

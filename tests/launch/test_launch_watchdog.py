@@ -7,8 +7,8 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.failures import RankFailure
 from meshwright.launch.heartbeat import Beat, beat_interval_s
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.restarts import Restarts, shrunk
 from meshwright.launch.signals import exit_code
 from meshwright.launch.stalls import COLDEST_S, VERDICT, Stall, StallDetector

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, Literal, Self
 
 from meshwright.errors import UserError
-from meshwright.launch.failures import RankFailure
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.ray.host import Host
 from meshwright.launch.ray.placement import Split
 from meshwright.launch.ray.record import Submission
@@ -32,19 +32,19 @@ class Attempt:
         self._codes: dict[int, int] = {}
         self._failed_at: float | None = None
 
-    def reserve(self, patience_s: float, cancelled: Callable[[], bool]) -> bool:
+    def reserve(self, patience_s: float, give_up: Callable[[], bool]) -> bool:
         """Reserve all bundles, or none."""
         from ray.util.placement_group import placement_group
 
         self._group = placement_group(self.split.resources(self._asked.gpus), strategy="PACK")
         deadline = time.monotonic() + patience_s
         while not self._group.wait(_LOOK_S):
-            if time.monotonic() > deadline or cancelled():
+            if time.monotonic() > deadline or give_up():
                 self._release()
                 return False
         return True
 
-    def start(self, number: int, changes: list[str]) -> str:
+    def start(self, number: int) -> str:
         """Start a host per bundle and its ranks; returns the machines' addresses."""
         from ray.util.placement_group import placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -63,10 +63,7 @@ class Attempt:
         master = f"{facts[0].address}:{facts[0].free_port}"
         each = self.split.ranks_per_bundle
         places = [(rank, len(self._hosts), master) for rank in range(len(self._hosts))]
-        starts = [
-            host.start.remote(number, place, each, changes) for host, place in zip(self._hosts, places, strict=True)
-        ]
-        self._ask(starts)
+        self._ask([host.start.remote(number, place, each) for host, place in zip(self._hosts, places, strict=True)])
         return ", ".join(sorted({fact.address for fact in facts}))
 
     def _ask(self, answers: list[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 NAMESPACE = "meshwright"
 """Ray's name for the actors of all our runs, so that they can be found from any program."""
 _INSTALL = "pip install 'meshwright[ray]'"
-_ANSWER_S = 5.0
+_ANSWER_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -54,6 +54,15 @@ def connect(address: str | None = None, ship: bool = False) -> Any:
     return ray
 
 
+def answers(address: str) -> bool:
+    """Whether a cluster still runs at an address."""
+    try:
+        _require_answer(address)
+    except NoCluster:
+        return False
+    return True
+
+
 def _require_answer(address: str) -> None:
     """Reject an address where nothing listens; Ray itself would try for minutes."""
     if "://" in address:
@@ -70,13 +79,23 @@ def _require_answer(address: str) -> None:
 
         asked = get_node_ip_address()  # which Ray connects to instead
     try:
-        socket.create_connection((asked, int(port)), timeout=_ANSWER_S).close()
+        with socket.create_connection((asked, int(port)), timeout=_ANSWER_S) as connection:
+            ours = os.environ.get("RAY_USE_TLS") == "1" or _speaks_grpc(connection)
     except OSError as error:
         place = "" if asked == host else f", which Ray takes as {asked}:{port},"
         raise NoCluster(
             f"--address {address}{place} does not answer ({error.strerror or error}); give the address that `ray "
             "start --head` printed, and check that the cluster runs"
         ) from None
+    if not ours:
+        raise NoCluster(f"--address {address} is not of a Ray cluster; give the one that `ray start --head` printed")
+
+
+def _speaks_grpc(connection: socket.socket) -> bool:
+    """Whether another program's port answers as Ray's does: to HTTP/2's opening and an empty frame of settings, with
+    settings of its own."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    return connection.recv(9)[3:4] == b"\4"
 
 
 def _mismatch(text: str) -> str:

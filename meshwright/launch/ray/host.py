@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import meshwright
 from meshwright.launch.ray.record import FOLDER, Submission
+from meshwright.launch.ray.status import STOP_FILE
+from meshwright.launch.signals import STOP_FILE as STOP_FILE_VARIABLE
 from meshwright.version import VERSION
 
 
@@ -48,18 +50,19 @@ class Host:
             return f"{here} does not see {asked.folder}, where the run was submitted; submit it from a shared disk"
         return None
 
-    def start(self, attempt: int, place: tuple[int, int, str], ranks: int, changes: list[str]) -> None:
+    def start(self, attempt: int, place: tuple[int, int, str], ranks: int) -> None:
         """Start this machine's ranks: `place` is its number, how many there are, and where they connect."""
         asked, (number, hosts, master) = self._submission, place
         words = ["train", asked.run, "--resume", "--nproc", str(ranks)]
         words += ["--nodes", str(hosts), "--node-rank", str(number), "--master", master]
-        words += [word for change in (*asked.overrides, *changes) for word in ("--set", change)]
         words += ["--trust"] * asked.trust
         variables = dict(os.environ)
         # Ray's own value is for one process with all of the bundle's CPUs.
         variables.pop("OMP_NUM_THREADS", None)
         if not asked.gpus:
             variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        # The supervisor has removed an earlier attempt's; one that is there now was meant for this attempt.
+        variables[STOP_FILE_VARIABLE] = str(Path(asked.run) / STOP_FILE)
         package = str(Path(meshwright.__file__).parents[1])  # Ray may have unpacked it anywhere
         variables["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [variables.get("PYTHONPATH")])])
         log = Path(asked.run) / FOLDER / f"attempt-{attempt}{f'.host-{number}' if number else ''}.out"

@@ -1,12 +1,10 @@
 """How many ranks a cluster can hold, and how they are split over its machines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.launch.restarts import shrunk
 from meshwright.layout import ranks_of
 
 HEAD = "node:__internal_head__"
@@ -21,6 +19,8 @@ class Split:
     job: Job
     bundles: int
     ranks_per_bundle: int
+    why: str = "as submitted"
+    """Why this layout."""
 
     def resources(self, gpus: bool) -> list[dict[str, float]]:
         """What each bundle reserves: a CPU per rank, and a GPU where it computes on one."""
@@ -33,24 +33,17 @@ def split(job: Job, room: Sequence[int]) -> Split | None:
 
     `room` is how many ranks each machine holds.
     """
-    ranks, tp = ranks_of(job.layout), job.layout.tp
+    found = bundles_of(ranks_of(job.layout), job.layout.tp, room)
+    return None if found is None else Split(job, *found)
+
+
+def bundles_of(ranks: int, tp: int, room: Sequence[int]) -> tuple[int, int] | None:
+    """How many bundles of how many ranks: as few as these machines allow, each of whole tensor-parallel groups."""
     for bundles in range(1, ranks // tp + 1):
         each, rest = divmod(ranks, bundles)
         if not rest and each % tp == 0 and sum(here // each for here in room) >= bundles:
-            return Split(job, bundles, each)
+            return bundles, each
     return None
-
-
-def splits(job: Job, room: Sequence[int], min_ranks: int) -> Iterator[Split]:
-    """What these machines can hold of a job, most ranks first: its own layout, then with fewer data-parallel ranks.
-
-    The global batch stays as it is, and so do tp, cp and pp; a layout that would be rejected is left out.
-    """
-    smaller: Job | None = job
-    while smaller is not None and ranks_of(smaller.layout) >= min_ranks:
-        if (found := split(smaller, room)) is not None:
-            yield found
-        smaller = shrunk(job, ranks_of(smaller.layout) - 1)
 
 
 def room_of(nodes: Sequence[dict[str, Any]], gpus: bool) -> list[int]:
@@ -63,19 +56,3 @@ def room_of(nodes: Sequence[dict[str, Any]], gpus: bool) -> list[int]:
 def has_gpus(nodes: Sequence[dict[str, Any]]) -> bool:
     """Whether any machine that is alive has a GPU."""
     return any(node["Alive"] and node["Resources"].get("GPU", 0) for node in nodes)
-
-
-def require_resources(job: Job, nodes: Sequence[dict[str, Any]], gpus: bool, min_ranks: int) -> None:
-    """Reject a job that these machines could not hold even if nothing else ran there."""
-    room = room_of(nodes, gpus)
-    if next(splits(job, room, min_ranks), None) is not None:
-        return
-    ranks, tp = ranks_of(job.layout), job.layout.tp
-    kind = "GPU and a CPU" if gpus else "CPU"
-    held = ", ".join(str(here) for here in room if here) or "none"
-    together = f" with each group of layout.tp = {tp} on one machine" if tp > 1 else ""
-    needs = f"{ranks} ranks" if min_ranks == ranks else f"at least {min_ranks} of {ranks} ranks"
-    raise UserError(
-        f"the layout needs {needs}, each a {kind}{together}, but the cluster's machines hold {held}; use a smaller "
-        "layout, add machines, or let it run on fewer ranks with --min-ranks"
-    )

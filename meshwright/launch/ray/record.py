@@ -1,9 +1,9 @@
 """What a run folder keeps of its submission to Ray: `ray/` with the request, the logs, and how it all ended."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -32,9 +32,12 @@ class Submission:
     """Whether a rank takes a GPU, else a CPU."""
     version: str
     """Meshwright's, which every machine must have."""
-    overrides: tuple[str, ...] = ()
-    """Overrides for a run that is continued."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Values by section.field over the run folder's job: the layout as submitted, while the folder's is that of the
+    last attempt, and what a continued run changes."""
     trust: bool = False
+    device: str | None = None
+    """What a rank's device is to the planner; None if that is not known."""
 
     @property
     def name(self) -> str:

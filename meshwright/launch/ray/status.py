@@ -5,7 +5,8 @@ import time
 from pathlib import Path
 
 from meshwright.atomic import write_atomic
-from meshwright.launch.ray.connection import NAMESPACE, connect
+from meshwright.errors import UserError
+from meshwright.launch.ray.connection import NAMESPACE, answers, connect
 from meshwright.launch.ray.record import OVER, State, Submission, over
 from meshwright.launch.slurm.status import Status, Word
 from meshwright.reading import printable
@@ -39,6 +40,21 @@ def is_active(run: Path) -> bool:
     """Whether a supervisor keeps the run going."""
     submission = Submission.read(run)
     return submission is not None and over(run) is None and _is_supervised(submission)
+
+
+def require_idle(run: Path, address: str) -> None:
+    """Reject a run that a supervisor keeps going, in the cluster at this address or in one that may still run."""
+    submission = Submission.read(run)
+    if submission is None or over(run) is not None:
+        return
+    if submission.address != address:  # a program is connected to one cluster only, and cannot ask another
+        if answers(submission.address):
+            raise UserError(
+                f"{run} was submitted to the cluster at {submission.address}, which still runs, and not to the one at "
+                f"{address}; run meshwright cancel {run} first"
+            )
+    elif _is_supervised(submission):
+        raise UserError(f"{run} already runs in the cluster; wait until it ends, or run meshwright cancel {run}")
 
 
 def outcome(run: Path) -> str | None:

@@ -14,15 +14,18 @@ from typing import Any
 from meshwright.atomic import write_atomic
 from meshwright.errors import UserError
 from meshwright.job import Job, changed_job
-from meshwright.launch.failures import RankFailure
+from meshwright.launch.rank_failure import RankFailure
 from meshwright.launch.ray.attempt import Attempt, LostHost
+from meshwright.launch.ray.layouts import layout_fields, splits
 from meshwright.launch.ray.metrics import Reporter
-from meshwright.launch.ray.placement import Split, room_of, splits
+from meshwright.launch.ray.placement import Split, room_of
 from meshwright.launch.ray.record import FOLDER, OVER, State, Submission, over
+from meshwright.launch.ray.status import STOP_FILE
 from meshwright.launch.restarts import Restarts, cause_of, last_step
-from meshwright.launch.worker import STOP_FILE
 from meshwright.layout import ranks_of
+from meshwright.plan import layout_words
 from meshwright.runs import RunFolder
+from meshwright.runs.change_job import change_job
 from meshwright.version import VERSION
 
 GROW = "more machines"
@@ -67,7 +70,7 @@ class Supervisor:
     def _keep_running(self) -> str:
         """Attempt after attempt; returns how it all ended."""
         folder = RunFolder.open(self._run)
-        job = changed_job(folder.resolved_job(trust=True), self._asked.overrides)
+        job = changed_job(folder.resolved_job(trust=True), {**self._asked.overrides, "run.folder": self._asked.run})
         restarts = Restarts(job.model_copy(update={"run": job.run.model_copy(update={"may_shrink": False})}))
         barren, number = 0, sum(path.stem.count(".") == 0 for path in (self._run / FOLDER).glob("attempt-*.out"))
         while True:
@@ -79,6 +82,7 @@ class Supervisor:
             if attempt is None:
                 return "cancelled"
             with attempt:
+                self._change(folder, attempt.split)
                 cause = self._attempted(attempt, number, _Growth(self._ray, self._asked, job, attempt.split))
             number += 1
             if over(self._run) is not None:
@@ -111,27 +115,50 @@ class Supervisor:
 
     def _reserved(self, job: Job) -> Attempt | None:
         """The machines for the next attempt, of the largest layout they can be had for; None once it is cancelled."""
+        room: list[int] = []
+
+        def changed() -> bool:
+            return over(self._run) is not None or self._room() != room
+
+        too_small: list[int] | None = None
         while over(self._run) is None:
-            found = list(splits(job, room_of(self._ray.nodes(), self._asked.gpus), self._asked.min_ranks))
-            for split in found:
+            room, split = self._room(), None
+            for split in splits(job, room, self._asked.min_ranks, self._asked.device) if room != too_small else ():
                 attempt = Attempt(self._ray, self._asked, split)
-                if attempt.reserve(_RESERVE_S, lambda: over(self._run) is not None):
+                if attempt.reserve(_RESERVE_S, changed):
                     return attempt
+                if changed():  # Ray notices a lost machine seconds after its processes have ended
+                    break
+            too_small = room if split is None else None  # a search may take seconds
             again = last_step(RunFolder.open(self._run)) >= 0
             why = f"no machines are free for {self._asked.min_ranks} ranks"
             State("requeued" if again else "pending", why).write(self._run)
             time.sleep(_LOOK_S)
         return None
 
+    def _room(self) -> list[int]:
+        return room_of(self._ray.nodes(), self._asked.gpus)
+
+    def _change(self, folder: RunFolder, split: Split) -> None:
+        """Put the run folder's job into the layout of the next attempt, and record what was decided."""
+        before, step = folder.resolved_job(trust=True), max(0, last_step(folder))
+        changed = change_job(folder, split.job)
+        if layout_fields(before) != layout_fields(split.job):
+            words = {"before": layout_words(before), "after": layout_words(split.job), "why": split.why}
+            folder.event("replan", step=step, ranks=ranks_of(split.job.layout), **words, changed=changed)
+        elif changed.keys() - {"run.folder"}:
+            folder.event("change", step=step, changed=changed)
+        folder.close()
+
     def _attempted(self, attempt: Attempt, number: int, growth: "_Growth") -> Exception | None:
         """Run the ranks once; returns what made them fail, if they did."""
         split = attempt.split
         ranks = ranks_of(split.job.layout)
-        layout = {name: getattr(split.job.layout, name) for name in ("dp_replicate", "dp_shard")}
         reporter = Reporter(self._run)
         try:
-            nodes = attempt.start(number, [f"layout.{name}={value}" for name, value in layout.items()])
-            State("running", f"{ranks} rank{'s' * (ranks > 1)}", nodes).write(self._run)
+            nodes = attempt.start(number)
+            shown = f"{ranks} rank{'s' * (ranks > 1)}, {layout_words(split.job)}: {split.why}"
+            State("running", shown, nodes).write(self._run)
             while (left := attempt.running(lambda: RunFolder.open(self._run).state() != "running")) is True:
                 reporter.look()
                 growth.look()
@@ -149,6 +176,8 @@ class _Growth:
         self._ray, self._asked, self._run = ray, asked, Path(asked.run)
         self._job, self._ranks = job, ranks_of(split.job.layout)
         self._full = self._ranks == ranks_of(job.layout)
+        self._found: tuple[list[int], int] = ([], 0)
+        """How many ranks were last found for which machines."""
         self._known = self._cluster()
         self._saved: str | None = None
         """The newest checkpoint when more machines were first seen."""
@@ -171,10 +200,12 @@ class _Growth:
         """Whether machines were added that allow more ranks, and are free."""
         if not self._cluster() - self._known:
             return False
-        name = "GPU" if self._asked.gpus else "CPU"
-        free = int(self._ray.available_resources().get(name, 0))
-        found = next(splits(self._job, room_of(self._ray.nodes(), self._asked.gpus), self._ranks + 1), None)
-        return found is not None and ranks_of(found.job.layout) - self._ranks <= free
+        room = room_of(self._ray.nodes(), self._asked.gpus)
+        if room != self._found[0]:  # a search may take seconds
+            chosen = next(splits(self._job, room, self._asked.min_ranks, self._asked.device), None)
+            self._found = room, 0 if chosen is None else ranks_of(chosen.job.layout)
+        free = int(self._ray.available_resources().get("GPU" if self._asked.gpus else "CPU", 0))
+        return 0 < self._found[1] - self._ranks <= free
 
 
 def _cause(codes: list[int], folder: RunFolder) -> Exception | None:

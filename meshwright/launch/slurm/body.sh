@@ -58,6 +58,12 @@ continue_later() { # from the newest checkpoint, in the next job or in this one,
   exit 85
 }
 
+# A step that Slurm aborts with a lost node may end with 0, and whatever looks at it then is killed, too: the run is done
+# only if it can be seen that its last end was not a failure.
+ended_as_failed() { # 1 if the run's last end was a failure, else 0; nothing if the answer was cut off
+  grep -s '"kind": "stop"' "$run/events.jsonl" | tail -n 1 | grep -c '"reason": "failed"'
+}
+if [ $code = 0 ] && [ "$(ended_as_failed)" != 0 ]; then code=1; fi
 if [ $code -le "$judged" ]; then
   judge || finish "failed: the trial says no" 1
   finish "done" 0
