@@ -8,7 +8,7 @@ from meshwright.hardware import find_gpu, gpu_by_key
 from meshwright.hardware.profile import CPU
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.plan import predict
+from meshwright.plan import Machine, machine_of, predict
 from meshwright.rehearse.result import RehearsedRank
 
 _PASSES = ("forward", "loss", "backward", "forward and backward")
@@ -21,9 +21,9 @@ def scaled_to(
 ) -> tuple[list[RehearsedRank], tuple[str, ...]]:
     """The ranks as the cluster's GPU would compute them, with a warning if that is not the one they ran on.
 
-    Each kind of kernel takes as many times as long as its plan for the other GPU says, with measured profiles of both
-    if there are any: a rank that computes as planned here computes as planned there. The kinds' shares of a step are
-    those of the measured kernels, or of the planned ones if none were recorded.
+    Each kind of kernel takes as many times as long as its plan for the other GPU says. With measured profiles of both,
+    the plans use them; a profile of only one would compare what was measured with what is modelled, and none is used.
+    The kinds' shares of a step are those of the measured kernels, or of the planned ones if none were recorded.
     """
     here, there = find_gpu(device), cluster.gpu or ""
     if (device == "CPU") != (there == CPU):
@@ -36,7 +36,11 @@ def scaled_to(
         return list(ranks), (
             f"{device} is not in the hardware table: its compute is taken as that of {there}, whatever their rates are",
         )
-    own, its = (_planned(job, cluster, gpu) for gpu in (here.key, there))
+    clusters = [cluster.model_copy(update={"gpu": gpu}) for gpu in (here.key, there)]
+    machines = [machine_of(one) for one in clusters]
+    if any(machine.measured is None for machine in machines):
+        machines = [machine_of(one, profiled=False) for one in clusters]
+    own, its = (_planned(job, machine) for machine in machines)
     longer = {kind: its[kind] / own[kind] if own[kind] else 1.0 for kind in (*_KINDS, _UPDATES)}
     scaled = [_scaled(rank, longer, _shares(rank, own)) for rank in ranks]
     words = ", ".join(f"{kind} × {longer[kind]:.2f}" for kind in _KINDS)
@@ -53,9 +57,9 @@ def is_same_gpu(cluster: Cluster, device: str) -> bool:
     return here is not None and cluster.gpu is not None and here.key == gpu_by_key(cluster.gpu).key
 
 
-def _planned(job: Job, cluster: Cluster, gpu: str) -> dict[str, float]:
+def _planned(job: Job, machine: Machine) -> dict[str, float]:
     """Seconds of a step by kind of kernel as planned for a GPU, with those of the update."""
-    phases = predict(job, cluster.model_copy(update={"gpu": gpu})).phases
+    phases = predict(job, machine).phases
     names = {"products": "products", "attention": "attention", "memory": "elementwise"}
     found = {kind: sum(phases[f"{one} {name}"] for one in ("forward", "backward")) for kind, name in names.items()}
     return {**found, _UPDATES: phases["optimizer"]}

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.rehearse.copies import COPIES
 from meshwright.torch_private.processes import finished_work, replace_object_messages
 from meshwright.verify.staged import PythonGroup, finished
 
@@ -66,6 +67,7 @@ class RehearsedGroup(PythonGroup):
         """As torch expects it."""
         return NAME
 
+    @COPIES.around
     @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
@@ -84,6 +86,7 @@ class RehearsedGroup(PythonGroup):
     def barrier(self, opts: Any = None) -> Any:
         return finished_work(None)
 
+    @COPIES.around
     @torch.no_grad()
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for row, source in zip(outputs, inputs, strict=True):
@@ -91,6 +94,7 @@ class RehearsedGroup(PythonGroup):
                 output.copy_(source)
         return finished(outputs)
 
+    @COPIES.around
     @torch.no_grad()
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for row in outputs:
@@ -98,6 +102,7 @@ class RehearsedGroup(PythonGroup):
                 output.copy_(source)
         return finished(outputs)
 
+    @COPIES.around
     @torch.no_grad()
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         # Where the source is this rank's place in the output it is written over itself.
@@ -113,6 +118,7 @@ class RehearsedGroup(PythonGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
+    @COPIES.around
     @torch.no_grad()
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         for output, row in zip(outputs, inputs, strict=True):
@@ -120,6 +126,7 @@ class RehearsedGroup(PythonGroup):
             self._sum(output, opts)
         return finished(outputs)
 
+    @COPIES.around
     @torch.no_grad()
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         output.copy_(source.reshape(self.size(), -1)[self.rank()].view(output.shape))
@@ -135,6 +142,7 @@ class RehearsedGroup(PythonGroup):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
+    @COPIES.around
     @torch.no_grad()
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for place, output in enumerate(outputs):
@@ -142,6 +150,7 @@ class RehearsedGroup(PythonGroup):
             self._fill_rows(output.view(-1), source.reshape(-1))
         return finished(outputs)
 
+    @COPIES.around
     @torch.no_grad()
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
@@ -155,6 +164,7 @@ class RehearsedGroup(PythonGroup):
 
     all_to_all_single = alltoall_base
 
+    @COPIES.around
     @torch.no_grad()
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         for row in outputs:  # empty but on the root
@@ -162,6 +172,7 @@ class RehearsedGroup(PythonGroup):
                 output.copy_(inputs[0])
         return finished(outputs)
 
+    @COPIES.around
     @torch.no_grad()
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         for place, output in enumerate(outputs):
@@ -174,6 +185,7 @@ class RehearsedGroup(PythonGroup):
     def send(self, tensors: list[Tensor], destination: int, tag: int = 0) -> Any:
         return finished(tensors)
 
+    @COPIES.around
     @torch.no_grad()
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         for tensor in tensors:

@@ -133,7 +133,7 @@ def for_rehearsal(job: Job, steps: int) -> Job:
         update={
             "evaluation": job.evaluation.model_copy(update={"every_steps": 0, "sets": {}}),
             "run": run,
-            "model": job.model.model_copy(update={"init_from": None}),
+            "model": job.model.drawn,
         }
     )
 

@@ -14,6 +14,7 @@ from meshwright.layout import is_asynchronous
 from meshwright.measure.kernels import Kernels
 from meshwright.measure.phases import Phases
 from meshwright.pipeline import Action
+from meshwright.rehearse.copies import COPIES
 from meshwright.train import Around, Silent, Trainer
 from meshwright.verify.collectives import Writer
 
@@ -79,8 +80,10 @@ class Watch(Silent):
         """After every step."""
         step, plan = row["step"], self._plan
         if plan.warmup < step <= plan.timed_until:
-            self._step_s.append(row["step_s"])
+            self._step_s.append(row["step_s"] - COPIES.take_s())
             self.peak_bytes = row["memory_bytes"] if self._device.type == "cuda" else None
+        if step == plan.warmup and self._device.type == "cuda":
+            COPIES.begin()
         if self._phases is None:
             return
         if step == plan.timed_until:
@@ -89,6 +92,7 @@ class Watch(Silent):
         if step == plan.timed_until + 1:
             self._writer.on = False  # the calls' places in the code are looked up, which takes time
         if step == plan.timed_until + PHASE_STEPS:
+            COPIES.end()
             self._phases.end()
             self._timing = False
             if self._kernels is not None:
@@ -102,7 +106,7 @@ class Watch(Silent):
 
     @property
     def step_s(self) -> float:
-        """Median of the timed steps."""
+        """Median of the timed steps, without the writing of replaced messages."""
         return statistics.median(self._step_s)
 
     @property
@@ -136,7 +140,7 @@ class Watch(Silent):
 
     def _action_ended(self, action: Action, started: float, ended: float, held: int) -> None:
         if self._timing:
-            self._actions[f"{action.kind.value}{action.stage}"].append(self._now() - started)
+            self._actions[f"{action.kind.value}{action.stage}"].append(self._now() - started - COPIES.take_s(started))
 
     def _time_calls(self, training: Trainer) -> None:
         stage = training.world.axis_rank("pp")

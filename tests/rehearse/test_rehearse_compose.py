@@ -9,7 +9,7 @@ from rehearsed_jobs import a_job, as_planned, cluster_of
 
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.plan import predict
+from meshwright.plan import machine_of, predict
 from meshwright.rehearse import RehearsedRank, RehearsedStep, compose
 
 LONG = {"preset": "llama-3.1-8b", "sequence": 32768, "batch": 16}
@@ -137,7 +137,8 @@ def test_no_step_of_ranks_that_did_not_fit_or_ran_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100-80gb"])
-def test_compute_as_planned_here_is_as_planned_on_another_gpu(gpu: str) -> None:
+def test_compute_as_planned_here_is_as_planned_on_another_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.plan.machine.find_profile", lambda *given: None)
     for layout in ({"dp_shard": 16, "zero": 3}, PIPE):
         job = a_job(layout=layout)
         here, there = cluster_of(job, "h200"), cluster_of(job, gpu)
@@ -150,7 +151,10 @@ def test_compute_of_another_gpu_is_scaled_by_kind_of_kernel() -> None:
     here, there = cluster_of(job, "h200"), cluster_of(job, "h100")
     [rank] = as_planned(job, here)
     same, other = composed(job, here, [rank]), composed(job, there, [rank])
-    planned = [predict(job, cluster).phases["optimizer"] for cluster in (here, there)]
+    # Of the two only one has a measured profile, so that both are taken as their datasheets say.
+    machines = [machine_of(cluster, profiled=False) for cluster in (here, there)]
+    assert machine_of(here).measured is not None and machine_of(there).measured is None
+    planned = [predict(job, machine).phases["optimizer"] for machine in machines]
     assert other.phases_s["optimizer"] / same.phases_s["optimizer"] == pytest.approx(planned[1] / planned[0])
     [said] = [one for one in compose(job, there, [rank], "NVIDIA H200")[1] if "the cluster has h100" in one]
     times = {kind: float(number) for kind, number in re.findall(r"(\w+) × ([\d.]+)", said)}
