@@ -1,7 +1,7 @@
 """Durable state of a run: checkpoints that are written atomically and that any layout can read."""
 
 from meshwright.checkpoint.backup import Backup, backups, require_backup, restore
-from meshwright.checkpoint.base import Rows, base_fingerprint, first_rows, require_base
+from meshwright.checkpoint.base import Rows, base_fingerprint, first_rows, packed_weights, require_base, whisper_start
 from meshwright.checkpoint.catalogue import (
     backup_target,
     checkpoint_path,
@@ -68,6 +68,7 @@ __all__ = [
     "newest",
     "newest_weights",
     "open_checkpoint",
+    "packed_weights",
     "remove",
     "require_backup",
     "require_base",
@@ -75,4 +76,5 @@ __all__ = [
     "restore",
     "surplus",
     "tries",
+    "whisper_start",
 ]

@@ -8,6 +8,8 @@ from typing import Any
 
 from meshwright.atomic import new_folder
 from meshwright.checkpoint.adapters import MergedWeights
+from meshwright.checkpoint.bitsandbytes import FORMATS
+from meshwright.checkpoint.bitsandbytes_write import in_codes, quantization_config, require_packable
 from meshwright.checkpoint.hf_files import read_token_ids, write_companions
 from meshwright.checkpoint.hf_read import parameter_sizes
 from meshwright.checkpoint.reading import Checkpoint
@@ -15,14 +17,16 @@ from meshwright.checkpoint.tensorfile import Planned, Report, write_safetensors
 from meshwright.checkpoint.weights import StoredWeights
 from meshwright.errors import UserError
 from meshwright.job import Model, model_to_hf_config
+from meshwright.job.adapter import is_projection
 from meshwright.job.hub import INDEX, SINGLE
 from meshwright.model import hf_tensors, preference_sizes, written_hf_tensors
+from meshwright.model.hf_places import Span, spans_of
 from meshwright.model.numbers import DTYPES
 
 SHARD_BYTES = 5_000_000_000
 """No shard is larger, unless one tensor is."""
 
-EXPORT_FORMATS = ("fp32", "bf16")
+EXPORT_FORMATS = ("fp32", "bf16", "nf4", "int8")
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,28 @@ class Export:
         self, run: Path, shape: Model, dtype: str, checkpoint: Checkpoint | None = None, seed: int = 0
     ) -> None:
         if dtype not in EXPORT_FORMATS:
-            raise UserError(f"--dtype = {dtype} is not an export format; choose fp32 (the master) or bf16")
+            raise UserError(
+                f"--dtype = {dtype} is not an export format; choose fp32 (the master), bf16, or nf4 or int8 (as "
+                "bitsandbytes stores projections)"
+            )
         self._run, self._weights, self._shape = run, _weights(run, shape, seed, checkpoint), shape.base
         shape = shape.base
         sizes = parameter_sizes(shape)
         if self._weights.sizes != sizes:
             odd = min(name for name, _ in self._weights.sizes.items() ^ sizes.items())
             raise UserError(f"{run}: the weights do not match the run's model at {odd}; they were modified")
-        self._config = model_to_hf_config(shape) | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")}
+        packs = dtype in FORMATS.values()
+        wide = DTYPES["bf16" if packs else dtype]
+        self._config = model_to_hf_config(shape) | {"dtype": str(wide).removeprefix("torch.")}
         self._tensors = [
-            Planned(tensor.name, tensor.size, DTYPES[dtype], partial(tensor.make, self._weights.read))
+            Planned(tensor.name, tensor.size, wide, partial(tensor.make, self._weights.read))
             for tensor in written_hf_tensors(shape, self._weights.sizes)
         ]
+        if packs:
+            require_packable(shape, dtype)
+            self._config["quantization_config"] = quantization_config(dtype)
+            chosen = {span.tensor for name, size in sizes.items() for span in _projection(shape, name, size)}
+            self._tensors = list(in_codes(self._tensors, chosen, dtype))
         self._tensors += self._preferences()
         self.bytes = sum(tensor.bytes for tensor in self._tensors)
 
@@ -83,10 +97,15 @@ class Export:
 
 
 def _weights(run: Path, shape: Model, seed: int, checkpoint: Checkpoint | None) -> StoredWeights:
-    """A run's weights, with its adapters added to what they were trained next to."""
-    if shape.adapter is None:
+    """A run's weights, with what they were trained next to."""
+    if not shape.freezes:
         return StoredWeights(run, checkpoint)
     return MergedWeights(run, shape, seed, checkpoint)
+
+
+def _projection(shape: Model, name: str, size: tuple[int, ...]) -> list[Span]:
+    """Where a projection's matrix is in a folder; nothing for other parameters."""
+    return spans_of(shape, name, size) if is_projection(shape, name) else []
 
 
 def _cut(tensors: list[Planned], shard_bytes: int) -> list[list[Planned]]:

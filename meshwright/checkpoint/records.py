@@ -60,7 +60,7 @@ class Facts(Record):
     data: str = ""
     """Fingerprint of the training tokens."""
     base: str = ""
-    """Fingerprint of the weights that adapters were trained next to; empty without adapters."""
+    """Fingerprint of the weights that are not trained; empty if all are."""
 
 
 class PieceRecord(Record):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.base import Rows, base_fingerprint, first_rows, require_base
+from meshwright.checkpoint.base import Rows, base_fingerprint, frozen_rows, require_base
 from meshwright.checkpoint.catalogue import newest_weights
 from meshwright.checkpoint.hf_read import HfWeights
 from meshwright.checkpoint.reading import Checkpoint
@@ -22,15 +22,15 @@ _ROWS = 4096
 def load_weights(checkpoint: Checkpoint, model: Decoder, seed: int = 0) -> int:
     """Fill a model's parameters and return the step; names or shapes that differ are refused.
 
-    What is next to adapters comes from where the run had it from, and is drawn by the seed if it came from nowhere.
+    What is not trained comes from where the run had it from, and is drawn by the seed if it came from nowhere.
     """
     shape = model.shape
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if not is_frozen(shape, name)}
     require_shapes(checkpoint, {name: tuple(parameter.shape) for name, parameter in trained.items()}, whole=True)
-    if shape.adapter is not None:
+    if shape.freezes:
         require_base(checkpoint, shape, base_fingerprint(shape, seed))
-        _fill(first_rows(shape.base, seed), {name: p for name, p in parameters.items() if name not in trained})
+        _fill(frozen_rows(shape, seed), {name: p for name, p in parameters.items() if name not in trained})
     with checkpoint, torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(checkpoint.whole(f"model/{name}"))

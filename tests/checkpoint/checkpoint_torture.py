@@ -4,7 +4,6 @@ python tests/checkpoint/checkpoint_torture.py --moments 60 --ranks 2      the lo
 """
 
 import argparse
-import gc
 import json
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from meshwright.job import load_job
 from meshwright.launch.worker import run_job
 from meshwright.ranks import find_place
 from meshwright.runs.folder import RunFolder
+from meshwright.train import frozen
 from meshwright.verify.ranks import RankError, RankGroup
 
 STEPS = 12
@@ -115,9 +115,8 @@ def attempt(folder: Path, ranks: int, point: str | None, after: int, victim: int
     """One attempt, killed inside a save or after a delay or not at all; true when it ended by itself."""
     if ranks == 1:
         process = multiprocessing.get_context("fork").Process(target=alone, args=(str(folder), point, after))
-        gc.freeze()  # else each attempt's first collection copies all that was imported
-        process.start()
-        gc.unfreeze()
+        with frozen():  # else each attempt's first collection copies all that was imported
+            process.start()
         process.join(delay_s if point is None else None)
         if process.is_alive():
             process.kill()

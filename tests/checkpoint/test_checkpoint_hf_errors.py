@@ -158,7 +158,7 @@ def test_export_refuses_what_it_cannot_do_and_leaves_nothing(cli, original: Path
     for out, options, match in (
         ("full", (), "full exists and is not an empty folder"),
         ("file/out", (), "a file is in the way"),
-        ("out", ("--dtype", "int8"), "--dtype = int8"),
+        ("out", ("--dtype", "int4"), "--dtype = int4"),
     ):
         told = cli("checkpoint", "export", "run", out, *options)
         assert told.code == 2 and match in told.err and len(told.err.strip().splitlines()) == 1, told.err
