@@ -1,5 +1,6 @@
 """Shared by all rooms: the command line run in this process, a small corpus, a small job."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from command import Cli, CommandResult
 
 # Before anything loads torch: a rank forked from a process whose OpenMP has threads waits for them for ever.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # until all tests are collected, see below
 
 
 @pytest.fixture(autouse=True)
@@ -107,13 +109,39 @@ def tiny_job(tmp_path: Path) -> Path:
     return path
 
 
+LONGEST = (
+    "layouts/test_layouts_matrix.py",
+    "launch/test_launch_slurm.py",
+    "docs/test_docs_commands.py",
+    "launch/test_launch_ray.py",
+)
+"""Files of minutes."""
+SHORTEST = ("job", "layout", "pipeline", "plan", "reading")
+"""Rooms of many short files."""
+
+
+def _turn(item: pytest.Item) -> int:
+    """A file runs in one process: a long one that came last would be waited for by all others."""
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (name.partition("/")[0] in SHORTEST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run where a GPU is and are left out, by count, elsewhere."""
+    """Long files first. Tests marked gpu run where a GPU is and are left out, by count, elsewhere."""
     import torch
 
-    if torch.cuda.is_available():
+    items.sort(key=_turn)
+    if torch.cuda.device_count() > 0:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported is not garbage: every run collects once before its first step, and a collection that
+    visited a million objects would take longer than most of these runs."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()

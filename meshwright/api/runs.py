@@ -9,6 +9,8 @@ from meshwright.api.checkpoints import Checkpoint
 from meshwright.runs import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from meshwright.job import Job
@@ -92,20 +94,26 @@ class Run:
         prompt: str,
         tokens: int = 128,
         *,
+        images: Sequence[Path | str] = (),
         temperature: float = 0.8,
         top_p: float = 0.95,
         seed: int = 0,
         device: str = "auto",
     ) -> str:
-        """The prompt and its continuation by the newest weights; a temperature of 0 takes the likeliest token."""
+        """The prompt and its continuation by the newest weights; a temperature of 0 takes the likeliest token.
+
+        Images are for a model that reads pictures, at `<image>` in the prompt or before it.
+        """
         from meshwright.runs.generate import generate_from_run
 
-        return generate_from_run(self.path, prompt, tokens, temperature, top_p, seed, device)[0]
+        shown = [Path(image) for image in images]
+        return generate_from_run(self.path, prompt, tokens, temperature, top_p, seed, device, shown)[0]
 
     def chat(
         self,
         system: str | None = None,
         *,
+        images: Sequence[Path | str] = (),
         tokens: int = 512,
         temperature: float = 0.8,
         top_p: float = 0.95,
@@ -113,10 +121,13 @@ class Run:
         device: str = "auto",
     ) -> Chat:
         """A conversation with the newest weights, which stay loaded: `ask(question)` is the answer, `stream(question)`
-        gives it part by part, `messages` is all that was said."""
+        gives it part by part, `messages` is all that was said. Images are part of the first question."""
         from meshwright.runs.chat import open_chat
 
-        return open_chat(self.path, device, system, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+        shown = [Path(image) for image in images]
+        return open_chat(
+            self.path, device, system, shown, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
 
     def report(self) -> Path:
         """Write the run's page and return its path."""

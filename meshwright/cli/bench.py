@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 SWEEP = typer.Option(
     [], "--sweep", metavar="FIELD=V,V", help="Measure every combination of these values; may be repeated."
 )
+DATA = typer.Option(False, "--data", help="Measure the job's loader, and how much of a step waits for it.")
+STEP_TIME = typer.Option(
+    None, "--step-time", metavar="SECONDS", min=0.0, help="With --data, a step's time without data, instead of a run."
+)
 SHOWN_KERNELS = 20
 OUT = typer.Option(
     None, "--out", metavar="FILE", help="Where a sweep saves its rows; it continues from an existing file."
@@ -37,6 +41,8 @@ def bench(
     profile: bool = typer.Option(False, "--profile", help="Also report which kernels take the time."),
     trace: bool = typer.Option(False, "--trace", help="Also write a profile of two steps per rank, for Perfetto."),
     nvtx: bool = typer.Option(False, "--nvtx", help="With --trace, mark the steps for nsys instead of writing files."),
+    data: bool = DATA,
+    step_time: float | None = STEP_TIME,
     sweep: list[str] = SWEEP,
     out: Path | None = OUT,
     trust: bool = TRUST,
@@ -50,7 +56,13 @@ def bench(
     place = own_place()
     console = stderr_console() if as_json else stdout_console()
     counts = ("--steps", str(steps), "--warmup", str(warmup), *["--profile"] * profile, *["--trust"] * trust)
-    counts += (*["--trace"] * trace, *["--nvtx"] * nvtx)
+    counts += (*["--trace"] * trace, *["--nvtx"] * nvtx, *["--data"] * data)
+    if step_time is not None:
+        counts += ("--step-time", str(step_time))
+    if data and (profile or trace):
+        raise UserError("--data measures the loader, which has no kernels; leave out --profile and --trace")
+    if step_time is not None and not (data and step_time > 0):
+        raise UserError(f"--step-time {step_time:g} is a step's time in seconds for --data; give both, and more than 0")
     if nvtx and not trace:
         raise UserError("--nvtx marks the steps of --trace for nsys; add --trace")
     if out is not None and not sweep:
@@ -65,6 +77,9 @@ def bench(
     else:
         traces = Path(f"bench-{Path(job).stem}-traces") if trace else None
         loaded = load_job(job, overrides, trust=trust)
+        if data:
+            _data_here(loaded.job, place, (steps, warmup, step_time), console, as_json)
+            return
         _here(loaded.job, place, (steps, warmup, profile), (traces, nvtx), console, as_json)
 
 
@@ -90,6 +105,22 @@ def _here(
         print_json(asdict(result))
     else:
         _print(result, console)
+
+
+def _data_here(
+    job: Job, place: Place | None, measuring: tuple[int, int, float | None], console: Console, as_json: bool
+) -> None:
+    """Measure the loader in this process, which runs alone or as one of the ranks."""
+    from dataclasses import asdict
+
+    from meshwright.api.measuring import measured_data
+    from meshwright.cli.bench_data import print_data
+    from meshwright.cli.output import print_json
+
+    console.quiet = place is not None and place.rank > 0
+    result = measured_data(job, place, *measuring, console)
+    if result is not None:
+        print_json(asdict(result)) if as_json else print_data(result, console)
 
 
 def _with_ranks(job: str, overrides: list[str], nproc: int, counts: tuple[str, ...], as_json: bool) -> None:
@@ -158,6 +189,9 @@ def _row(row: dict[str, Any]) -> str:
     if row["state"] != "measured":
         return f"{setting}: {row['state']} ({row['why']})"
     result = row["result"]
+    if "samples_per_s" in result:
+        wait = "" if result["data_wait_share"] is None else f", data wait {result['data_wait_share']:.2%}"
+        return f"{setting}: {result['samples_per_s']:,.0f} samples/s, {result['tokens_per_s']:,.0f} tokens/s{wait}"
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
     return f"{setting}: {result['tokens_per_s']:,.0f} tokens/s{mfu}, peak {_gib(result['peak_memory_bytes'])}"
 

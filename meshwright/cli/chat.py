@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshwright.cli.amounts import token_option
-from meshwright.cli.generate import DEVICE, SEED, TEMPERATURE, TOP_P
+from meshwright.cli.generate import DEVICE, IMAGE, SEED, TEMPERATURE, TOP_P
 from meshwright.cli.job import JSON
 from meshwright.errors import UserError
 
@@ -23,6 +23,7 @@ def chat(
     source: Path = typer.Argument(help="A run folder or a Hugging Face folder.", metavar="RUN|FOLDER"),
     once: str | None = typer.Option(None, "--once", help="Answer this one question and end."),
     system: str | None = typer.Option(None, "--system", help="A system message before the first question."),
+    image: list[Path] = IMAGE,
     tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
@@ -30,7 +31,10 @@ def chat(
     device: str = DEVICE,
     as_json: bool = JSON,
 ) -> None:
-    """Talk to a model that has a chat template; a question per line. Ctrl-C stops an answer, Ctrl-D ends the chat."""
+    """Talk to a model that has a chat template; a question per line. Ctrl-C stops an answer, Ctrl-D ends the chat.
+
+    Pictures belong to the first question.
+    """
     if as_json and once is None:
         raise UserError("--json prints one answer; give the question with --once")
     if once is not None and not once.strip():
@@ -38,7 +42,7 @@ def chat(
     from meshwright.cli.output import print_json
     from meshwright.runs.chat import open_chat
 
-    opened = open_chat(source, device, system, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    opened = open_chat(source, device, system, image, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     if once is None:
         _talk(opened, source)
     elif as_json:

@@ -31,7 +31,7 @@ def import_(
 def export(
     run: Path = typer.Argument(help="A run folder."),
     folder: Path = typer.Argument(help="The Hugging Face folder to create."),
-    dtype: str = typer.Option("fp32", "--dtype", help="fp32 (the master weights, exact) or bf16 (half the size)."),
+    dtype: str = typer.Option("fp32", "--dtype", help="fp32 (exact), bf16, or nf4 or int8 as bitsandbytes."),
     adapter: bool = typer.Option(False, "--adapter", help="Write the run's adapters alone, as PEFT loads them."),
     as_json: bool = JSON,
 ) -> None:

@@ -14,7 +14,7 @@ import typer
 from meshwright.cli.job import JSON
 
 if TYPE_CHECKING:
-    from meshwright.data.prepared import Manifest, Progress, Sampled
+    from meshwright.data.prepared import Manifest, Progress, Sampled, Wishes
 
 
 class Content(enum.Enum):
@@ -23,6 +23,7 @@ class Content(enum.Enum):
     text = "text"
     conversations = "conversations"
     preferences = "preferences"
+    webdataset = "webdataset"
 
 
 app = typer.Typer(help="Prepare text for training, inspect and verify what was prepared.", no_args_is_help=True)
@@ -33,7 +34,10 @@ SOURCES = typer.Argument(
 FOLDER = typer.Argument(help="A prepared folder.")
 TOKENIZER = typer.Option(None, "--tokenizer", help="A tokenizer.json; by default a BPE is trained on the sources.")
 FORMAT = typer.Option(
-    "text", "--format", help="What a record holds: a text, a conversation, or a preferred and a rejected answer."
+    "text",
+    "--format",
+    help="What a record holds: a text, a conversation, or a preferred and a rejected answer; or webdataset, to write "
+    "samples with pictures as tars that Energon reads.",
 )
 TEMPLATE = typer.Option(None, "--chat-template", help="A Jinja file; by default the one in the tokenizer's folder.")
 JOIN = typer.Option(
@@ -46,6 +50,9 @@ SAMPLE = typer.Option(
     "--sample",
     min=0,
     help="Documents to decode and show; by default 1 of conversations, 2 of preferences, else none.",
+)
+FIELDS = typer.Option(
+    None, "--fields", help="A job whose [data.fields] describe the pictures, film and sound of a record."
 )
 HELD_OUT = typer.Option(0.01, "--validation-fraction", min=0.0, max=0.5, help="Fraction of the documents held out.")
 
@@ -60,6 +67,7 @@ def prepare(
     content: Content = FORMAT,
     chat_template: Path | None = TEMPLATE,
     join: str | None = JOIN,
+    fields: str | None = FIELDS,
     validation_fraction: float = HELD_OUT,
     workers: int | None = WORKERS,
     max_bad: float = MAX_BAD,
@@ -68,18 +76,27 @@ def prepare(
     """Turn sources into token shards; if killed, the same command continues where it stopped."""
     from meshwright.cli.output import print_json
     from meshwright.data.prepared import Wishes, build
+    from meshwright.job import load_job
+    from meshwright.job.data import Data
 
+    described = Data() if fields is None else load_job(fields).job.data
     wishes = Wishes(
         tuple(sources),
         tokenizer,
         vocab_size,
         text_field,
-        content.value,
+        "text" if content is Content.webdataset else content.value,
         chat_template,
         join,
         validation_fraction,
+        described.fields,
+        described.encoder,
+        described.check,
         max_bad,
     )
+    if content is Content.webdataset:
+        _export(wishes, out, as_json)
+        return
     started = time.perf_counter()
     with _followed() as (report, last):
         manifest = build(wishes, out, workers, report)
@@ -91,6 +108,23 @@ def prepare(
         )
         return
     _print_summary(out, manifest)
+
+
+def _export(wishes: Wishes, out: Path, as_json: bool) -> None:
+    """Samples as tars, and what is to be said of them."""
+    from meshwright.cli.output import print_json, stderr_console
+    from meshwright.data.prepared import export_webdataset
+
+    with stderr_console().status("writing shards"):
+        written = export_webdataset(wishes, out)
+    if as_json:
+        counts = {"samples": written.samples, "shards": written.shards, "bad": written.bad.told()}
+        print_json({"folder": str(out), **counts})
+        return
+    print(f"{out}: {written.samples['train']:,} samples for train, {written.samples['val']:,} for val", end="")
+    print(f" in {written.shards} shards, with .nv-meta for Energon")
+    for kind, entry in written.bad.told().items():
+        print(f"  {entry['count']:,} bad: {kind}, first at {', '.join(entry['first'])}")
 
 
 @app.command()

@@ -13,12 +13,19 @@ TOP_P = typer.Option(
     0.95, "--top-p", min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability."
 )
 SEED = typer.Option(0, "--seed", min=0, help="Same seed, same text.")
+IMAGE = typer.Option(
+    [],
+    "--image",
+    metavar="FILE",
+    help="A picture for a model that reads them, at <image> or before the text; repeatable.",
+)
 DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
 
 
 def generate(
     run: Path = typer.Argument(help="A run folder or a Hugging Face folder."),
     prompt: str = typer.Option("", "--prompt", help="Text to continue; names of special tokens are read as such."),
+    image: list[Path] = IMAGE,
     tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
@@ -30,7 +37,7 @@ def generate(
     from meshwright.cli.output import print_json, print_written
     from meshwright.runs.generate import generate_from_run
 
-    text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device)
+    text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device, image)
     if as_json:
         print_json({"run": str(run), "step": step, "prompt": prompt, "text": text})
     else:

@@ -24,7 +24,7 @@ def stderr_console() -> Console:
 @contextmanager
 def rank_failures_told() -> Iterator[None]:
     """If a rank dies inside, say which and why (with its traceback under --debug) and exit with 1."""
-    from meshwright.launch.failures import RankFailure
+    from meshwright.launch.rank_failure import RankFailure
 
     try:
         yield

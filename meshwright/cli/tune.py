@@ -29,7 +29,7 @@ def tune(
     trust: bool = TRUST,
     as_json: bool = JSON,
 ) -> None:
-    """Find the micro-batch, recomputation and loader that are fastest here, by prediction and then by short runs."""
+    """Find the micro-batch, recomputation and loader that are fastest here: predicted, then measured in short runs."""
     from dataclasses import asdict
 
     from meshwright.cli.output import print_json, require_new, stderr_console, stdout_console, write_file
@@ -69,6 +69,9 @@ def _line(one: Tried) -> str:
         return "–" if value is None else format(value, form)
 
     name = " ".join(one.setting) or one.part
+    if one.samples_per_s is not None and one.step_s is not None:
+        wait = f"loader alone {one.samples_per_s:,.1f} samples/s; a step of {1e3 * one.step_s:.1f} ms would wait"
+        return f"{name:58} {wait} {one.wait_share or 0.0:.1%}"
     peak = None if one.peak_bytes is None else one.peak_bytes / 2**30
     figures = f"{shown(one.predicted_tokens_per_s, ',.0f'):>11} {shown(one.tokens_per_s, ',.0f'):>11}"
     rest = f"{shown(one.mfu, '.1%'):>7} {shown(peak, '.2f'):>7}"

@@ -2,22 +2,18 @@
 
 from meshwright.cost.adapters import needs_last
 from meshwright.cost.cost import Cost, flops_per_token
+from meshwright.cost.decoder import decoder_cost, embedding_cost
+from meshwright.cost.encoder import encoder_cost
+from meshwright.cost.frozen import Frozen, layer_frozen, made_bytes, stage_frozen
 from meshwright.cost.head import chunk_rows, in_whole_lines
-from meshwright.cost.modules import (
-    attention_cost,
-    block_cost,
-    decoder_cost,
-    embedding_cost,
-    feedforward_cost,
-    head_cost,
-    norm_cost,
-)
+from meshwright.cost.modules import attention_cost, block_cost, feedforward_cost, head_cost, norm_cost
 from meshwright.cost.parameters import (
     Elements,
     active_parameters,
     block_elements,
     block_products,
     block_tensors,
+    encoder_shape,
     expert_sharers,
     layer_elements,
     matmul_parameters,
@@ -56,6 +52,7 @@ __all__ = [
     "SCALED_COLUMNS",
     "Cost",
     "Elements",
+    "Frozen",
     "Mode",
     "active_parameters",
     "attention_cost",
@@ -68,12 +65,16 @@ __all__ = [
     "chunk_rows",
     "decoder_cost",
     "embedding_cost",
+    "encoder_cost",
+    "encoder_shape",
     "expert_sharers",
     "feedforward_cost",
     "flops_per_token",
     "head_cost",
     "in_whole_lines",
     "layer_elements",
+    "layer_frozen",
+    "made_bytes",
     "matmul_parameters",
     "moments_of",
     "needs_last",
@@ -83,6 +84,7 @@ __all__ = [
     "segments_of",
     "sharers",
     "stage_elements",
+    "stage_frozen",
     "state_bytes",
     "tensor_count",
     "trained_parameters",

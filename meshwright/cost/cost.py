@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from meshwright.cost.parameters import matmul_parameters
+from meshwright.cost.parameters import encoder_flops, matmul_parameters
 from meshwright.job import Model
 
 
@@ -55,7 +55,7 @@ def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "f
     position and channel of keys and of values.
 
     A token sees the whole sequence ("full"), or what its causal mask leaves on average, half of it; a sliding window
-    shorter than the sequence bounds both.
+    shorter than the sequence bounds both. The pictures or sound of a sequence are spread over its tokens.
     """
     every_second = shape.blocks // 2 if shape.window_layers == "alternate" else 0
     seen = 0.0
@@ -65,4 +65,7 @@ def flops_per_token(shape: Model, sequence: int, attention: Literal["causal", "f
     products = 6.0 * matmul_parameters(shape)
     if shape.adapter is not None:  # next to adapters no gradients of weights are computed
         products -= 2.0 * matmul_parameters(shape.base)
-    return products + 6.0 * seen * shape.heads * (shape.head_dim + shape.value_dim)
+    total = products + 6.0 * seen * shape.heads * (shape.head_dim + shape.value_dim)
+    if shape.encoder is not None:
+        total += encoder_flops(shape, shape.encoder) * shape.encoder.slots / sequence
+    return total

@@ -1,69 +1,19 @@
-"""What the parts of a decoder cost, from its shape; tests compare each with what autograd saves and a counter measures.
+"""What the parts of a block and the head cost, from a shape; tests compare each with what autograd saves and a counter
+measures.
 
 `number_bytes` are those of one number of the compute format: 8, 4 or 2.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.cost.adapters import adapter_flops, at_the_start, needs_last, with_adapters
+from meshwright.cost.adapters import adapter_flops, needs_last, with_adapters
 from meshwright.cost.cost import Cost, saved
 from meshwright.cost.experts import mixture_cost
 from meshwright.cost.recompute import Mode, under
 from meshwright.job import Latent, Model
 
-_TOKEN, _FLAG = 8, 1
-"""Bytes of a token's number or position, and of a dropout mask's entry."""
-
-
-def decoder_cost(
-    shape: Model,
-    batch: int,
-    sequence: int,
-    number_bytes: int,
-    recompute: Mapping[int, Mode] | None = None,
-    *,
-    layers: range | None = None,
-    first: bool = True,
-    last: bool = True,
-) -> Cost:
-    """Cost of one training pass at default positions, with the shape's dropout: of the whole, or of a pipeline stage.
-
-    A stage holds some layers, the embedding if it is the first, norm and head if it is the last. `recompute` gives
-    layers their modes; those not named keep everything.
-    """
-    own = range(shape.layers) if layers is None else layers
-    adapters = shape.adapter is not None
-    total = embedding_cost(shape, batch, sequence) if first else Cost()
-    if own and shape.positions == "rope":
-        table = (sequence * shape.rope_dim // 2, _wide(number_bytes))
-        total += saved(cos=table, sin=table)
-    for layer in own:
-        mode = (recompute or {}).get(layer, "none")
-        joined = layer + 1 in own and (recompute or {}).get(layer + 1) == "joined"
-        block = block_cost(shape, batch, sequence, number_bytes, mode, layer=layer, whole=joined)
-        if adapters and layer == 0:
-            block = at_the_start(block, shape, batch * sequence)
-        total += block.within(f"layers.{layer}")
-    if last:
-        total += norm_cost(shape, batch, sequence, number_bytes).within("final_norm")
-        total += head_cost(shape, batch, sequence, number_bytes).within("head")
-        if first and shape.tied:
-            total += Cost(parameters=-shape.vocab_size * shape.width)
-    return total
-
-
-def embedding_cost(shape: Model, batch: int, sequence: int) -> Cost:
-    """The tables of words and, where they are learned, positions; what was looked up, and a dropout mask, are saved."""
-    if shape.adapter is not None:  # nothing is computed for its gradient
-        learned = shape.max_sequence_length if shape.positions == "learned" else 0
-        return Cost((shape.vocab_size + learned) * shape.width)
-    total = Cost(shape.vocab_size * shape.width) + saved(tokens=(batch * sequence, _TOKEN))
-    if shape.dropout > 0.0:
-        total += saved(embed_dropout=(batch * sequence * shape.width, _FLAG))
-    if shape.positions == "learned":
-        total += Cost(shape.max_sequence_length * shape.width) + saved(positions=(sequence, _TOKEN))
-    return total
+_FLAG = 1
+"""Bytes of a dropout mask's entry."""
 
 
 def block_cost(
@@ -97,7 +47,7 @@ def block_cost(
         total = with_adapters(total, shape, batch * sequence, number_bytes, layer)
     if shape.dropout > 0.0:
         total += saved(attention_dropout=(stream, _FLAG), ffn_dropout=(stream, _FLAG))
-    last = _linear(batch * sequence, shape.ffn_width, shape.width, False)
+    last = linear_cost(batch * sequence, shape.ffn_width, shape.width, False)
     # The weights of a token's experts need the experts' results.
     spared = 0 if whole or mixture or needs_last(shape) else last.forward_flops
     projected = {} if spared or mixture else {"ffn.projected": stream * number_bytes}
@@ -134,9 +84,9 @@ def attention_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -
         return _latent_cost(shape, shape.latent, batch, sequence, number_bytes)
     tokens, heads_width = batch * sequence, shape.heads * shape.head_dim
     kv_width = shape.kv_heads * shape.head_dim
-    total = _linear(tokens, heads_width, shape.width, shape.linear_bias)
+    total = linear_cost(tokens, heads_width, shape.width, shape.linear_bias)
     for width in (heads_width, kv_width, kv_width):
-        total += _linear(tokens, shape.width, width, shape.qkv_bias)
+        total += linear_cost(tokens, shape.width, width, shape.qkv_bias)
     if shape.qk_norm:
         for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
             total += _rms_norm(tokens * heads, shape.head_dim, number_bytes).within(name)
@@ -150,7 +100,7 @@ def attention_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -
         k=(tokens * kv_width, number_bytes),
         v=(tokens * kv_width, number_bytes),
         out=(tokens * heads_width, number_bytes),
-        lse=(tokens * shape.heads, _wide(number_bytes)),
+        lse=(tokens * shape.heads, wide_bytes(number_bytes)),
     )
 
 
@@ -158,14 +108,14 @@ def _latent_cost(shape: Model, latent: Latent, batch: int, sequence: int, number
     """Attention by small vectors: theirs before and after their norms are saved, and values as wide as keys."""
     tokens, heads = batch * sequence, shape.heads
     unrotated = shape.head_dim - latent.rope_dim
-    total = _linear(tokens, shape.width, latent.kv_rank + latent.rope_dim, False)
-    total += _linear(tokens, latent.kv_rank, heads * (unrotated + latent.value_dim), False)
-    total += _linear(tokens, latent.q_rank or shape.width, heads * shape.head_dim, False)
-    total += _linear(tokens, heads * latent.value_dim, shape.width, False)
+    total = linear_cost(tokens, shape.width, latent.kv_rank + latent.rope_dim, False)
+    total += linear_cost(tokens, latent.kv_rank, heads * (unrotated + latent.value_dim), False)
+    total += linear_cost(tokens, latent.q_rank or shape.width, heads * shape.head_dim, False)
+    total += linear_cost(tokens, heads * latent.value_dim, shape.width, False)
     total += _rms_norm(tokens, latent.kv_rank, number_bytes).within("kv_down_norm")
     low = {"kv_low": (tokens * latent.kv_rank, number_bytes)}
     if latent.q_rank is not None:
-        total += _linear(tokens, shape.width, latent.q_rank, False)
+        total += linear_cost(tokens, shape.width, latent.q_rank, False)
         total += _rms_norm(tokens, latent.q_rank, number_bytes).within("q_down_norm")
         low["q_low"] = (tokens * latent.q_rank, number_bytes)
     wide = (tokens * heads * shape.head_dim, number_bytes)
@@ -178,7 +128,7 @@ def _latent_cost(shape: Model, latent: Latent, batch: int, sequence: int, number
         v=wide,
         out=wide,
         values=(tokens * heads * latent.value_dim, number_bytes),
-        lse=(tokens * heads, _wide(number_bytes)),
+        lse=(tokens * heads, wide_bytes(number_bytes)),
         **low,
     )
 
@@ -187,10 +137,10 @@ def feedforward_cost(shape: Model, batch: int, sequence: int, number_bytes: int,
     """The input, the projections' results, the activation and, when gated, the product are saved."""
     tokens, bias, width = batch * sequence, shape.linear_bias, ffn_width or shape.ffn_width
     inner = (tokens * width, number_bytes)
-    total = _linear(tokens, shape.width, width, bias) + _linear(tokens, width, shape.width, bias)
+    total = linear_cost(tokens, shape.width, width, bias) + linear_cost(tokens, width, shape.width, bias)
     total += saved(input=(tokens * shape.width, number_bytes), up=inner, activated=inner)
     if shape.activation == "swiglu":
-        total += _linear(tokens, shape.width, width, bias) + saved(gate=inner, product=inner)
+        total += linear_cost(tokens, shape.width, width, bias) + saved(gate=inner, product=inner)
     return total
 
 
@@ -216,16 +166,16 @@ def head_cost(shape: Model, batch: int, sequence: int, number_bytes: int) -> Cos
     return Cost(weights, 3 * 2 * tokens * weights, 0) + kept
 
 
-def _linear(tokens: int, inputs: int, outputs: int, bias: bool) -> Cost:
+def linear_cost(tokens: int, inputs: int, outputs: int, bias: bool) -> Cost:
     """A projection's parameters and FLOPs; its input is named by whoever owns it, since projections share inputs."""
     product = 2 * tokens * inputs * outputs
     return Cost(inputs * outputs + (outputs if bias else 0), product, 2 * product)
 
 
 def _rms_norm(rows: int, size: int, number_bytes: int) -> Cost:
-    return Cost(size) + saved(input=(rows * size, number_bytes), rstd=(rows, _wide(number_bytes)))
+    return Cost(size) + saved(input=(rows * size, number_bytes), rstd=(rows, wide_bytes(number_bytes)))
 
 
-def _wide(number_bytes: int) -> int:
+def wide_bytes(number_bytes: int) -> int:
     """Statistics and tables are made in float32, or in float64 where all is."""
     return 8 if number_bytes == 8 else 4

@@ -6,6 +6,9 @@ from functools import lru_cache
 
 from meshwright.job import Job, Latent, Model
 from meshwright.job.adapter import adapted
+from meshwright.job.audio import KERNEL, Audio
+from meshwright.job.encoder import Encoder, encoder_part
+from meshwright.job.vision import CHANNELS, Vision
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Tensor:
     product: bool = False
     """Whether it is a matrix that multiplies activations."""
     trained: bool = True
-    """Whether it has gradients: next to adapters, only those of the adapters."""
+    """Whether it has gradients: next to adapters, only those of the adapters have."""
     used: float = 1.0
     """The share of it that one token uses: of the experts' weights, that of its own experts."""
 
@@ -40,6 +43,60 @@ def block_tensors(shape: Model, layer: int = -1) -> Mapping[str, Tensor]:
         return tensors
     frozen = {name: replace(tensor, trained=False) for name, tensor in tensors.items()}
     return frozen | _adapter_tensors(shape, layer)
+
+
+@lru_cache(maxsize=64)
+def encoder_shape(encoder: Encoder) -> Model:
+    """A decoder whose blocks have the sizes of an encoder's."""
+    return Model(
+        width=encoder.width,
+        layers=encoder.layers,
+        heads=encoder.heads,
+        ffn_width=encoder.ffn_width,
+        norm="layernorm",
+        activation="gelu",
+        positions="learned",
+        qkv_bias=True,
+        linear_bias=True,
+    )
+
+
+@lru_cache(maxsize=64)
+def encoder_tensors(shape: Model, encoder: Encoder) -> Mapping[str, Tensor]:
+    """The parameters of an encoder and of its projector by their names in it."""
+    width, tensors = encoder.width, _entering_tensors(encoder)
+    tensors |= {f"post_norm.{part}": Tensor(width, cut=False) for part in ("weight", "bias")}
+    block = dict(block_tensors(encoder_shape(encoder)))
+    if not encoder.key_bias:
+        del block["attention.k.bias"]
+    for layer in range(encoder.layers):
+        tensors |= {f"layers.{layer}.{name}": own for name, own in block.items()}
+    tensors |= {
+        "projector.up.weight": Tensor(width * shape.width, cut=True, product=True),
+        "projector.up.bias": Tensor(shape.width, cut=True),
+        "projector.down.weight": Tensor(shape.width**2, cut=True, product=True),
+        "projector.down.bias": Tensor(shape.width, cut=False),
+    }
+    trained = {name: encoder_part(f"{encoder.section}.{name}") in encoder.train for name in tensors}
+    return {name: replace(tensor, trained=trained[name]) for name, tensor in tensors.items()}
+
+
+def _entering_tensors(encoder: Encoder) -> dict[str, Tensor]:
+    """What makes tokens of an encoder's items."""
+    width = encoder.width
+    if isinstance(encoder, Audio):
+        inputs = {"first": encoder.mels, "second": width}
+        products = {f"{name}.weight": width * KERNEL * size for name, size in inputs.items()}
+        tensors = {name: Tensor(size, cut=False, product=True) for name, size in products.items()}
+        return tensors | {f"{name}.bias": Tensor(width, cut=False) for name in inputs}
+    assert isinstance(encoder, Vision)
+    whole = {"positions.weight": encoder.computed * width}
+    if encoder.kind == "clip":
+        whole |= {"class_token.weight": width, "pre_norm.weight": width, "pre_norm.bias": width}
+    else:
+        whole["patch.bias"] = width
+    tensors = {name: Tensor(size, cut=False) for name, size in whole.items()}
+    return tensors | {"patch.weight": Tensor(width * CHANNELS * encoder.patch**2, cut=False, product=True)}
 
 
 def projection_sizes(shape: Model) -> dict[str, tuple[int, int]]:
@@ -192,34 +249,55 @@ def expert_sharers(job: Job) -> int:
 
 @lru_cache(maxsize=1024)
 def block_elements(shape: Model, tp: int = 1, ep: int = 1, layer: int = -1) -> Elements:
-    """A block's elements on one of `tp` tensor-parallel and `ep` expert-parallel ranks; key-value heads that `tp` does
-    not divide are whole."""
-    copied = ("attention.k.", "attention.v.") if shape.kv_heads % tp else ()
+    """A block's trained elements on one of `tp` tensor-parallel and `ep` expert-parallel ranks; key-value heads that
+    `tp` does not divide are whole."""
     plain = experts = 0.0
     for name, tensor in block_tensors(shape, layer).items():
+        if not tensor.trained:
+            continue
         if name.startswith("moe.experts."):
             experts += tensor.elements / ep
         else:
-            plain += tensor.elements / (tp if tensor.cut and not name.startswith(copied) else 1)
+            plain += tensor.elements / (tp if is_cut(shape, name, tensor, tp) else 1)
     return Elements(plain, experts)
 
 
+def is_cut(shape: Model, name: str, tensor: Tensor, tp: int) -> bool:
+    """Whether each of `tp` ranks has a share of a block's tensor."""
+    copied = ("attention.k.", "attention.v.") if shape.kv_heads % tp else ()
+    return tensor.cut and not name.startswith(copied)
+
+
 def layer_elements(job: Job, layer: int = -1) -> Elements:
-    """Elements of a layer's block on one rank; the last layer's by default."""
+    """Trained elements of a layer's block on one rank; the last layer's by default."""
     return block_elements(job.model, job.layout.tp, job.layout.ep, layer)
 
 
-def stage_elements(job: Job, layers: range, *, first: bool, last: bool) -> Elements:
-    """Elements of a stage on one rank; a tied table is held at both ends of a pipeline."""
-    model = job.model
-    table = model.vocab_size * model.width / job.layout.tp
-    tables = (first or last) if model.tied and job.layout.pp == 1 else first + last
-    positions = model.max_sequence_length * model.width if first and model.positions == "learned" else 0
+def stage_elements(job: Job, layers: range, *, first: bool, last: bool, trained: bool = False) -> Elements:
+    """Elements of a stage on one rank but for the base of adapters; or those of them that are trained."""
+    model, encoder = job.model, Elements()
+    if first and model.encoder is not None:
+        tensors = encoder_tensors(model, model.encoder).values()
+        held = [each for each in tensors if each.trained or not trained]
+        encoder = Elements(sum(each.elements / (job.layout.tp if each.cut else 1) for each in held))
+    if trained and model.encoder is not None and "decoder" not in model.encoder.train:
+        return encoder
     dense = sum(not model.has_experts(layer) for layer in layers) if model.experts else 0
     blocks = layer_elements(job) * (len(layers) - dense)
     if dense:
         blocks += layer_elements(job, 0) * dense
-    return blocks + Elements(tables * table + positions)
+    if model.adapter is not None:
+        return blocks
+    return blocks + encoder + Elements(table_elements(job, first=first, last=last))
+
+
+def table_elements(job: Job, *, first: bool, last: bool) -> float:
+    """Elements of a stage's tables on one rank; a tied one is held at both ends of a pipeline."""
+    model = job.model
+    table = model.vocab_size * model.width / job.layout.tp
+    tables = (first or last) if model.tied and job.layout.pp == 1 else first + last
+    positions = model.max_sequence_length * model.width if first and model.positions == "learned" else 0
+    return tables * table + positions
 
 
 def matmul_parameters(shape: Model) -> int:
@@ -230,13 +308,32 @@ def matmul_parameters(shape: Model) -> int:
     return blocks + shape.extra_tokens * joined + (1 + shape.extra_tokens) * shape.vocab_size * shape.width
 
 
+def encoder_flops(shape: Model, encoder: Encoder) -> float:
+    """Model FLOPs to train on one item: 6 per token and weight that multiplies it, and as many per pair of tokens
+    and channel of keys and of values; 2 if nothing of the encoder is trained."""
+    products = {"encoder": 0.0, "projector": 0.0}
+    for name, tensor in encoder_tensors(shape, encoder).items():
+        if tensor.product and not (name.startswith("layers.") and int(name.split(".")[1]) >= encoder.used_layers):
+            inside = encoder.computed if name.startswith("layers.") else encoder.tokens
+            if name == "first.weight" and isinstance(encoder, Audio):
+                inside = encoder.frames
+            products["projector" if name.startswith("projector.") else "encoder"] += inside * tensor.elements
+    products["encoder"] += encoder.used_layers * encoder.computed**2 * 2 * encoder.width
+    return (6.0 if "encoder" in encoder.train else 2.0) * products["encoder"] + 6.0 * products["projector"]
+
+
 def parameter_count(shape: Model) -> int:
     """Every element of the shape's parameters, a tied table counted once."""
     return _count(shape, lambda tensor: tensor.elements)
 
 
 def trained_parameters(shape: Model) -> int:
-    """Those that are trained: next to adapters, only the adapters'."""
+    """Those that are trained: next to adapters, only the adapters', of a model with an encoder, those of its parts
+    that are."""
+    if shape.encoder is not None:
+        tensors = encoder_tensors(shape, shape.encoder).values()
+        decoder = parameter_count(shape.decoder) if "decoder" in shape.encoder.train else 0
+        return decoder + sum(tensor.elements for tensor in tensors if tensor.trained)
     if shape.adapter is None:
         return parameter_count(shape)
     return parameter_count(shape) - parameter_count(shape.base)
@@ -252,13 +349,18 @@ def _count(shape: Model, elements: Callable[[Tensor], int]) -> int:
     blocks += shape.extra_tokens * sum(map(elements, extra_tensors(shape).values()))
     tables = (1 if shape.tied else 2) * shape.vocab_size * shape.width
     positions = shape.max_sequence_length * shape.width if shape.positions == "learned" else 0
+    if shape.encoder is not None:
+        blocks += sum(map(elements, encoder_tensors(shape, shape.encoder).values()))
     return blocks + len(_norm_parts(shape)) * shape.width + tables + positions
 
 
 def tensor_count(shape: Model) -> int:
-    """Parameter tensors of the whole model."""
+    """Trained tensors of the whole model."""
+    if shape.adapter is not None:
+        return sum(n * sum(t.trained for t in block_tensors(shape, layer).values()) for layer, n in _kinds(shape))
     ends = len(_norm_parts(shape)) + (1 if shape.tied else 2) + (shape.positions == "learned")
     ends += shape.extra_tokens * len(extra_tensors(shape))
+    ends += len(encoder_tensors(shape, shape.encoder)) if shape.encoder is not None else 0
     return sum(count * len(block_tensors(shape, layer)) for layer, count in _kinds(shape)) + ends
 
 

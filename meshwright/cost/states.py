@@ -41,9 +41,9 @@ def state_bytes(job: Job, projections: float, others: float) -> float:
 
 
 def checkpoint_bytes(job: Job, parameters: int) -> float:
-    """What a checkpoint of a model with so many parameters takes: the masters and their moments; of a model with
-    adapters those of the adapters."""
-    if job.model.adapter is not None:
+    """What a checkpoint of a model with so many parameters takes: the masters and their moments; of a model that is not
+    trained as a whole those of what is."""
+    if job.model.freezes:
         parameters = trained_parameters(job.model)
     projections = min(float(parameters), job.model.blocks * block_elements(job.model).total)
     return MASTER_BYTES * parameters + state_bytes(job, projections, parameters - projections)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.data.samples import IGNORE, Sample, positions_and_documents
+from meshwright.data.media.carried import CarriedMedia, EncodedMedia, carrier_for, encoded_media
+from meshwright.data.samples import IGNORE, Items, Sample, positions_and_documents
 from meshwright.data.store import Int64Array
-from meshwright.model import Documents
+from meshwright.model import Documents, Media
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Step:
     """Labels that count in the loss over the whole step, or pairs, all ranks together; a loss scale divides it."""
     tokens: int
     """Tokens of the whole step, all ranks together and without padding."""
+    lost: tuple[str, ...] = ()
+    """Items of this rank that could not be decoded, by name; they are empty."""
+    waiting: EncodedMedia | None = None
+    """Items of the batch that are to be decoded on the device."""
 
     def pin_memory(self) -> "Step":
         """The step with its batch in page-locked memory."""
@@ -45,6 +50,8 @@ class Batch:
     """Places of each sample before its padding."""
     pairs: tuple[Int64Array, ...] | None = None
     """Where the pairs of answers in each sample begin in their split; None where the loss is that of tokens."""
+    media: Media | None = None
+    """Pictures, frames and sound, for a model that reads them."""
 
     def __len__(self) -> int:
         return len(self.valid_counts)
@@ -102,7 +109,12 @@ class Batch:
             length //= 2
         if length == self.tokens_BS.shape[1]:
             return self
-        return self._map(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, :length])
+        whole = replace(self, media=None)
+        cut = whole._map(lambda tensor: tensor if tensor.dim() == 1 else tensor[:, :length])
+        if self.media is None:
+            return cut
+        places_BKT = self.media.places_BKT  # whoever made them may have put some into the padding
+        return replace(cut, media=replace(self.media, places_BKT=places_BKT.where(places_BKT < length, -1)))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         return replace(
@@ -112,15 +124,26 @@ class Batch:
             positions_BS=None if self.positions_BS is None else change(self.positions_BS),
             document_ids_BS=None if self.document_ids_BS is None else change(self.document_ids_BS),
             sample_ids_B=change(self.sample_ids_B),
+            media=None if self.media is None else self.media.map(change),
         )
 
 
 def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch:
     """The samples as a batch, under the numbers given."""
+    return stacked(samples, sample_ids)[0]
+
+
+def stacked(samples: Sequence[Sample], sample_ids: Sequence[int], decode: bool = True) -> tuple[Batch, tuple[str, ...]]:
+    """The samples as a batch, and the items in it that could not be decoded."""
     labels_BS = _stack([sample.labels_S for sample in samples])
+    media = None if samples[0].media is None or not decode else carrier_for(samples[0].media, len(samples))
+    lost: list[str] = []
+    for place, sample in enumerate(samples):
+        if media is not None and sample.media is not None:
+            lost += media.put(place, sample.media)
     starts = [sample.starts for sample in samples if sample.starts is not None]
     positions_BS, document_ids_BS = _documents(starts, labels_BS.shape[1])
-    return Batch(
+    batch = Batch(
         tokens_BS=_stack([sample.tokens_S for sample in samples]),
         labels_BS=labels_BS,
         positions_BS=positions_BS,
@@ -130,7 +153,9 @@ def stack_samples(samples: Sequence[Sample], sample_ids: Sequence[int]) -> Batch
         document_counts=tuple(sample.document_count for sample in samples),
         lengths=tuple(sample.length for sample in samples),
         pairs=_pairs_of(sample.pairs for sample in samples),
+        media=None if media is None else media.arrived(),
     )
+    return batch, tuple(lost)
 
 
 def _pairs_of(pairs: Iterable[Int64Array | None]) -> tuple[Int64Array, ...] | None:
@@ -167,6 +192,9 @@ class Parcel:
     valid_count: float
     tokens: int
     pairs: tuple[Int64Array, ...] | None
+    media: CarriedMedia | None = None
+    lost: tuple[str, ...] = ()
+    waiting: EncodedMedia | None = None
 
     def unpacked(self) -> Step:
         """The step as training takes it, in memory of this process."""
@@ -182,19 +210,29 @@ class Parcel:
             self.document_counts,
             self.lengths,
             self.pairs,
+            None if self.media is None else self.media.arrived(),
         )
-        return Step(batch, self.valid_count, self.tokens)
+        return Step(batch, self.valid_count, self.tokens, self.lost, self.waiting)
 
     def pin_memory(self) -> Step:
         """The step in page-locked memory."""
         return self.unpacked().pin_memory()
 
 
-def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_valid: int, others_tokens: int) -> Parcel:
+def make_parcel(
+    samples: Iterable[Sample],
+    sample_ids: Sequence[int],
+    others_valid: int,
+    others_tokens: int,
+    decode: bool = True,
+) -> Parcel:
     """The samples of a step in shared memory, each written there before the next is read, with what is known of those
-    that other ranks read."""
+    that other ranks read; items are decoded, or left to whoever takes the step."""
     numbers_KBS: Tensor | None = None
     starts, valid_counts, document_counts, lengths, pairs = [], [], [], [], []
+    media: CarriedMedia | None = None
+    lost: list[str] = []
+    encoded: list[Items] = []
     for place, sample in enumerate(samples):
         if numbers_KBS is None:
             numbers_KBS = torch.empty(2, len(sample_ids), len(sample.tokens_S), dtype=torch.int32)
@@ -208,6 +246,11 @@ def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_val
         document_counts.append(sample.document_count)
         lengths.append(sample.length)
         pairs.append(sample.pairs)
+        if sample.media is not None and not decode:
+            encoded.append(sample.media)
+        elif sample.media is not None:
+            media = media or carrier_for(sample.media, len(sample_ids), shared=True)
+            lost += media.put(place, sample.media)
     assert numbers_KBS is not None
     return Parcel(
         numbers_KBS,
@@ -219,4 +262,7 @@ def make_parcel(samples: Iterable[Sample], sample_ids: Sequence[int], others_val
         sum(valid_counts) + others_valid,
         sum(lengths) + others_tokens,
         _pairs_of(pairs),
+        media,
+        tuple(lost),
+        encoded_media(encoded) if encoded else None,
     )

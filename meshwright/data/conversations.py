@@ -73,6 +73,11 @@ def pair_of(record: Any) -> Pair:
     if not isinstance(record, dict):
         raise BadConversation(f"is a {_kind(record)} and not an object")
     answers = [record.get(side) for side in ("chosen", "rejected")]
+    if {"completion", "label"} <= record.keys():
+        raise BadConversation(
+            'has one labelled answer ("completion", "label"), where two answers to one prompt are compared; give '
+            '"chosen" and "rejected"'
+        )
     if any(answer is None for answer in answers):
         raise BadConversation(f'has no "chosen" and "rejected" ({_only(record)})')
     plain = all(isinstance(answer, str) for answer in answers)

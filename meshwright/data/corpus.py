@@ -9,6 +9,9 @@ from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from meshwright.data.made import Slots
+    from meshwright.data.media.index import MediaIndex
+    from meshwright.data.samples import Windows
     from meshwright.data.streaming import Flow
 
 
@@ -31,6 +34,18 @@ class Corpus:
 
     chat: ChatTemplate | None = None
     """What wrote the conversations, where that is known."""
+
+    train_items: "MediaIndex | None" = None
+    """Where the pictures, film and sound of the training samples are; None of text alone."""
+
+    validation_items: "MediaIndex | None" = None
+    """The same of the validation samples."""
+
+    noise: "Slots | None" = None
+    """Items of noise that synthetic tokens get, for a model that reads pictures or sound."""
+
+    windows: "tuple[Windows, Windows] | None" = None
+    """Sequences that are made when they are read, to train on and held out, instead of tokens."""
 
     @property
     def bounds(self) -> tuple[int, ...]:

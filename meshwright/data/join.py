@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-_BETWEEN = "\n\n"
+BETWEEN = "\n\n"
 """Parts of a joined document stand apart by an empty line."""
 
 
@@ -22,8 +22,12 @@ class Joined:
 
     def follow(self, key: str, text: str) -> str:
         """A text with what belongs to it, in the order of the sources."""
+        return BETWEEN.join([text, *self.texts(key)])
+
+    def texts(self, key: str) -> list[str]:
+        """What is kept under a key, in the order of the sources."""
         found = self._table.execute("SELECT text FROM texts WHERE key = ? ORDER BY rowid", (key,))
-        return _BETWEEN.join([text, *(other for (other,) in found)])
+        return [text for (text,) in found]
 
 
 def write_joined(path: Path, records: Iterable[tuple[str, str]]) -> None:

@@ -3,18 +3,27 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from meshwright.calls import callable_as
-from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples
+from meshwright.data.batch import Batch, Parcel, Step, make_parcel, stack_samples, stacked
+from meshwright.data.media.ahead import DecodesAhead
+from meshwright.data.media.carried import encoded_media
 from meshwright.data.readers import Readers, WorkerDied, failure_of
 from meshwright.data.samples import IGNORE, Sample, Windows
+from meshwright.data.stages import DECODE, stage
 from meshwright.data.stream import Stream
 from meshwright.data.watch import Roll
 from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.data.media.gpu import GpuDecoder
+
+NAMED_ITEMS = 5
+"""So many items that could not be decoded are named."""
 
 
 class Loader:
@@ -34,10 +43,15 @@ class Loader:
         pin_memory: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        decoder: "GpuDecoder | None" = None,
     ) -> None:
         roll = Roll(workers)
-        self._steps = _Steps(stream, global_batch, rank, ranks, roll)
+        self._steps = _Steps(stream, global_batch, rank, ranks, roll, decoder is None)
+        self._decoder = decoder
+        self._ahead: DecodesAhead | None = None
         self._position = position
+        self.lost_items = 0
+        """Pictures, films and sounds of this rank that could not be decoded, so far."""
         self.readers = Readers(self._steps, roll, workers=workers, prefetch=prefetch, pin_memory=pin_memory)
 
     @property
@@ -55,12 +69,34 @@ class Loader:
 
     def __next__(self) -> Step:
         self.start()
+        try:
+            step = self._read() if self._ahead is None else self._ahead.next()
+        except (UserError, WorkerDied):
+            self.close()
+            raise
+        self._position += self._steps.global_batch
+        if step.lost:
+            self._tell(step.lost)
+        return step
+
+    def _read(self) -> Step:
         step: Step | Parcel | UserError | WorkerDied = self.readers.next()
         if isinstance(step, UserError | WorkerDied):
-            self.close()
             raise step
-        self._position += self._steps.global_batch
         return step.unpacked() if isinstance(step, Parcel) else step
+
+    def _decoded(self, step: Step) -> Step:
+        if step.waiting is None or self._decoder is None:
+            return step
+        with stage(DECODE):
+            media, lost = self._decoder.decode(step.waiting)
+        return replace(step, batch=replace(step.batch, media=media), lost=tuple(lost), waiting=None)
+
+    def _tell(self, lost: Sequence[str]) -> None:
+        """Name the first few items that could not be decoded, and count all."""
+        for name in lost[: max(0, NAMED_ITEMS - self.lost_items)]:
+            self.readers.on_slow(f"an item could not be decoded and is empty: {name}")
+        self.lost_items += len(lost)
 
     def start(self) -> None:
         """Have the workers read ahead from now on; the first step asked for would start them too.
@@ -70,9 +106,14 @@ class Loader:
         """
         if not self.readers.started:
             self.readers.start(itertools.count(self._position, self._steps.global_batch))
+        if self._ahead is None and self._decoder is not None:
+            self._ahead = DecodesAhead(self._read, self._decoded)
 
     def close(self) -> None:
         """End the workers; iterating again starts new ones at the position."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self.readers.close()
 
 
@@ -85,6 +126,8 @@ class _Steps(Dataset[Step | Parcel | UserError | WorkerDied]):
     rank: int
     ranks: int
     roll: Roll
+    decode: bool = True
+    """Whether items are decoded here, and not on the device."""
 
     def __getitem__(self, first: int) -> Step | Parcel | UserError | WorkerDied:
         worker = get_worker_info()
@@ -92,7 +135,7 @@ class _Steps(Dataset[Step | Parcel | UserError | WorkerDied]):
             if worker is None:
                 return self._read(first)
             self.roll.begins(worker.id, first)
-            return make_parcel(*self._samples(first))
+            return make_parcel(*self._samples(first), decode=self.decode)
         except UserError as error:
             # Handed over as a value: raised in a worker it would arrive as a page of traceback.
             return error
@@ -106,8 +149,11 @@ class _Steps(Dataset[Step | Parcel | UserError | WorkerDied]):
 
     def _read(self, first: int) -> Step:
         samples, mine, valid_count, tokens = self._samples(first)
-        batch = stack_samples(list(samples), mine)
-        return Step(batch, batch.valid_count() + valid_count, sum(batch.lengths) + tokens)
+        read = list(samples)
+        batch, lost = stacked(read, mine, self.decode)
+        items = [sample.media for sample in read if sample.media is not None]
+        waiting = encoded_media(items) if items and not self.decode else None
+        return Step(batch, batch.valid_count() + valid_count, sum(batch.lengths) + tokens, lost, waiting)
 
     def _samples(self, first: int) -> tuple[Iterator[Sample], range, int, int]:
         """This rank's samples, read as they are asked for, and their numbers; the labels and tokens of the others'."""

@@ -11,11 +11,13 @@ import numpy as np
 
 from meshwright.atomic import atomic_file, write_atomic
 from meshwright.data.files import read_json
+from meshwright.data.media.pieces import Limits, pieces_of
 from meshwright.data.packing import (
     Packed,
     Shares,
     document_starts,
     pack_documents,
+    pack_pieces,
     packed_shares,
     running_shares,
 )
@@ -39,6 +41,10 @@ class PackIndex:
     shares: Shares
     running: Shares
     """What concatenating would cost."""
+    left_out: int = 0
+    """Samples with pictures that no window holds."""
+    split: int = 0
+    """Such samples that were split."""
 
 
 class PackedWindows:
@@ -122,10 +128,12 @@ def open_packed(
     split: str,
     *,
     pairs: bool = False,
+    limits: Limits | None = None,
 ) -> PackIndex:
     """The index of a store's packed windows, source by source as bounds say: from the folder, else made and kept there.
 
-    With `pairs` every two documents are packed together, and left out if they are longer than a window. Without a
+    With `pairs` every two documents are packed together, and left out if they are longer than a window. With `limits`
+    documents hold items, of which a window takes only so many. Without a
     folder, or with one that cannot be written, the index is made for this process alone.
     """
     if isinstance(store, SyntheticTokens):
@@ -135,12 +143,12 @@ def open_packed(
         )
     name = None
     if folder is not None:
-        kind = f"{packing}-pairs" if pairs else packing
+        kind = f"{packing}-pairs" if pairs else packing if limits is None else f"{packing}-{limits.name}"
         name = folder / f"{split}.{kind}-{sequence_length}-{_fingerprint(store, bounds)}"
     kept = None if name is None else _read(name)
     if kept is not None:
         return kept
-    made = _make(store, bounds, packing, sequence_length, pairs)
+    made = _make(store, bounds, packing, sequence_length, pairs, limits)
     if name is not None:
         _write(name, made)
     return made
@@ -155,12 +163,26 @@ def _fingerprint(store: TokenStore, bounds: Sequence[int]) -> str:
     return digest.hexdigest()[:8]
 
 
-def _make(store: TokenStore, bounds: Sequence[int], packing: str, sequence_length: int, pairs: bool) -> PackIndex:
+def _make(
+    store: TokenStore,
+    bounds: Sequence[int],
+    packing: str,
+    sequence_length: int,
+    pairs: bool,
+    limits: Limits | None,
+) -> PackIndex:
     alone = packing == "none"
     parts = []
+    left_out = split = 0
     for start, stop in pairwise(bounds):
         starts = document_starts(store, start, stop)[:: 2 if pairs else 1]
-        parts.append((pack_documents(starts, stop, sequence_length, alone=alone, whole=pairs), starts, stop))
+        if limits is None:
+            packed = pack_documents(starts, stop, sequence_length, alone=alone, whole=pairs)
+        else:
+            samples = pieces_of(starts, stop, sequence_length, limits)
+            packed = pack_pieces(samples.starts, samples.lengths, sequence_length, samples.rooms, alone=alone)
+            left_out, split = left_out + samples.left_out, split + samples.split
+        parts.append((packed, starts, stop))
     pieces = np.cumsum([0] + [len(packed.starts_P) for packed, _, _ in parts])
     windows = np.cumsum([0] + [len(packed.first_W) - 1 for packed, _, _ in parts])
     whole = Packed(
@@ -173,14 +195,19 @@ def _make(store: TokenStore, bounds: Sequence[int], packing: str, sequence_lengt
     )
     starts, stop = np.concatenate([starts for _, starts, _ in parts]), bounds[-1]
     shares = packed_shares(whole, starts, stop, sequence_length)
-    return PackIndex(whole, tuple(windows.tolist()), shares, running_shares(starts, stop, sequence_length))
+    running = running_shares(starts, stop, sequence_length)
+    return PackIndex(whole, tuple(windows.tolist()), shares, running, left_out, split)
 
 
 def _write(name: Path, index: PackIndex) -> None:
     """Keep an index: arrays first, the facts that make it whole last; ranks that write the same do no harm."""
     arrays = (index.packed.starts_P, index.packed.lengths_P, index.packed.first_W)
-    facts = {"bounds": index.bounds, "shares": asdict(index.shares), "running": asdict(index.running)}
-    facts |= {"sizes": [len(array) for array in arrays]}
+    facts: dict[str, object] = {
+        "bounds": index.bounds,
+        "shares": asdict(index.shares),
+        "running": asdict(index.running),
+    }
+    facts |= {"sizes": [len(array) for array in arrays], "left_out": index.left_out, "split": index.split}
     try:
         for kind, array in zip(_ARRAYS, arrays, strict=True):
             with atomic_file(Path(f"{name}.{kind}.npy"), durable=True) as draft, draft.open("wb") as stream:
@@ -201,6 +228,7 @@ def _read(name: Path) -> PackIndex | None:
         shares, running = (
             Shares(float(facts[kind]["truncated"]), float(facts[kind]["padded"])) for kind in ("shares", "running")
         )
-        return PackIndex(Packed(*arrays), bounds, shares, running)
+        counts = (int(facts.get(name, 0)) for name in ("left_out", "split"))
+        return PackIndex(Packed(*arrays), bounds, shares, running, *counts)
     except (OSError, ValueError, LookupError, TypeError, UserError):
         return None

@@ -41,11 +41,28 @@ def pack_documents(
     if whole:
         fits = lengths <= sequence_length
         starts, lengths = starts[fits], lengths[fits]
+    return pack_pieces(starts, lengths, sequence_length, alone=alone)
+
+
+def pack_pieces(
+    starts: Int64Array,
+    lengths: Int64Array,
+    sequence_length: int,
+    rooms: Int64Array | None = None,
+    *,
+    alone: bool = False,
+) -> Packed:
+    """Documents as `pack_documents` packs them, or pieces none of which is cut, by the room that each needs."""
     if alone:
         order = np.argsort(lengths, kind="stable")
         return Packed(starts[order], np.minimum(lengths, sequence_length)[order], np.arange(len(starts) + 1))
     blocks = [
-        _pack_block(starts[first : first + BLOCK], lengths[first : first + BLOCK], sequence_length)
+        _pack_block(
+            starts[first : first + BLOCK],
+            lengths[first : first + BLOCK],
+            sequence_length,
+            None if rooms is None else rooms[first : first + BLOCK],
+        )
         for first in range(0, len(starts), BLOCK)
     ]
     if not blocks:
@@ -84,12 +101,16 @@ def document_starts(store: TokenStore, start: int, stop: int) -> Int64Array:
     return starts if stop <= start or (len(starts) and starts[0] == start) else np.insert(starts, 0, start)
 
 
-def _pack_block(starts: Int64Array, lengths: Int64Array, sequence_length: int) -> Packed:
-    counts = np.maximum(-(-lengths // sequence_length), 1)
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    piece_starts = np.repeat(starts, counts) + within * sequence_length
-    piece_lengths = np.minimum(np.repeat(lengths, counts) - within * sequence_length, sequence_length)
-    windows = _best_fit(piece_lengths, sequence_length)
+def _pack_block(
+    starts: Int64Array, lengths: Int64Array, sequence_length: int, rooms: Int64Array | None = None
+) -> Packed:
+    piece_starts, piece_lengths = starts, lengths
+    if rooms is None:
+        counts = np.maximum(-(-lengths // sequence_length), 1)
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        piece_starts = np.repeat(starts, counts) + within * sequence_length
+        piece_lengths = np.minimum(np.repeat(lengths, counts) - within * sequence_length, sequence_length)
+    windows = _best_fit(piece_lengths if rooms is None else rooms, sequence_length)
     # Windows in the order of the text: whoever reads the first few of them sees an honest part of it.
     firsts = np.full(int(windows.max()) + 1, np.iinfo(np.int64).max)
     np.minimum.at(firsts, windows, piece_starts)

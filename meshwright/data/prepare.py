@@ -4,14 +4,17 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 from meshwright.data.cache import building, cache_root, sweep
 from meshwright.data.chat import chat_template_in, load_chat_template
 from meshwright.data.corpus import Corpus
+from meshwright.data.media.index import MediaIndex
+from meshwright.data.media.take import media_taking
 from meshwright.data.own_sources import with_files
 from meshwright.data.prepared.fill import Order, Wishes, fill, order_for
 from meshwright.data.prepared.folder import (
@@ -23,6 +26,7 @@ from meshwright.data.prepared.folder import (
     open_prepared,
 )
 from meshwright.data.raw import SYNTHETIC, BadDocuments, Taking, list_inputs
+from meshwright.data.raw.media import shaping_of
 from meshwright.data.store import SyntheticTokens, TokenStore, token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer, require_trainable
 from meshwright.errors import UserError
@@ -47,6 +51,8 @@ def prepare(
     A tokenizer that is given stands in the place of the section's own. `field` is what names the sources in errors.
     """
     if SYNTHETIC in data.sources:
+        if data.fields:
+            raise UserError(f"data.sources = {SYNTHETIC} has no items for data.fields; name samples with some")
         return _synthetic(data, vocab_size)
     data = with_files(data)
     if any(is_prepared(name) for name in data.sources):
@@ -60,6 +66,7 @@ def prepare(
         content=data.format,
         join=data.join,
         validation_fraction=data.validation_fraction,
+        fields=data.fields,
     )
     with _named_as(field):
         order = order_for(wishes, given, taking)
@@ -102,6 +109,8 @@ def _open(folder: Path, order: Order) -> Corpus:
         (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
         (*_bad(manifest), *order.inputs.notes),
         chat=order.taking.chat,
+        train_items=prepared.items("train"),
+        validation_items=prepared.items("validation"),
     )
 
 
@@ -158,6 +167,11 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
                 f'data.format = "{data.format}" does not fit {folder.folder}, which holds {folder.manifest.content}; '
                 f'set it to "{folder.manifest.content}" or name other data.sources'
             )
+        if folder.manifest.fields != (wanted := {name: shaping_of(own) for name, own in data.fields.items()}):
+            raise UserError(
+                f"data.fields do not fit {folder.folder}, which was prepared with {folder.manifest.fields or 'none'} "
+                f"and not {wanted or 'none'}; correct them or prepare the folder again"
+            )
     for other in folders[1:]:
         if other.manifest.tokenizer_sha256 != first.manifest.tokenizer_sha256:
             raise UserError(
@@ -174,7 +188,39 @@ def _prepared(data: Data, vocab_size: int) -> Corpus:
     alone = len(folders) == 1
     chat = chat_template_in(first.folder, first.tokenizer) if data.format != "text" else None
     place = first.folder if alone else None
-    return Corpus(first.tokenizer, train, validation, place, () if alone else bounds, chat=chat)
+    items = [_items(folders, split) for split in ("train", "validation")]
+    return Corpus(
+        first.tokenizer,
+        train,
+        validation,
+        place,
+        () if alone else bounds,
+        chat=chat,
+        train_items=items[0],
+        validation_items=items[1],
+    )
+
+
+def all_together(corpus: Corpus) -> Corpus:
+    """A corpus that holds nothing out: samples of validation follow those to train on."""
+    train, held_out = corpus.train_items, corpus.validation_items
+    if not len(corpus.validation) or train is None or held_out is None:
+        return corpus
+    store = ShardedTokens([one for one in (corpus.train, corpus.validation) if len(one)])
+    items = MediaIndex([*train.shifted(0), *held_out.shifted(len(corpus.train))])
+    return replace(corpus, train=store, folder=None, source_bounds=(), train_items=items)
+
+
+def _items(folders: Sequence[Prepared], split: str) -> MediaIndex | None:
+    """Where the pictures, film and sound of all folders are."""
+    shards, tokens = [], 0
+    for folder in folders:
+        own = folder.items(split)
+        if own is None:
+            return None
+        shards += own.shifted(tokens)
+        tokens += len(folder.store(split))
+    return MediaIndex(shards)
 
 
 def require_tokenizer(prepared: Prepared, tokenizer: str | None, vocab_size: int) -> None:
@@ -208,6 +254,10 @@ def _given_tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
 
 
 def _taking(data: Data) -> Taking:
+    return media_taking(_texts(data), data.fields, data.encoder, data.check, data.sources)
+
+
+def _texts(data: Data) -> Taking:
     if data.join is not None and len(data.sources) < 2:
         raise UserError(f'data.join = "{data.join}" needs two data.sources or more; name them or leave it out')
     if data.format == "text":

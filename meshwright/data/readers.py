@@ -45,6 +45,11 @@ class Readers:
         """Whether they read."""
         return self._iterator is not None
 
+    @property
+    def processes(self) -> list[int]:
+        """The worker processes that have begun to read."""
+        return self._roll.processes()
+
     def start(self, sampler: Iterable[int] | None = None) -> None:
         """Begin to read: the items a sampler names, or all of a dataset that is iterated over."""
         many = self._workers > 0

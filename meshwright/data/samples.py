@@ -1,15 +1,45 @@
 """Windows of the tokens, each a sample with its labels and where documents lie in it. S = its length, B = samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data.store import Int64Array, TokenStore
+from meshwright.job.fields import ItemPlan
 
 IGNORE = -100
 """The label of a place that counts for nothing in the loss."""
+
+
+class Items(Protocol):
+    """Pictures, frames and windows of sound of a sample, decoded when asked for. K slots, T tokens each."""
+
+    @property
+    def plan(self) -> ItemPlan:
+        """Size, tokens and slots."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the items before they are normalised."""
+
+    @property
+    def scale(self) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Mean and deviation of the colours; None where items need not be normalised."""
+
+    def places_KT(self) -> Int64Array:
+        """The place of every token of every item, -1 in empty slots."""
+
+    def fill(self, items_K: NDArray[Any]) -> list[str]:
+        """Decode the items into their slots; the names of those that could not be."""
+
+    def encoded(self, row: int) -> list[Any]:
+        """The bytes of the items, for row `row` of a batch, to be decoded elsewhere."""
+
+    def keyed(self, key: int) -> "Items":
+        """The same items, with what chance is drawn from."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +55,12 @@ class Sample:
     pairs: Int64Array | None = None
     """Where each pair of answers in it begins in the tokens of its split, by which a pair is known; its documents are
     the chosen and the rejected answer of each in turn. None where the loss is that of tokens."""
+    media: Items | None = None
+    """What the placeholders among the tokens stand for."""
+
+    def with_media(self, media: Items) -> "Sample":
+        """The sample with pictures, film and sound."""
+        return replace(self, media=media)
 
     @property
     def valid(self) -> int:

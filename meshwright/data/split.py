@@ -30,11 +30,12 @@ class HeldOut:
 def rule_for(units: Sequence[Unit], firsts: Sequence[int], taking: Taking, fraction: float) -> HeldOut:
     """Whole documents where there are at least twenty and one of them falls to validation, else their ends.
 
-    The end of a conversation without its beginning would be no test of anything, so those stay whole. Reads no further
+    The end of a conversation without its beginning would be no test of anything, so those stay whole, and so do samples
+    with pictures. Reads no further
     than needed to know.
     """
     by_document = HeldOut(fraction)
-    if fraction == 0 or taking.chat is not None:
+    if fraction == 0 or taking.whole:
         return by_document
     seen, found = 0, False
     for unit, first in zip(units, firsts, strict=True):

@@ -115,6 +115,17 @@ def load_index(path: Path) -> Int64Array:
     return found
 
 
+def write_index(path: Path, numbers: "array[int]") -> None:
+    """Write a row of whole numbers for `load_index`, and bring it to the disk."""
+    row = np.frombuffer(numbers, np.int64) if numbers else np.empty(0, np.int64)
+    # numpy.save would not say that the disk is full: its error carries no number.
+    with path.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(row))
+        stream.write(row.tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 class SyntheticTokens:
     """Tokens that are a hash of their place: endless, no file, documents of about a thousand tokens."""
 
@@ -189,13 +200,7 @@ class TokenWriter:
 
     def finish(self) -> None:
         """Write the document starts and bring both files to the disk."""
-        starts = np.frombuffer(self._starts, np.int64) if self._starts else np.empty(0, np.int64)
-        # numpy.save would not say that the disk is full: its error carries no number.
-        with self._starts_path.open("wb") as stream:
-            np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(starts))
-            stream.write(starts.tobytes())
-            stream.flush()
-            os.fsync(stream.fileno())
+        write_index(self._starts_path, self._starts)
         for written in self._streams():
             written.flush()
             os.fsync(written.fileno())

@@ -7,6 +7,7 @@ from meshwright.data.blend import Blend
 from meshwright.data.hashing import mix
 from meshwright.data.order import window_of
 from meshwright.data.samples import Sample, Windows
+from meshwright.data.stages import PACK, stage
 
 GROUP = 64
 """Samples of like length that follow each other where windows are sorted by length."""
@@ -37,8 +38,11 @@ class Stream:
 
     def read(self, sample: int) -> Sample:
         """The sample itself."""
-        part, window = self.place(sample)
-        return self.parts[part].read(window)
+        with stage(PACK):
+            part, window = self.place(sample)
+            found = self.parts[part].read(window)
+        # What is random about a picture depends on the seed and the sample's number, in which the epoch is.
+        return found if found.media is None else found.with_media(found.media.keyed(mix(sample, key=mix(self.seed))))
 
     def facts_of(self, samples: Iterable[int]) -> tuple[int, int]:
         """Labels of some samples that count in the loss, and their tokens, without reading them."""

@@ -129,6 +129,11 @@ class Tokenizer:
         whole: list[int] = self._reader_of_names().encode(text, add_special_tokens=True).ids
         return ids if ids[:1] == whole[:1] else whole
 
+    def token_named(self, name: str) -> int | None:
+        """The token with a name; None where there is none."""
+        token: int | None = self._inner.token_to_id(name)
+        return token
+
     def first_control(self, text: str) -> int | None:
         """The first control token that a text names."""
         return next((token for token in self.encode_rendered(text) if token in self._control), None)

@@ -32,6 +32,10 @@ class Roll:
         """Called by a worker when it has read it."""
         self._samples[worker] = _IDLE
 
+    def processes(self) -> list[int]:
+        """The workers that have begun to read, by their process."""
+        return [pid for pid in self._pids if pid]
+
     def name_failed(self, error: str) -> str | None:
         """Which worker an error is about that tells of its process; None where it tells of none."""
         told = {int(number) for number in re.findall(r"\d+", error)} if "worker" in error else set()

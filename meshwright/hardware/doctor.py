@@ -34,8 +34,13 @@ OPTIONAL = {
     "s3fs": "no data or backups in s3://",
     "aiohttp": "no data from http:// and https://",
     "ray": "no runs on Ray clusters",
+    "PIL": "no pictures",
+    "av": "no film or sound",
+    "torchvision": "no pictures decoded on the GPU",
+    "PyNvVideoCodec": "no film decoded on the GPU",
 }
 """Packages some features import, and what is missing without them; triton is reported with the compilers."""
+_INSTALLED_AS = {"PIL": "pillow"}
 _PROGRAMS = {
     "git": "run folders will not record the code version",
     "sbatch": "no Slurm here: jobs run on this machine only",
@@ -186,7 +191,8 @@ def _programs() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for package, without in OPTIONAL.items():
+        name = _INSTALLED_AS.get(package, package)
         if find_spec(package) is not None:
-            yield Finding(package, "ok", version(package), "optional")
+            yield Finding(name, "ok", version(name), "optional")
         else:
-            yield Finding(package, "warning", "not installed", f"optional: {without}; pip install {package}")
+            yield Finding(name, "warning", "not installed", f"optional: {without}; pip install {name}")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from meshwright.job.model import Model
 
 ALL = "all"
+BLOCK, SCALES_PER_BLOCK = 64, 256
+"""Of nf4: numbers of a row that share a scale, and scales that share one."""
 ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_FIELDS = {"rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
 """Ours and PEFT's names of what an adapter's folder determines."""
@@ -42,6 +44,9 @@ class Adapter(Section):
     """Multiply by alpha / √rank instead (arXiv:2312.03732)."""
     dora: bool = False
     """Train the length of every row of the sum too, apart from its direction (DoRA, arXiv:2402.09353)."""
+    base: Literal["compute", "nf4", "int8"] = "compute"
+    """The format of the projections that are not trained: that of precision.compute, or 4 bits (QLoRA,
+    arXiv:2305.14314) or 8 bits as bitsandbytes has them, from which every product makes them anew."""
     init_from: str | None = None
     """A folder in PEFT's format to continue from; by default A is random and B zero."""
 
@@ -120,6 +125,17 @@ def adapted(shape: "Model", layer: int = -1) -> list[tuple[str, str]]:
     return [pair for pair in pairs if shape.adapter.adapts(*pair)]
 
 
+def is_quantised(shape: "Model", parameter: str) -> bool:
+    """Whether a parameter of a model is stored in fewer bits than it is computed with: projections next to adapters."""
+    return shape.adapter is not None and shape.adapter.base != "compute" and is_projection(shape, parameter)
+
+
+def is_projection(shape: "Model", parameter: str) -> bool:
+    """Whether a parameter is the matrix of a projection in a block, except those of experts."""
+    *_, group, name, kind = ("", "", *parameter.split("."))
+    return kind == "weight" and name in adaptable(shape).get(group, ())
+
+
 def require_adapter(shape: "Model", adapter: Adapter) -> None:
     """Reject what an adapter cannot be added to, and targets that the model does not have."""
     if shape.file is not None:
@@ -131,6 +147,7 @@ def require_adapter(shape: "Model", adapter: Adapter) -> None:
         raise ValueError(
             f"model.adapter trains no blocks of model.extra_tokens = {shape.extra_tokens}; set model.extra_tokens = 0"
         )
+    _require_base(shape, adapter)
     groups = adaptable(shape)
     known = {ALL, *groups} | {name for names in groups.values() for name in names}
     known |= {f"{group}.{name}" for group, names in groups.items() for name in names}
@@ -140,3 +157,24 @@ def require_adapter(shape: "Model", adapter: Adapter) -> None:
             raise ValueError(
                 f'model.adapter.targets has "{target}", which this model does not have; use {ALL} or some of {there}'
             )
+
+
+def _require_base(shape: "Model", adapter: Adapter) -> None:
+    """Reject what cannot be quantised."""
+    field = f'model.adapter.base = "{adapter.base}"'
+    if adapter.base == "compute":
+        return
+    if shape.experts is not None:
+        raise ValueError(
+            f"{field} is for projections, and most weights of a model with model.experts are those of its experts; set "
+            'model.adapter.base = "compute"'
+        )
+    if shape.latent is not None:
+        raise ValueError(f'{field} is not for models with model.latent; set model.adapter.base = "compute"')
+    inputs = {shape.width, shape.ffn_width, shape.heads * shape.head_dim}
+    odd = [size for size in sorted(inputs) if size % BLOCK]
+    if adapter.base == "nf4" and odd:
+        raise ValueError(
+            f"{field} needs rows of whole blocks of {BLOCK} numbers, and this model has projections of {odd[0]} inputs;"
+            ' set model.adapter.base = "int8"'
+        )

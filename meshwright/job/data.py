@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from meshwright.job.fields import MediaField, require_fields
 from meshwright.job.section import Section
 from meshwright.job.tokens import TokenCount
 
@@ -24,7 +25,8 @@ class Data(Section):
 
     sources: tuple[str, ...] = Field(default=("builtin:stdlib",), min_length=1)
     """Files, folders or addresses of text, JSONL, CSV, Parquet, Arrow or tar, plain or compressed; folders that `data
-    prepare` made; `builtin:stdlib`; `builtin:synthetic` alone; or `NAME:ARGUMENT` with a source of your own."""
+    prepare` made; `builtin:stdlib`; `builtin:synthetic`, `builtin:shapes` or `builtin:tones` alone;
+    or `NAME:ARGUMENT` with a source of your own."""
     weights: tuple[Weight, ...] | None = None
     """How often each source is sampled, in the order of sources; by size when not given."""
     stages: tuple[Stage, ...] = ()
@@ -41,13 +43,31 @@ class Data(Section):
     """A Jinja file that formats conversations as text; by default the one that comes with data.tokenizer."""
     tokenizer: str | None = None
     """A `tokenizer.json`; by default a byte-level BPE of model.vocab_size is trained on the sources."""
+    fields: dict[str, MediaField] = Field(default_factory=dict)
+    """Pictures, film and sound of a sample by name, as `[data.fields.image] kind = "image"`; `<image>` in the text is
+    where one stands, and without it they come first."""
+    items_per_sequence: PositiveInt | None = Field(default=None, le=1 << 20)
+    """fields only: slots for pictures, frames and windows of sound in a sequence; by default as many as could fit."""
+    oversize: Literal["leave-out", "refuse", "split"] = "leave-out"
+    """fields only: what becomes of a sample with more tokens or items than a sequence holds: left out and counted,
+    refused, or split between items."""
+    check: Literal["decode", "header"] = "decode"
+    """fields only: how pictures, film and sound are checked when they are prepared: decoded once, or only the beginning
+    of each; what is damaged is left out and counted, up to --max-bad."""
+    damaged: Literal["refuse", "blank"] = "refuse"
+    """fields only: what training does with an item that cannot be decoded after all: stop and name it, or go on with a
+    black picture or silence in its place and count it."""
+    decode: Literal["cpu", "gpu"] = "cpu"
+    """fields only: where pictures and film are decoded: by the data workers, or on the GPU (JPEG and film)."""
+    encoder: str | None = Field(default=None, min_length=1)
+    """fields only: `file.py:Class` with your own `cook(record)` or `items(field, raw, random)`; its code is run."""
     packing: Literal["concatenate", "best-fit", "none"] = "concatenate"
     """How documents fill sequences: `concatenate` cuts the concatenated text into equal windows, `best-fit` packs whole
     documents and pads the rest, `none` gives each document its own sequence, in groups of similar length.
-    `best-fit` is the default of conversations and of preferences, whose two answers stay together."""
+    `best-fit` is the default of conversations, of data.fields, and of preferences, whose two answers stay together."""
     mask_documents: bool = False
-    """Attention and positions do not cross document boundaries; true is the default of conversations and
-    preferences."""
+    """Attention and positions do not cross document boundaries; true is the default of conversations, preferences and
+    data.fields."""
     validation_fraction: float = Field(default=0.01, ge=0.0, lt=0.5)
     """Fraction of the documents held out for validation (with fewer than twenty, the end of each); 0 for none."""
     stream: bool = False
@@ -68,10 +88,12 @@ class Data(Section):
     @model_validator(mode="after")
     def _stay_whole(self) -> Self:
         """Conversations and pairs stay whole and apart from each other, unless a job of the former says otherwise."""
-        if self.format != "text":
+        if self.format != "text" or self.fields:
             for field, value in (("packing", "best-fit"), ("mask_documents", True)):
                 if field not in self.model_fields_set:
                     object.__setattr__(self, field, value)  # a default that depends on another field; nobody has it yet
+        if self.fields:
+            require_fields(self)
         if self.format == "preferences":
             if self.packing == "concatenate":
                 raise ValueError(

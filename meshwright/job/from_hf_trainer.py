@@ -14,8 +14,8 @@ from meshwright.job.running import Run
 from meshwright.job.shell_arguments import arguments_of, read_script, unknowns
 
 _WHOLE = (
-    "accelerator_config", "dataset_kwargs", "deepspeed", "fsdp_config", "gradient_checkpointing_kwargs",
-    "lr_scheduler_kwargs", "model_init_kwargs",
+    "accelerator_config", "activation_checkpointing_kwargs", "dataset_kwargs", "deepspeed", "fsdp_config",
+    "gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "model_init_kwargs",
 )  # fmt: skip
 ACCELERATOR = {
     "split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
@@ -160,7 +160,7 @@ def _sharding(conversion: Conversion, ranks: int) -> None:
 
 
 def _precision(conversion: Conversion, *, autocast: bool) -> None:
-    """bf16, fp16, tf32 → precision.compute; gradient_checkpointing → memory.recompute."""
+    """bf16, fp16, tf32 → precision.compute; activation_checkpointing, once gradient_…, → memory.recompute."""
     bf16, fp16, tf32 = (conversion.switch(name) for name in ("bf16", "fp16", "tf32"))
     if bf16 and fp16:
         conversion.refuse("fp16", "keep one of them", "contradicts bf16")
@@ -168,17 +168,30 @@ def _precision(conversion: Conversion, *, autocast: bool) -> None:
     conversion.fields["precision.compute"] = compute
     if autocast and (bf16 or fp16):
         conversion.notes.append(f"{compute} is a working copy of fp32 masters here; the Trainer autocasts operations")
-    if conversion.switch("gradient_checkpointing"):
-        conversion.fields["memory.recompute"] = "full"
-    kwargs = conversion.table("gradient_checkpointing_kwargs")
-    kwargs.pop("use_reentrant", None)  # both give the same numbers
-    if kwargs:
-        conversion.refuse("gradient_checkpointing_kwargs", f"remove {', '.join(kwargs)}")
+    _recompute(conversion)
     config = conversion.table("accelerator_config")
     if other := [
         key for key, value in config.items() if ACCELERATOR.get(key, value) != value or key not in ACCELERATOR
     ]:
         conversion.refuse("accelerator_config", f"remove {', '.join(other)}")
+
+
+def _recompute(conversion: Conversion) -> None:
+    """activation_checkpointing, or its old name where that is not given, → memory.recompute."""
+    old, new = (conversion.switch(f"{name}_checkpointing") for name in ("gradient", "activation"))
+    on = old if conversion.settings.get("activation_checkpointing") is None else new
+    every = 1
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        kwargs = conversion.table(name)
+        kwargs.pop("use_reentrant", None)  # both give the same numbers
+        if kwargs.get("offload") is False:
+            del kwargs["offload"]
+        if type(kwargs.get("every_n_layers")) is int and kwargs["every_n_layers"] > 0:
+            every = kwargs.pop("every_n_layers")
+        if kwargs:
+            conversion.refuse(name, f"remove {', '.join(kwargs)}")
+    if on:
+        conversion.fields["memory.recompute"] = "full" if every == 1 else {"every": every}
 
 
 def _optimizer(conversion: Conversion) -> None:

@@ -10,6 +10,7 @@ from meshwright.errors import UserError
 from meshwright.job.hf_experts import expert_family, experts_config, experts_fields
 from meshwright.job.hf_known import EXPERT_FAMILIES, FAMILIES, require_family, require_known_fields
 from meshwright.job.hf_latent import latent_config, latent_fields
+from meshwright.job.hf_llava import LLAVA, llava_config, llava_fields
 from meshwright.job.hf_rope import rope_config, rope_fields
 from meshwright.job.hf_values import expect, given, needed, shown, switch
 from meshwright.job.model import Model
@@ -57,7 +58,8 @@ def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Whatever Meshwright cannot compute is rejected: another family by its model_type, the rest by the field's name.
     """
     require_family(config)
-    require_known_fields(config)
+    if config["model_type"] != LLAVA:
+        require_known_fields(config)
     try:
         return _fields(config)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
@@ -67,6 +69,8 @@ def model_from_hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     family = config["model_type"]
+    if family == LLAVA:
+        return llava_fields(config, model_from_hf_config)
     if family == "gpt2":
         return _from_gpt2(config)
     expect(config, "hidden_act", ("silu",), "silu")
@@ -101,6 +105,12 @@ def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def model_to_hf_config(shape: Model) -> dict[str, Any]:
     """A config.json that transformers builds the same model from; a shape that fits no family is rejected."""
+    if shape.vision is not None:
+        return llava_config(shape, shape.vision, model_to_hf_config(shape.decoder))
+    if shape.audio is not None:
+        raise UserError(
+            "model.audio matches no Hugging Face family; export a model without it, or use the run's own checkpoints"
+        )
     family = hf_family(shape)
     if family == "gpt2":
         config = {
@@ -157,7 +167,7 @@ def hf_family(shape: Model) -> str:
             "model.experts with its scores, weights, biases and attention match no Hugging Face family; choose those "
             f"of {', '.join(EXPERT_FAMILIES[:-1])} or {EXPERT_FAMILIES[-1]}"
         )
-    dense = [family for family in FAMILIES if family not in EXPERT_FAMILIES]
+    dense = [family for family in FAMILIES if family not in (*EXPERT_FAMILIES, LLAVA)]
     raise UserError(
         f"model.norm = {shape.norm}, activation = {shape.activation}, positions = {shape.positions} with its biases, "
         f"windows and head norms match no Hugging Face family; choose those of {', '.join(dense[:-1])} or {dense[-1]}"

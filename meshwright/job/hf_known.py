@@ -9,8 +9,8 @@ from meshwright.job.presets.spelling import is_other_mixture
 
 EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 """Those among them that are mixtures of experts."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", *EXPERT_FAMILIES)
-"""The values of model_type that the decoder covers."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "llava", *EXPERT_FAMILIES)
+"""The values of model_type that are supported; llava is one of the others behind an encoder of pictures."""
 _EXPERTS = "num_experts num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size moe_num_experts"
 _READ = """
 model_type vocab_size tie_word_embeddings
@@ -96,6 +96,8 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
             continue
         if key == "quantization_config" and family == "gpt_oss" and _method(value) == "mxfp4":
             continue  # as it is published; exact in fp32
+        if key == "quantization_config" and _is_readable(value):
+            continue  # as what its codes stand for
         if key == "quantization_config":
             raise UserError(
                 "config.json has quantization_config, and quantized weights cannot be trained; use the folder of the "
@@ -105,6 +107,14 @@ def require_known_fields(config: Mapping[str, Any]) -> None:
             f"config.json has {key} = {_shown(value)}, which Meshwright does not support; use another model, or "
             "remove it if the model works the same without it"
         )
+
+
+def _is_readable(quantization: Any) -> bool:
+    """Whether weights are in one of the formats of bitsandbytes that model.adapter.base can have."""
+    if _method(quantization) != "bitsandbytes":
+        return False
+    nf4 = quantization.get("bnb_4bit_quant_type") == "nf4" and quantization.get("bnb_4bit_use_double_quant")
+    return bool(quantization.get("load_in_8bit") or (quantization.get("load_in_4bit") and nf4))
 
 
 def _method(quantization: Any) -> Any:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from meshwright.amounts import NoAmount, length
 from meshwright.errors import UserError
+from meshwright.job.encoder import OF_TRAINING
 from meshwright.job.experts import BALANCING
 from meshwright.job.hf_config import model_of_folder
 from meshwright.job.hub import Tell, fetch_weights, folder_of, pinned, shadowed
@@ -16,7 +17,19 @@ from meshwright.job.model import Model, RopeScaling
 from meshwright.job.unused import JobWarning
 
 TOKENIZER = "tokenizer.json"
-_NOT_SHAPE = ("preset", "init_from", "file", "dropout", "loss", "extra_tokens", "extra_tokens_weight", "adapter")
+_WITHOUT_TEXT = ("builtin:synthetic", "builtin:shapes", "builtin:tones")
+"""Sources that need no tokenizer."""
+_NOT_SHAPE = (
+    "preset",
+    "init_from",
+    "file",
+    "dropout",
+    "loss",
+    "extra_tokens",
+    "extra_tokens_weight",
+    "adapter",
+    "audio",
+)
 
 
 def start_folder(shape: Model) -> Path | None:
@@ -70,11 +83,11 @@ def require_agreement(name: str, shape: dict[str, Any], tables: Iterable[tuple[s
 
 
 def _contradictions(field: str, value: Any, shape: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Names and both values of what differs; how experts are balanced is no part of the shape."""
+    """Names and both values of what differs; how experts are balanced and what is trained is no part of the shape."""
     theirs = shape.get(field)
-    if field in ("experts", "latent") and isinstance(value, dict) and isinstance(theirs, dict):
+    if field in ("experts", "latent", "vision") and isinstance(value, dict) and isinstance(theirs, dict):
         for part, own in value.items():
-            if part in theirs and part not in BALANCING and own != theirs[part]:
+            if part in theirs and part not in (*BALANCING, *OF_TRAINING) and own != theirs[part]:
                 yield f"{field}.{part}", own, theirs[part]
     elif field in shape and _complete(field, value) != theirs:
         yield field, value, theirs
@@ -84,7 +97,7 @@ def require_tokenizer(name: str, merged: dict[str, Any]) -> None:
     """Refuse to train a new tokenizer for weights trained with another."""
     data = merged.get("data")
     given = data if isinstance(data, dict) else {}
-    if given.get("tokenizer") is None and given.get("sources") != ["builtin:synthetic"]:
+    if given.get("tokenizer") is None and given.get("sources") not in [[one] for one in _WITHOUT_TEXT]:
         raise UserError(
             f'model.init_from = "{name}" has no {TOKENIZER}, and a new tokenizer would produce tokens the '
             f"weights do not know; set data.tokenizer to the model's own {TOKENIZER}"

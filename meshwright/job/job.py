@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from meshwright.job.data import Data
 from meshwright.job.devices import Cluster, Layout, Memory
+from meshwright.job.fields import require_read
 from meshwright.job.model import Model
 from meshwright.job.preference import Preference, require_preferences
 from meshwright.job.running import Checkpoint, Log, Run
@@ -98,6 +99,8 @@ class Job(Section):
                 f"batch.global_batch = {self.batch.global_batch} is not a multiple of batch.micro_batch × "
                 f"data-parallel ranks = {self.batch.micro_batch} × {self.data_parallel}; {remedy}"
             )
+        if self.model.encoder is not None:
+            require_read(self.model.encoder, self.data)
         if self.batch.sequence_length > self.model.max_sequence_length:
             raise ValueError(
                 f"batch.sequence_length = {self.batch.sequence_length} is longer than "

@@ -14,6 +14,8 @@ from meshwright.errors import UserError
 from meshwright.job.adapter import complete_adapter
 from meshwright.job.devices import Cluster
 from meshwright.job.edit import edited_text
+from meshwright.job.fields import complete_fields
+from meshwright.job.hf_whisper import complete_audio
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
 from meshwright.job.presets import model_preset, nearest, preset_named, recipe_path, unknown_job
@@ -167,6 +169,8 @@ def _resolved(from_file: Table, from_overrides: Table, path: Path) -> tuple[Job,
         merged["model"]["init_from"] = folder
         require_tokenizer(folder, merged)
     complete_adapter(merged)
+    complete_audio(merged)
+    complete_fields(merged)
     _derive_length(merged, origins)
 
     return _validate(merged, origins, path), origins
@@ -314,6 +318,12 @@ def _merge(base: Table, over: Table) -> None:
             base[key] = dict(value) if isinstance(value, dict) else value
 
 
+def override_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """The same as values by `section.field`."""
+    _parse_overrides(overrides)  # rejects what is not section.field=value
+    return {name.strip(): _value(text) for name, _, text in (one.partition("=") for one in overrides)}
+
+
 def override_fields(overrides: Overrides) -> list[str]:
     """The `section.field` that overrides change."""
     return list(_leaves(_parse_overrides(overrides)))
@@ -353,6 +363,8 @@ def _sentence(problem: dict[str, Any], origins: dict[str, str], path: Path) -> s
         return f"{path}: a text is not valid Unicode ({problem['ctx']['error']}); write it as UTF-8"
     field = ".".join(location[:2])
     where = "--set" if origins.get(field) == "override" else str(path)
+    if field == "data.fields":  # a table of tables
+        field = ".".join(location)
     if len(location) == 3 and (inside := table_fields(field)):
         table, field = field, ".".join(location)
         if problem["type"] == "missing":

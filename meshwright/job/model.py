@@ -5,10 +5,13 @@ from typing import Any, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.job.adapter import Adapter, require_adapter
+from meshwright.job.audio import Audio
+from meshwright.job.encoder import PARTS, Encoder, require_encoder
 from meshwright.job.experts import Experts
 from meshwright.job.names import LossName
 from meshwright.job.section import Section
 from meshwright.job.tokens import SequenceLength
+from meshwright.job.vision import Vision
 
 _WIDEST = 10**6
 
@@ -80,6 +83,10 @@ class Model(Section):
     """A mixture of experts in place of the feed-forward; none by default."""
     adapter: Adapter | None = None
     """Low-rank adapters (LoRA), which are trained instead of the model's weights; none by default."""
+    vision: Vision | None = None
+    """An encoder of pictures whose output takes places among the tokens; none by default."""
+    audio: Audio | None = None
+    """An encoder of sound whose output takes places among the tokens; none by default."""
     max_sequence_length: SequenceLength = 2048
     """The longest supported sequence (and the number of learned positions)."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -128,10 +135,33 @@ class Model(Section):
         return self.model_copy(update={"adapter": None})
 
     @property
+    def freezes(self) -> bool:
+        """Whether some weights are not trained: those next to adapters, or parts of a model with an encoder."""
+        return self.adapter is not None or (self.encoder is not None and set(self.encoder.train) != set(PARTS))
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """What encodes pictures or sound, if anything does."""
+        return self.vision or self.audio
+
+    @property
+    def decoder(self) -> "Model":
+        """The model without an encoder."""
+        return self.model_copy(update={"vision": None, "audio": None})
+
+    @property
+    def drawn(self) -> "Model":
+        """The model with weights that come from no folder."""
+        audio = None if self.audio is None else self.audio.model_copy(update={"init_from": None})
+        return self.model_copy(update={"init_from": None, "audio": audio})
+
+    @property
     def resumed(self) -> "Model":
-        """The model as a run continues with it: from a checkpoint, which has all but the weights next to adapters."""
+        """The model as a run continues with it: from a checkpoint, which has all weights that are trained."""
+        if not self.freezes:
+            return self.drawn
         if self.adapter is None:
-            return self.model_copy(update={"init_from": None})
+            return self
         return self.model_copy(update={"adapter": self.adapter.model_copy(update={"init_from": None})})
 
     @property
@@ -206,6 +236,8 @@ class Model(Section):
             )
         if self.adapter is not None:
             require_adapter(self, self.adapter)
+        if self.encoder is not None:
+            require_encoder(self, self.encoder)
         return self
 
     def _require_latent(self, latent: Latent) -> None:

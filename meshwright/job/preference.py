@@ -54,6 +54,9 @@ def require_preferences(job: "Job") -> None:
             f"model.extra_tokens = {job.model.extra_tokens} adds losses of tokens, which excludes {beside}; set "
             "model.extra_tokens = 0"
         )
+    if job.model.encoder is not None:
+        section = job.model.encoder.section
+        raise ValueError(f"model.{section} with {beside} is not supported yet; leave one of them out")
     if job.evaluation.sets:
         raise ValueError(
             f"evaluation.sets has {', '.join(job.evaluation.sets)}, texts with a loss of tokens, which excludes "

@@ -21,6 +21,9 @@ class Run(Section):
     """auto (the first GPU, else the CPU), cpu, cuda or cuda:N."""
     compile: bool = False
     """torch.compile every block."""
+    cuda_graph: bool = False
+    """Launch forward and backward of a micro-batch as one CUDA graph, on one GPU with static shapes; continues without
+    if that is not possible, with an event that says why."""
     deterministic: bool = False
     """Use only algorithms that are bitwise reproducible, at some cost in speed on a GPU."""
     max_restarts: NonNegativeInt = Field(default=0, le=10**6)

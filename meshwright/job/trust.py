@@ -9,6 +9,8 @@ def code_of(job: Job) -> dict[str, str]:
     code = {}
     if job.model.file is not None:
         code["model.file"] = f'model.file = "{job.model.file}"'
+    if job.data.encoder is not None:
+        code["data.encoder"] = f'data.encoder = "{job.data.encoder}"'
     if job.run.compile and job.data.cache is not None:
         code["data.cache"] = f'data.cache = "{job.data.cache}", from which run.compile loads compiled code'
     return code

@@ -31,6 +31,11 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
         lambda job: job.data.format != "text",
     ),
     (
+        "data.items_per_sequence data.oversize data.check data.damaged data.decode data.encoder",
+        "data.fields",
+        lambda job: bool(job.data.fields),
+    ),
+    (
         "preference.loss preference.beta preference.label_smoothing",
         'data.format = "preferences"',
         lambda job: job.data.format == "preferences",

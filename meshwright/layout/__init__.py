@@ -1,7 +1,15 @@
 """What a layout may be and what each of its ranks holds, by arithmetic alone, without torch."""
 
-from meshwright.layout.activations import holdings_of_rank, kv_copies, kv_heads_of, saved_by_name, stages_of_rank
+from meshwright.layout.activations import (
+    encoder_bytes,
+    holdings_of_rank,
+    kv_copies,
+    kv_heads_of,
+    saved_by_name,
+    stages_of_rank,
+)
 from meshwright.layout.derived import derived_values
+from meshwright.layout.encoder import recomputes_encoder
 from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import FP8_MULTIPLE
 from meshwright.layout.recompute import budget_span, recompute_modes, sure_budget
@@ -23,6 +31,7 @@ __all__ = [
     "axes",
     "budget_span",
     "derived_values",
+    "encoder_bytes",
     "gradient_format",
     "holdings_of_rank",
     "is_asynchronous",
@@ -32,6 +41,7 @@ __all__ = [
     "padded_vocabulary",
     "ranks_of",
     "recompute_modes",
+    "recomputes_encoder",
     "require_experts",
     "require_layout",
     "saved_by_name",

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import lcm
 
-from meshwright.cost import MODES, Mode, block_cost, decoder_cost, remade_bytes
+from meshwright.cost import MODES, Mode, block_cost, decoder_cost, encoder_cost, remade_bytes
 from meshwright.job import Job, Model
+from meshwright.job.encoder import ENCODERS
 from meshwright.layout.budget import BlockBytes, Holding, StageBytes
+from meshwright.layout.encoder import recomputes_encoder
 from meshwright.layout.stages import split_layers
 from meshwright.pipeline import Kind, Table
 
@@ -15,6 +17,7 @@ BY_TENSOR = {
     "attention.q_norm.input": "tp", "attention.q_norm.rstd": "tp",
     "attention.k_norm.input": "tp", "attention.k_norm.rstd": "tp",
     "ffn.gate": "tp", "ffn.up": "tp", "ffn.activated": "tp", "ffn.product": "tp",
+    "ffn.sigmoid": "tp",
     "shared.gate": "tp", "shared.up": "tp", "shared.activated": "tp", "shared.product": "tp", "shared.input": "",
     "moe.input": "tp", "moe.scores": "tp", "moe.weights": "tp", "moe.chosen": "tp", "moe.order": "tp",
     "moe.place": "tp", "moe.rows": "tp", "moe.gate_up": "tp", "moe.activated": "tp", "moe.product": "tp",
@@ -132,7 +135,7 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
         name = full_name.removeprefix(place)
         if name == "attention.mask" and layout.cp > 1:
             continue  # attention over a shared sequence rebuilds its masks
-        sizes[place, name] = -(-size // parts[BY_TENSOR[name] if name in BY_TENSOR else _of_adapter(name)])
+        sizes[place, name] = -(-size // parts[_shared_by(name)])
     if layout.cp > 1 and layout.cp_method == "ulysses" and mode == "none":  # as it was computed, and as it was returned
         sizes["layers.0.", "attention.returned"] = sizes["layers.0.", "attention.out"]
     if job.model.kv_heads % layout.tp:  # then every rank has a key-value head for each of its queries
@@ -143,6 +146,27 @@ def saved_by_name(job: Job, mode: Mode, *, first: bool, last: bool) -> Mapping[t
         for name in ("attention.k", "attention.v"):
             sizes["layers.0.", name] *= kv_copies(job)
     return sizes
+
+
+def encoder_bytes(job: Job) -> int:
+    """A rank's bytes of what an encoder and its projector keep of a micro-batch; 0 without one."""
+    encoder = job.model.encoder
+    if encoder is None:
+        return 0
+    sizes = (job.model, encoder, job.batch.micro_batch, job.precision.number_bytes)
+    kept = encoder_cost(*sizes, recomputed=recomputes_encoder(job)).within(encoder.section).saved_bytes
+    return sum(-(-size // (job.layout.tp if _shared_by(name) == "tp" else 1)) for name, size in kept.items())
+
+
+def _shared_by(name: str) -> str:
+    """Which of a saved tensor's ranks share it, as BY_TENSOR has it; items are encoded whole on every rank."""
+    section, _, inside = name.partition(".")
+    if section in ENCODERS:
+        if inside in ("projector.inner", "projector.activated"):
+            return "tp"
+        found = BY_TENSOR.get(inside.split(".", 2)[2], "") if inside.startswith("layers.") else ""
+        return "tp" if found == "tp" else ""
+    return BY_TENSOR[name] if name in BY_TENSOR else _of_adapter(name)
 
 
 def _of_adapter(name: str) -> str:

@@ -1,12 +1,15 @@
 """The layout's arithmetic, checked before any process starts: which degrees fit the ranks and the model."""
 
+import json
 from functools import lru_cache
 from math import gcd, prod
 
 from meshwright.errors import UserError
-from meshwright.job import Job, Model
+from meshwright.job import Adapter, Job, Model
+from meshwright.job.adapter import BLOCK
 from meshwright.job.devices import Layout
 from meshwright.layout.attention import require_attention
+from meshwright.layout.encoder import require_encoder_layout
 from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import require_precision
 from meshwright.layout.recompute import require_recompute
@@ -70,6 +73,7 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_compression(job)
     _require_offload(job)
     _require_adapter(job)
+    require_encoder_layout(job)
 
 
 def _require_ranks(job: Job, world_size: int) -> None:
@@ -119,7 +123,8 @@ def _require_tensor(job: Job) -> None:
 
 def most_tensor_parallel(model: Model) -> int:
     """The largest layout.tp that divides what it must divide of a model; every other one divides it."""
-    return gcd(model.heads, model.ffn_width, model.width)
+    encoder = () if model.encoder is None else (model.encoder.heads, model.encoder.ffn_width)
+    return gcd(model.heads, model.ffn_width, model.width, *encoder)
 
 
 def _require_context(job: Job) -> None:
@@ -291,6 +296,24 @@ def _require_adapter(job: Job) -> None:
             'precision.compute = "fp8" rounds the products next to which model.adapter is trained; set '
             'precision.compute = "bf16"'
         )
+    _require_base(job, job.model.adapter)
+
+
+def _require_base(job: Job, adapter: Adapter) -> None:
+    """A quantised base stays on the device, and its blocks whole on a rank."""
+    field, moved = f'model.adapter.base = "{adapter.base}"', {"optimizer", "params"} & set(job.memory.offload)
+    if adapter.base != "compute" and moved:
+        raise UserError(
+            f"{field} stays on the device, which memory.offload = {json.dumps(job.memory.offload)} excludes; leave "
+            f'"{min(moved)}" out'
+        )
+    shape, tp = job.model, job.layout.tp
+    for size in (shape.heads * shape.head_dim, shape.ffn_width):
+        if adapter.base == "nf4" and size // tp % BLOCK:
+            raise UserError(
+                f"{field} has blocks of {BLOCK} numbers, which layout.tp = {tp} would split: {size} inputs of a "
+                f"projection leave each rank {size // tp}; lower layout.tp"
+            )
 
 
 def _degrees(value: int) -> str:

@@ -17,6 +17,8 @@ KINDS = {
     "optimizer": ("adam", "multi_tensor", "foreach"),
 }
 """Substrings of names, the first matching kind wins; the rest is `other`: mostly fused element-wise work."""
+RANGES = ("Optimizer.", "FSDP::", "PP:")
+"""Torch's names for parts of a step, which the profiler also puts on the device's timeline, around their kernels."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,7 @@ class Kernels:
         self._profile.stop()
         kernels = []
         for event in self._profile.key_averages():
-            # The profiler also puts the names of torch's optimizer steps on the device's timeline.
-            if self._cuda and (not is_cuda_event(event) or event.key.startswith("Optimizer.")):
+            if self._cuda and (not is_cuda_event(event) or event.key.startswith(RANGES)):
                 continue
             microseconds = event.self_device_time_total if self._cuda else event.self_cpu_time_total
             if microseconds > 0:

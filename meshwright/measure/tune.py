@@ -1,4 +1,4 @@
-"""Tune a job on this machine: short runs of the planner's best settings, then a sweep of the loader."""
+"""Tune a job on this machine: short runs of the planner's best settings, then the loader that keeps up with them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,13 +7,16 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
+from meshwright.measure.loading import cores
 from meshwright.measure.sweep import Sweep
 from meshwright.plan import Candidate, predict
 from meshwright.plan.compare import cluster_here
 
 RECOMPUTE = ("none", "selective", "full")
-LOADERS = ((0, 2), (2, 2), (4, 4))
-"""Workers and prefetched batches to try."""
+WORKERS = (0, 1, 2, 4, 8, 16, 32)
+"""Of a loader, to try in this order, up to the cores that a rank has."""
+ENOUGH, WAIT = 1.2, 0.01
+"""A loader keeps up if it alone is faster than the step by this factor, and the step waits at most this share."""
 _USUAL_MFU = (0.4, 0.6)
 _SAFE = 0.97
 """Fraction of the device's memory above which a predicted setting is not tried."""
@@ -26,7 +29,7 @@ class Tried:
     """One setting: its prediction and its result."""
 
     part: str
-    """micro-batch, or loader."""
+    """as given, micro-batch, loader, or loader alone."""
     setting: Setting
     predicted_tokens_per_s: float | None
     predicted_bytes: float | None
@@ -36,6 +39,12 @@ class Tried:
     mfu: float | None
     peak_bytes: int | None
     why: str = ""
+    samples_per_s: float | None = None
+    """Of a loader alone, which has no tokens_per_s of training."""
+    wait_share: float | None = None
+    """Of a step, measured in training or computed for a loader alone."""
+    step_s: float | None = None
+    """Of training, without its wait for data."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,10 @@ def tune(
     arguments: tuple[str, ...],
     report: Callable[[Tried], None],
 ) -> Tuned:
-    """Measure the original job, the planner's `best` micro-batches and recomputations, then loaders, pinned or not."""
+    """Measure the original job, the planner's `best` micro-batches and recomputations, then loaders, pinned or not.
+
+    Loaders are measured alone; a short run confirms the first that keeps up with the fastest step.
+    """
     job = load_job(source, overrides, trust=True).job  # bench runs it, and asks for trust
     run = _Runs(source, tuple(overrides), file, arguments, report)
     before = run.one("as given", (), _expected(job, device, devices))
@@ -85,9 +97,13 @@ def tune(
             if half is not None:
                 tried.append(run.one("micro-batch", half, None))
     fastest = _fastest(tried)
-    for workers, prefetch in LOADERS:
-        setting = (*fastest.setting, f"data.workers={workers}", f"data.prefetch={prefetch}")
-        tried.append(run.one("loader", setting, None))
+    for decode in ("cpu", "gpu") if job.data.fields and device != "CPU" else (None,):
+        alone, chosen = _loader(run, fastest, decode, devices)
+        tried += alone
+        now = load_job(source, [*overrides, *fastest.setting], trust=True).job.data
+        new = load_job(source, [*overrides, *chosen], trust=True).job.data
+        if new != now:
+            tried.append(run.one("loader", chosen, None))
     if device != "CPU":  # which needs no copies
         pinned = load_job(source, [*overrides, *_fastest(tried).setting], trust=True).job.data.pin_memory
         setting = (*_fastest(tried).setting, f"data.pin_memory={str(not pinned).lower()}")
@@ -111,7 +127,9 @@ class _Runs:
             pass
         row = sweep.done()[setting]
         result: dict[str, Any] = row.get("result", {})
-        rate = size = None
+        rate = size = step_s = None
+        if "step_s" in result:
+            step_s = result["step_s"]["median"] * (1 - result["data_wait_share"])
         if candidate is not None:
             rate = candidate.job.tokens_per_step / candidate.prediction.step_s
             size = candidate.prediction.fullest.allocated
@@ -125,9 +143,48 @@ class _Runs:
             result.get("mfu"),
             result.get("peak_memory_bytes"),
             row.get("why", ""),
+            wait_share=result.get("data_wait_share"),
+            step_s=step_s,
         )
         self.report(tried)
         return tried
+
+    def loader(self, setting: Setting, step_s: float) -> Tried:
+        """A loader alone, next to a step of so many seconds."""
+        arguments = (*self.arguments, "--data", "--step-time", f"{step_s:.6g}")
+        sweep = Sweep(self.source, self.overrides, [setting], arguments, self.file)
+        for _ in sweep.run():
+            pass
+        row = sweep.done()[setting]
+        result: dict[str, Any] = row.get("result", {})
+        rate, share = result.get("samples_per_s"), result.get("data_wait_share")
+        nothing = (None,) * 2
+        tried = Tried(
+            "loader alone", setting, *nothing, row["state"], None, *nothing, row.get("why", ""), rate, share, step_s
+        )
+        self.report(tried)
+        return tried
+
+
+def _loader(run: _Runs, fastest: Tried, decode: str | None, ranks: int) -> tuple[list[Tried], Setting]:
+    """Loaders alone with more and more workers until one keeps up with the fastest step, and that one's setting; if
+    none does, the one with the shortest wait."""
+    job = load_job(run.source, [*run.overrides, *fastest.setting], trust=True).job
+    where = () if decode is None else (f"data.decode={decode}",)
+    step_s = fastest.step_s or job.tokens_per_step / (fastest.tokens_per_s or 1.0)
+    needed = ENOUGH * job.batch.global_batch / step_s
+    tried: list[Tried] = []
+    for workers in WORKERS:
+        if workers > 1 and workers * ranks > cores():
+            break
+        tried.append(run.loader((*fastest.setting, *where, f"data.workers={workers}"), step_s))
+        last = tried[-1]
+        if last.wait_share is not None and last.wait_share <= WAIT and (last.samples_per_s or 0.0) >= needed:
+            return tried, last.setting
+    measured = [one for one in tried if one.wait_share is not None]
+    if not measured:
+        return tried, fastest.setting
+    return tried, min(measured, key=lambda one: (one.wait_share or 0.0, -(one.samples_per_s or 0.0))).setting
 
 
 def _fastest(tried: list[Tried]) -> Tried:

@@ -9,6 +9,7 @@ from meshwright.model.dropout import Draws
 from meshwright.model.huggingface import (
     HfTensor,
     full_hf_names,
+    hf_head,
     hf_rows,
     hf_tensors,
     load_hf_state,
@@ -18,6 +19,7 @@ from meshwright.model.huggingface import (
     written_hf_tensors,
 )
 from meshwright.model.initialise import initial_rows, initialise
+from meshwright.model.media import Media
 from meshwright.model.numbers import IGNORE
 from meshwright.model.preference import Pairs, Tally, pair_losses, tallied
 from meshwright.model.router import Router, routers
@@ -32,12 +34,14 @@ __all__ = [
     "Draws",
     "HfTensor",
     "KVCache",
+    "Media",
     "Pairs",
     "Router",
     "Tally",
     "build_architecture",
     "count_parameters",
     "full_hf_names",
+    "hf_head",
     "hf_rows",
     "hf_tensors",
     "initial_rows",

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from meshwright.job import Adapter, Model
 from meshwright.job.adapter import adapted
+from meshwright.job.encoder import encoder_part
+from meshwright.model.adapted import adapted_product
 from meshwright.model.dropout import Draws, keep_mask
+from meshwright.model.quantised_linear import base_product, base_weight, storage_of
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 _SITES = ("q", "k", "v", "o", "gate", "up", "down", "q_down", "kv_down", "kv", "k_rope")
@@ -27,6 +30,8 @@ def is_adapter(parameter: str) -> bool:
 
 def is_frozen(shape: Model, parameter: str) -> bool:
     """Whether a parameter of a model is not trained."""
+    if shape.encoder is not None:
+        return encoder_part(parameter) not in shape.encoder.train
     return shape.adapter is not None and not is_adapter(parameter)
 
 
@@ -43,6 +48,9 @@ class AdaptedLinear(nn.Linear):
     """x · Wᵀ + scale · drop(x) · Aᵀ · Bᵀ + bias; with DoRA, both products times the magnitude over the length of
     W + scale · B · A, row by row."""
 
+    fused = False
+    """Whether its products are added to each other as they are made."""
+
     def add(self, adapter: Adapter, site: int) -> None:
         """Add the adapter's parameters to a linear that has been built."""
         self.scale, self.rate, self.site = adapter.scale, adapter.dropout, site
@@ -53,17 +61,33 @@ class AdaptedLinear(nn.Linear):
         """The dropout mask of an input; replaced where a rank has only some of its channels."""
 
     def forward(self, x_BSI: Tensor, draws: Draws | None = None) -> Tensor:
+        if self.adds_up(draws):
+            out_BSO = adapted_product(x_BSI, (self,), self.scale)
+            return out_BSO if self.bias is None else out_BSO + self.bias
         if self.lora_magnitude is None:
             # In this order a recomputation, which ends when all that was saved is there, spares the large product.
-            return self.update(x_BSI, draws) + F.linear(x_BSI, self.weight, self.bias)
+            return self.update(x_BSI, draws) + self._base(x_BSI, self.bias)
         # As its authors do, and PEFT, the length is a constant in the backward.
         share_O = self.lora_magnitude / self._lengths()
-        out_BSO = share_O.to(x_BSI.dtype) * (F.linear(x_BSI, self.weight) + self.update(x_BSI, draws))
+        out_BSO = share_O.to(x_BSI.dtype) * (self._base(x_BSI, None) + self.update(x_BSI, draws))
         return out_BSO if self.bias is None else out_BSO + self.bias
+
+    def adds_up(self, draws: Draws | None) -> bool:
+        """Whether it computes what `adapted_product` does, and shall by that."""
+        return self.fused and self.lora_magnitude is None and (draws is None or self.rate == 0.0)
+
+    def _base(self, x_BSI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The projection without its adapter."""
+        if storage_of(self) is None:
+            return F.linear(x_BSI, self.weight, bias_O)
+        out_BSO = base_product((self,), x_BSI)
+        return out_BSO if bias_O is None else out_BSO + bias_O
 
     def update(self, x_BSI: Tensor, draws: Draws | None) -> Tensor:
         """What the adapter adds to the projection."""
-        return F.linear(F.linear(self._dropped(x_BSI, draws), self.lora_a), self.lora_b) * self.scale
+        # Scaled while it is narrow: in the backward, too, that is a thousandth of the result's size.
+        low_BSR = F.linear(self._dropped(x_BSI, draws), self.lora_a) * self.scale
+        return F.linear(low_BSR, self.lora_b)
 
     def _dropped(self, x_BSI: Tensor, draws: Draws | None) -> Tensor:
         if draws is None or self.rate == 0.0:
@@ -72,7 +96,8 @@ class AdaptedLinear(nn.Linear):
 
     @torch.no_grad()
     def _lengths(self) -> Tensor:
-        return row_lengths(self.weight, self.lora_a, self.lora_b, self.scale)
+        weight_OI = base_weight(self, self.lora_a.dtype)
+        return row_lengths(weight_OI, self.lora_a, self.lora_b, self.scale)
 
 
 def project(linear: nn.Linear, x: Tensor, draws: Draws | None) -> Tensor:

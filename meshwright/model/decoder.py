@@ -8,14 +8,18 @@ from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.job import Model
+from meshwright.model.audio import AudioTower
 from meshwright.model.block import Block, ExtraBlock
 from meshwright.model.cache import KVCache
 from meshwright.model.documents import Documents
 from meshwright.model.dropout import AFTER_EMBEDDING, Draws, dropout
+from meshwright.model.encoder import Tower, placed
 from meshwright.model.head import Head
+from meshwright.model.media import Media
 from meshwright.model.norm import RMSNorm, make_norm
 from meshwright.model.preference import Pairs
 from meshwright.model.rotary import RotaryTables, rotary_tables
+from meshwright.model.vision import VisionTower
 
 
 class Decoder(nn.Module):
@@ -26,6 +30,8 @@ class Decoder(nn.Module):
 
     embed: nn.Embedding | None
     position_embed: nn.Embedding | None
+    vision: VisionTower | None
+    audio: AudioTower | None
     final_norm: RMSNorm | nn.LayerNorm | None
     head: Head | None
     after_block: Callable[[str, Tensor], None] | None = None
@@ -41,6 +47,8 @@ class Decoder(nn.Module):
         learned = shape.positions == "learned"
         self.embed = nn.Embedding(shape.vocab_size, shape.width)
         self.position_embed = nn.Embedding(shape.max_sequence_length, shape.width) if learned else None
+        self.vision = None if shape.vision is None else VisionTower(shape, shape.vision)
+        self.audio = None if shape.audio is None else AudioTower(shape, shape.audio)
         self.layers = nn.ModuleDict(
             {str(layer): (Block if layer < shape.layers else ExtraBlock)(shape, layer) for layer in range(shape.blocks)}
         )
@@ -71,6 +79,7 @@ class Decoder(nn.Module):
         routing: Mapping[int, Tensor] | None = None,
         ahead: Sequence[tuple[Tensor, Tensor]] = (),
         pairs: Pairs | None = None,
+        media: Media | None = None,
     ) -> Tensor:
         """Tokens (hidden states, in a later pipeline stage) to loss or logits (hidden states where there is no head).
 
@@ -78,6 +87,7 @@ class Decoder(nn.Module):
         to themselves; draws enable dropout; routing replays the choice of experts (B, S, K) of its layers. `ahead` are
         the tokens 1, 2, … places later with their labels, one pair for each of shape.extra_tokens: the gradients are
         then also those of their loss, the loss returned is the main one. With `pairs` of answers it is theirs.
+        What `media` encodes to takes the places of tokens; their numbers count the hidden states that this model holds.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document a row: give either cache or documents")
@@ -86,6 +96,8 @@ class Decoder(nn.Module):
         index = self._default_positions(x, cache) if positions is None else positions
         hidden_BSD, *later = self._looked_up(x, ahead)
         if not x.is_floating_point():
+            if (tower := self.encoder) is not None and media is not None:
+                hidden_BSD = placed(hidden_BSD, tower(media.items_BK), media)
             hidden_BSD = self._placed(hidden_BSD, index, draws)
         rotary = rotary_tables(self.shape, index, hidden_BSD.dtype) if self.shape.positions == "rope" else None
         for names in self.segments or [[name] for name in self.layers]:
@@ -107,6 +119,11 @@ class Decoder(nn.Module):
         self.extra_loss = extra.detach() if self.extra_loss is None else self.extra_loss + extra.detach()
         # The value stays the main loss's, which other runs, models and evaluations can be compared with.
         return result + self.shape.extra_tokens_weight * (extra - extra.detach())
+
+    @property
+    def encoder(self) -> Tower | None:
+        """What encodes pictures or sound, where this model or stage has it."""
+        return self.vision or self.audio
 
     def take_extra_loss(self) -> Tensor | None:
         """What the losses of extra tokens have added up to since this was last called; None without any."""

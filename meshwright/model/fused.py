@@ -4,13 +4,16 @@ The weights stay separate, each under its own name; concatenating them takes a t
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.model.adapted import adapted_product
 from meshwright.model.adapter import AdaptedLinear
 from meshwright.model.dropout import Draws
+from meshwright.model.quantised_linear import base_product, storage_of
 
 
 def fused_projections(x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None = None) -> Sequence[Tensor]:
@@ -19,12 +22,22 @@ def fused_projections(x: Tensor, linears: Sequence[nn.Linear], draws: Draws | No
 
 
 def fused_product(x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None = None) -> Tensor:
-    """The same, concatenated; adapters, which add to the product, are applied one by one."""
-    weight = torch.cat([linear.weight for linear in linears])
+    """The same, concatenated; adapters with dropout, which add to the product, are applied one by one."""
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    multiply = getattr(linears[0], "multiply", F.linear)  # linears with their own kind of product define this
-    product: Tensor = multiply(x, weight, torch.cat(biases) if biases else None)
-    if not any(isinstance(linear, AdaptedLinear) for linear in linears):
+    bias = torch.cat(biases) if biases else None
+    product: Tensor
+    with_adapters = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
+    if with_adapters and with_adapters[0].adds_up(draws):
+        product = adapted_product(x, linears, with_adapters[0].scale)
+        return product if bias is None else product + bias
+    if storage_of(linears[0]) is not None:
+        product = base_product(linears, x) if bias is None else base_product(linears, x) + bias
+    elif not any(linear.weight.requires_grad for linear in linears):
+        product = _frozen_product(x, bias, *[linear.weight for linear in linears])
+    else:
+        multiply = getattr(linears[0], "multiply", F.linear)  # linears with their own kind of product define this
+        product = multiply(x, torch.cat([linear.weight for linear in linears]), bias)
+    if not with_adapters:
         return product
     updates = [
         linear.update(x, draws)
@@ -33,3 +46,27 @@ def fused_product(x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None =
         for linear in linears
     ]
     return product + torch.cat(updates, dim=-1)
+
+
+def _frozen_product(x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+    product: Tensor = _FrozenProduct.apply(x, bias, *weights)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """x times several frozen weights at once; the backward multiplies with each, so that their concatenation need not
+    be kept: without gradients of weights it would be all that is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return F.linear(x, torch.cat(weights), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        weights = ctx.saved_tensors
+        parts = torch.split(gradient, [weight.shape[0] for weight in weights], dim=-1)
+        total = parts[0] @ weights[0]
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            total = total + part @ weight
+        return (total, None, *(None for _ in weights))

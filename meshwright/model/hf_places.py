@@ -1,13 +1,14 @@
 """Where Hugging Face states keep each of our parameters: names by family, and rows of experts or of fused tensors."""
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.job import Model
+from meshwright.model.hf_llava import LANGUAGE, encoder_tensor
 
 Size = Sequence[int]
 _LLAMA_NAMES = {
@@ -124,6 +125,8 @@ def spans_of(shape: Model, name: str, size: Size, stored: Container[str] = ()) -
 
     Experts are tensors of their own, as in published files, unless `stored` contains one for all of them.
     """
+    if shape.vision is not None:
+        return _spans_of_llava(shape, name, size)
     module, _, kind = name.rpartition(".")
     layer = ""
     if module.startswith("layers."):
@@ -141,6 +144,15 @@ def spans_of(shape: Model, name: str, size: Size, stored: Container[str] = ()) -
         raise _unknown(name)
     first = shape.latent.kv_rank if module == "attention.k_rope" and shape.latent is not None else 0
     return [Span(f"{stored_as}.{kind}", 0, size[0], first)]
+
+
+def _spans_of_llava(shape: Model, name: str, size: Size) -> list[Span]:
+    if not name.startswith("vision."):
+        spans = spans_of(shape.decoder, name, size)
+        return [replace(span, tensor=f"{LANGUAGE}{span.tensor}") for span in spans]
+    if (stored_as := encoder_tensor(name.removeprefix("vision."))) is None:
+        raise _unknown(name)
+    return [Span(stored_as, 0, size[0])]
 
 
 def _stored_module(shape: Model, module: str, layer: str, kind: str, stored: Container[str]) -> str | None:

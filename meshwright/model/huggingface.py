@@ -12,14 +12,15 @@ from torch import Tensor
 from meshwright.errors import UserError
 from meshwright.job import Model
 from meshwright.model.decoder import Decoder
+from meshwright.model.hf_llava import LANGUAGE, published_name
 from meshwright.model.hf_places import Size, Span, read_rows, spans_of
 
 Window = tuple[slice, ...]
 Read = Callable[[str, Window], Tensor]
 """A window of one of our parameters."""
 
-# Constants that older files contain besides the weights: attention masks and rotary frequencies.
-_NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+# Constants that older files contain besides the weights: attention masks, rotary frequencies, places of patches.
+_NOT_WEIGHTS = re.compile(r"(\.attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)$")
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,11 @@ def preference_sizes(shape: Model) -> dict[str, tuple[int, ...]]:
 
 
 def full_hf_names(shape: Model, stored: Iterable[str]) -> dict[str, str]:
-    """The names that transformers itself writes → the names found; GPT-2's published files leave out a prefix."""
+    """The names that transformers itself writes → the names found; GPT-2's published files leave out a prefix, and
+    versions of transformers name the parts of LLaVA differently."""
     found = list(stored)
+    if shape.vision is not None:
+        return {published_name(name): name for name in found}
     bare = shape.positions == "learned" and "wte.weight" in found
     return {(f"transformer.{name}" if bare else name): name for name in found}
 
@@ -137,7 +141,7 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
     """Refuse by name what a state (full name → size) lacks, has unused, or has in another size."""
     unused = {name for name in stored if not _NOT_WEIGHTS.search(name) and not _is_extra_layer(shape, name)}
     if shape.tied:
-        unused.discard("lm_head.weight")
+        unused.discard(hf_head(shape))
     for tensor in hf_tensors(shape, sizes, stored):
         if tensor.name not in stored and _is_extra(shape, tensor.parts[0][0]):
             raise UserError(
@@ -157,6 +161,11 @@ def require_hf_tensors(shape: Model, sizes: Mapping[str, Size], stored: Mapping[
         unused.discard(tensor.name)
     if unused:
         raise UserError(f"the weights contain {min(unused)}, which the model does not use; check its model_type")
+
+
+def hf_head(shape: Model) -> str:
+    """The name of the head's weight in a state."""
+    return "lm_head.weight" if shape.vision is None else f"{LANGUAGE}lm_head.weight"
 
 
 def _is_extra_layer(shape: Model, name: str) -> bool:

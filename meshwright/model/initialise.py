@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.job import Model
+from meshwright.job.encoder import encoder_part
 from meshwright.model.adapter import A, AdaptedLinear, B
 from meshwright.model.decoder import Decoder
 
@@ -46,10 +47,15 @@ def initial_rows(shape: Model, name: str, size: Sequence[int], seed: int, rows: 
         return draw_rows(name, size, 1 / math.sqrt(3 * size[1]), seed, rows)
     if name.endswith((".bias", ".sinks.weight", f".{B}")):
         return torch.zeros(stop - start, *size[1:])
-    if len(size) == 1:
+    if len(size) == 1 and not name.endswith(".class_token.weight"):
         return torch.ones(stop - start)
+    if name.startswith("audio.") and len(size) == 3:
+        # Positions of sound have a size of their own, and features must not be lost next to them (arXiv:1502.01852).
+        return draw_rows(name, size, math.sqrt(2 / math.prod(size[1:])), seed, rows)
     residual = name.endswith((".o.weight", ".down.weight"))
-    std = STD / math.sqrt(2 * shape.layers) if residual else STD
+    encoder = shape.encoder if encoder_part(name) != "decoder" else None
+    layers = shape.layers if encoder is None else encoder.layers
+    std = STD / math.sqrt(2 * layers) if residual else STD
     # A tied head separate from its table, as on a last pipeline stage, starts with the table's values.
     drawn_as = "embed.weight" if shape.tied and name == "head.weight" else name
     return draw_rows(drawn_as, size, std, seed, rows)

@@ -17,6 +17,7 @@ tokens       takes the residual stream as its first argument and needs only some
 per-token    works on such a module's tokens one by one, parameters whole on every rank
 stream       a projection of the residual stream token by token, whole on every rank
 experts      weights of experts, which expert parallelism distributes and tensor parallelism does not
+media        encodes pictures or sound on the first stage of a pipeline; its result takes places in the residual stream
 row          a projection sharded by its inputs, back to the residual stream: the exit of a column-row pair
 """
 
@@ -24,14 +25,36 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
+from meshwright.job.encoder import ENCODERS
+
 ROLES = (
     *("vocabulary", "head", "positions", "norm", "head-norm", "gather", "column", "kv-column", "row"),
-    *("tokens", "per-token", "stream", "experts", "per-head", "latent", "shared-key"),
+    *("tokens", "per-token", "stream", "experts", "per-head", "latent", "shared-key", "media"),
 )
 LOOKED_UP = ("vocabulary", "positions")
-"""Roles of what a pipeline's first stage looks up; everything else outside the layers belongs to the last one."""
+"""Roles of what is looked up for every token."""
+ENTERING = (*LOOKED_UP, "media")
+"""Roles of what belongs to a pipeline's first stage; everything else outside the layers belongs to the last one."""
 PROJECTIONS = ("column", "kv-column", "row")
 """Roles of a block's matrices."""
+
+_ENCODER_SHARDING = {
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather",
+    "layers.*.attention.q": "column",
+    "layers.*.attention.k": "column",
+    "layers.*.attention.v": "column",
+    "layers.*.attention.o": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.ffn": "gather",
+    "layers.*.ffn.up": "column",
+    "layers.*.ffn.down": "row",
+    "post_norm": "norm",
+    "projector": "gather",
+    "projector.up": "column",
+    "projector.down": "row",
+}
+"""What every encoder has besides what turns its items into tokens."""
 
 DECODER_SHARDING = {
     "embed": "vocabulary",
@@ -68,6 +91,15 @@ DECODER_SHARDING = {
     "layers.*.shared.gate": "column",
     "layers.*.shared.up": "column",
     "layers.*.shared.down": "row",
+    "vision": "media",
+    "vision.patch": "stream",
+    "vision.class_token": "stream",
+    "vision.positions": "stream",
+    "vision.pre_norm": "norm",
+    "audio": "media",
+    "audio.first": "stream",
+    "audio.second": "stream",
+    **{f"{section}.{module}": role for section in ENCODERS for module, role in _ENCODER_SHARDING.items()},
     "final_norm": "norm",
     "head": "head",
 }

@@ -8,6 +8,7 @@ from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights
 from meshwright.parallel.own_table import fails_without_table, table_error, uses_own_table
 from meshwright.parallel.pipelining.pipedream import PipeDream
+from meshwright.parallel.quantised import quantised_linears
 from meshwright.parallel.shard_index import ShardIndex
 from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World, join_world
@@ -32,6 +33,7 @@ __all__ = [
     "live_gradients",
     "live_parameters",
     "one_pass_here",
+    "quantised_linears",
     "table_error",
     "take_traffic",
     "uses_own_table",

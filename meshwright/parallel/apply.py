@@ -11,10 +11,18 @@ from meshwright.checkpoint import base_fingerprint
 from meshwright.cost import Mode, needs_last
 from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.layout import gradient_format, is_asynchronous, recompute_modes, split_layers, table_of
+from meshwright.layout import (
+    gradient_format,
+    is_asynchronous,
+    recompute_modes,
+    recomputes_encoder,
+    split_layers,
+    table_of,
+)
 from meshwright.model import CausalAttend, build_architecture
-from meshwright.model.adapter import MAGNITUDE, is_frozen
+from meshwright.model.adapter import MAGNITUDE, AdaptedLinear, is_frozen
 from meshwright.model.attention import Attention
+from meshwright.model.encoder import encoder_blocks
 from meshwright.model.feedforward import FeedForward
 from meshwright.model.numbers import DTYPES
 from meshwright.parallel.compression.weights import CompressedWeights
@@ -31,7 +39,8 @@ from meshwright.parallel.pipelining.pipedream import PipeDream, VersionedWeights
 from meshwright.parallel.pipelining.pipeline import Pipeline
 from meshwright.parallel.pipelining.stages import keep_stage
 from meshwright.parallel.pipelining.weights import Copy, StagedWeights
-from meshwright.parallel.recompute import apply_recompute
+from meshwright.parallel.quantised import fill_quantised, filled_apart, quantise_projections, quantised_linears
+from meshwright.parallel.recompute import apply_recompute, recompute_block
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.parallel.weights import Weights, WholeWeights, one_pass_here
 from meshwright.parallel.world import World
@@ -65,7 +74,9 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
         engine, weights = _build_pipedream(job, world, master, compute)
     else:
         engine, weights = _build_pipeline(job, world, master, compute)
-    fill(weights, job.model, job.run.seed)
+    linears = quantised_linears(engine.modules)
+    fill(weights, job.model, job.run.seed, filled_apart(linears, job.model))
+    fill_quantised(weights, linears, job.model, job.run.seed)
     weights.base = base_fingerprint(job.model, job.run.seed)
     for module in engine.modules:
         reset_routers(module)
@@ -140,6 +151,8 @@ def _build_model(
     frozen = _frozen(job, model)
     for parameter in frozen:  # tensor parallelism has made them anew
         parameter.requires_grad_(False)
+    shapes |= quantise_projections(model, job.model)
+    frozen = _frozen(job, model)
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
         use_fp8(cast(nn.Module, model.layers))
     if job.run.compile and job.layout.tp == 1:
@@ -149,6 +162,11 @@ def _build_model(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
         _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
+    for block in encoder_blocks(model):
+        if job.run.compile:
+            block.forward = torch.compile(block.forward)
+        if recomputes_encoder(job):
+            recompute_block(block)
     apply_recompute(model, modes, keep_last=needs_last(job.model), prefetch=job.layout.prefetch)
     if offloads(job, "activations"):
         offload_activations(model, world.device)
@@ -163,14 +181,14 @@ def _build_model(
 
 
 def _frozen(job: Job, model: nn.Module) -> set[nn.Parameter]:
-    """The parameters next to adapters: without masters they are in the format that is computed with."""
+    """The parameters that are not trained: without masters they are in the format that is computed with."""
     return {parameter for name, parameter in model.named_parameters() if is_frozen(job.model, name)}
 
 
 def _fuse_projections(model: nn.Module) -> None:
     """Fuse projections of one input into one product; eager torch would copy its parts, the compiler does not."""
     for module in model.modules():
-        if isinstance(module, Attention | FeedForward):
+        if isinstance(module, Attention | FeedForward | AdaptedLinear):
             module.fused = not any(name.endswith(MAGNITUDE) for name, _ in module.named_parameters())
 
 

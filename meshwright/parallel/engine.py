@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
+from meshwright.parallel.cuda_graph import STEPS_BEFORE, MicroBatchGraph, Report, why_no_graph
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
@@ -43,7 +44,7 @@ class OneStage:
 
     def __init__(self, job: Job, world: World, model: nn.Module, weights: Weights) -> None:
         self.modules = [model]
-        self._job, self._device, self._weights = job, world.device, weights
+        self._job, self._device, self._weights, self._world = job, world.device, weights, world
         self.inputs = Inputs(job, world)
         # Code that splits the sequence relies on its full length, and routers count all of its tokens: those of one
         # micro-batch must not depend on what else is in it.
@@ -51,16 +52,35 @@ class OneStage:
         whole = whole or job.model.experts is not None
         self._trims = job.data.packing == "none" and not whole
         self._name: Range = nullcontext
+        self._graph: MicroBatchGraph | None = None
+        self._steps = 0
+
+    def use_graph(self, report: Report) -> None:
+        """From some steps on run micro-batches as a CUDA graph, if the job asks for it and it is possible."""
+        if not self._job.run.cuda_graph:
+            return
+        if (reason := why_no_graph(self._job, self._world)) is not None:
+            report("off", reason)
+            return
+        self._graph = MicroBatchGraph(self.modules[0], self._weights, report)
 
     def accumulate(self, data: Step, step: int) -> Tensor:
         """Forward and backward of every micro-batch; afterwards the masters have the gradients."""
         [model] = self.modules
         step_tensor = torch.tensor(step)  # a number would make compiled blocks treat each step as a new constant
         loss = torch.zeros((), device=self._device)
+        self._steps += 1
+        graph = self._graph if self._steps > STEPS_BEFORE else None
         micro_batches = [self._trimmed(micro) for micro in data.batch.split(self._job.batch.micro_batch)]
         for number, micro in enumerate(micro_batches, start=1):
             tokens, arguments = self.inputs.training(micro, data.valid_count, step_tensor)
             self._weights.start_micro_batch(last=number == len(micro_batches))
+            if graph is not None:
+                with self._name("forward and backward"):
+                    graphed = graph.run(tokens, arguments, first=number == 1)
+                if graphed is not None:
+                    loss = loss + graphed
+                    continue
             with self._name("forward"):
                 micro_loss = model(tokens, **arguments)
             with self._name("backward"):

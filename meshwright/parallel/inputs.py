@@ -9,8 +9,9 @@ from torch import Tensor
 
 from meshwright.data import Batch, Blank, References
 from meshwright.data.store import Int64Array
+from meshwright.errors import UserError
 from meshwright.job import Job
-from meshwright.model import Draws, Pairs, Tally
+from meshwright.model import Draws, Media, Pairs, Tally
 from meshwright.parallel.context.attention import zigzag_places
 from meshwright.parallel.world import World
 
@@ -25,6 +26,7 @@ class Inputs:
             sequence = job.batch.sequence_length
             self._places = zigzag_places(sequence, world.axis_rank("cp"), world.axis_size("cp"), world.device)
         self._drawn_places = self._of_residual_stream(world)
+        self._held_places = self._where_held()
         self.references: References = Blank()
         """What the reference gives the pairs that are trained on."""
         self.tally = Tally()
@@ -51,6 +53,15 @@ class Inputs:
         if places is None:
             places = torch.arange(self._job.batch.sequence_length, device=self._device)
         return places.chunk(parts)[world.axis_rank("tp")]
+
+    def _where_held(self) -> Tensor | None:
+        """For every place of a sequence where the residual stream on this rank has it, -1 if another rank does; None if
+        it has all of them."""
+        if self._drawn_places is None:
+            return None
+        held = torch.full((self._job.batch.sequence_length,), -1, device=self._device)
+        held[self._drawn_places] = torch.arange(len(self._drawn_places), device=self._device)
+        return held
 
     def training(self, micro: Batch, valid_count: float, step: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Tokens and keyword arguments of a training forward; `step` keys the dropout."""
@@ -100,7 +111,26 @@ class Inputs:
             "documents": micro.documents(),
             "draws": draws,
             **pairs,
+            **self._media(micro),
         }
+
+    def _media(self, micro: Batch) -> dict[str, Media]:
+        """Items with the places that this rank has of theirs, as a keyword argument, if the model reads them."""
+        media, encoder = micro.media, self._job.model.encoder
+        if media is None and encoder is None:
+            return {}
+        if media is None or encoder is None:
+            raise UserError(
+                "data.sources deliver pictures or sound, but neither model.vision nor model.audio is set; set one or "
+                "name sources of text"
+                if encoder is None
+                else f"model.{encoder.section} is set, but data.sources deliver no {encoder.items}; name sources with "
+                f"{encoder.items} or leave it out"
+            )
+        if self._held_places is None:
+            return {"media": media}
+        held = self._held_places[media.places_BKT.clamp(min=0)]
+        return {"media": Media(media.items_BK, torch.where(media.places_BKT < 0, -1, held))}
 
     def _pairs(self, micro: Batch, starts: Sequence[Int64Array], references: References) -> Pairs:
         """The pairs of a micro-batch; every two documents of a sequence are one."""

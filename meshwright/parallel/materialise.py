@@ -1,7 +1,7 @@
 """Initial values for this rank's shards, without the whole model ever being on a rank."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,10 +17,10 @@ from meshwright.parallel.shard_index import ShardIndex
 from meshwright.parallel.weights import Weights
 
 
-def fill(weights: Weights, shape: Model, seed: int) -> None:
+def fill(weights: Weights, shape: Model, seed: int, apart: Container[str] = ()) -> None:
     """Give every master, and what is not trained, its own rows and columns; any other layout gives the same values.
 
-    They are drawn, or read from the folder the model starts from.
+    They are drawn, or read from the folder the model starts from. Those named in `apart` get theirs elsewhere.
     """
     tensors = {name: master.detach() for name, master in weights.masters.items()} | dict(weights.frozen)
     shards = weights.shards() | dict(weights.frozen_shards)
@@ -32,7 +32,7 @@ def fill(weights: Weights, shape: Model, seed: int) -> None:
         columns = shards[name].columns
         target.copy_(values if columns is None else values[:, columns])
 
-    runs = [run for name, tensor in tensors.items() for run in _runs(name, tensor, shards[name])]
+    runs = [run for name, tensor in tensors.items() if name not in apart for run in _runs(name, tensor, shards[name])]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         list(pool.map(put, runs))
 

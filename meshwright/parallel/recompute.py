@@ -37,12 +37,17 @@ def apply_recompute(model: nn.Module, modes: Mapping[int, Mode], *, keep_last: b
         return
     for name, block in cast(nn.ModuleDict, model.layers).items():
         if (mode := modes[int(name)]) == "full":
-            block.forward = _recomputing(block.forward, {})
+            recompute_block(block)
         elif mode == "selective":
             let_sharded_modules_be_recomputed()
             ranks = {m.lora_a.shape[0] for m in block.modules() if isinstance(m, AdaptedLinear)}
             contexts = partial(_selective_contexts, 0 if keep_last else _projections(block), ranks)
             block.forward = _recomputing(block.forward, {"context_fn": contexts})
+
+
+def recompute_block(block: nn.Module) -> None:
+    """Let a block keep only its input and recompute the rest, in place."""
+    block.forward = _recomputing(block.forward, {})
 
 
 def _recompute_segments(model: nn.Module, modes: Mapping[int, Mode], prefetch: int) -> None:
@@ -99,7 +104,7 @@ def _selective_contexts(last: int, ranks: Container[int]) -> Any:
 
     def decide(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = _name(operation)
-        if name in PROJECTIONS and any(side in ranks for side in args[-1].shape):
+        if name in PROJECTIONS and isinstance(args[-1], Tensor) and any(side in ranks for side in args[-1].shape):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if name in PROJECTIONS:
             seen[context.is_recompute] += 1  # some versions of torch ask again while recomputing

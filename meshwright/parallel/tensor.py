@@ -21,8 +21,7 @@ from meshwright.model.adapter import A, AdaptedLinear
 from meshwright.model.dropout import keep_mask
 from meshwright.model.sharding import LOOKED_UP, PROJECTIONS
 from meshwright.model.sinks import Sinks
-from meshwright.parallel.vocabulary import VocabularyParallelHead
-from meshwright.torch_private.sharding import AsyncCollectiveTensor
+from meshwright.parallel.vocabulary import VocabularyParallelEmbedding, VocabularyParallelHead
 
 _KINDS = {**dict.fromkeys(LOOKED_UP, nn.Embedding), **dict.fromkeys(PROJECTIONS, nn.Linear)}
 """The modules that can have a role; others can be on any."""
@@ -38,16 +37,25 @@ def apply_tensor_parallel(architecture: Architecture, job: Job, mesh: DeviceMesh
     tied = embed is not None and head is not None and embed.weight is head.weight
     _pad_vocabulary(embed, head, padded_vocabulary(job), tied)
     for name, role in modules:
-        if role not in ("head", "experts"):
-            parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, between))
+        if role not in ("vocabulary", "head", "experts"):
+            # Pictures and sound are encoded whole on every rank: sequence parallelism is the decoder's.
+            inside = job.model.encoder is not None and name.startswith(f"{job.model.encoder.section}.")
+            placed = Replicate() if inside else between
+            parallelize_module(model.get_submodule(name), mesh, _style(role, job, mesh, placed))
     for module in model.modules():
         if isinstance(module, AdaptedLinear):
             module.keep = _kept
+    if embed is not None:
+        embed.weight = nn.Parameter(distribute_tensor(embed.weight, mesh, [Shard(0)]))
+        _replace(model, named[0], VocabularyParallelEmbedding(embed, mesh, between))
     if head is not None:
         head.weight = embed.weight if tied else nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
-        parent, _, leaf = named[1].rpartition(".")
-        cut = VocabularyParallelHead(head, mesh, job.model.vocab_size, between)
-        setattr(model.get_submodule(parent), leaf, cut)
+        _replace(model, named[1], VocabularyParallelHead(head, mesh, job.model.vocab_size, between))
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
@@ -66,8 +74,6 @@ def _with_roles(architecture: Architecture) -> Iterator[tuple[str, str]]:
 
 
 def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> ParallelStyle:
-    if role == "vocabulary":
-        return Looked(input_layouts=Replicate(), output_layouts=between)
     if role == "positions":
         return Whole(between, arrives=Replicate())
     if role == "norm":
@@ -82,6 +88,8 @@ def _style(role: str, job: Job, mesh: DeviceMesh, between: Placement) -> Paralle
         return SharedKey()
     if role == "gather":
         return Gathered(between)
+    if role == "media":
+        return Spread(between)
     if role == "tokens":
         return OwnTokens(between)
     if role == "per-token":
@@ -147,6 +155,24 @@ class Gathered(ParallelStyle):
         return module
 
 
+class Spread(ParallelStyle):
+    """Every rank computes all of the module's result; where each then uses only its own slice of the stream, gradients
+    of the result are summed over the ranks."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def leave(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            whole = DTensor.from_local(output, device_mesh, [Replicate()], run_check=False)
+            return whole.to_local(grad_placements=[Partial()])
+
+        if self.between != Replicate():
+            module.register_forward_hook(leave)
+        return module
+
+
 class OwnTokens(ParallelStyle):
     """Every rank runs the module on its own tokens: those it has of the residual stream, or a slice of all of them."""
 
@@ -191,33 +217,6 @@ def _summed_over_ranks(parameter: Tensor) -> Tensor:
 
 def _as_every_rank_has_it(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-class Looked(RowwiseParallel):
-    """A table sharded by rows whose result has arrived when it is returned.
-
-    Torch returns a tensor that is still in transit. A compiled block waits for it in a way that autograd does not see,
-    and the table is left without a gradient.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = super()._apply(module, device_mesh)
-        module.register_forward_hook(lambda _module, _inputs, output: _Arrived.apply(output))  # type: ignore[no-untyped-call]
-        return module
-
-
-class _Arrived(torch.autograd.Function):
-    """The same values, waited for; no copy."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        if isinstance(x, AsyncCollectiveTensor):
-            return cast(Tensor, x.trigger_wait())  # type: ignore[no-untyped-call]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class Whole(ParallelStyle):

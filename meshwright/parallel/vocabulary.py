@@ -1,8 +1,12 @@
-"""Head and loss over a vocabulary that tensor-parallel ranks share: no rank ever holds a whole row of logits.
+"""Embedding, head and loss over a vocabulary that tensor-parallel ranks share: no rank ever holds a whole row of
+logits, or a gradient of the whole table.
 
 Torch's own loss parallelism needs the logits of all tokens at once; this keeps the chunks of the single-device head.
-N tokens, D width, V vocabulary.
+Its embedding of a sharded table gives every rank a gradient of the whole one, of which the rank's rows are a view.
+B batch, S sequence, N tokens, D width, V vocabulary.
 """
+
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,68 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from meshwright.model import IGNORE, Pairs
 from meshwright.model.head import Head, chunked_loss, loss_of_logits, preference_loss
 from meshwright.model.numbers import wide_dtype
+from meshwright.torch_private.sharding import AsyncCollectiveTensor
+
+
+class VocabularyParallelEmbedding(nn.Module):
+    """The table sharded by rows over tensor-parallel ranks: each looks up the tokens it has rows of, and all are
+    summed; same parameter name, same values."""
+
+    def __init__(self, embed: nn.Embedding, mesh: DeviceMesh, placement: Placement) -> None:
+        super().__init__()
+        self.weight = embed.weight
+        self.mesh, self.placement, self.padding_idx = mesh, placement, embed.padding_idx
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """The rows of all tokens, whole or sharded along the sequence, as the residual stream is placed."""
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        first = self.mesh.get_local_rank() * len(weight)
+        parts_BSD = cast(Tensor, _OwnRows.apply(tokens_BS, weight, first, self.padding_idx))  # type: ignore[no-untyped-call]
+        summed = DTensor.from_local(parts_BSD, self.mesh, [Partial()], run_check=False)
+        # In transit it would be waited for in a compiled block, in a way that autograd does not see, and the table be
+        # left without a gradient.
+        return cast(Tensor, _Arrived.apply(summed.redistribute(placements=[self.placement]).to_local()))  # type: ignore[no-untyped-call]
+
+
+class _OwnRows(torch.autograd.Function):
+    """The rows of tokens that are among a rank's own, from `first` on; of others zeros. Only the tokens are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_BS: Tensor, weight: Tensor, first: int, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(tokens_BS)
+        ctx.first, ctx.rows, ctx.padding_idx = first, len(weight), padding_idx
+        rows_BS, missing_BS1 = _own_rows(tokens_BS, first, len(weight))
+        return F.embedding(rows_BS, weight).masked_fill_(missing_BS1, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, Tensor, None, None]:
+        (tokens_BS,) = ctx.saved_tensors
+        rows_BS, missing_BS1 = _own_rows(tokens_BS, ctx.first, ctx.rows)
+        if ctx.padding_idx is not None:  # its row gets no gradient
+            missing_BS1 = missing_BS1 | (tokens_BS == ctx.padding_idx).unsqueeze(-1)
+        own = grads[0].masked_fill(missing_BS1, 0.0)
+        return None, torch.ops.aten.embedding_dense_backward(own, rows_BS, ctx.rows, -1, False), None, None
+
+
+def _own_rows(tokens_BS: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where tokens are among a rank's rows, and which are not."""
+    rows_BS = tokens_BS - first
+    missing_BS = (rows_BS < 0) | (rows_BS >= count)
+    return rows_BS.masked_fill_(missing_BS, 0), missing_BS.unsqueeze(-1)
+
+
+class _Arrived(torch.autograd.Function):
+    """The same values, waited for; no copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if isinstance(x, AsyncCollectiveTensor):
+            return cast(Tensor, x.trigger_wait())  # type: ignore[no-untyped-call]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class VocabularyParallelHead(nn.Module):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from meshwright.job.devices import Layout
+from meshwright.model.encoder import encoder_blocks
 from meshwright.model.moe import MixtureOfExperts
 from meshwright.parallel.shard_index import shard_index_of
 from meshwright.parallel.weights import Weights, move_gradient_to
@@ -49,7 +50,7 @@ def apply_zero(
     reshard = layout.zero_stage == 3
     # Where gradients are compressed between replicas, torch handles the shards only; see `compression`.
     data_mesh = mesh["replicas", "shards"] if layout.compress == "none" else mesh["shards"]
-    blocks = list(cast(nn.ModuleDict, model.layers).values())
+    blocks = [*encoder_blocks(model), *cast(nn.ModuleDict, model.layers).values()]
     if expert_mesh is not None:
         # Experts are sharded apart from the rest of their block: over other ranks, since each rank has only some.
         data = expert_mesh["replicas", "expert_shards"] if layout.compress == "none" else expert_mesh["expert_shards"]

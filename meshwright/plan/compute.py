@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from meshwright.cost import MASTER_BYTES, chunk_rows, in_whole_lines, layer_elements
 from meshwright.job import Job, Latent, Model
 from meshwright.layout import gradient_format, kv_copies, kv_heads_of
+from meshwright.plan.adapters import adapter_products, made_s
 from meshwright.plan.experts import expert_casts, moved_s, products_s
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
@@ -112,13 +113,19 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     forward = sum(matmul_s(device, *product) for product in products)
     inputs = sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in products)
     weights = sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in products)
+    if job.model.adapter is not None:
+        low = adapter_work(job, device, software, products)
+        forward, inputs, weights = forward + low.forward_matmul, inputs + low.input_matmul, low.weight_matmul
     if device.compute == "fp8":
         cast, cast_back = _fp8_casts_s(job, device, software, products)
         forward, inputs = forward + cast, inputs + cast_back
         if job.model.experts is not None and not software.own and not software.fused_experts:
             cast, cast_back = _fp8_casts_s(job, device, software, expert_casts(job), layer_elements(job).experts)
             forward, inputs = forward + cast, inputs + cast_back
-    weights += _gradient_sum_s(job, device, software, sum(inner * columns for _, columns, inner in products))
+    summed = float(sum(inner * columns for _, columns, inner in products))
+    if job.model.adapter is not None:
+        summed = layer_elements(job).total
+    weights += _gradient_sum_s(job, device, software, summed)
     attention, attention_back = _attention_s(job, device, software)
     elementwise, elementwise_back = _elementwise_s(job, device, software)
     if job.model.experts is not None:
@@ -140,6 +147,18 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
         "joined": forward + attention + elementwise,
     }[mode]
     return Work(forward, attention, elementwise, inputs, weights, attention_back, elementwise_back, again)
+
+
+def adapter_work(job: Job, device: Device, software: Software, products: list[Product]) -> Work:
+    """What adapters add to a block's products, whose own weights have no gradients, and what it takes to make these
+    from codes, forward and backward."""
+    low = list(adapter_products(job, tokens_of(job)))
+    made = made_s(job, device, sum(columns * inner for _, columns, inner in products), software)
+    return Work(
+        forward_matmul=sum(matmul_s(device, *product) for product in low) + made,
+        input_matmul=sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in low) + made,
+        weight_matmul=sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in low),
+    )
 
 
 def _fp8_casts_s(
@@ -307,7 +326,9 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
     product = matmul_s(device, rows, vocabulary, model.width, wide=True)
     inputs = matmul_s(device, rows, model.width, vocabulary, wide=True, kind="input")
     weights = matmul_s(device, vocabulary, model.width, rows, wide=True, kind="weight sum")
-    if chunks > 1 and device.measured is None:  # every chunk reads and writes the whole matrix's gradient
+    if model.adapter is not None:
+        weights = 0.0
+    elif chunks > 1 and device.measured is None:  # every chunk reads and writes the whole matrix's gradient
         weights += memory_s(device, 8.0 * vocabulary * model.width)
     logits = rows * vocabulary
     forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
@@ -341,6 +362,8 @@ def loss_chunks(job: Job) -> tuple[int, int]:
 
 def embedding_work(job: Job, device: Device) -> Work:
     """Looking tokens up, and adding their gradients to the table's."""
+    if job.model.adapter is not None:  # a frozen table has no gradient
+        return Work(forward_elementwise=memory_s(device, 4.0 * tokens_of(job) * job.model.width, 2))
     if device.operations is not None:
         forward, backward = device.operations.embedding(job, tokens_of(job))
         return Work(forward_elementwise=forward, backward_elementwise=backward)

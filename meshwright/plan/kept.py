@@ -91,6 +91,8 @@ def side_by_side(job: Job, software: Software) -> float:
     """Separate weights of one product are copied for it and kept for its backward; fp8 keeps all it has cast."""
     if not software.own or software.fusion != "fused" or job.layout.tp > 1 or job.model.latent is not None:
         return 0.0
+    if job.model.adapter is not None:  # frozen ones are not kept
+        return 0.0
     weights = [columns * inner for _, columns, inner in products_of(job, software)]
     if job.precision.compute == "fp8":
         return float(sum(weights))

@@ -12,16 +12,20 @@ from functools import lru_cache
 from meshwright.cost import (
     MASTER_BYTES,
     Elements,
+    Frozen,
     in_whole_lines,
     layer_elements,
+    layer_frozen,
     segments_of,
     sharers,
     stage_elements,
+    stage_frozen,
     state_bytes,
 )
 from meshwright.job import FORMAT_BYTES, Job
-from meshwright.layout import gradient_format, holdings_of_rank, ranks_of
+from meshwright.layout import encoder_bytes, gradient_format, holdings_of_rank, ranks_of, recomputes_encoder
 from meshwright.pipeline import Table, unchecked_table
+from meshwright.plan.adapters import making_bytes
 from meshwright.plan.compute import feedforward_width, loss_chunks, products_of, tokens_of
 from meshwright.plan.experts import rows_of
 from meshwright.plan.groups import stage_ranges
@@ -77,20 +81,30 @@ def rank_memory(
         (stage_elements(job, places[one], first=one == 0, last=one == len(layers) - 1) for one in held), Elements()
     )
     blocks = sum((stage_elements(job, places[one], first=False, last=False) for one in held), Elements())
+    trained = sum(
+        (stage_elements(job, places[one], first=one == 0, last=one == len(layers) - 1, trained=True) for one in held),
+        Elements(),
+    )
     owned = [[modes[layer] for layer in places[place]] for place in held]
     together = max((len(segment) for own in owned for segment in segments_of(own)), default=1)
     at_once = max(1 + job.layout.prefetch, together)
     at_once = min(at_once, max(map(len, owned))) if software.own else at_once
-    states = _states(job, software, elements, blocks.total / elements.total, at_once)
-    first, last = 0 in held, len(layers) - 1 in held
+    frozen = sum(
+        (stage_frozen(job, layers[one], first=one == 0, last=one == len(layers) - 1) for one in held), Frozen()
+    )
+    states = _states(job, software, trained, min(1.0, blocks.total / elements.total), at_once) | _frozen(job, frozen)
+    first, last, starts = 0 in held, len(layers) - 1 in held, [place == 0 for place in held]
+    if (still := elements.total - trained.total) > 0:
+        whole = sharers(job) if job.layout.zero_stage == 3 else 1
+        states["frozen weights"] = states.get("frozen weights", 0.0) + working_bytes(job) * still / whole
     if table is None and software.own:
         moments = own_moments(job, software, modes, states)
     elif table is not None and software.own:
         ends = [place == len(layers) - 1 for place in held]
-        moments = _own_pipeline_moments(job, software, owned, ends, table, rank, elements.total)
+        moments = _own_pipeline_moments(job, software, owned, ends, table, rank, elements.total, starts=starts)
     else:
         ends = [place == len(layers) - 1 for place in held]
-        moments = _moments(job, software, owned, ends, table, rank, last=last)
+        moments = _moments(job, software, owned, ends, table, rank, starts=starts, last=last)
     if job.accumulation == 1 and table is None and not software.own and not software.weights_apart:
         # Gradients appear as the backward frees activations: only the excess over those adds to the peak.
         for moment in moments:
@@ -158,6 +172,14 @@ def _states(job: Job, software: Software, elements: Elements, in_blocks: float, 
     return terms | gathered | unreduced | {"gradients": 0.0}
 
 
+def _frozen(job: Job, frozen: Frozen) -> Terms:
+    """What is not trained: whole on every rank, unless zero 3 shards it."""
+    if job.model.adapter is None:
+        return {}
+    shares = sharers(job) if job.layout.zero_stage == 3 else 1
+    return {"frozen weights": frozen.shared / shares + frozen.whole}
+
+
 def working_bytes(job: Job) -> float:
     """Bytes of a parameter as it is computed with: fp8 is cast from 16 bits."""
     return 2.0 if job.precision.number_bytes < MASTER_BYTES else float(MASTER_BYTES)
@@ -176,14 +198,15 @@ def _gathered(job: Job, software: Software, at_once: int, *, tables: bool) -> Te
     layout = job.layout
     if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
         return {}
+    adapters = job.model.adapter is not None
     table = job.model.vocab_size * job.model.width / layout.tp if tables else 0.0
-    unit = layer_elements(job).total
+    unit, reduced = layer_elements(job).total, 0.0 if adapters else table
     if software.gathers == "weight":
         unit = max(columns * inner for _, columns, inner in products_of(job, software))
         at_once = 1 + layout.prefetch
     return {
-        "gathered parameters": working_bytes(job) * (at_once * unit + table),
-        "gradients before they are reduced": (working_bytes(job) + 4.0) * max(unit, table),
+        "gathered parameters": working_bytes(job) * (at_once * unit + table) + at_once * layer_frozen(job).shared,
+        "gradients before they are reduced": (working_bytes(job) + 4.0) * max(unit, reduced),
     }
 
 
@@ -195,11 +218,12 @@ def _moments(
     table: Table | None,
     rank: int,
     *,
+    starts: list[bool],
     last: bool,
 ) -> list[Terms]:
     """What a rank's stages hold besides the states when their memory may be fullest: in the backward of a block, and in
     the loss, when all is kept for the backward."""
-    held = _activations(job, software, modes, ends, table, rank)
+    held = _activations(job, software, modes, ends, table, rank, starts=starts)
     moments = [held | {"a block's backward": _passing(job, software)}]
     if last:
         loss = {"activations": held["activations"], **_loss(job, software)}
@@ -218,13 +242,15 @@ def _own_pipeline_moments(
     table: Table,
     rank: int,
     parameters: float,
+    *,
+    starts: list[bool],
 ) -> list[Terms]:
     """The same of our own pipelines, with most micro-batches in flight: in the backward of a block, and in the loss.
 
     Where all forwards come before the first backward, there are no gradients yet; they are after it, with one
     micro-batch less. Torch frees no parameters after a backward inside a pipeline: then zero 3 has gathered them all.
     """
-    held = _activations(job, software, modes, ends, table, rank)
+    held = _activations(job, software, modes, ends, table, rank, starts=starts)
     moments = [held | {"a block's backward": _passing(job, software)}]
     if any(ends):
         moments.append({"activations": held["activations"], **_loss(job, software)})
@@ -240,16 +266,23 @@ def _own_pipeline_moments(
 
 
 def _activations(
-    job: Job, software: Software, modes: list[list[str]], last: list[bool], table: Table | None, rank: int
+    job: Job,
+    software: Software,
+    modes: list[list[str]],
+    last: list[bool],
+    table: Table | None,
+    rank: int,
+    *,
+    starts: list[bool],
 ) -> Terms:
     """What a rank's stages keep of the micro-batches in flight, and what a backward restores on top; `modes` are those
-    of each stage's blocks, `last` says which stage sends its result to no other."""
+    of each stage's blocks, `last` says which stage sends its result to no other, `starts` which has the encoder."""
     sizes = {mode: block_bytes(job, software, mode) for mode in {mode for own in modes for mode in own}}
     boundary = sizes_of(job, "full").get("input", 0.0)
     kept, remade = [], 0.0
-    for own, final in zip(modes, last, strict=True):
+    for own, begins, final in zip(modes, starts, last, strict=True):
         sent = boundary if table is not None and not final else 0.0
-        kept.append(sum(sizes[mode][0] for mode in own) + sent)
+        kept.append(sum(sizes[mode][0] for mode in own) + sent + (encoder_bytes(job) if begins else 0))
         remade = max([remade, *(sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))])
     fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(job, table, rank))
     return {"activations": fullest, "a block's forward made again": remade}
@@ -281,6 +314,9 @@ def _loss(job: Job, software: Software) -> Terms:
     each = job.precision.number_bytes
     _, rows = loss_chunks(job)
     lines = in_whole_lines(vocabulary)
+    if job.model.adapter is not None:  # a frozen head has no gradient
+        frozen = float(each * (rows * lines + tokens * width))
+        return {"logits and loss": frozen, "final norm": 2.0 * each * tokens * width}
     # The weight's gradient in 32 bits exists along with a chunk's logits, whose memory their gradient reuses; then with
     # what continues in the weight's own format.
     made = 4.0 * lines * width + max(each * rows * lines, each * vocabulary * width if each == 2 else 0.0)
@@ -298,12 +334,15 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
     """
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
     again = {mode: max(0.0, size[1] - _unwritten(job, software, mode)) for mode, size in sizes.items()}
-    kept = sum(sizes[mode][0] for mode in modes)
+    encoder = encoder_bytes(job)
+    kept = encoder + sum(sizes[mode][0] for mode in modes)
     each = job.precision.number_bytes
-    table = job.model.vocab_size * job.model.width / job.layout.tp
+    learned = job.model.encoder is None or "decoder" in job.model.encoder.train
+    table = job.model.vocab_size * job.model.width / job.layout.tp if learned and job.model.adapter is None else 0.0
     whole = states["gradients"]
-    per_entry = whole / max(1.0, stage_elements(job, range(job.model.layers), first=True, last=True).total)
-    layer = per_entry * layer_elements(job).total
+    owned = stage_elements(job, range(job.model.layers), first=True, last=True, trained=True)
+    per_entry = whole / max(1.0, owned.total)
+    layer = per_entry * layer_elements(job).total if learned else 0.0
     # With several micro-batches a step, the gradients of those before are there all the time.
     before = whole if job.accumulation > 1 else 0.0
     # The head's gradient: of a tied table it waits for the embedding's, of its own it is one of the gradients.
@@ -319,7 +358,7 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
         """When a segment was recomputed, and its backward starts or has come to its first block."""
         missing = segment[:1] if first else segment
         return {
-            "activations": sum(sizes[mode][0] for mode in modes[: segment.stop]),
+            "activations": encoder + sum(sizes[mode][0] for mode in modes[: segment.stop]),
             "gradients": gradients,
             "a block's forward made again": sum(again[modes[place]] for place in missing),
             "a block's backward": passing,
@@ -334,8 +373,27 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
             if len(segment) > 1
         ),
         backward_in(segments[0], before or whole - per_entry * table - layer + waiting, first=True),
+        *([_in_encoder(job, encoder, last)] if encoder else []),
         {"activations": 0.0, "gradients": last, "a block's forward made again": 0.0},
     ]
+
+
+def _in_encoder(job: Job, kept: float, gradients: float) -> Terms:
+    """When the backward has come to the encoder's last block: what passes through it is as wide as in a decoder's, and
+    what it recomputes is a block's share of what it would have kept."""
+    encoder, each = job.model.encoder, job.precision.number_bytes
+    assert encoder is not None
+    tokens = job.batch.micro_batch * encoder.slots * encoder.computed
+    again = 0.0
+    if recomputes_encoder(job):
+        whole = encoder_bytes(job.model_copy(update={"memory": job.memory.model_copy(update={"recompute": "none"})}))
+        again = (whole - kept) / encoder.used_layers
+    return {
+        "activations": kept,
+        "gradients": gradients,
+        "a block's forward made again": again,
+        "a block's backward": each * tokens * (2.0 * encoder.ffn_width / job.layout.tp + 2.0 * encoder.width),
+    }
 
 
 def _passing(job: Job, software: Software) -> float:
@@ -348,6 +406,9 @@ def _passing(job: Job, software: Software) -> float:
         # Ours frees what it has used: OLMoE's peak on an H200 was in the loss, with less than this in the backward.
         times = 1.0 if software.own else 2.0
         inside = max(inside, each * rows_of(job) * times * (job.model.experts.ffn_width + job.model.width))
+    largest = max(columns * inner for _, columns, inner in products_of(job, software))
+    stream, inner = each * tokens * job.model.width, each * tokens * feedforward_width(job.model) / tp
+    inside = max(inside, making_bytes(job, software, largest, stream, inner))
     return inside if software.attention == "flash" else max(inside, 2.0 * each * score_count(job))
 
 

@@ -257,7 +257,7 @@ def _memory_figure(row: Fields) -> Case:
     if row["kind"] == "max_model_size":
         raise Unpredicted("gives the size of the largest model that fits, not its shape or its memory")
     if "LoRA" in row["model_name"]:
-        raise Unpredicted("trains adapters, which are not modelled")
+        raise Unpredicted("trains adapters, and does not say of which rank or projections")
     filled = dict.fromkeys(("interconnect", "gpus_per_node", "compile", "step_time_s", "tokens_per_s_per_gpu"), "")
     filled |= {"tflops_per_gpu": "", "mfu_pct": "", "peak_mem_gb": "", **row}
     filled["flash_attn"] = "TE" if re.search(r"Megatron|SimuMax", row["source"]) else "yes"

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from meshwright.cost import REPEATED, Elements, stage_elements
+from meshwright.cost import REPEATED, Elements, layer_frozen, stage_elements
 from meshwright.job import Job
 from meshwright.plan.calls import Sharing, block_calls_s, ends_calls_s, sharing_of
 from meshwright.plan.communication import (
@@ -18,6 +18,7 @@ from meshwright.plan.communication import (
 )
 from meshwright.plan.compute import Work, block_work, embedding_work, head_work, products_of, tokens_of
 from meshwright.plan.context import context_s, merged_s
+from meshwright.plan.encoder import encoder_sums_s, encoder_work
 from meshwright.plan.experts import transfers_s, without_experts
 from meshwright.plan.groups import Groups, stage_ranges
 from meshwright.plan.host import runs_ahead
@@ -105,7 +106,7 @@ def stages_of(
         held = [kinds[layer] for layer in own]
         ends = Work()
         if first:
-            ends += embedding_work(job, device)
+            ends += embedding_work(job, device) + encoder_work(job, device, software)
         if last:
             ends += head_work(job, device, software)
         pace = None
@@ -122,12 +123,14 @@ def stages_of(
             sent += block.expert_forward * times
             returned += block.expert_backward * times
         work += ends
+        sums = encoder_sums_s(job, wires, groups) if first else (0.0, 0.0)
         met = _ends_s(job, wires, groups, software, first=first, last=last)
-        forward, backward = forward + met[0], backward + met[1]
+        forward, backward = forward + met[0] + sums[0], backward + met[1] + sums[1]
         if last and timed is None:
             calls = ends_calls_s(job.model.positions, wide or device, software)
             work += Work(forward_elementwise=calls[0], backward_elementwise=calls[1])
-        elements = stage_elements(job, own, first=first, last=last)
+        # What is not trained has no gradients to reduce, and is gathered only where parameters are sharded.
+        elements = stage_elements(job, own, first=first, last=last, trained=job.layout.zero_stage < 3)
         sharing = None if timed is not None else sharing_of(job, device, groups)
         if sharing is not None:
             gathers = _shared_s(job, sharing, count, last, elements.total)
@@ -260,8 +263,9 @@ def _gather_s(
         parts = layers * len(list(products_of(job, software)))
         host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
     gather = scatter = host
+    frozen = layer_frozen(job).shared * layers if job.layout.zero_stage == 3 else 0.0
     for count, shard, _ in shared_parts(elements, groups):
-        gather += all_gather_s(wires, shard, job.precision.number_bytes * count / parts) * parts
+        gather += all_gather_s(wires, shard, (job.precision.number_bytes * count + frozen) / parts) * parts
         scatter += reduce_scatter_s(wires, shard, wide * count / parts) * parts
         # Replicas of ours sum up what a step has scattered; with other programs it is each micro-batch.
         reduces = parts / job.accumulation if software.own else parts

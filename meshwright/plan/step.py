@@ -160,9 +160,10 @@ def places_of(table: Table | None, rank: int, stages: int) -> list[int]:
 
 
 def _held(job: Job, layers: list[int], places: list[int]) -> Elements:
-    """The parameters of some stages."""
+    """The parameters of some stages that are trained."""
     ranges = stage_ranges(layers)
-    found = (stage_elements(job, ranges[one], first=one == 0, last=one == len(layers) - 1) for one in set(places))
+    ends = {one: {"first": one == 0, "last": one == len(layers) - 1} for one in set(places)}
+    found = (stage_elements(job, ranges[one], **ends[one], trained=True) for one in ends)
     return sum(found, Elements())
 
 

@@ -11,11 +11,6 @@ def require_modelled(job: Job) -> None:
             f"model.extra_tokens = {job.model.extra_tokens} adds blocks and passes through the head, which are not "
             "predicted; set model.extra_tokens = 0 to plan the rest"
         )
-    if job.model.adapter is not None:
-        raise UserError(
-            "model.adapter trains a small part of the weights, which is not predicted yet: training all of them takes "
-            "far more memory; leave model.adapter out to plan that, or measure with `meshwright bench`"
-        )
 
 
 def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:
@@ -29,6 +24,9 @@ def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:
         found.append(f"model.file = {job.model.file}: predicted as the built-in model of the same sizes")
     if job.data.mask_documents and not on_cpu:  # there a mask has its price
         found.append("data.mask_documents = true: attention is counted over whole sequences")
+    if (encoder := job.model.encoder) is not None:
+        what = f"model.{encoder.section}: decoding and loading of {encoder.items}"
+        found.append(f"{what}; every slot is counted as full")
     if job.prefers and job.preference.needs_reference:
         found.append(f'preference.loss = "{job.preference.loss}": the pass of the start weights before the first step')
     if job.model.experts is not None and job.model.experts.capacity is not None:

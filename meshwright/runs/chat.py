@@ -1,15 +1,16 @@
 """A conversation with a model: questions in its chat template, answers as they are written, the history kept."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 from meshwright.checkpoint import chat_template_of
+from meshwright.data import shown_media
 from meshwright.data.chat import ChatTemplate, Overran
 from meshwright.data.conversations import BadConversation, Message
 from meshwright.data.text_stream import TextStream
 from meshwright.errors import UserError
-from meshwright.model import KVCache
+from meshwright.model import KVCache, Media
 from meshwright.runs.writer import Writer, open_writer, tokenizer_of
 from meshwright.train import stream
 
@@ -22,13 +23,17 @@ class Chat:
         writer: Writer,
         template: ChatTemplate,
         system: str | None = None,
+        images: Sequence[Path] = (),
         *,
         tokens: int = 512,
         temperature: float = 0.8,
         top_p: float = 0.95,
         seed: int = 0,
     ) -> None:
-        """`open_chat` opens one from a folder. Answers have at most so many tokens, and what the model has room for."""
+        """`open_chat` opens one from a folder. Answers have at most so many tokens, and what the model has room for.
+
+        Images are part of the first question.
+        """
         self.messages = [] if system is None else [Message("system", system)]
         self.step = writer.step
         self.written = 0
@@ -36,6 +41,8 @@ class Chat:
         self.stopped: str | None = None
         """What ended the last answer; None if it was cut off because it was long enough."""
         self._writer, self._template = writer, template
+        self._viewer = writer.viewer(images)
+        self._pictures = self._viewer.look(images) if self._viewer is not None and images else None
         self._tokens, self._temperature, self._top_p, self._seed = tokens, temperature, top_p, seed
         end = template.end_of_turn()
         turn = writer.tokenizer.first_control(end)
@@ -50,11 +57,14 @@ class Chat:
 
     def stream(self, question: str) -> Generator[str, None, None]:
         """The answer to a question, part by part; closed early, it is part of the conversation as far as it is."""
+        if self._viewer is not None:
+            first = not any(message.role == "user" for message in self.messages)
+            question = self._viewer.named(question, len(self._pictures) if first and self._pictures is not None else 0)
         asked = [*self.messages, Message("user", question)]
-        prompt = self._prompt(asked)
+        prompt, media = self._prompt(asked)
         answer = list[str]()
         try:
-            for part in self._up_to_end(self._parts(prompt)):
+            for part in self._up_to_end(self._parts(prompt, media)):
                 answer.append(part)
                 yield part
         except BaseException:
@@ -64,7 +74,7 @@ class Chat:
             raise
         self.messages = [*asked, Message("assistant", "".join(answer))]
 
-    def _prompt(self, messages: list[Message]) -> list[int]:
+    def _prompt(self, messages: list[Message]) -> tuple[list[int], Media | None]:
         try:
             text = self._template.prompt(messages)
         except BadConversation as error:
@@ -72,19 +82,25 @@ class Chat:
             raise UserError(f"the conversation {error}; write it differently{system}") from error
         except Overran as error:
             raise UserError(f"the conversation {error}") from error
-        prompt = self._writer.tokenizer.encode_rendered(text)
+        tokenizer, media = self._writer.tokenizer, None
+        encode = tokenizer.encode_rendered
+        if self._viewer is None or self._pictures is None:
+            prompt = encode(text)
+        else:
+            prompt, places = self._viewer.encode(tokenizer, text, len(self._pictures), encode, encode)
+            media = shown_media(self._pictures, places)
         if self._room(prompt) < 1:
             limit = self._writer.model.shape.max_sequence_length
             raise UserError(
                 f"the conversation has {len(prompt)} tokens and model.max_sequence_length = {limit}, so there is no "
                 "room for an answer; start a new one"
             )
-        return prompt
+        return prompt, media
 
     def _room(self, prompt: list[int]) -> int:
         return min(self._tokens, self._writer.model.shape.max_sequence_length - len(prompt))
 
-    def _parts(self, prompt: list[int]) -> Iterator[str]:
+    def _parts(self, prompt: list[int], media: Media | None) -> Iterator[str]:
         """The answer's text as its tokens complete it, up to a stop token."""
         tokenizer, text = self._writer.tokenizer, TextStream(self._writer.tokenizer, names=False)
         self.written, self.stopped = 0, None
@@ -104,6 +120,7 @@ class Chat:
             vocab_size=tokenizer.vocab_size,
             repetition_penalty=self._writer.generation.repetition_penalty,
             cache=self._cache,
+            media=media,
         ):
             self._seen = (prompt + written)[: self._cache.length]
             if token in self._stop:
@@ -135,13 +152,17 @@ def open_chat(
     source: Path,
     device: str,
     system: str | None = None,
+    images: Sequence[Path] = (),
     *,
     tokens: int = 512,
     temperature: float = 0.8,
     top_p: float = 0.95,
     seed: int = 0,
 ) -> Chat:
-    """A conversation with a run's newest weights or a Hugging Face folder's; one without a chat template is refused."""
+    """A conversation with a run's newest weights or a Hugging Face folder's; one without a chat template is refused.
+
+    Images are part of the first question.
+    """
     template = chat_template_of(source, tokenizer_of(source))
     if not template.is_there:
         raise UserError(
@@ -149,4 +170,4 @@ def open_chat(
             f"text with: meshwright generate {source} --prompt TEXT"
         )
     writer = open_writer(source, device)
-    return Chat(writer, template, system, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    return Chat(writer, template, system, images, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)

@@ -20,6 +20,7 @@ from meshwright.checkpoint import (
     import_weights,
     keep_companions,
     learned_generation,
+    whisper_start,
 )
 from meshwright.data import Corpus
 from meshwright.data.tokenizer import load_tokenizer
@@ -109,11 +110,13 @@ def require_start(job: Job, tell: Tell | None = None) -> None:
         HfWeights(folder, job.model).require()
     if job.model.adapter is not None and job.model.adapter.init_from is not None:
         PeftAdapter(Path(job.model.adapter.init_from), job.model)
+    if (listening := whisper_start(job.model)) is not None:
+        listening.require()
 
 
 def fetch_unless_resumed(job: Job, run: Path | None, tell: Tell | None = None) -> None:
     """Download the initial weights if needed, unless the run has a checkpoint to continue from that contains them."""
-    if run is None or job.model.adapter is not None or next(iter(checkpoints(run)), None) is None:
+    if run is None or job.model.freezes or next(iter(checkpoints(run)), None) is None:
         fetch_start(job.model, tell)
 
 

@@ -248,7 +248,10 @@ def _packing(job: Job, corpus: Corpus) -> list[str]:
     index = training_index(corpus, job.data, job.batch.sequence_length)
     if index is None:
         return []
+    samples = [f"{index.left_out:,} samples that do not fit a sequence are left out"] if index.left_out else []
+    samples += [f"{index.split:,} samples that do not fit a sequence are split"] if index.split else []
     return [
+        *samples,
         f"packing {job.data.packing}: {index.shares.padded:.1%} padding, {index.shares.truncated:.1%} of the tokens "
-        f"separated from the beginning of their document ({index.running.truncated:.1%} if concatenated)"
+        f"separated from the beginning of their document ({index.running.truncated:.1%} if concatenated)",
     ]

@@ -1,15 +1,17 @@
 """A model that can write: a run's newest weights or a Hugging Face folder's, with the tokenizer and where it stops."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint import Generation, generation_of, load_hf_weights, load_weights, newest_weights
-from meshwright.data import Tokenizer
+from meshwright.data import Tokenizer, Viewer
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, Model, model_of_folder
+from meshwright.job.data import Data
 from meshwright.model import Decoder, routers
 from meshwright.runs.folder import RunFolder
 from meshwright.train import choose_device
@@ -24,6 +26,16 @@ class Writer:
     generation: Generation
     step: int | None
     """Of a run's weights; a folder's have none."""
+    source: Path
+    data: Data | None
+    """The section that the run trained on; a folder has none."""
+
+    def viewer(self, images: Sequence[Path] = ()) -> Viewer | None:
+        """What shows the model pictures; one that reads none has none, and is refused if there are pictures."""
+        vision = self.model.shape.vision
+        if vision is None and images:
+            raise UserError(f"{self.source} reads no pictures, since it has no model.vision; leave out --image")
+        return None if vision is None else Viewer(vision, self.data, str(self.source))
 
 
 def open_writer(source: Path, device: str) -> Writer:
@@ -36,10 +48,11 @@ def open_writer(source: Path, device: str) -> Writer:
     if job is None:
         model = _empty(model_of_folder(source), device)
         load_hf_weights(source, model)
-        return Writer(model, tokenizer, generation, None)
+        return Writer(model, tokenizer, generation, None, source, None)
     checkpoint = newest_weights(source)
     model = _empty(job.model, device)
-    return Writer(model, tokenizer, generation, load_weights(checkpoint, model, job.run.seed))
+    step = load_weights(checkpoint, model, job.run.seed)
+    return Writer(model, tokenizer, generation, step, source, job.data)
 
 
 def tokenizer_of(source: Path) -> Tokenizer:

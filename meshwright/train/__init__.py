@@ -21,6 +21,7 @@ from meshwright.train.feed import (
     require_enough_text,
     training_loader,
 )
+from meshwright.train.garbage import frozen
 from meshwright.train.generate import generate, stream
 from meshwright.train.kernels import choose_attention
 from meshwright.train.meter import FLOPS_CONVENTION
@@ -68,6 +69,7 @@ __all__ = [
     "evaluated_sequences",
     "find_references",
     "fingerprint",
+    "frozen",
     "generate",
     "held_out_batches",
     "learning_rate",

@@ -73,7 +73,9 @@ class Evaluations:
 
     def _sample(self, step: int, outcome: Outcome) -> None:
         tokenizer, settings = self._corpus.tokenizer, self._job.evaluation
-        if tokenizer is None or not settings.sample_tokens or self._job.model.file:
+        # Drawings have no text of their own to continue.
+        drawn = self._corpus.windows is not None
+        if tokenizer is None or not settings.sample_tokens or self._job.model.file or drawn:
             return
         prompt = tokenizer.encode(settings.sample_prompt) or [tokenizer.end_of_text]
         room = self._job.model.max_sequence_length - len(prompt)

@@ -1,22 +1,31 @@
 """The two streams a run reads: training steps from a given position, and the held-out batches."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from meshwright.data import (
+    SHAPES,
+    TONES,
     Batch,
     Corpus,
     Cursor,
     Loader,
     MemoryTokens,
+    Slots,
     StreamLoader,
     evaluation_windows,
+    gpu_decoder,
     open_flow,
     prepare,
+    shapes_corpus,
+    tones_corpus,
     training_stream,
     validation_batches,
     validation_windows,
 )
+from meshwright.data.raw import SYNTHETIC
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.parallel import World
@@ -26,8 +35,16 @@ LOOKS, LOOK_TOKENS = 64, 64
 
 def open_corpus(job: Job, report: Callable[[str, float], None] | None = None) -> Corpus:
     """The text to train and evaluate on: prepared now or before, or streamed during training."""
+    sizes = (job.model.vocab_size, job.batch.sequence_length, len(job.data.sources) - 1)
+    if SHAPES in job.data.sources:
+        return shapes_corpus(job.model.vision, *sizes)
+    if TONES in job.data.sources:
+        return tones_corpus(job.model.audio, *sizes)
     if not job.data.stream:
-        return prepare(job.data, job.model.vocab_size, report)
+        corpus = prepare(job.data, job.model.vocab_size, report)
+        if job.model.encoder is None or SYNTHETIC not in job.data.sources:
+            return corpus
+        return replace(corpus, noise=Slots.of(job.model.encoder))
     flow = open_flow(job.data, job.model.vocab_size)
     wanted = evaluated_sequences(job) * job.batch.sequence_length + 1
     held_out = flow.held_out(wanted) if evaluates(job) else MemoryTokens([], [])
@@ -50,7 +67,12 @@ def training_loader(
         pin_memory=job.data.pin_memory and world.device.type == "cuda",
         rank=world.data_rank,
         ranks=world.data_ranks,
+        decoder=gpu_decoder(job.data, world.device, _say if world.data_rank == 0 else lambda sentence: None),
     )
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(sentence + "\n")
 
 
 def _stream_loader(
@@ -133,6 +155,8 @@ def fingerprint(corpus: Corpus) -> str:
     """A fingerprint of a corpus's training tokens: their number and samples from all over."""
     if corpus.flow is not None:
         return corpus.flow.fingerprint()
+    if corpus.windows is not None:
+        return hashlib.sha256(repr(corpus.windows[0]).encode()).hexdigest()[:16]
     store = corpus.train
     digest = hashlib.sha256(str(len(store)).encode())
     for look in range(LOOKS):

@@ -8,23 +8,31 @@ EVERY_STEPS = 100
 
 
 @contextmanager
+def frozen() -> Iterator[None]:
+    """Inside, the collector visits nothing that was there before: a process forked there would copy all of it."""
+    if gc.get_freeze_count():  # by this process or by the one that forked it: all but a little is frozen, and stays so
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def collected_by_schedule() -> Iterator[None]:
     """Inside, only `collect_if_due` collects cycles; earlier objects are no longer visited."""
     if not gc.isenabled():
         yield
         return
-    frozen = (
-        gc.get_freeze_count()
-    )  # by the parent that forked this process, so that its imports are not visited and copied
     gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        if not frozen:
-            gc.unfreeze()
+    with frozen():
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
 
 
 def collect_if_due(step: int) -> None:

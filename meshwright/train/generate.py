@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import UserError
-from meshwright.model import Decoder, KVCache
+from meshwright.model import Decoder, KVCache, Media
 
 
 def generate(
@@ -31,12 +31,14 @@ def stream(
     vocab_size: int | None = None,
     repetition_penalty: float = 1.0,
     cache: KVCache | None = None,
+    media: Media | None = None,
 ) -> Iterator[int]:
     """Up to `tokens` new token ids after the prompt, each when it is chosen; a stop token is the last one.
 
     Temperature 0 always picks the most likely. Ids from `vocab_size` on (embedding rows the tokenizer never uses) are
     not sampled. Sampling happens on the CPU with its own generator, so a seed gives the same text on every device that
     computes the same probabilities. A cache may hold the beginning of the prompt, which is then not computed again.
+    Media are what the prompt's placeholders stand for, with their places in it.
     """
     _require_room(model, prompt, tokens)
     device = next(model.parameters()).device
@@ -45,12 +47,22 @@ def stream(
     seen = list(prompt)
     for _ in range(tokens):
         fresh = torch.tensor([seen[cache.length :]], device=device)
-        logits_V = model(fresh, cache=cache)[0, -1].float().cpu()[:vocab_size]
+        shown = {} if media is None else _fresh_media(media, cache.length, device)
+        logits_V = model(fresh, cache=cache, **shown)[0, -1].float().cpu()[:vocab_size]
         token = _draw(_penalised(logits_V, seen, repetition_penalty), temperature, top_p, generator)
         seen.append(token)
         yield token
         if token in stop:
             return
+
+
+def _fresh_media(media: Media, known: int, device: torch.device) -> dict[str, Media]:
+    """The items with tokens that the cache does not hold yet, by their places among the fresh tokens."""
+    places_BKT = torch.where(media.places_BKT < known, -1, media.places_BKT - known)
+    due_K = (places_BKT >= 0).any(-1)[0]
+    if not due_K.any():
+        return {}
+    return {"media": Media(media.items_BK[:, due_K].to(device), places_BKT[:, due_K].to(device))}
 
 
 def _require_room(model: Decoder, prompt: list[int], tokens: int) -> None:

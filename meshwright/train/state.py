@@ -17,6 +17,7 @@ from meshwright.checkpoint import (
 from meshwright.data import Cursor, Loader, StreamLoader
 from meshwright.errors import UserError
 from meshwright.job import Job
+from meshwright.model.encoder import is_unused
 from meshwright.parallel import ShardIndex, Weights, World
 from meshwright.train.bad_steps import BadSteps, RecentLosses
 from meshwright.train.expert_load import ExpertLoad
@@ -136,6 +137,7 @@ def _require_states(run: Trained, checkpoint: Checkpoint) -> None:
     if run.job.model.file:  # a parameter that its model does not use has no gradient, and so no state
         kept = {parameter_of(name) for name in saved}
         lacking = [name for name in lacking if parameter_of(name) in kept]
+    lacking = [name for name in lacking if not is_unused(run.job.model, parameter_of(name))]
     if checkpoint.index.ranks == run.world.size:
         lacking += sorted({_generator_name(run.world, "cpu")} - checkpoint.index.tensors.keys())
     if lacking:

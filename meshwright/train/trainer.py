@@ -20,7 +20,7 @@ from meshwright.checkpoint import Checkpoint, Saver, State
 from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.job import Job
 from meshwright.model import Decoder
-from meshwright.parallel import Engine, Weights, World, take_traffic
+from meshwright.parallel import Engine, OneStage, Weights, World, take_traffic
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
 from meshwright.train.evaluations import Evaluations
@@ -62,6 +62,8 @@ class Trainer:
         self.expert_load = None if job.model.experts is None else ExpertLoad(job, engine.modules, world)
         self.evaluations = Evaluations(job, corpus, engine, recorder, progress, world)
         self.bad_steps = BadSteps(job, recorder)
+        if isinstance(engine, OneStage):
+            engine.use_graph(lambda state, reason: recorder.event("cuda_graph", state=state, reason=reason))
         self.outcome = Outcome()
         self.attempt = 0
         """How many attempts came before."""

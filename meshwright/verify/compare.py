@@ -124,7 +124,10 @@ def measure(value: Tensor, expected: Tensor, scale: float) -> float:
     """max|a − b| / scale; NaN where either side has one, infinite where all that is expected is zero."""
     if value.numel() == 0:
         return 0.0
-    difference = float((value.double() - expected.double()).abs().max())
+    return _relative(float((value.double() - expected.double()).abs().max()), scale)
+
+
+def _relative(difference: float, scale: float) -> float:
     return difference / scale if scale else math.inf if difference else 0.0
 
 
@@ -161,8 +164,7 @@ def _tensors(
 
 def _tensor(kind: Kind, name: str, shards: list[Shard], whole: Tensor, floor: float, bound: float | None) -> Comparison:
     found, note = differences(shards, whole)
-    scale = max(float(whole.abs().max()), floor)
-    return Comparison(kind, name, float(found.max()) / scale, bound, note)
+    return Comparison(kind, name, _relative(float(found.max()), max(float(whole.abs().max()), floor)), bound, note)
 
 
 def differences(shards: list[Shard], whole: Tensor) -> tuple[Tensor, str]:

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import Corpus
+from meshwright.data import Corpus, Slots
 from meshwright.job import Job
 
 TOKENS = 4096
@@ -89,4 +89,6 @@ def unequal_corpus(job: Job) -> Corpus:
         else UnequalDocuments(vocabulary, size, seed, learn_some)
         for seed, size in enumerate(sizes, SEED)
     )
-    return Corpus(None, train, validation, None, train.parts(sources) if sources > 1 else ())
+    encoder = job.model.encoder
+    slots = None if encoder is None else Slots.of(encoder)
+    return Corpus(None, train, validation, None, train.parts(sources) if sources > 1 else (), noise=slots)

@@ -7,6 +7,7 @@ import torch
 
 from meshwright.job import Job
 from meshwright.model import build_architecture
+from meshwright.model.encoder import is_unused
 from meshwright.verify.compare import Comparison
 from meshwright.verify.observe import Observation
 
@@ -15,13 +16,15 @@ SIGN_LIKE = ("lion", "muon")
 
 
 def zero_by_mathematics(job: Job, zeros: Collection[str]) -> set[str]:
-    """Of the parameters whose gradient is zero, those that must be: key biases without rotary positions.
+    """Of the parameters whose gradient is zero, those that must be: key biases without rotary positions, and what an
+    encoder does not use.
 
     Attention is invariant to what is added to all keys. A user's model may have such biases too.
     """
     if job.model.file is None:
-        turned = job.model.positions == "rope"
-        return set() if turned else {name for name in zeros if name.endswith(".attention.k.bias")}
+        where = "vision." if job.model.positions == "rope" else ""  # sound has no such biases
+        keys = {name for name in zeros if name.startswith(where) and name.endswith(".attention.k.bias")}
+        return keys | {name for name in zeros if is_unused(job.model, name)}
     with torch.device("meta"):
         architecture = build_architecture(job.model)
     biases = [name for name in zeros if name.endswith(".bias")]

@@ -15,6 +15,7 @@ from meshwright.job import Job, job_of_table
 from meshwright.layout import budget_span, ranks_of, require_layout, table_of
 from meshwright.pipeline import SCHEDULES, require_schedule, unchecked_table
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.generate_tuning import tune
 from meshwright.verify.mistakes import slip
 from meshwright.verify.notation import in_a_line
 
@@ -40,6 +41,9 @@ FAMILIES: dict[str, Table] = {
     "mistral": {"sliding_window": 7},
 }
 TIED_SHARE = {"qwen2": 0.7, "qwen3": 0.7, "gpt2": 0.8}
+VISION_SHARE = 0.12
+IMAGE_SIZE, PATCH = 8, 4
+PICTURED_SEQUENCES = 8
 COMPRESSIONS = ("topk", "fp16", "bf16", "int8", "powersgd")
 
 
@@ -90,6 +94,11 @@ def draw(seed: int, number: int) -> Draw:
     table["batch"] = _batch(rng, layout, accumulation)
     table["model"]["max_sequence_length"] = table["batch"]["sequence_length"] + rng.choice((0, 0, 5))
     table |= _training(rng, layout, table["batch"]["sequence_length"])
+    tune(Random(f"{seed}/{number}/tuning"), table)  # on its own, so that the rest is drawn as it was
+    pictures = Random(f"{seed}/{number}/vision")  # likewise
+    if "adapter" not in table["model"] and "preference" not in table and pictures.random() < VISION_SHARE:
+        table["model"]["vision"] = _vision(pictures, table)
+        family = f"{family} with pictures"
     table["memory"] = _memory(rng, table)
     if rng.random() < 1 / 6:
         slip(rng, table)
@@ -183,6 +192,33 @@ def _model(rng: Random, family: str, layout: Table, accumulation: int) -> Table:
         "ffn_width": tp * max(1, rng.randint(18, 44) // tp),
         "tied": layout.get("schedule") != "pipedream" and rng.random() < TIED_SHARE.get(family, 0.3),
         "dropout": rng.choice((0.0, 0.0, 0.0, 0.1, 0.4)),
+    }
+
+
+def _vision(rng: Random, table: Table) -> Table:
+    """An encoder of pictures that tp divides, with the decoder, which it then must divide too; and sequences enough for
+    some pictures to be in front of a label."""
+    layout, tp, batch = table["layout"], table["layout"]["tp"], table["batch"]
+    times = -(-PICTURED_SEQUENCES // batch["global_batch"])
+    batch.update(micro_batch=times * batch["micro_batch"], global_batch=times * batch["global_batch"])
+    heads, used, select = tp * rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((-1, -1, -2))
+    table["model"]["width"] = tp * -(-table["model"]["width"] // tp)
+    if rng.random() < 0.8:  # otherwise either is refused
+        layout.pop("compress", None)
+        if layout.get("schedule") == "pipedream":
+            layout["schedule"] = "1f1b"
+    parts = (["encoder", "projector", "decoder"], ["projector", "decoder"], ["encoder", "projector"], ["projector"])
+    return {
+        "kind": rng.choice(("clip", "siglip")),
+        "image_size": IMAGE_SIZE,
+        "patch": PATCH,
+        "width": heads * rng.choice((2, 4, 5)),
+        "heads": heads,
+        "ffn_width": tp * rng.randint(3, 12),
+        "layers": used - select - 1,
+        "select_layer": select,
+        "images": rng.choice((1, 2)),
+        "train": rng.choices(parts, (4, 2, 1, 1))[0],
     }
 
 

@@ -21,7 +21,7 @@ FILES = tuple(
     f"{name}.toml"
     for name in (
         *("matrix", "matrix_depth", "matrix_memory", "matrix_experts", "matrix_families", "matrix_compiled"),
-        *("matrix_extra", "matrix_lora", "matrix_run", "matrix_preferences"),
+        *("matrix_extra", "matrix_lora", "matrix_run", "matrix_preferences", "matrix_vision", "matrix_audio"),
     )
 )
 """The first one holds the models and the defaults."""

@@ -34,8 +34,8 @@ def in_a_line(table: Table) -> str:
 def _changed(table: Table) -> list[tuple[str, Any]]:
     return [
         (section if name == "name" else name, value)
-        for section in ("layout", "memory", "model", "data", "optimizer", "precision", "run")
-        for name, value in table[section].items()
+        for section in ("layout", "memory", "model", "data", "preference", "optimizer", "precision", "run")
+        for name, value in table.get(section, {}).items()
         if name not in _UNSAID.get(section, ()) and value is not None and value != _DEFAULTS[section][name]
     ]
 
@@ -44,7 +44,7 @@ def _said(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else f"no {name}"
     if isinstance(value, dict):
-        return f"{name} {' '.join(f'{key} {inner:.3g}' for key, inner in value.items())}"
+        return f"{name} {' '.join(_said(key, inner) for key, inner in value.items())}"
     if isinstance(value, list):
         return f"{name} {'+'.join(map(str, value))}"
-    return f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+    return f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"

@@ -13,7 +13,8 @@ from torch import Tensor
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model.adapter import A, B
-from meshwright.parallel import Engine, ShardIndex, Weights, build, join_world, table_error
+from meshwright.model.quantised_linear import SCALES
+from meshwright.parallel import Engine, ShardIndex, Weights, build, join_world, quantised_linears, table_error
 from meshwright.ranks import ALONE, own_place
 from meshwright.train import LossScale, find_references, make_trainer
 from meshwright.verify.documents import unequal_corpus
@@ -78,6 +79,8 @@ def observe(
     # By the weights before they change, so that the first step already compares two different models.
     references = find_references(job, corpus, cast(Engine, engine), world) if job.prefers else None
     _enliven(weights)
+    for linear in quantised_linears(engine.modules).values():
+        linear.get_buffer(SCALES).mul_(MATRIX_SCALE)
     seen = Observation()
     listener = _Listener(seen)
     _record_first_gradients(weights, seen)
@@ -122,7 +125,7 @@ def _enliven(weights: Weights) -> None:
     for name, tensor in (*weights.masters.items(), *weights.frozen.items()):
         if name.endswith(f".{B}"):
             tensor.copy_(shards[name].take(ADAPTER_SCALE * _waves(*shards[name].shape)))
-        elif tensor.dim() > 1 and not name.endswith(f".{A}"):
+        elif tensor.dim() > 1 and tensor.is_floating_point() and not name.endswith(f".{A}"):
             tensor.mul_(MATRIX_SCALE)
         elif tensor.dim() == 1:
             tensor.add_(shards[name].take(VECTOR_SHIFT * _waves(shards[name].shape[0])).to(tensor.device))

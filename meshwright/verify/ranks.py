@@ -1,6 +1,5 @@
 """Ranks on this machine: forked from a process that has imported torch, so that a check costs seconds, not minutes."""
 
-import gc
 import io
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from meshwright.errors import UserError
 from meshwright.torch_private.compiler import preload
+from meshwright.train import frozen
 from meshwright.verify import staged
 from meshwright.verify.collectives import record_groups
 
@@ -61,17 +61,16 @@ class RankGroup:
         sys.stdout.flush()
         sys.stderr.flush()
         rendezvous = f"file://{Path(self._folder.name) / 'rendezvous'}"
-        gc.freeze()  # else the first collection in each rank visits, and so copies, all that the parent has imported
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            place = _Place(rank, size, rendezvous, timeout_s, backend, record)
-            # A rank must not hold the parent's ends of the pipes, or it would not notice that the parent died.
-            process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-        gc.unfreeze()
+        with frozen():
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                self._pipes.append(ours)
+                place = _Place(rank, size, rendezvous, timeout_s, backend, record)
+                # A rank must not hold the parent's ends of the pipes, or it would not notice that the parent died.
+                process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
+                process.start()
+                theirs.close()
+                self._processes.append(process)
 
     def poll(self, timeout_s: float) -> bool:
         """Receive what arrives within the time; True once every rank has answered. A failure stops all and is

@@ -75,13 +75,15 @@ class _Proof:
 
 def _zero_gradients(job: Job) -> set[str]:
     """Parameters whose gradient is mathematically zero, from one step on tokens in memory."""
-    data = {
+    data: dict[str, Any] = {
         "sources": ("builtin:synthetic",),
         "weights": None,
         "stages": (),
         "stream": False,
         "join": None,
         "workers": 0,
+        "fields": {},
+        "items_per_sequence": None,
     }
     once = job.model_copy(
         update={

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.data import SHAPES
 from meshwright.data.own_sources import is_own_source
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY
 from meshwright.errors import UserError
@@ -15,6 +16,7 @@ from meshwright.job import FORMAT_BYTES, Job
 from meshwright.job.devices import Layout, Memory
 from meshwright.layout import is_asynchronous, ranks_of, require_layout
 from meshwright.verify.compressed import LOSSLESS, is_lossy
+from meshwright.verify.run_pictures import pictures_for
 from meshwright.verify.run_text import data_for, form_of, is_prepared_data
 from meshwright.verify.shrink import Change, shrink
 
@@ -46,7 +48,7 @@ def small_run(job: Job, steps: int = STEPS) -> tuple[Job, list[Change]]:
     own = {"data": job.data, "evaluation": job.evaluation}
     made, more = as_run(small.model_copy(update=own), steps, is_prepared_data(job.data))
     # A run reads from disk what `shrink` puts in memory in place of the job's text.
-    kept = [change for change in changes if not change.text.startswith(("text:", "data.", "evaluation."))]
+    kept = [change for change in changes if not change.text.startswith(("text:", "pictures:", "data.", "evaluation."))]
     formats = {"compute": job.precision.compute, "gradients": job.precision.gradients}
     narrow = [f'precision.{name} "{own}"' for name, own in formats.items() if FORMAT_BYTES[own] < FORMAT_BYTES["fp32"]]
     report = "the format of the check; without --run it is checked in its own"
@@ -65,7 +67,12 @@ def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, l
             'layout.schedule = "pipedream" computes with stale weights, which a run in one process does not; verify it '
             "without --run"
         )
+    if job.model.audio is not None:
+        raise UserError("model.audio needs sound, and --run writes text and pictures; verify it without --run")
     data, notes = data_for(job.data)
+    if job.model.vision is not None:
+        data, more = pictures_for(data, job.model.vision)
+        notes += more
     if is_lossy(job.layout):
         was = f'layout.compress "{job.layout.compress}"'
         notes.append(Change(f'{was} → "topk" with compress_ratio 1.0, which loses nothing', hides=True))
@@ -87,6 +94,8 @@ def as_run(job: Job, steps: int = STEPS, prepared: bool = False) -> tuple[Job, l
         sections[section] = sections.get(section, {}) | fields
     made = Job.model_validate(sections)
     text = f"{form_of(data, prepared)} generated for this check, which end during the run"
+    if SHAPES in data.sources:
+        text = f"{SHAPES} as they are"
     if own := [name for name in data.sources if is_own_source(name)]:
         text = f"{', '.join(own)} as it is" + (f", else {text}" if len(own) < len(data.sources) else "")
     kind = f"text: {text}; tokens are bytes"

@@ -7,12 +7,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from meshwright.data import SHAPES
 from meshwright.data.own_sources import is_own_source
 from meshwright.data.prepared import Wishes, build, is_prepared
 from meshwright.data.raw import SYNTHETIC
 from meshwright.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from meshwright.job import Job
 from meshwright.job.data import Data, Stage
+from meshwright.verify.run_pictures import write_samples
 from meshwright.verify.shrink import Change
 
 EPOCHS = 1.9
@@ -83,6 +85,8 @@ def form_of(data: Data, prepared: bool) -> str:
         return "JSONL files, streamed"
     if prepared:
         return "prepared folders"
+    if data.fields:
+        return "samples with pictures"
     if SYNTHETIC in data.sources:
         return "text files (the job's tokens are synthetic)"
     return "JSONL files" if _in_lines(data) else "text files"
@@ -93,10 +97,14 @@ def write_text(job: Job, folder: Path, prepared: bool) -> Job:
     data, samples = job.data, job.run.steps * job.batch.global_batch
     sources: list[str] = []
     for number, share in enumerate(_shares(data)):
-        if is_own_source(data.sources[number]):  # the user's code is what is to be verified
+        if is_own_source(data.sources[number]) or data.sources[number] == SHAPES:
+            # The user's code is what is to be verified, and drawings need no file.
             sources.append(data.sources[number])
             continue
         windows = max(3.0, share * samples / EPOCHS) / (1 - HELD_OUT)
+        if data.fields:
+            sources.append(write_samples(folder / f"source-{number}", job, windows, number))
+            continue
         documents = list(_documents(windows, job.batch.sequence_length, alone=data.packing == "none", seed=number))
         if job.prefers:
             documents = [document[: 3 * _part_of_pair(job)] for document in documents]
@@ -117,6 +125,8 @@ def write_text(job: Job, folder: Path, prepared: bool) -> Job:
 
 
 def _write_set(path: Path, job: Job) -> str:
+    if job.data.fields:
+        return write_samples(path, job, job.batch.global_batch, len(path.name))
     path.mkdir()
     documents = _documents(job.batch.global_batch, job.batch.sequence_length, alone=False, seed=len(path.name))
     (path / "text.txt").write_text("\n".join(documents), encoding="utf-8")
@@ -207,6 +217,7 @@ def _prepare(source: Path, data: Data, tokenizer: Path) -> str:
         text_field=data.text_field,
         content=data.format,
         validation_fraction=HELD_OUT,
+        fields=data.fields,
     )
     build(wishes, out, workers=1)
     return str(out)

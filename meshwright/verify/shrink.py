@@ -8,12 +8,14 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.job import Adapter, Job
+from meshwright.job.adapter import BLOCK
 from meshwright.job.devices import Budget, Layout, Segments
 from meshwright.layout import budget_span, is_asynchronous, table_of
 from meshwright.pipeline import build_table, require_schedule
 from meshwright.verify.asynchronous import STALE_REFERENCE
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.shrink_encoder import encoder_words, small_encoder
 from meshwright.verify.shrink_experts import small_ep, small_experts, small_latent, words
 
 MOST_RANKS = 16
@@ -116,6 +118,8 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
             changes.append(Change(text, hides=True))
     if shape.adapter is not None:
         changes.append(Change(f"model.adapter.rank {shape.adapter.rank} → {RANK}"))
+    if (encoder := shape.encoder) is not None:
+        changes.append(Change(f"model.{encoder.section}: {encoder_words(encoder, small[encoder.section])}"))
     if shape.init_from is not None:
         changes.append(Change(f"model.init_from {shape.init_from} → weights drawn at random"))
     return changes
@@ -148,11 +152,19 @@ def _data(job: Job, step_tokens: int) -> tuple[dict[str, Any], list[Change]]:
     stages = [stage.model_dump() | {"tokens": (number + 1) * step_tokens} for number, stage in enumerate(data.stages)]
     if stages:
         changes.append(Change("data.stages: each begins a step after the one before"))
+    if job.model.encoder is not None:
+        changes.append(Change(f"{job.model.encoder.items}: noise, a different number of items in every sequence"))
+    if data.fields:
+        changes.append(Change(f"data.fields {', '.join(data.fields)}: nothing is read or decoded", hides=True))
     return {
         "sources": ("builtin:synthetic",) * len(data.sources),
         "tokenizer": None,
         "stream": False,
         "join": None,
+        "fields": {},
+        "items_per_sequence": None,
+        "encoder": None,
+        "decode": "cpu",
         "stages": stages,
         "workers": workers,
         "validation_fraction": min(data.validation_fraction, 0.01),
@@ -252,14 +264,15 @@ def _degree(degree: int) -> int:
 def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
     shape, was = job.model, job.layout
     heads, kv_heads = _heads(job, layout)
-    head_dim = 8 if heads <= 6 else 4
+    nf4 = shape.adapter is not None and shape.adapter.base == "nf4"  # a row then consists of whole blocks
+    head_dim = BLOCK if nf4 else 8 if heads <= 6 else 4
     as_wide_as_heads = shape.heads * shape.head_dim == shape.width
     stages_before, stages = _stages(was, job.accumulation), _stages(layout, _accumulation(job, layout))
     least, tp_divides = 1 if shape.layers == 1 else max(2, stages), (was.tp, layout.tp)
     if isinstance(job.memory.recompute, Segments) and job.memory.recompute.segments > 1:
         several = shape.layers // stages_before > job.memory.recompute.segments
         least = min(shape.layers, stages * (MOST_SEGMENT + several))
-    window = shape.sliding_window
+    window, wider = shape.sliding_window, (heads + 1) * head_dim
     layers = sum(layout.split or ()) or _alike(least, shape.layers, (2, 2), (stages_before, stages))
     return shape.model_dump() | {
         "preset": None,
@@ -268,11 +281,12 @@ def _model(job: Job, layout: Layout, sequence: int) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "width": heads * head_dim if as_wide_as_heads else _alike((heads + 1) * head_dim, shape.width, tp_divides),
-        "ffn_width": 20 * layout.tp,
+        "width": heads * head_dim if as_wide_as_heads else wider if nf4 else _alike(wider, shape.width, tp_divides),
+        "ffn_width": (BLOCK if nf4 else 20) * layout.tp,
         "layers": layers,
         "experts": small_experts(job, layout, layers),
         "latent": small_latent(shape.latent, head_dim, shape.value_dim == shape.head_dim),
+        **({shape.encoder.section: small_encoder(shape.encoder, was.tp, layout.tp)} if shape.encoder else {}),
         "vocab_size": _alike(50, shape.vocab_size, (2, 2), tp_divides),
         "max_sequence_length": sequence + (0 if shape.max_sequence_length == job.batch.sequence_length else 5),
         "sliding_window": None if window is None else 7 if window < job.batch.sequence_length else 2 * sequence,

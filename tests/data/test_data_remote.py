@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from data_media import IMAGE, captioned, write_tar
 from data_texts import text_of
 
-from meshwright.data import StreamLoader, open_flow
+from meshwright.data import Loader, StreamLoader, open_flow, prepare, training_stream
 from meshwright.data.prepared import Progress, Wishes, build, open_prepared
 from meshwright.data.raw import Taking, list_inputs, plan_units, read_unit, remote
 from meshwright.data.tokenizer import train_tokenizer
@@ -227,6 +229,28 @@ class Ranged(Plain):
     def end_headers(self) -> None:
         self.send_header("Accept-Ranges", "bytes")
         super().end_headers()
+
+
+def test_pictures_are_fetched_from_the_middle_of_a_tar(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Ranged, "broken", {}, raising=False)
+    write_tar(tmp_path / "a.tar", captioned(range(12)))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Ranged, directory=str(tmp_path))) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        batches = {}
+        for source in (f"http://127.0.0.1:{web.server_port}/a.tar", str(tmp_path / "a.tar")):
+            data = Data(
+                sources=(source,), fields={"image": IMAGE}, cache=str(tmp_path / "cache"), validation_fraction=0.0
+            )
+            corpus = prepare(data, 300)
+            assert corpus.folder is not None
+            assert sum(path.stat().st_size for path in corpus.folder.glob("*.media.bin")) == 0, "nothing is copied"
+            for workers in (0, 1):
+                loader = Loader(training_stream(corpus, data, 64, 0), global_batch=4, workers=workers)
+                batches[source, workers] = next(iter(loader)).batch.media
+                loader.close()
+        web.shutdown()
+    first, *others = batches.values()
+    assert all(torch.equal(first.items_BK, other.items_BK) for other in others)
 
 
 @pytest.mark.parametrize("kind", [Plain, Ranged])

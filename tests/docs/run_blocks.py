@@ -4,6 +4,7 @@ python run_blocks.py PAGE BLOCKS.json PRINTED.json      `builtin:stdlib` is one 
 """
 
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -15,6 +16,7 @@ from stdlib import narrow_stdlib
 
 if __name__ == "__main__":
     page, blocks, printed = sys.argv[1:]
+    gc.set_threshold(50_000)  # as in a command
     narrow_stdlib()
     sys.path.insert(0, "")  # as in a notebook: modules of the folder one works in
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -24,3 +26,4 @@ if __name__ == "__main__":
             exec(compile(block, f"{page}, block {number}", "exec"), namespace)
         outputs.append(output.getvalue())
     Path(printed).write_text(json.dumps(outputs), encoding="utf-8")
+    gc.freeze()

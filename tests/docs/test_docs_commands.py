@@ -1,7 +1,7 @@
 """Every shell block of the README and the guide runs, in order, as a reader would run it, and prints what is shown.
 
 But for the pages in COLD, `meshwright` is forked from a process that has imported torch, with a smaller
-`builtin:stdlib`; the sweep on the page about benchmarks starts processes of its own and reads all of it.
+`builtin:stdlib`.
 """
 
 from pathlib import Path

@@ -8,7 +8,6 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.layout import require_layout
-from meshwright.plan.unmodelled import require_modelled
 
 SMALL = Path(__file__).parents[1] / "small.toml"
 
@@ -43,8 +42,3 @@ def test_layouts_that_do_not_train_adapters_are_refused(sections: dict[str, Any]
     job = Job.model_validate({"model": {"adapter": {}}} | sections)
     with pytest.raises(UserError, match=words):
         require_layout(job, job.layout.pp)
-
-
-def test_a_plan_is_refused() -> None:
-    with pytest.raises(UserError, match="not predicted yet"):
-        require_modelled(Job.model_validate({"model": {"adapter": {"rank": 4}}}))

@@ -123,6 +123,11 @@ def test_arguments_of_a_command_line_are_those_of_the_json(tmp_path: Path) -> No
         ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, {"layout.zero": 2}),
         ({"fsdp": ["full_shard", "offload"]}, {"memory.offload": ["params"]}),
         ({"gradient_checkpointing": True}, {"memory.recompute": "full"}),
+        ({"activation_checkpointing": True}, {"memory.recompute": "full"}),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}},
+            {"memory.recompute": {"every": 2}},
+        ),
         ({"warmup_steps": 0.05}, {"schedule.warmup_steps": 5, "schedule.decay_steps": 95}),
         (
             {"lr_scheduler_type": "cosine", "warmup_ratio": 0.03},
@@ -145,6 +150,16 @@ def test_arguments_of_a_command_line_are_those_of_the_json(tmp_path: Path) -> No
 )
 def test_arguments_with_a_counterpart(tmp_path: Path, change: Settings, expected: Settings) -> None:
     assert trainer(tmp_path, change, ranks=4).fields.items() >= expected.items()
+
+
+def test_an_old_name_of_an_argument_counts_where_the_new_one_is_not_given(tmp_path: Path) -> None:
+    old = {"gradient_checkpointing": True}
+    assert trainer(tmp_path, {**old, "activation_checkpointing": None}).fields["memory.recompute"] == "full"
+    assert "memory.recompute" not in trainer(tmp_path, {**old, "activation_checkpointing": False}).fields
+    with pytest.raises(
+        UserError, match=r"activation_checkpointing_kwargs = .* has no counterpart here; remove offload"
+    ):
+        trainer(tmp_path, {**old, "activation_checkpointing_kwargs": {"offload": True}})
 
 
 @pytest.mark.parametrize(

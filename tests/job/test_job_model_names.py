@@ -171,7 +171,7 @@ def test_an_unsupported_family_is_named_by_its_model_type(
     config = {"final_logit_softcapping": 30.0} | LLAMA | change  # the field that used to be named instead
     with pytest.raises(UserError, match=sentence) as caught:
         model_of_config(config)
-    assert "use a llama, mistral, qwen2, qwen3, gpt2, mixtral, olmoe, qwen3_moe, gpt_oss, " in str(caught.value)
+    assert "use a llama, mistral, qwen2, qwen3, gpt2, llava, mixtral, olmoe, qwen3_moe, gpt_oss, " in str(caught.value)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     for words in (
@@ -181,3 +181,10 @@ def test_an_unsupported_family_is_named_by_its_model_type(
     ):
         refused = cli(*words)
         assert refused.code == 2 and sentence in refused.err, refused.err
+
+
+def test_a_job_s_own_values_do_not_change_the_preset() -> None:
+    changed = load_job("demo", ["model.preset=qwen3-30b-a3b", "model.experts.count=4", "model.experts.top_k=2"]).job
+    assert changed.model.experts is not None and changed.model.experts.count == 4
+    again = load_job("demo", ["model.preset=qwen3-30b-a3b"]).job
+    assert again.model.experts is not None and again.model.experts.count == 128

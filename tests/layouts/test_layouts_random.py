@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.verify import Answer, draw, run_draws
 
-SEED = 326
+SEED = 703
 DRAWS = [draw(SEED, number) for number in range(1, 15)]
 
 
@@ -26,5 +26,9 @@ def test_the_sample_is_worth_its_time() -> None:
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
         assert any(getattr(job.layout, axis) > 1 for job in jobs), axis
     assert {job.data.mask_documents for job in jobs} == {True, False}
-    assert {job.data.format for job in jobs} == {"text", "conversations"}
+    assert {job.data.format for job in jobs} == {"text", "conversations", "preferences"}
+    assert any(job.prefers and job.preference.needs_reference for job in jobs)
+    adapters = [job.model.adapter for job in jobs if job.model.adapter is not None]
+    assert {adapter.base for adapter in adapters} == {"compute", "nf4", "int8"}
+    assert any(adapter.dora for adapter in adapters)
     assert any(job.data.workers for job in jobs)

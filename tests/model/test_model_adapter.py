@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 import torch
 from test_model_cost import NOT_COUNTED, SMALL, VARIANTS, B, S, counted
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Mode, decoder_cost, flops_per_token, needs_last, parameter_count, trained_parameters
 from meshwright.job.model import Model
 from meshwright.model import Decoder, Draws, initialise
 from meshwright.model.adapter import AdaptedLinear, is_adapter, merged
+from meshwright.model.attention import Attention
+from meshwright.model.feedforward import FeedForward
 from meshwright.parallel.recompute import apply_recompute
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -93,3 +96,66 @@ def test_a_merged_weight_computes_what_the_adapter_computes(adapter: str) -> Non
         whole = merged(linear.weight, linear.lora_a, linear.lora_b, linear.lora_magnitude, linear.scale)
         assert torch.allclose(linear(x), x @ whole.T, rtol=1e-9)
         assert not torch.allclose(linear(x), x @ linear.weight.T, rtol=1e-2)
+
+
+def fuse(model: Decoder) -> None:
+    """As in compiled blocks."""
+    for module in model.modules():
+        if isinstance(module, Attention | FeedForward | AdaptedLinear):
+            module.fused = True
+
+
+@pytest.mark.parametrize("adapter", ["all", "some", "dropout"])
+@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+def test_products_added_as_they_are_made_are_those_of_separate_ones(variant: str, adapter: str) -> None:
+    """And no copy of weights that have no gradient is kept."""
+    shape = shaped(variant, adapter, ffn_width=200, qkv_bias=True)
+    tokens, results, largest = torch.randint(0, 29, (B, S)), [], []
+    for fused in (False, True):
+        model = frozen(shape).double()
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):
+                torch.nn.init.constant_(parameter, 0.01)
+        if fused:
+            fuse(model)
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens, tokens, B * S, draws=Draws(0, 0, torch.arange(B)))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        largest.append(max(size for place, size in sizes.items() if place not in own))
+    assert all(torch.allclose(one, other, rtol=1e-9) for one, other in zip(*results, strict=True))
+    assert largest[1] < 8 * 24 * 2 * 200  # less than gate and up
+
+
+class Calls(TorchDispatchMode):
+    """The gradients that are computed: of each product's inputs and weights, how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "adapted_backward" in str(function):
+            *_, weights, ups, _ = args
+            self.seen.append((len(weights), len(ups)))
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_for_what_is_not_trained() -> None:
+    """Each product's backward gets the weights for its input's gradient; that of the first block's input gets none."""
+    shape = shaped("llama", "all")
+    model = frozen(shape)
+    fuse(model)
+    tokens = torch.randint(0, 29, (B, S))
+    loss = model(tokens, tokens, B * S)
+    with Calls() as calls:
+        loss.backward()
+    assert calls.seen == [(1, 1), (2, 2), (1, 1), (3, 3)] * (shape.layers - 1) + [(1, 1), (2, 2), (1, 1), (0, 3)]
+    assert all((parameter.grad is not None) == is_adapter(name) for name, parameter in model.named_parameters())

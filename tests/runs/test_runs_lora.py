@@ -162,5 +162,5 @@ def test_a_run_resumes_and_refuses_other_weights(folder: Path, tmp_path: Path) -
         model = transformers.LlamaForCausalLM.from_pretrained(own)
         model.model.layers[0].mlp.up_proj.weight.mul_(2)
         model.save_pretrained(own)
-    with pytest.raises(UserError, match="holds adapters of other weights than those"):
+    with pytest.raises(UserError, match="was trained next to other weights than those"):
         run_job(job, Console(quiet=True), resume=True)

@@ -2,8 +2,19 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
-from meshwright.train.garbage import EVERY_STEPS, collect_if_due, collected_by_schedule
+import pytest
+
+from meshwright.train.garbage import EVERY_STEPS, collect_if_due, collected_by_schedule, frozen
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Nothing is frozen, as in a new process."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 class Cycle:
@@ -13,7 +24,7 @@ class Cycle:
         self.own = self
 
 
-def test_cycles_go_when_they_are_due() -> None:
+def test_cycles_go_when_they_are_due(thawed: None) -> None:
     assert gc.isenabled()
     with collected_by_schedule():
         lost = weakref.ref(Cycle())
@@ -24,14 +35,16 @@ def test_cycles_go_when_they_are_due() -> None:
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
 
-def test_what_a_parent_froze_stays_so() -> None:
+def test_what_a_parent_froze_stays_so(thawed: None) -> None:
+    for inside in (collected_by_schedule, frozen):
+        with inside():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
     gc.freeze()
-    try:
-        with collected_by_schedule():
+    for inside in (collected_by_schedule, frozen):
+        with inside():
             pass
         assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
 
 
 def test_who_keeps_the_collector_off_finds_it_off() -> None:

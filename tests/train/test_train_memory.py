@@ -236,7 +236,7 @@ def test_a_model_of_one_s_own_is_watched_block_by_block(tmp_path: Path) -> None:
         "        decoder = Decoder(shape)\n"
         "        self.embed, self.layers, self.head = decoder.embed, decoder.layers, decoder.head\n"
         "        self.shape, self.final_norm = shape, decoder.final_norm\n"
-        "        self.position_embed, self.after_block, self.segments = None, None, None\n"
+        "        self.position_embed, self.encoder, self.after_block, self.segments = None, None, None, None\n"
         "    forward, _default_positions = Decoder.forward, Decoder._default_positions\n"
         "    _looked_up, _placed = Decoder._looked_up, Decoder._placed\n"
         "    run_segment, run_block = Decoder.run_segment, Decoder.run_block\n"

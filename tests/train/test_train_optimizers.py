@@ -13,7 +13,7 @@ from meshwright.job.experts import Experts
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import ShardIndex
 from meshwright.train import build_optimizer, states_of
-from meshwright.train.optimizer import elementwise, holders, set_learning_rate, states
+from meshwright.train.optimizer import elementwise, holders, muon, set_learning_rate, states
 from meshwright.train.optimizer.muon import COEFFICIENTS, ROUNDS, orthogonalise
 from meshwright.verify import check
 from meshwright.verify.check import reference
@@ -148,6 +148,43 @@ def test_orthogonalising_applies_the_polynomial_to_the_singular_values(shape: tu
     assert torch.allclose(result, u @ torch.diag(s) @ vh, atol=1e-12)
     assert float(s.min()) > 0.6 and float(s.max()) < 1.3
     assert torch.allclose(orthogonalise(1e3 * matrix), result)
+
+
+def test_matrices_of_one_shape_are_orthogonalised_together_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, packed = [(12, 20), (20, 12), (12, 20), (30, 8), (12, 20), (30, 8)], [1, 1, 1, 5, 1, 1]
+    generator = torch.Generator().manual_seed(5)
+    matrices = [10.0**i * torch.randn(size, dtype=torch.float64, generator=generator) for i, size in enumerate(sizes)]
+    apart = [orthogonalise(matrix, count) for matrix, count in zip(matrices, packed, strict=True)]
+    calls: list[int] = []
+
+    def counted(matrix: Tensor, matrices: int = 1) -> Tensor:
+        calls.append(matrices)
+        return orthogonalise(matrix, matrices)
+
+    monkeypatch.setattr(muon, "orthogonalise", counted)
+    together = muon.orthogonalise_all(matrices, packed)
+    assert calls == [3, 1, 5, 1]
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_muon_updates_many_matrices_as_one_at_a_time(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(entries: int) -> dict[str, Tensor]:
+        monkeypatch.setattr(elementwise, "ENTRIES_AT_ONCE", entries)
+        shapes: dict[str, Any] = {f"layers.{i}.ffn.{n}.weight": (16, 8) for i in range(5) for n in ("up", "gate")}
+        shapes |= {f"layers.{i}.ffn.down.weight": (8, 16) for i in range(5)}
+        masters = random_masters(**shapes)
+        optimizer = build_optimizer(masters, make_job("muon", form, weight_decay=0.1))
+        for step in range(3):
+            give_gradients(masters, step)
+            optimizer.step()
+        return {name: master.detach() for name, master in masters.items()}
+
+    alone = trained(16 * 8)
+    for entries in (16 * 8 * 4, 2**24):
+        for name, master in trained(entries).items():
+            torch.testing.assert_close(master, alone[name], rtol=0, atol=1e-13)
 
 
 def test_muon_is_torch_s_but_for_its_bf16() -> None:

@@ -106,3 +106,11 @@ def test_in_float32_such_a_gradient_is_measured_against_the_largest() -> None:
     gradients = [r for r in compare([rounding], REFERENCE, "float32", {"bias"}) if r.kind == "gradient"]
     assert all(row.ok for row in gradients)
     assert not all(row.ok for row in compare([real], REFERENCE, "float32", {"bias"}) if row.kind == "gradient")
+
+
+def test_gradients_that_are_all_zero_are_compared() -> None:
+    """A step without a picture gives a projector that is trained alone no gradient at all."""
+    none = {name: replace(shard, values=torch.zeros_like(shard.values)) for name, shard in REFERENCE.gradients.items()}
+    still = replace(REFERENCE, gradients=none)
+    assert all(row.error == 0 for row in compare([still], still, "float64") if row.kind == "gradient")
+    assert any(row.ok is False for row in compare([REFERENCE], still, "float64") if row.kind == "gradient")

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_everything_is_drawn_and_most_of_it_runs() -> None:
     def seen(value: Callable[[Any], Any]) -> set[Any]:
         return {value(job) for job in jobs}
 
-    assert {drawn.family for drawn in MANY} == set(FAMILIES)
+    assert {drawn.family.removesuffix(" with pictures") for drawn in MANY} == set(FAMILIES)
     assert seen(lambda job: job.layout.schedule if job.layout.pp > 1 else None) == {None, *SCHEDULES}
     assert seen(lambda job: job.layout.cp_method if job.layout.cp > 1 else None) == {
         None, "ring", "allgather", "ulysses",
@@ -52,6 +53,13 @@ def test_everything_is_drawn_and_most_of_it_runs() -> None:
     assert {kind for job in jobs for kind in job.memory.offload} == {"optimizer", "params", "activations"}
     assert seen(lambda job: job.layout.split is None) == seen(lambda job: job.run.compile) == {True, False}
     assert seen(lambda job: ranks_of(job.layout)) >= set(RANKS)
+    adapters = [job.model.adapter for job in jobs if job.model.adapter is not None]
+    assert {(adapter.base, adapter.dora) for adapter in adapters} == set(
+        product(("compute", "nf4", "int8"), (True, False))
+    )
+    assert {adapter.rslora for adapter in adapters} == {adapter.dropout > 0 for adapter in adapters} == {True, False}
+    assert {job.preference.loss for job in jobs if job.prefers} == {"dpo", "ipo", "orpo"}
+    assert any(job.prefers and job.model.adapter is not None for job in jobs)
 
 
 def test_every_refusal_says_field_value_and_remedy() -> None:
@@ -158,10 +166,10 @@ def test_workers_that_read_wrongly_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert answer(drawn).outcome == "equal"
     make_parcel = loader.make_parcel
 
-    def swapped(samples: Any, *rest: Any) -> Any:
+    def swapped(samples: Any, *rest: Any, **named: Any) -> Any:
         first, *others = list(samples)
         tokens = first.tokens_S[::-1].copy()
-        return make_parcel(iter([replace(first, tokens_S=tokens), *others]), *rest)
+        return make_parcel(iter([replace(first, tokens_S=tokens), *others]), *rest, **named)
 
     monkeypatch.setattr(loader, "make_parcel", swapped)
     assert answer(drawn).outcome == "not equal"
@@ -222,3 +230,21 @@ def test_json_has_stable_keys(cli) -> None:
 def test_mistakes_exit_2_in_one_sentence(cli, arguments: tuple[str, ...], sentence: str) -> None:
     result = cli("verify", *arguments)
     assert result.code == 2 and sentence in result.err
+
+
+def test_models_that_read_pictures_are_drawn_with_every_kind_of_layout() -> None:
+    jobs = [drawn.job for drawn in MANY if drawn.refusal is None and "vision" in drawn.table["model"]]
+    assert len(jobs) > 40
+    assert {job.model.vision.kind for job in jobs if job.model.vision} == {"clip", "siglip"}
+    assert len({job.model.vision.train for job in jobs if job.model.vision}) == 4
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+        assert any(getattr(job.layout, axis) > 1 for job in jobs)
+    drawn = next(drawn for drawn in MANY if "vision" in drawn.table["model"])
+    assert "with pictures: " in drawn.name and "vision kind " in drawn.name
+
+
+def test_a_drawn_model_that_reads_pictures_is_compared() -> None:
+    """One whose samples have their own sequences: what is in their padding is cut off with it."""
+    drawn = draw(5, 64)
+    assert drawn.job.model.vision is not None and drawn.job.data.packing == "none"
+    assert answer(drawn).outcome == "equal"

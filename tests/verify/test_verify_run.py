@@ -109,7 +109,8 @@ def wrong(verdict: Verdict) -> str:
 def test_a_worker_that_forgets_what_others_read_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = batch.make_parcel
     monkeypatch.setattr(
-        "meshwright.data.loader.make_parcel", lambda samples, ids, _, tokens: whole(samples, ids, 0, tokens)
+        "meshwright.data.loader.make_parcel",
+        lambda samples, ids, _, *rest, **named: whole(samples, ids, 0, *rest, **named),
     )
     shortened(monkeypatch, first_leg)
     assert wrong(run_check.check_run(small(layout={"dp_shard": 2}), run_quietly)) == "loss of dp_shard 2: step 1"
@@ -185,3 +186,81 @@ def test_a_run_that_is_not_equal_exits_1(cli, monkeypatch: pytest.MonkeyPatch) -
     result = cli("verify", "demo", "--run", "--set", "layout.dp_shard=2")
     assert result.code == 1 and "not equal: first difference is the loss of tp 2: step 5, off by 2.0e-02" in result.out
     assert "run   dp_shard 2, resumed at step 2 in tp 2, resumed at step 4 in one process" in result.out
+
+
+PICTURES = """
+[model]
+vocab_size = 300
+width = 32
+layers = 2
+heads = 4
+
+[model.vision]
+image_size = 32
+patch = 8
+width = 32
+layers = 2
+heads = 4
+images = 2
+train = ["projector", "decoder"]
+
+[data]
+sources = ["samples.tar"]
+
+[data.fields.image]
+kind = "image"
+crop = "random"
+
+[data.fields.clip]
+kind = "video"
+
+[batch]
+sequence_length = 64
+global_batch = 8
+micro_batch = 4
+
+[layout]
+dp_shard = 2
+"""
+
+
+def with_pictures(tmp_path: Path) -> Job:
+    (tmp_path / "job.toml").write_text(PICTURES)
+    job, changes = small_run(load_job(str(tmp_path / "job.toml")).job, steps=4)
+    assert [change.text for change in changes if change.hides] == ['data.fields.clip.kind "video" → "image"']
+    return job
+
+
+def test_samples_with_pictures_are_read_from_files_and_end_amid_the_run(tmp_path: Path) -> None:
+    job = with_pictures(tmp_path)
+    job = run_text.write_text(job.model_copy(update={"run": job.run.model_copy(update={"steps": 8})}), tmp_path, False)
+    corpus = open_corpus(job)
+    stream = training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed)
+    assert stream.epochs(8 * job.batch.global_batch)[0] > 1.1
+    shown = [int((step.media.places_BKT[..., 0] >= 0).sum()) for step in held_out_batches(job, corpus)]
+    assert sum(shown) > 0 and not list((tmp_path / "cache").glob("*.bmp"))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_crops_that_differ_by_rank_are_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: bool) -> None:
+    if broken:
+        keyed = Stream.read
+
+        def read(self: Stream, sample: int) -> Any:
+            found = keyed(self, sample)
+            assert found.media is not None
+            return found.with_media(found.media.keyed(sample + int(os.environ["WORLD_SIZE"])))
+
+        monkeypatch.setattr(Stream, "read", read)
+    shortened(monkeypatch, first_leg)
+    verdict = run_check.check_run(with_pictures(tmp_path), run_quietly, dtype="float64")
+    assert verdict.ok is not broken
+
+
+def test_drawings_are_run_as_they_are() -> None:
+    made, changes = small_run(load_job("vlm-tiny", ["layout.tp=2"]).job)
+    assert made.data.sources == ("builtin:shapes",) and not [change for change in changes if change.hides]
+    assert any("builtin:shapes as they are" in change.text for change in changes)
+    made, changes = small_run(load_job("vlm-tiny", ['data.sources=["builtin:synthetic"]']).job)
+    assert made.data.sources == ("builtin:shapes",)
+    assert "data.sources builtin:synthetic → builtin:shapes" in [change.text for change in changes]

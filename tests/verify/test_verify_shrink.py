@@ -170,3 +170,17 @@ def test_a_window_stays_shorter_or_longer_than_the_sequence() -> None:
         )
         assert small.model.sliding_window is not None
         assert (small.model.sliding_window < small.batch.sequence_length) == shorter
+
+
+def test_an_encoder_stays_of_its_kind_and_fits_the_small_layout() -> None:
+    vision = {"kind": "clip", "image_size": 336, "patch": 14, "width": 1024, "layers": 24, "heads": 16}
+    chosen = {"select_layer": -2, "images": 3, "image_token": 31999, "train": ("projector", "decoder")}
+    model = model_preset("llama-2-7b") | {"vision": vision | chosen}
+    batch = {"sequence_length": 4096, "global_batch": 64, "micro_batch": 1}
+    job = Job.model_validate({"model": model, "batch": batch, "layout": {"tp": 8, "pp": 2, "dp_shard": 2}})
+    small, changes = shrink(job)
+    require_layout(small, ranks_of(small.layout))
+    own = small.model.vision
+    assert own is not None and (own.kind, own.train) == ("clip", chosen["train"])
+    assert own.layers > own.used_layers and own.images == 2 and own.heads == 2 * small.layout.tp
+    assert any(change.text.startswith("model.vision: image_size 336 → 8") for change in changes)

@@ -6,6 +6,7 @@ There `builtin:stdlib` is one package of the standard library: to prepare all of
 """
 
 import array
+import atexit
 import contextlib
 import gc
 import json
@@ -14,6 +15,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +88,29 @@ def become(request: dict[str, Any]) -> None:
     )
 
 
+def run() -> int:
+    """The command's exit code, once its threads and what it registered have ended as at the end of a program."""
+    code = 0
+    try:
+        meshwright.cli.main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
 if __name__ == "__main__":
     narrow_stdlib()
     if (request := serve(sys.argv[1])) is not None:
         become(request)
-        meshwright.cli.main()
+        os._exit(run())  # to take all that the server imported apart would copy it first: 0.4 s for each command
     else:
         Path(sys.argv[1]).unlink()

@@ -12,6 +12,7 @@ from pathlib import Path
 from meshwright.atomic import write_atomic
 from meshwright.data.chat import CONFIG, TEMPLATE, load_chat_template
 from meshwright.data.files import read_text
+from meshwright.data.media.take import media_taking
 from meshwright.data.own_sources import read_into_files
 from meshwright.data.prepared.fill import Report, Wishes, fill, order_for
 from meshwright.data.prepared.folder import MANIFEST, PARTIAL, TOKENIZER, Manifest, read_manifest
@@ -57,6 +58,10 @@ def _given_tokenizer(wishes: Wishes) -> Tokenizer | None:
 
 
 def _taking(wishes: Wishes) -> Taking:
+    return media_taking(_texts(wishes), wishes.fields, wishes.encoder, wishes.check, wishes.sources)
+
+
+def _texts(wishes: Wishes) -> Taking:
     if wishes.content == "text":
         if wishes.chat_template is not None:
             raise UserError(

@@ -5,8 +5,8 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from meshwright.atomic import sync, write_atomic
 from meshwright.data.files import read_json
 from meshwright.data.join import write_joined
+from meshwright.data.media.join import kept_text
 from meshwright.data.prepared.folder import (
     FORMAT,
     MANIFEST,
@@ -29,12 +30,14 @@ from meshwright.data.prepared.folder import (
 )
 from meshwright.data.prepared.shard import Work, finished_shard
 from meshwright.data.prepared.workers import Counts, Half, count_documents, run_units, train_on
-from meshwright.data.raw import Bad, BadDocuments, Inputs, Taking, Unit, list_inputs, plan_units, read_unit
+from meshwright.data.raw import Bad, BadDocuments, Inputs, MediaTaking, Taking, Unit, list_inputs, plan_units, read_unit
 from meshwright.data.raw.inputs import identity_of
+from meshwright.data.raw.media import is_medium
 from meshwright.data.split import HeldOut, rule_for
 from meshwright.data.store import token_dtype
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import UserError
+from meshwright.job.fields import MediaField
 
 _BAD, _NUMBERS = TypeAdapter(dict[str, BadRecord]), TypeAdapter(list[int])
 MAX_BAD = 0.05
@@ -57,6 +60,12 @@ class Wishes:
     join: str | None = None
     """A field: documents of the first source are followed by those of the others with the same value there."""
     validation_fraction: float = 0.01
+    fields: Mapping[str, MediaField] = field(default_factory=dict)
+    """Pictures, film and sound by name."""
+    encoder: str | None = None
+    """`file.py:Class` of the user's own."""
+    check: str = "decode"
+    """How items are checked."""
     max_bad: float = MAX_BAD
     """The share of bad documents above which the work stops."""
 
@@ -91,6 +100,8 @@ class Order:
 def order_for(wishes: Wishes, given: Tokenizer | None, taking: Taking, unit_bytes: int | None = None) -> Order:
     """List the input that is to be read with a tokenizer, or with one that is trained on it."""
     inputs = list_inputs(wishes.sources)
+    if isinstance(taking, MediaTaking):  # items are listed by the samples they belong to
+        inputs = replace(inputs, left_out=tuple(name for name in inputs.left_out if not is_medium(name)))
     others = list_inputs(wishes.sources[1:]) if wishes.join else None
     own = list_inputs(wishes.sources[:1]) if wishes.join else inputs
     units = plan_units(own.files, unit_bytes)
@@ -102,15 +113,13 @@ def fill(out: Path, order: Order, workers: int | None, report: Report) -> Manife
     wishes, taking, units = order.wishes, order.taking, order.units
     workers = workers or available_cores()
     (out / PARTIAL).mkdir(exist_ok=True)
-    joined, lost = (
-        (None, BadDocuments()) if order.others is None else _joined(out, taking, order.others, wishes.max_bad, report)
-    )
+    joined, lost = (None, BadDocuments()) if order.others is None else _joined(out, order, order.others, report)
     tokenizer = _tokenizer(out, order, joined, report)
     for name, text in (taking.chat.files() if taking.chat is not None else {}).items():
         write_atomic(out / name, text, durable=True)
     firsts = _numbered(out, order, workers, report)
     held_out = rule_for(units, firsts, taking, wishes.validation_fraction)
-    work = Work(out, taking, joined, held_out, firsts)
+    work = Work(out, taking, joined, held_out, firsts, tuple(file.name for file in order.inputs.files))
     shards = _all_shards(work, units, wishes.max_bad, workers, report)
     manifest = _manifest(order, held_out, tokenizer, shards, lost)
     tokens = manifest.source_tokens(len(wishes.sources))
@@ -128,27 +137,28 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _joined(out: Path, taking: Taking, others: Inputs, max_bad: float, report: Report) -> tuple[Path, BadDocuments]:
+def _joined(out: Path, order: Order, others: Inputs, report: Report) -> tuple[Path, BadDocuments]:
     """The file of what is joined to the first source's documents, made once, and what of it could not be used."""
     path, told = out / PARTIAL / "joined.db", out / PARTIAL / "joined.json"
     if not told.is_file():
         report(Progress("joining", 0.0, Counts()))
         path.unlink(missing_ok=True)
         bad, good = BadDocuments(), 0
+        before = len(order.inputs.files) - len(others.files)
 
         def records() -> Iterator[tuple[str, str]]:
             nonlocal good
             for unit in plan_units(others.files):
-                for item in read_unit(unit, taking):
+                for item in read_unit(unit, order.taking):
                     if isinstance(item, Bad):
                         bad.add(item.kind, item.place)
                     else:
                         assert item.key is not None
                         good += 1
-                        yield item.key, item.text
+                        yield item.key, kept_text(item, before) if isinstance(order.taking, MediaTaking) else item.text
 
         write_joined(path, records())
-        _require_few(bad, good, max_bad)
+        _require_few(bad, good, order.wishes.max_bad)
         sync(path)
         write_atomic(told, json.dumps(bad.told()), durable=True)
     return path, BadDocuments(_BAD.validate_python(read_json(told)))
@@ -157,12 +167,13 @@ def _joined(out: Path, taking: Taking, others: Inputs, max_bad: float, report: R
 def _numbered(out: Path, order: Order, workers: int, report: Report) -> tuple[int, ...]:
     """The number of the first document of each unit, for which all but the last are read once.
 
-    What lies behind an address is not fetched twice: there every unit has numbers of its own.
+    What lies behind an address is not fetched twice, nor are tars of pictures read twice: there every unit has numbers
+    of its own.
     """
     units, path = order.units, out / PARTIAL / "numbers.json"
     if len(units) == 1 or order.wishes.validation_fraction == 0:
         return (0,) * len(units)
-    if any(file.remote for file in order.inputs.files):
+    if any(file.remote for file in order.inputs.files) or isinstance(order.taking, MediaTaking):
         return tuple(unit.number << 32 for unit in units)
     if not path.is_file():
         report(Progress("counting", 0.0, Counts()))
@@ -190,6 +201,8 @@ def _identity(wishes: Wishes, taking: Taking, inputs: Inputs, units: Sequence[Un
         told["chat"] = taking.chat.fingerprint
     if taking.pairs:
         told["pairs"] = True
+    if isinstance(taking, MediaTaking):
+        told["media"] = taking.identity()
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
@@ -290,8 +303,8 @@ def _manifest(
         for found in shard.formats.values():
             formats.update(found)
 
-    def total(field: str) -> dict[str, int]:
-        return {split: sum(getattr(shard.part(split), field) for shard in shards) for split in SPLITS}
+    def total(name: str) -> dict[str, int]:
+        return {split: sum(getattr(shard.part(split), name) for shard in shards) for split in SPLITS}
 
     return Manifest(
         format=FORMAT,
@@ -302,6 +315,7 @@ def _manifest(
         content=wishes.content,
         formats=dict(sorted(formats.items())),
         join=wishes.join,
+        fields=order.taking.shaping() if isinstance(order.taking, MediaTaking) else {},
         validation_fraction=wishes.validation_fraction,
         held_out="ends" if held_out.ends else "documents",
         dtype=token_dtype(tokenizer.vocab_size).str,

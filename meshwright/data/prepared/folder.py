@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from meshwright.data.files import read_json
+from meshwright.data.media.files import SourceFile
+from meshwright.data.media.index import MediaIndex, ShardItems
 from meshwright.data.store import FileTokens, Int64Array, TokenStore, token_dtype
 from meshwright.data.tokenizer import LARGEST_VOCABULARY, Tokenizer, load_tokenizer
 from meshwright.errors import UserError
@@ -86,6 +88,8 @@ class Manifest(_Record):
     """Conversations or pairs of each format that was recognised."""
     join: str | None = None
     """The field that documents of the first source and those of the others were joined by."""
+    fields: dict[str, dict[str, Any]] = {}
+    """Pictures, film and sound by name: what of their settings shapes the tokens."""
     validation_fraction: float
     held_out: Literal["documents", "ends"] = "documents"
     """Whether whole documents are held out, or the end of each."""
@@ -126,7 +130,7 @@ class Prepared:
     def store(self, split: str) -> "ShardedTokens":
         """All tokens of train or validation, in the order of the input."""
         dtype, vocab_size = self.manifest.dtype, self.manifest.vocab_size
-        marked = self.manifest.content != "text"
+        marked = self.manifest.content != "text" or bool(self.manifest.fields)
         return ShardedTokens(
             [
                 FileTokens(
@@ -136,6 +140,18 @@ class Prepared:
                 if shard.part(split).tokens
             ]
         )
+
+    def items(self, split: str) -> MediaIndex | None:
+        """Where the pictures, film and sound of train or validation are; None of text alone."""
+        if not self.manifest.fields:
+            return None
+        files = [SourceFile(file["name"], file["bytes"], file["stamp"]) for file in self.manifest.sources]
+        shards, first = [], 0
+        for shard in self.manifest.shards:
+            if tokens := shard.part(split).tokens:
+                shards.append(ShardItems(self.folder, shard_name(split, shard.number), first, files))
+                first += tokens
+        return MediaIndex(shards)
 
 
 class ShardedTokens:

@@ -13,8 +13,12 @@ from meshwright.atomic import sync, write_atomic
 from meshwright.data.files import open_regular, read_json
 from meshwright.data.grouping import grouped_by_size
 from meshwright.data.join import Joined
+from meshwright.data.media.examine import Examiner
+from meshwright.data.media.index import COPIED, COPIES, ITEMS, NAMED, ItemRow, ItemWriter
+from meshwright.data.media.join import follow_media
+from meshwright.data.media.tokens import encode_samples
 from meshwright.data.prepared.folder import PARTIAL, SPLITS, FileRecord, Part, Shard, shard_name
-from meshwright.data.raw import Bad, BadDocuments, Item, Taking, Text, Unit, in_parts, read_unit
+from meshwright.data.raw import Bad, BadDocuments, Item, MediaTaking, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.raw.bad import EMPTY
 from meshwright.data.raw.reading import Watch
 from meshwright.data.split import HeldOut
@@ -22,6 +26,7 @@ from meshwright.data.store import TokenWriter, token_dtype
 from meshwright.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 1 << 20
+MEDIA = (ITEMS, COPIES)
 Heard = Callable[[int, int], None]
 """Told the good and bad documents just passed."""
 
@@ -37,6 +42,8 @@ class Work:
     held_out: HeldOut
     firsts: tuple[int, ...]
     """The number of each unit's first document."""
+    inputs: tuple[str, ...] = ()
+    """The names of all files, by number."""
 
 
 def make_shard(
@@ -56,14 +63,21 @@ def make_shard(
     beside = out / PARTIAL / f"unit-{unit.number:05d}.{os.getpid()}"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    writer = _Splits(beside, unit.number, tokenizer, work, marked=taking.chat is not None)
+    writer = _Splits(beside, unit.number, tokenizer, work, marked=taking.whole)
+    examiner = Examiner(taking, work.inputs) if isinstance(taking, MediaTaking) else None
     sources: dict[int, tuple[int, int]] = {}
     formats: dict[int, dict[str, int]] = {}
     try:
         for source, pieces in itertools.groupby(unit.pieces, key=lambda piece: piece.file.source):
             before = writer.counts()
             items = read_joined(replace(unit, pieces=tuple(pieces)), taking, joined, watch)
-            for batch in grouped_by_size(_good(items, bad, heard), lambda text: text.size_bytes, BATCH_BYTES):
+            good = _good(items, bad, heard, examiner)
+            for batch in grouped_by_size(good, lambda text: text.held_bytes, BATCH_BYTES):
+                if isinstance(taking, MediaTaking):
+                    writer.add_media(batch, taking)
+                    if taking.chat is not None:
+                        _count_formats(batch, formats)
+                    continue
                 if taking.chat is not None:
                     writer.add_marked(batch)
                     _count_formats(batch, formats)
@@ -89,7 +103,9 @@ def read_joined(
 ) -> Iterator[Item]:
     """The items of a unit, each document followed by what is joined to it."""
     for item in read_unit(unit, taking, watch):
-        if joined is not None and isinstance(item, Text) and item.key is not None:
+        if joined is not None and isinstance(taking, MediaTaking) and isinstance(item, Text):
+            item = follow_media(joined, item)
+        elif joined is not None and isinstance(item, Text) and item.key is not None:
             text = joined.follow(item.key, item.text)
             item = item._replace(text=text, size_bytes=len(text.encode("utf-8")))
         yield item
@@ -121,8 +137,12 @@ def _count_formats(batch: Iterable[Text], formats: dict[int, dict[str, int]]) ->
         counts[text.shape] = counts.get(text.shape, 0) + 1
 
 
-def _good(items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard) -> Iterator[Text]:
+def _good(
+    items: Iterable[Text | Bad], bad: BadDocuments, heard: Heard, examiner: Examiner | None = None
+) -> Iterator[Text]:
     for item in items:
+        if examiner is not None and isinstance(item, Text):
+            item = examiner.look(item)
         if isinstance(item, Bad):
             bad.add(item.kind, item.place)
             heard(0, int(item.kind != EMPTY))
@@ -138,7 +158,9 @@ class _Splits:
         dtype = token_dtype(tokenizer.vocab_size)
         self._folder, self._unit, self._held_out = folder, unit, work.held_out
         self._tokenizer, self._end_of_text = tokenizer, tokenizer.end_of_text
-        self._endings = ("bin", "documents.npy", *(["targets.bin"] if marked else []))
+        media = isinstance(work.taking, MediaTaking)
+        self._endings = ("bin", "documents.npy", *(["targets.bin"] if marked else []), *(MEDIA if media else ()))
+        self._items = {split: ItemWriter(folder, shard_name(split, unit)) for split in (SPLITS if media else ())}
         self._writers = {split: TokenWriter(folder, shard_name(split, unit), dtype, marked=marked) for split in SPLITS}
         self._text_bytes = dict.fromkeys(SPLITS, 0)
         self._number = work.firsts[unit] - 1
@@ -195,9 +217,29 @@ class _Splits:
             self._writers[split].append(*_with_end(*found, self._end_of_text, end_counts))
             self._text_bytes[split] += text.size_bytes
 
+    def add_media(self, batch: Sequence[Text], taking: MediaTaking) -> None:
+        """Whole samples, with placeholders for their items and a row of the table for each of those."""
+        for text, encoded in zip(batch, encode_samples(self._tokenizer, batch, taking), strict=True):
+            self._number += 1
+            split = "validation" if self._held_out.whole(self._number) else "train"
+            writer, items = self._writers[split], self._items[split]
+            for medium, place in zip(text.media, encoded.places, strict=True):
+                file = text.file if medium.file is None else medium.file
+                offset, size = medium.offset, medium.size
+                if not medium.located:
+                    kept = medium.name.encode("utf-8") if medium.data is None else medium.data
+                    file, offset, size = NAMED if medium.named else COPIED, items.copy(kept), len(kept)
+                assert file is not None
+                items.add(ItemRow(writer.count + place, medium.items, file, offset, size, medium.field))
+            writer.begin_document()
+            writer.append(encoded.tokens, encoded.targets)
+            self._text_bytes[split] += text.size_bytes
+
     def finish(self, out: Path) -> dict[str, Part]:
         """Bring the files to the disk and into the folder; a split without tokens has none."""
         parts = {}
+        for items in self._items.values():
+            items.finish()
         for split, writer in self._writers.items():
             writer.finish()
             records = {}
@@ -219,6 +261,8 @@ class _Splits:
         """Let go of the files."""
         for writer in self._writers.values():
             writer.close()
+        for items in self._items.values():
+            items.close()
 
 
 def _with_end(

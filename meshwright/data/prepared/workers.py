@@ -18,7 +18,8 @@ from meshwright.data.join import Joined
 from meshwright.data.limits import bound_memory
 from meshwright.data.prepared.folder import TOKENIZER, Shard
 from meshwright.data.prepared.shard import Work, make_shard, read_joined
-from meshwright.data.raw import Bad, BadDocuments, Taking, Text, Unit
+from meshwright.data.raw import Bad, BadDocuments, MediaTaking, Taking, Text, Unit
+from meshwright.data.raw.media import unmarked
 from meshwright.data.split import documents_begun
 from meshwright.data.tokenizer import Tokenizer, allow_threads, load_tokenizer, train_tokenizer
 from meshwright.errors import UserError
@@ -85,9 +86,11 @@ class _Shared:
             return Counts(*self.values)
 
 
-def is_small(units: Sequence[Unit]) -> bool:
+def is_small(units: Sequence[Unit], taking: Taking) -> bool:
     """Whether the input is so little, and of such a kind, that reading it needs no process with bounds of its own."""
     files = [piece.file for unit in units for piece in unit.pieces]
+    if isinstance(taking, MediaTaking):
+        return False  # decoders of foreign files, each with memory of its own
     plain = all(file.format in ("text", "jsonl") and file.compression == "none" for file in files)
     return plain and len(units) == 1 and units[0].size_bytes <= SMALL_BYTES and not any(file.remote for file in files)
 
@@ -102,7 +105,7 @@ def run_units(
     if not units:
         return
     shared = _Shared(_context())
-    if is_small(units):
+    if is_small(units, work.taking):
         yield from _run_here(work, units[0], shared, follow)
         return
 
@@ -182,7 +185,7 @@ def train_on(units: Sequence[Unit], taking: Taking, vocab_size: int, joined: Pat
     In a process of its own where there is more than a little: the library's threads would not survive into workers
     forked from one that used them, and only a process can be ended while the library works.
     """
-    if is_small(units) and units[0].size_bytes <= _INSTANT_BYTES:
+    if is_small(units, taking) and units[0].size_bytes <= _INSTANT_BYTES:
         return _train(units, taking, vocab_size, joined)
     with ProcessPoolExecutor(1, _context(), initializer=_obey, initargs=(os.getpid(),)) as pool:
         trainer = pool.submit(os.getpid).result()
@@ -307,7 +310,9 @@ def _sample(units: Sequence[Unit], taking: Taking, joined: Joined | None) -> Ite
 
 def _texts(units: Sequence[Unit], taking: Taking, joined: Joined | None) -> Iterator[Text]:
     for unit in units:
-        yield from (item for item in read_joined(unit, taking, joined) if isinstance(item, Text))
+        for item in read_joined(unit, taking, joined):
+            if isinstance(item, Text):
+                yield item._replace(text=unmarked(item.text)) if item.media else item
 
 
 def _until(texts: Iterator[Text], enough: int) -> Iterator[str]:

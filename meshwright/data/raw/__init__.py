@@ -2,8 +2,9 @@
 
 from meshwright.data.raw.bad import BadDocuments
 from meshwright.data.raw.inputs import InputFile, Inputs, list_inputs
-from meshwright.data.raw.items import Bad, Item, Taking, Text
+from meshwright.data.raw.items import Bad, Item, Medium, Taking, Text
 from meshwright.data.raw.local import SYNTHETIC
+from meshwright.data.raw.media import MediaTaking
 from meshwright.data.raw.reading import in_parts, read_unit
 from meshwright.data.raw.units import Piece, Unit, plan_units
 
@@ -14,6 +15,8 @@ __all__ = [
     "InputFile",
     "Inputs",
     "Item",
+    "MediaTaking",
+    "Medium",
     "Piece",
     "Taking",
     "Text",

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO, cast
 
 from meshwright.data.lines import LONGEST_RECORD_BYTES
 from meshwright.data.raw.bad import TOO_LONG, WRONG_FIELD
-from meshwright.data.raw.items import Bad, Item, Taking, from_bytes
+from meshwright.data.raw.items import Bad, Item, Medium, Taking, from_bytes
+from meshwright.data.raw.media import LARGEST_ITEM_BYTES, MediaTaking, Member
 from meshwright.errors import UserError
 
 _TEXT_MEMBERS = frozenset({"txt", "text", "md"})
@@ -19,11 +20,17 @@ _LONGEST_HEADER_BYTES = 1 << 20
 _FRUITLESS_READS = 64
 
 
-def samples_of(name: str, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
-    """Neighbouring members with one key are a sample; its text is its .txt, else its .json's field."""
+def samples_of(name: str, stream: BinaryIO, taking: Taking, held: bool = True, located: bool = False) -> Iterator[Item]:
+    """Neighbouring members with one key are a sample; its text is its .txt, else its .json's field.
+
+    Pictures and their like are held in memory, or left where they are; `located` if that can be read from the middle.
+    """
     with _headers_doubted():
         opened = tarfile.open(fileobj=cast(Any, _Ending(stream)), mode="r|", tarinfo=_Header)  # noqa: SIM115
     with opened as archive:
+        if isinstance(taking, MediaTaking):
+            yield from _media_samples(name, archive, taking, held, located)
+            return
         for key, group in itertools.groupby(_members(archive), key=lambda member: _key_and_suffix(member.name)[0]):
             found: dict[str, Item] = {}
             for member in group:
@@ -34,12 +41,42 @@ def samples_of(name: str, stream: BinaryIO, taking: Taking) -> Iterator[Item]:
                 if member.size > LONGEST_RECORD_BYTES:
                     found[suffix] = Bad(TOO_LONG, where)
                     continue
-                raw = cast(BinaryIO, archive.extractfile(member)).read()
-                if len(raw) != member.size:
-                    raise tarfile.ReadError(f"{member.name} is cut short")
+                raw = _bytes_of(archive, member)
                 found[suffix] = taking.from_json(raw, where) if suffix == "json" else from_bytes(raw, where)
             texts = [item for suffix, item in found.items() if suffix != "json"] or list(found.values())
             yield texts[0] if texts else Bad(WRONG_FIELD, f"{name}:{key}")
+
+
+def _media_samples(
+    name: str, archive: tarfile.TarFile, taking: MediaTaking, held: bool, located: bool
+) -> Iterator[Item]:
+    """Samples with pictures, film and sound."""
+    for key, group in itertools.groupby(_members(archive), key=lambda member: _key_and_suffix(member.name)[0]):
+        texts: list[tuple[str, bytes]] = []
+        media: list[Member] = []
+        too_long = False
+        for member in group:
+            suffix = _key_and_suffix(member.name)[1]
+            field = taking.field_of(suffix)
+            bound = LARGEST_ITEM_BYTES if field is not None and not held else LONGEST_RECORD_BYTES
+            if field is not None and member.size <= bound:
+                data = _bytes_of(archive, member) if held else None
+                where = f"{name}:{member.name}"
+                medium = Medium(field, where, member.offset_data, member.size, data, located=located)
+                media.append(Member(suffix, medium))
+            elif field is not None or member.size > bound:
+                too_long = True
+            elif taking.reads(suffix):
+                texts.append((suffix, _bytes_of(archive, member)))
+        where = f"{name}:{key}"
+        yield Bad(TOO_LONG, where) if too_long else taking.from_members(texts, media, where, key.rpartition("/")[2])
+
+
+def _bytes_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    raw = cast(BinaryIO, archive.extractfile(member)).read()
+    if len(raw) != member.size:
+        raise tarfile.ReadError(f"{member.name} is cut short")
+    return raw
 
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

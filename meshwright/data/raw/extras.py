@@ -5,7 +5,14 @@ from typing import Any
 
 from meshwright.errors import UserError
 
-_PACKAGE = {"pyarrow": "pyarrow", "s3fs": "s3fs", "aiohttp": "aiohttp"}
+_PACKAGE = {
+    "pyarrow": ("pyarrow", "data"),
+    "s3fs": ("s3fs", "data"),
+    "aiohttp": ("aiohttp", "data"),
+    "PIL": ("pillow", "media"),
+    "av": ("av", "media"),
+}
+"""By what a module is imported as: the package, and the extra of ours that has it."""
 
 
 def need(module: str, what: str) -> Any:
@@ -13,8 +20,8 @@ def need(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = _PACKAGE[module.partition(".")[0]]
+        package, extra = _PACKAGE[module.partition(".")[0]]
         raise UserError(
             f"{what} needs {package}, which is not installed; run pip install {package} or pip install "
-            "'meshwright[data]'"
+            f"'meshwright[{extra}]'"
         ) from error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeVar, cast
 
 from meshwright.data.files import open_regular, read_json
+from meshwright.data.raw.energon import is_energon, training_shards
 from meshwright.data.raw.extras import need
 from meshwright.data.raw.local import STDLIB, SYNTHETIC, regular_inside, stdlib_files, unreadable, walk
 from meshwright.data.raw.remote import RemoteEntry, RemoteFile, is_remote, list_remote
@@ -138,6 +139,8 @@ def _local_files(source: str) -> tuple[list[InputFile], list[str]]:
         saved = _saved_dataset(path)
         if saved is not None:
             return [_local(file, "arrow") for file in saved], []
+        if is_energon(source):
+            return [_local(file) for file in regular_inside(training_shards(path), path)], []
         names, left_out = _train_split([str(file) for file in walk(path)])
         paths = regular_inside([Path(name) for name in names if kind_of(name) is not None], path)
         if not paths:

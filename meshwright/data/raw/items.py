@@ -13,6 +13,25 @@ from meshwright.errors import UserError
 BOM = b"\xef\xbb\xbf"
 
 
+class Medium(NamedTuple):
+    """A picture, a film or a sound of a record: bytes of the file that is read, of another one, or bytes at hand."""
+
+    field: int
+    name: str
+    """As errors name it; its path where it is a file of its own."""
+    offset: int = 0
+    size: int = 0
+    data: bytes | None = None
+    named: bool = False
+    """Whether it is a file of its own."""
+    items: int = 1
+    """Items that it becomes: frames of a film, windows of sound."""
+    file: int | None = None
+    """The number of the input it is in, if that is not the text's."""
+    located: bool = False
+    """Whether that can be read from the offset on, later and again."""
+
+
 class Text(NamedTuple):
     """A document, or a piece of a long one."""
 
@@ -34,6 +53,13 @@ class Text(NamedTuple):
     """The name of the format a conversation or pair was written in."""
     where: str = ""
     """The place of a conversation or pair, as errors name it."""
+    media: tuple[Medium, ...] = ()
+    """What stands in the places of the text's marks, in their order."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes in memory, nearly."""
+        return self.size_bytes + sum(len(medium.data or b"") for medium in self.media)
 
 
 class Bad(NamedTuple):
@@ -60,6 +86,16 @@ class Taking:
     def plain(self) -> bool:
         """Whether a text alone is enough."""
         return self.key_field is None and self.chat is None
+
+    @property
+    def whole(self) -> bool:
+        """Whether documents may not be parted, and the loss counts only some of their tokens."""
+        return self.chat is not None
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Columns that are read where a table has them."""
+        return ()
 
     @property
     def documents_each(self) -> int:

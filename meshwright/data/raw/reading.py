@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from meshwright.data.lines import LONGEST_RECORD_BYTES, lines_of
@@ -12,6 +13,7 @@ from meshwright.data.raw.columns import DELIMITERS, RowLines, delimited
 from meshwright.data.raw.damage import damage_named
 from meshwright.data.raw.inputs import InputFile
 from meshwright.data.raw.items import BOM, Bad, Item, Taking, Text, checked, from_bytes
+from meshwright.data.raw.media import MediaTaking, media_beside
 from meshwright.data.raw.packed import unpacked
 from meshwright.data.raw.tables import table_rows
 from meshwright.data.raw.units import Piece, Unit
@@ -36,6 +38,8 @@ def read_unit(unit: Unit, taking: Taking, watch: Watch = lambda read, retries: N
                 if isinstance(made, Text) and made.shape is not None:
                     first = first or made
                     require_one_shape(piece.file.name, first, made)
+                    made = made._replace(file=piece.number)
+                elif isinstance(made, Text) and made.media:
                     made = made._replace(file=piece.number)
                 yield made
         skip = max(0, skip - counted)
@@ -74,6 +78,9 @@ def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | C
             return
         with unpacked(cast(BinaryIO, raw), file.compression, file.name) as stream:
             if file.format == "text":
+                if isinstance(taking, MediaTaking) and taking.chat is None and piece.whole:
+                    yield _text_with_media(file, stream, taking)
+                    return
                 if not taking.plain:
                     raise UserError(
                         f"{file.name} is plain text, in which there are no fields; give .jsonl, .csv, .parquet, "
@@ -83,7 +90,9 @@ def _read_piece(piece: Piece, taking: Taking, watch: Watch) -> Iterator[Item | C
             elif file.format == "jsonl":
                 yield from _jsonl(piece, stream, taking)
             elif file.format == "tar":
-                yield from samples_of(file.name, stream, taking)
+                # What comes over a network is not fetched twice to be checked.
+                held = not file.seekable or file.remote is not None
+                yield from samples_of(file.name, stream, taking, held, file.seekable)
             else:
                 yield from _csv(file, stream, taking)
 
@@ -183,6 +192,15 @@ def _text(piece: Piece, stream: BinaryIO) -> Iterator[Item]:
             yield Text(text, len(raw), begins, ends, piece.number)
             begins = False
         place += len(raw)
+
+
+def _text_with_media(file: InputFile, stream: BinaryIO, taking: MediaTaking) -> Item:
+    """A text file and what lies beside it under the same name."""
+    raw = stream.read(TEXT_BYTES + 1)
+    if len(raw) > TEXT_BYTES:
+        return Bad(TOO_LONG, file.name)
+    members = [] if file.remote is not None else media_beside(taking, Path(file.name))
+    return taking.from_members([("txt", raw)], members, file.name)
 
 
 def _boundary(stream: BinaryIO, offset: int, size: int) -> int:

@@ -115,6 +115,18 @@ class RemoteFile(io.RawIOBase):
         self._position += len(taken)
         return len(taken)
 
+    def range(self, offset: int, size: int) -> bytes:
+        """So many bytes from a place on, and nothing around them."""
+
+        def fetch() -> bytes:
+            data: bytes = self._system.cat_file(self._path, start=offset, end=offset + size)
+            if len(data) != size:
+                self._require_same(self._system.info(self._path))
+                raise OSError(f"{len(data)} of {size} bytes came")
+            return data
+
+        return patiently(self._entry.url, fetch, self._on_retry)
+
     def close(self) -> None:
         """Let go of the connection."""
         if self._stream is not None:

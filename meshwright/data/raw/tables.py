@@ -69,15 +69,16 @@ def _open_arrow(file: InputFile, stream: BinaryIO) -> Any:
 
 def _columns(file: InputFile, schema: Any, taking: Taking) -> list[str]:
     """The columns to read; the text's must be there, and of a conversation whatever there is of its shapes."""
+    more = [name for name in taking.optional if name in schema.names]
     if taking.chat is not None:
-        return [name for name in taking.fields if name in schema.names]
+        return [*(name for name in taking.fields if name in schema.names), *more]
     _require_text(file, schema, taking.text_field)
     if taking.key_field is not None and taking.key_field not in schema.names:
         raise UserError(
             f'{file.name} has no column "{taking.key_field}" (only {", ".join(schema.names[:5])}); set '
             "data.join (--join) to the right one"
         )
-    return list(taking.fields)
+    return [*taking.fields, *more]
 
 
 def _require_text(file: InputFile, schema: Any, field: str) -> None:

@@ -15,6 +15,7 @@ from meshwright.data.order import permute
 from meshwright.data.prepared.fill import JUDGED_FROM, MAX_BAD
 from meshwright.data.raw import Bad, BadDocuments, Taking, Text, Unit, in_parts, read_unit
 from meshwright.data.samples import Sample, masked_sample
+from meshwright.data.stages import ENCODE, PACK, READ, stage
 from meshwright.data.store import Int64Array
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
@@ -87,9 +88,11 @@ class VirtualShard:
         """A sample of the shard; only those of the block at hand and of later ones can be read."""
         block, place = divmod(sample, self._recipe.samples)
         while self._block is None or self._block < block:
-            self._fill()
+            with stage(READ):
+                self._fill()
         window = permute(place, self._recipe.samples, mix(block, self._key))
-        return self._cut(window * self._recipe.sequence_length)
+        with stage(PACK):
+            return self._cut(window * self._recipe.sequence_length)
 
     def _fill(self) -> None:
         """The next block: its tokens, where documents begin in them, and the cursor of the one behind it."""
@@ -178,7 +181,9 @@ class VirtualShard:
 def _encode(batch: list[tuple[int, Text]], tokenizer: Tokenizer) -> Iterator[tuple[int, Text, list[int]]]:
     parts = [(place, part) for place, (_, text) in enumerate(batch) for part in in_parts(text)]
     tokens: list[list[int]] = [[] for _ in batch]
-    for (place, _), encoded in zip(parts, tokenizer.encode_batch([part.text for _, part in parts]), strict=True):
+    with stage(ENCODE):
+        found = tokenizer.encode_batch([part.text for _, part in parts])
+    for (place, _), encoded in zip(parts, found, strict=True):
         tokens[place] += encoded
     for (number, text), encoded in zip(batch, tokens, strict=True):
         yield number, text, [*encoded, tokenizer.end_of_text] if text.ends else encoded

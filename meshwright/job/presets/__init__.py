@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def model_preset(name: str) -> dict[str, Any]:
         if is_model_folder(name):
             raise UserError(f'{called} is a Hugging Face folder; set model.init_from = "{name}" instead')
         raise UserError(unknown_model(called, name, "set model.init_from to a Hugging Face folder or name (org/name)"))
-    return dict(_models()[preset])
+    return deepcopy(_models()[preset])  # overrides of a job are written into it
 
 
 def unknown_model(called: str, name: str, other: str) -> str:

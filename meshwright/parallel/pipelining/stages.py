@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.data import Batch
 from meshwright.job import Job
 from meshwright.model import Architecture, Decoder
-from meshwright.model.sharding import LOOKED_UP
+from meshwright.model.sharding import ENTERING
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.world import World
 
@@ -18,8 +18,8 @@ from meshwright.parallel.world import World
 def keep_stage(architecture: Architecture, layers: range, first: bool, last: bool) -> None:
     """Remove everything from a model that is not part of a stage; what remains keeps its name.
 
-    Lookups of tokens and positions belong to the first stage, everything else outside the layers to the last; for extra
-    tokens it has the embedding, too.
+    Lookups of tokens and positions and the encoder of pictures belong to the first stage, everything else outside the
+    layers to the last; for extra tokens it has the embedding, too.
     """
     model = architecture.model
     blocks = model.layers
@@ -31,7 +31,7 @@ def keep_stage(architecture: Architecture, layers: range, first: bool, last: boo
             continue
         role = architecture.role(name)
         looks_ahead = last and role == "vocabulary" and isinstance(model, Decoder) and model.shape.extra_tokens > 0
-        if not looks_ahead and not (first if role in LOOKED_UP else last):
+        if not looks_ahead and not (first if role in ENTERING else last):
             setattr(model, name, None)
 
 

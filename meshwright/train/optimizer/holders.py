@@ -1,7 +1,7 @@
 """The ranks that together hold one copy of the parameters, and operations on full matrices over them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -59,47 +59,54 @@ class Holders:
 
     def on_wholes(
         self,
-        locals_: Sequence[Callable[[], Tensor]],
+        locals_: Callable[[Sequence[int]], Sequence[Tensor]],
         shapes: Sequence[tuple[int, ...]],
         spans: Sequence[list[Span]],
-        functions: Sequence[Callable[[Tensor], Tensor]],
-    ) -> Iterator[Tensor]:
-        """This rank's shards of functions of full matrices, which the ranks process in turn.
+        function: Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor]],
+        entries_at_once: int,
+    ) -> Iterator[tuple[Sequence[int], Sequence[Tensor]]]:
+        """This rank's shards of a function of full matrices, some matrices at a time, each with its number.
 
-        As many matrices as there are ranks are in flight at a time: shards go to the rank that processes the matrix,
-        shards of the result come back.
+        The ranks divide the matrices: shards go to the rank that processes a matrix, shards of the result come back.
+        A rank has as many in flight as together have `entries_at_once` entries, at least one, and `function` gets all
+        of them in one call.
         """
-        if self._size == 1:
-            yield from (function(make()) for make, function in zip(locals_, functions, strict=True))
-            return
-        for first in range(0, len(locals_), self._size):
-            numbers = range(first, min(first + self._size, len(locals_)))
-            sent = [locals_[number]() for number in numbers]
-            mine = first + self._rank if first + self._rank in numbers else None
-            arriving = [] if mine is None else spans[mine]
-            parts = self._exchange(sent, [_entries(span) for span in arriving])
-            returned: list[Tensor] = []
-            if mine is not None:
-                whole = sent[0].new_empty(shapes[mine])
-                for span, part in zip(arriving, parts, strict=True):
+        first = 0
+        while first < len(shapes):
+            each = max(1, entries_at_once // max(1, math.prod(shapes[first])))
+            numbers = range(first, min(first + each * self._size, len(shapes)))
+            first = numbers.stop
+            shards = locals_(numbers)
+            if self._size == 1:
+                yield numbers, function(numbers, shards)
+                continue
+            mine, ranks = numbers[self._rank :: self._size], range(self._size)
+            sizes = [[_entries(spans[number][rank]) for number in mine] for rank in ranks]
+            arrived = self._exchange([shards[rank :: self._size] for rank in ranks], sizes, shards[0])
+            wholes = [shards[0].new_empty(shapes[number]) for number in mine]
+            for rank in ranks:
+                for number, whole, part in zip(mine, wholes, arrived[rank], strict=True):
+                    span = spans[number][rank]
                     whole[span] = part.view(whole[span].shape)
-                result = functions[mine](whole)
-                returned = [result[span] for span in arriving]
-            back = self._exchange(returned, [one.numel() for one in sent], sent[0])
-            yield from (part.view(one.shape) for part, one in zip(back, sent, strict=True))
+            results = function(mine, wholes)
+            returned = [
+                [result[spans[number][rank]] for number, result in zip(mine, results, strict=True)] for rank in ranks
+            ]
+            sizes = [[shard.numel() for shard in shards[rank :: self._size]] for rank in ranks]
+            back = self._exchange(returned, sizes, shards[0])
+            yield numbers, [back[i % self._size][i // self._size].view(one.shape) for i, one in enumerate(shards)]
 
     def _exchange(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[int], like: Tensor | None = None
-    ) -> list[Tensor]:
-        """Send the k-th tensor to the k-th rank; `incoming` are the sizes of what the ranks send here."""
-        like = outgoing[0] if like is None else like
-        flat = torch.cat([like.new_empty(0), *(one.flatten() for one in outgoing)])
-        arrived = flat.new_empty(sum(incoming))
-        nothing = [0] * self._size
-        sizes_out = [*(one.numel() for one in outgoing), *nothing][: self._size]
-        sizes_in = [*incoming, *nothing][: self._size]
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """Send the k-th tensors to the k-th rank; `incoming` are the sizes of what each rank sends here."""
+        flat = torch.cat([like.new_empty(0), *(one.flatten() for ones in outgoing for one in ones)])
+        sizes_out = [sum(one.numel() for one in ones) for ones in outgoing]
+        sizes_in = [sum(sizes) for sizes in incoming]
+        arrived = flat.new_empty(sum(sizes_in))
         dist.all_to_all_single(arrived, flat, sizes_in, sizes_out, group=self._group)
-        return [arrived[start:end] for start, end in pairwise([0, *accumulate(incoming)])]
+        by_rank = torch.split(arrived, sizes_in)
+        return [list(torch.split(part, list(sizes))) for part, sizes in zip(by_rank, incoming, strict=True)]
 
 
 def span_of(shard: ShardIndex) -> Span:

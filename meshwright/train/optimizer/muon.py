@@ -4,14 +4,15 @@ Every projection is a separate matrix here, so queries, keys and values, gate an
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.parallel import ShardIndex
+from meshwright.torch_private.arithmetic import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
+from meshwright.train.optimizer import elementwise
 from meshwright.train.optimizer.elementwise import Kept, row_spans
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.states import Moment
@@ -38,8 +39,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._shards, self._holders, self._packed = shards, holders, packed
         masters = [master for group in self.param_groups for master in group["params"]]
-        # Group matrices by size: the ranks' shares of a round are then equal.
-        self._order = sorted(masters, key=lambda master: -math.prod(shards[master].shape))
+        # Group matrices by size and shape: the ranks' shares of a round are then equal, and of one shape.
+        self._order = sorted(masters, key=lambda master: (-math.prod(shards[master].shape), shards[master].shape))
         self._spans = dict(zip(self._order, holders.spans([shards[master] for master in self._order]), strict=True))
         self._kept = {
             master: Kept(master, shards[master], (Moment("momentum"),), group)
@@ -52,27 +53,54 @@ class Muon(torch.optim.Optimizer):
         """Update every matrix that has a gradient."""
         groups = {master: group for group in self.param_groups for master in group["params"]}
         moving = [master for master in self._order if master.grad is not None]
-        for master, direction in zip(moving, self._directions(moving, groups), strict=True):
-            group, rate = groups[master], groups[master]["lr"]
-            rows, columns = self._shards[master].shape
-            stretch = UPDATE_RMS * math.sqrt(max(rows // self._packed.get(master, 1), columns))
-            master.mul_(1 - rate * group["weight_decay"])
-            master.add_(direction.to(master), alpha=-rate * stretch)
+        for numbers, directions in self._directions(moving, groups):
+            alike: dict[tuple[float, float], list[tuple[nn.Parameter, Tensor]]] = {}
+            for number, direction in zip(numbers, directions, strict=True):
+                master, group = moving[number], groups[moving[number]]
+                rows, columns = self._shards[master].shape
+                stretch = UPDATE_RMS * math.sqrt(max(rows // self._packed.get(master, 1), columns))
+                factors = (1 - group["lr"] * group["weight_decay"], -group["lr"] * stretch)
+                alike.setdefault(factors, []).append((master, direction.to(master)))
+            for (kept, added), pairs in alike.items():
+                foreach_mul_([master for master, _ in pairs], kept)
+                foreach_add_([master for master, _ in pairs], [direction for _, direction in pairs], alpha=added)
 
     def state_names(self, master: nn.Parameter) -> set[str]:
         """The tensors stored for a matrix."""
         return self._kept[master].names()
 
-    def _directions(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> Iterator[Tensor]:
+    def _directions(
+        self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]
+    ) -> Iterator[tuple[Sequence[int], Sequence[Tensor]]]:
         return self._holders.on_wholes(
-            [partial(self._momentum, master, groups[master]) for master in masters],
+            lambda numbers: self._momenta([masters[number] for number in numbers], groups),
             [self._shards[master].shape for master in masters],
             [self._spans[master] for master in masters],
-            [partial(orthogonalise, matrices=self._packed.get(master, 1)) for master in masters],
+            lambda numbers, wholes: orthogonalise_all(
+                wholes, [self._packed.get(masters[number], 1) for number in numbers]
+            ),
+            elementwise.ENTRIES_AT_ONCE,
         )
 
+    def _momenta(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> list[Tensor]:
+        """The new Nesterov momenta of some matrices, on the device and in the format used for orthogonalising."""
+        device, rates = self._holders.device, {groups[master]["momentum"] for master in masters}
+        exact = all(groups[master]["format"] == "fp32" and master.device == device for master in masters)
+        few = sum(master.numel() for master in masters) <= elementwise.ENTRIES_AT_ONCE
+        if not (exact and few and len(rates) == 1):
+            return [self._momentum(master, groups[master]) for master in masters]
+        for master in masters:
+            self._kept[master].begin(self.state[master])
+        [rate] = rates
+        gradients = [master.grad.to(master.dtype) for master in masters if master.grad is not None]
+        momenta = [self.state[master]["momentum"] for master in masters]
+        foreach_lerp_(momenta, gradients, 1 - rate)
+        ahead = [torch.empty(m.shape, dtype=_working_format(m, device), device=device) for m in masters]
+        foreach_copy_(ahead, foreach_lerp(gradients, momenta, rate))
+        return ahead
+
     def _momentum(self, master: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-        """A matrix's new Nesterov momentum, on the device and in the format used for orthogonalising."""
+        """The same of one matrix, whatever its size and its state's format."""
         assert master.grad is not None
         gradient, kept, state = master.grad.to(master.dtype), self._kept[master], self.state[master]
         kept.begin(state)
@@ -84,6 +112,20 @@ class Muon(torch.optim.Optimizer):
             kept.write(state, rows, [momentum])
             ahead[rows].copy_(gradient[rows].lerp(momentum, group["momentum"]))
         return ahead
+
+
+def orthogonalise_all(parameters: Sequence[Tensor], packed: Sequence[int]) -> list[Tensor]:
+    """`orthogonalise` of each parameter, of which the n-th consists of `packed[n]` matrices: those of one shape
+    together, in one batched product instead of one per matrix."""
+    by_shape: dict[tuple[torch.Size, int], list[int]] = {}
+    for place, (parameter, matrices) in enumerate(zip(parameters, packed, strict=True)):
+        by_shape.setdefault((parameter.shape, matrices), []).append(place)
+    results = list(parameters)
+    for (_, matrices), places in by_shape.items():
+        together = orthogonalise(torch.cat([parameters[place] for place in places]), matrices * len(places))
+        for place, result in zip(places, together.chunk(len(places)), strict=True):
+            results[place] = result
+    return results
 
 
 def orthogonalise(matrix: Tensor, matrices: int = 1) -> Tensor:
