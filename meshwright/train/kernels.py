@@ -1,13 +1,22 @@
 """Which of torch's attention kernels a run uses on a GPU: the fastest that supports the job's shapes, measured at the
 start, and recorded so that a resumed run uses the same one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from meshwright.job import Job
 from meshwright.model import attend
@@ -16,6 +25,8 @@ from meshwright.parallel import World
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 REPEATS = 3
+FLASH_4 = "flash-4"
+"""FlashAttention-4, if its package is installed: torch then calls it in place of its own flash kernel."""
 
 
 def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -26,12 +37,41 @@ def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None =
     """
     if world.device.type != "cuda" or job.precision.number_bytes != 2 or job.data.mask_documents:
         return None
+    if current_flash_attention_impl() is not None:  # of an earlier job in this process
+        restore_flash_attention_impl()
+    if remembered is not None and remembered["kernel"] == FLASH_4 and not _has_flash_4():
+        remembered = None
     chosen = _agreed(remembered or _measured(job, world.device) if world.rank == 0 else None, world)
     kernel, groups = chosen["kernel"], chosen["groups"]
-    torch.backends.cuda.enable_cudnn_sdp(kernel != "flash")
+    torch.backends.cuda.enable_cudnn_sdp(kernel not in ("flash", FLASH_4))
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
+    if kernel == FLASH_4:
+        activate_flash_attention_impl("FA4")
     attend.EXPAND_GROUPS = groups == "expanded"
     return chosen
+
+
+def _has_flash_4() -> bool:
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def _kernels(job: Job) -> list[str]:
+    """The kernels that may be measured for a job. FlashAttention-4 replaces torch's flash kernel everywhere, so it is
+    tried only where plain causal attention is all that a job computes: it has no backward of windows in torch 2.11."""
+    plain = job.layout.cp == 1 and job.model.sliding_window is None and not job.model.sinks
+    return [*BACKENDS, FLASH_4] if plain and _has_flash_4() else list(BACKENDS)
+
+
+@contextmanager
+def _flash_of(kernel: str) -> Iterator[None]:
+    if kernel != FLASH_4:
+        yield
+        return
+    activate_flash_attention_impl("FA4")
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
 
 
 def _agreed(found: dict[str, Any] | None, world: World) -> dict[str, Any]:
@@ -48,9 +88,9 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     heads, kv_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
     sizes = (job.batch.micro_batch, job.batch.sequence_length, shape.head_dim)
     milliseconds = {}
-    for kernel, backend in BACKENDS.items():
+    for kernel in _kernels(job):
         for groups in ("native", "expanded") if heads != kv_heads else ("native",):
-            taken = _time(backend, sizes, heads, kv_heads, groups == "expanded", DTYPES[job.precision.compute], device)
+            taken = _time(kernel, sizes, heads, kv_heads, groups == "expanded", DTYPES[job.precision.compute], device)
             if taken is not None:
                 milliseconds[f"{kernel}, {groups}"] = round(taken, 3)
     fastest = min(milliseconds, key=lambda name: milliseconds[name], default="torch's choice, native")
@@ -59,7 +99,7 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
 
 
 def _time(
-    backend: SDPBackend,
+    kernel: str,
     sizes: tuple[int, int, int],
     heads: int,
     kv_heads: int,
@@ -78,7 +118,7 @@ def _time(
     grad = torch.randn_like(q)
     times = []
     try:
-        with sdpa_kernel(backend):
+        with _flash_of(kernel), sdpa_kernel(BACKENDS.get(kernel, SDPBackend.FLASH_ATTENTION)):
             for _ in range(REPEATS + 1):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
@@ -88,6 +128,6 @@ def _time(
                 end.record()
                 end.synchronize()
                 times.append(start.elapsed_time(end))
-    except RuntimeError:
+    except (RuntimeError, ValueError, TypeError, AssertionError, ImportError):  # the latter from FlashAttention-4
         return None
     return float(median(times[1:]))

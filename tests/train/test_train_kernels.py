@@ -1,9 +1,12 @@
 """The attention kernel of a run: measured on a GPU, remembered, and nothing to choose elsewhere."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from meshwright.job import Job
 from meshwright.model import attend
@@ -28,6 +31,8 @@ def torchs_own_settings() -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.backends.cuda.enable_flash_sdp(True)
     attend.EXPAND_GROUPS = False
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
 
 
 def test_there_is_nothing_to_choose_on_a_cpu() -> None:
@@ -42,6 +47,55 @@ def test_what_was_chosen_before_is_taken_again_without_measuring() -> None:
     assert attend.EXPAND_GROUPS
     assert choose_attention(make_job("fp32"), world, remembered) is None
     assert choose_attention(make_job(mask_documents=True), world, remembered) is None
+
+
+@pytest.fixture
+def flash_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package with the names torch looks for; none of its functions is called without a GPU."""
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (folder / "interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        del sys.modules[name]
+
+
+FLASH_4 = {"kernel": "flash-4", "groups": "native", "milliseconds": {}}
+
+
+@pytest.mark.usefixtures("flash_4")
+def test_flash_attention_4_takes_the_place_of_torchs_kernel_until_the_next_job() -> None:
+    world = World(torch.device("cuda"))
+    assert choose_attention(make_job(), world, FLASH_4) == FLASH_4
+    assert current_flash_attention_impl() == "FA4"
+    assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.cudnn_sdp_enabled()
+    choose_attention(make_job(), world, {"kernel": "flash", "groups": "native", "milliseconds": {}})
+    assert current_flash_attention_impl() is None
+
+
+def test_a_kernel_that_is_no_longer_installed_is_chosen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"kernel": "cudnn", "groups": "native", "milliseconds": {"cudnn, native": 1.0}}
+    monkeypatch.setattr("meshwright.train.kernels._measured", lambda job, device: found)
+    assert choose_attention(make_job(), World(torch.device("cuda")), FLASH_4) == found
+
+
+@pytest.mark.usefixtures("flash_4")
+@pytest.mark.parametrize("section, change", [("model", {}), ("model", {"sliding_window": 64}), ("layout", {"cp": 2})])
+def test_flash_attention_4_is_tried_for_plain_causal_attention_only(
+    section: str, change: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    job = make_job()
+    job = job.model_copy(update={section: getattr(job, section).model_copy(update=change)})
+
+    def took(kernel: str, *given: object) -> float:
+        tried.append(kernel)
+        return 1.0
+
+    monkeypatch.setattr("meshwright.train.kernels._time", took)
+    choose_attention(job, World(torch.device("cuda")))
+    assert ("flash-4" in tried) == (not change)
 
 
 def test_expanded_groups_attend_as_native_ones() -> None:
