@@ -15,9 +15,9 @@ def test_bijection(count, key):
 
 def test_huge_counts_are_fast_and_stay_inside():
     count = 10**12
-    begin = time.perf_counter()
+    begin = time.process_time()
     places = [permute(i, count, key=3) for i in range(2000)]
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0
     assert len(set(places)) == 2000
     assert all(0 <= place < count for place in places)
     # Spread over the whole range, not bunched at one end.

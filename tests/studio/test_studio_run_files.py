@@ -168,10 +168,10 @@ def test_attempts_by_the_thousand_do_not_have_all_read_again_and_again(tmp_path:
         for attempt in range(1, 400):
             file.write(json.dumps({"step": 400 - attempt, "loss": 1.0, "attempt": attempt}) + "\n")
     follower = Follower(tmp_path, "run")
-    began = time.monotonic()
+    began = time.process_time()
     while follower.read_share < 1:
         follower.read(time.monotonic() + 0.15)
-    assert time.monotonic() - began < 15
+    assert time.process_time() - began < 15
 
 
 def test_a_clock_that_is_set_calls_no_live_run_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +195,9 @@ def test_a_clock_that_is_set_calls_no_live_run_dead(tmp_path: Path, monkeypatch:
 def test_a_job_that_nobody_could_run_is_not_predicted(section: dict[str, Any]) -> None:
     start = {"kind": "start", "device": "NVIDIA H100 80GB HBM3", "ranks": section.get("layout", {}).get("pp", 1)}
     job = {"batch": {"global_batch": 64, "micro_batch": 1}, **section}
-    began = time.monotonic()
+    began = time.process_time()
     assert expectations(job, [metric(step) for step in range(1, 5)], [start]) == ""
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_times_of_other_centuries_are_shown(tmp_path: Path) -> None:
