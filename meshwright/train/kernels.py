@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -25,6 +26,8 @@ from meshwright.parallel import World
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 REPEATS = 3
+BOUND = 0.02
+"""How far gradients of two kernels may be apart, relative to their norm; bf16 rounds each number by up to 0.4%."""
 FLASH_4 = "flash-4"
 """FlashAttention-4, if its package is installed: torch then calls it in place of its own flash kernel."""
 
@@ -87,39 +90,55 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     shape, layout = job.model, job.layout
     heads, kv_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
     sizes = (job.batch.micro_batch, job.batch.sequence_length, shape.head_dim)
-    milliseconds = {}
+    inputs = _drawn(*sizes, heads, kv_heads, DTYPES[job.precision.compute], device)
+    milliseconds: dict[str, float] = {}
+    refused = {}
+    gradients: list[Tensor] = []
     for kernel in _kernels(job):
         for groups in ("native", "expanded") if heads != kv_heads else ("native",):
-            taken = _time(kernel, sizes, heads, kv_heads, groups == "expanded", DTYPES[job.precision.compute], device)
-            if taken is not None:
-                milliseconds[f"{kernel}, {groups}"] = round(taken, 3)
+            taken = _time(kernel, inputs, groups == "expanded")
+            if taken is None:
+                continue
+            if kernel != FLASH_4:  # which is no part of torch, and released as a beta
+                gradients = gradients or [tensor.grad.clone() for tensor in inputs[:3] if tensor.grad is not None]
+            elif gradients and (apart := _apart(inputs, gradients)) > BOUND:
+                refused[f"{kernel}, {groups}"] = f"its gradients are {apart:.1%} apart from torch's"
+                continue
+            milliseconds[f"{kernel}, {groups}"] = round(taken, 3)
     fastest = min(milliseconds, key=lambda name: milliseconds[name], default="torch's choice, native")
     kernel, groups = fastest.split(", ")
-    return {"kernel": kernel, "groups": groups, "milliseconds": milliseconds}
+    found = {"kernel": kernel, "groups": groups, "milliseconds": milliseconds}
+    return found | ({"refused": refused} if refused else {})
 
 
-def _time(
-    kernel: str,
-    sizes: tuple[int, int, int],
-    heads: int,
-    kv_heads: int,
-    expanded: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float | None:
-    """Milliseconds of one forward and backward; None if the kernel does not support it."""
-    batch, sequence, head_dim = sizes
+def _drawn(
+    batch: int, sequence: int, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Queries, keys, values and a gradient of the output."""
 
-    def drawn(count: int) -> torch.Tensor:
+    def drawn(count: int) -> Tensor:
         made = torch.randn(batch, sequence, count, head_dim, dtype=dtype, device=device)
         return made.transpose(1, 2).requires_grad_()
 
-    q, k, v = drawn(heads), drawn(kv_heads), drawn(kv_heads)
-    grad = torch.randn_like(q)
-    times = []
+    return [drawn(heads), drawn(kv_heads), drawn(kv_heads), drawn(heads).detach()]
+
+
+def _apart(inputs: list[Tensor], gradients: list[Tensor]) -> float:
+    """The largest relative distance between the gradients of the last run and others."""
+    pairs = zip([tensor.grad for tensor in inputs[:3]], gradients, strict=True)
+    return max(
+        float((own.float() - other.float()).norm() / other.float().norm()) for own, other in pairs if own is not None
+    )
+
+
+def _time(kernel: str, inputs: list[Tensor], expanded: bool) -> float | None:
+    """Milliseconds of one forward and backward, whose gradients are kept; None if the kernel does not support it."""
+    q, k, v, grad = inputs
+    heads, times = q.shape[1], []
     try:
         with _flash_of(kernel), sdpa_kernel(BACKENDS.get(kernel, SDPBackend.FLASH_ATTENTION)):
             for _ in range(REPEATS + 1):
+                q.grad = k.grad = v.grad = None
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
                 keys, values = attend.expanded(k, v, heads) if expanded else (k, v)

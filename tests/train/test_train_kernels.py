@@ -94,8 +94,30 @@ def test_flash_attention_4_is_tried_for_plain_causal_attention_only(
         return 1.0
 
     monkeypatch.setattr("meshwright.train.kernels._time", took)
+    monkeypatch.setattr("meshwright.train.kernels._drawn", lambda *sizes: [torch.zeros(1)] * 4)
     choose_attention(job, World(torch.device("cuda")))
     assert ("flash-4" in tried) == (not change)
+
+
+@pytest.mark.usefixtures("flash_4")
+@pytest.mark.parametrize("wrong, kernel", [(1e-3, "flash-4"), (0.1, "cudnn")])
+def test_a_kernel_with_other_gradients_is_refused_however_fast(
+    wrong: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = [torch.randn(4, 4) for _ in range(4)]
+
+    def took(kernel: str, inputs: list[torch.Tensor], expanded: bool) -> float:
+        for tensor in inputs[:3]:
+            tensor.grad = tensor * (1 + wrong if kernel == "flash-4" else 1)
+        return 1.0 if kernel == "flash-4" else 2.0
+
+    monkeypatch.setattr("meshwright.train.kernels._time", took)
+    monkeypatch.setattr("meshwright.train.kernels._drawn", lambda *sizes: drawn)
+    chosen = choose_attention(make_job(), World(torch.device("cuda")))
+    assert chosen is not None and chosen["kernel"] == kernel
+    said = "its gradients are 10.0% apart from torch's"
+    expected = {} if kernel == "flash-4" else {"flash-4, native": said, "flash-4, expanded": said}
+    assert chosen.get("refused", {}) == expected
 
 
 def test_expanded_groups_attend_as_native_ones() -> None:
