@@ -145,9 +145,9 @@ def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None =
     If the number of ranks is given, a rank that is not among the failures has exited with code 0: the agent kills all
     that still run, and counts them as failures.
     """
-    for failure in failures.values():
+    for rank, failure in failures.items():
         if callstack := _callstack(failure):
-            with suppress(OSError), _log(failure, logs).open("a", encoding="utf-8") as file:
+            with suppress(OSError), _log(rank, failure, logs).open("a", encoding="utf-8") as file:
                 file.write(callstack)
     left = sorted(set(range(ranks or 0)) - set(failures))
     if left and all(_is_echo(failure) for failure in failures.values()):
@@ -169,7 +169,7 @@ def explain(failures: dict[int, ProcessFailure], logs: Path, ranks: int | None =
         how += " (the system does this when memory runs out)" if failure.signal_name() == "SIGKILL" else ""
     else:
         how = f"exited with code {failure.exitcode} and no error message"
-    log = _log(failure, logs)
+    log = _log(rank, failure, logs)
     where = f"its log is {log}" if log.is_file() and log.stat().st_size else "it left no log"
     return RankFailure(f"rank {rank} {how}; {where}", rank, _callstack(failure))
 
@@ -192,9 +192,13 @@ def _first(failures: dict[int, ProcessFailure]) -> int:
     return min(failures, key=order)
 
 
-def _log(failure: ProcessFailure, logs: Path) -> Path:
-    """A rank's log is next to its error file."""
-    return logs / Path(failure.error_file).name.replace(".error.json", ".err")
+def _log(rank: int, failure: ProcessFailure, logs: Path) -> Path:
+    """A rank's log is next to its error file; of a killed rank, which leaves no such file, it is the newest."""
+    name = Path(failure.error_file).name
+    if name.endswith(".error.json"):
+        return logs / name.replace(".error.json", ".err")
+    written = [*logs.glob(f"rank-{rank}.err"), *logs.glob(f"rank-{rank}.restart-*.err")]
+    return max(written, key=lambda path: path.stat().st_mtime_ns, default=logs / f"rank-{rank}.err")
 
 
 def _is_echo(failure: ProcessFailure) -> bool:

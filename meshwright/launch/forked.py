@@ -145,6 +145,7 @@ def _run(
     os.environ.update(environment)  # only its own: some of the launcher's differ in a fork
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.argv = [module, *words]
+    sys.modules.pop(f"{module}.__main__", None)  # of the launcher; torch's log of this rank would begin with a warning
     gate.wait()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,6 +1,7 @@
 """One rank from start to end: find its device, connect to the others, train, exit."""
 
 import contextlib
+import faulthandler
 import os
 import signal
 from collections.abc import Iterator
@@ -90,7 +91,9 @@ def run_job(
     callbacks = callbacks or Callbacks()
     _require_ranks(loaded.job, place)
     launched_in = os.environ.get(RUN_FOLDER) if place else None
-    if place is not None:  # before a rank waits for others, whose patience a large download would outlast
+    if place is not None:
+        faulthandler.enable(2)  # a crash inside a library leaves the stack in the rank's log
+        # Before a rank waits for others, whose patience a large download would outlast.
         given = launched_in or loaded.job.run.folder
         fetch_unless_resumed(loaded.job, Path(given) if given else None, reporter(console))
     activity = Activity()

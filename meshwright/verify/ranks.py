@@ -1,5 +1,6 @@
 """Ranks on this machine: forked from a process that has imported torch, so that a check costs seconds, not minutes."""
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -65,7 +66,7 @@ class RankGroup:
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 self._pipes.append(ours)
-                place = _Place(rank, size, rendezvous, timeout_s, backend, record)
+                place = _Place(rank, size, rendezvous, timeout_s, backend, record, self._stack_file(rank))
                 # A rank must not hold the parent's ends of the pipes, or it would not notice that the parent died.
                 process = context.Process(target=_rank_main, args=(place, theirs, list(self._pipes), function, args))
                 process.start()
@@ -119,7 +120,12 @@ class RankGroup:
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         # A rank that failed with an error keeps its connections until it is killed, so a death without an error is
         # never caused by another rank's error: it is reported before all of them.
-        return _Report(rank, 0.0, failure=f"rank {rank} died without reporting an error ({how})")
+        file = self._stack_file(rank)
+        stack = file.read_text() if file.is_file() else ""
+        return _Report(rank, 0.0, failure=f"rank {rank} died without reporting an error ({how})\n{stack}".rstrip())
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stack-of-rank-{rank}"
 
 
 def run_ranks(
@@ -154,6 +160,8 @@ class _Place:
     backend: str
     record: Path | None
     """Where its collectives are recorded."""
+    stack_file: Path
+    """Where Python writes what the rank was doing when a library crashes it."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,7 @@ def _rank_main(
     if place.rank > 0:
         warnings.simplefilter("ignore")  # rank 0 says the same
     released = threading.Thread(target=_exit_when_released, args=(pipe,), daemon=True)
+    faulthandler.enable(place.stack_file.open("w"))
     try:
         staged.register()
         if place.record is not None:

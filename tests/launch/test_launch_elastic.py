@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,15 +140,18 @@ def test_ranks_whose_launcher_was_killed_save_and_stop(tiny_job: Path, tmp_path:
         time.sleep(0.1)
 
 
-def test_a_killed_rank_is_named_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
+def test_a_crashed_rank_is_named_leaves_its_stack_and_takes_the_run_with_it(tiny_job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, *words(*ENDLESS, f"run.folder={run}", "data.workers=1"), "--nproc", "2")
     wait_for_steps(process, run)
-    os.kill(ranks(process.pid)[1], signal.SIGKILL)
+    os.kill(ranks(process.pid)[1], signal.SIGSEGV)
     killed = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1 and time.monotonic() - killed < 25  # the agent alone would wait for 30
-    assert len(err.splitlines()) == 1 and "rank 1 was killed by SIGKILL" in err, err
+    assert len(err.splitlines()) == 1 and (
+        found := re.search(r"rank 1 was killed by SIGSEGV; its log is (\S+)", err)
+    ), err
+    assert "in run_job" in Path(found[1]).read_text()
     assert stop_event(run)["reason"] == "failed" and "rank 1" in stop_event(run)["error"]
     assert (run / "report.html").is_file()
     assert left_over(f"run.folder={run}") == []

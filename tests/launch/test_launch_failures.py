@@ -1,5 +1,6 @@
 """Of all the failures that one failure causes, the user sees the first."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -73,3 +74,11 @@ def test_a_users_mistake_stays_one_sentence(failed, tmp_path: Path) -> None:
     failures = {0: failed(0, UserError("lower optimizer.lr")), 1: failed(1, RESET)}
     cause = explain(failures, tmp_path)
     assert isinstance(cause, UserError) and str(cause) == "lower optimizer.lr"
+
+
+def test_a_killed_rank_has_the_newest_of_its_logs(failed, tmp_path: Path) -> None:
+    for number, name in enumerate(("rank-1.err", "rank-1.restart-1.err", "rank-11.restart-2.err")):
+        (tmp_path / name).write_text("Fatal Python error")
+        os.utime(tmp_path / name, (number, number))
+    sentence = str(explain({1: failed(1, -signal.SIGSEGV)}, tmp_path))
+    assert sentence == f"rank 1 was killed by SIGSEGV; its log is {tmp_path / 'rank-1.restart-1.err'}"

@@ -1,5 +1,6 @@
 """Forked ranks: results by rank, the first error and not its echo, silent deaths, time limits."""
 
+import ctypes
 import os
 import signal
 import time
@@ -61,6 +62,17 @@ def die_on_one() -> None:
 def test_a_rank_that_dies_without_a_word_is_named_with_its_signal() -> None:
     with pytest.raises(RankError, match=r"rank 1 died without reporting an error \(signal SIGKILL\)"):
         run_ranks(die_on_one, 3)
+
+
+def crash_in_a_library() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+
+
+def test_a_rank_that_a_library_crashes_says_where() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1 died .*\(signal SIGSEGV\).*in string_at.*in crash_in_a_library"):
+        run_ranks(crash_in_a_library, 2)
 
 
 def hang_on_zero() -> None:
