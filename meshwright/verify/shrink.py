@@ -15,6 +15,7 @@ from meshwright.pipeline import build_table, require_schedule
 from meshwright.verify.asynchronous import STALE_REFERENCE
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.fused import PLAINLY
 from meshwright.verify.shrink_encoder import encoder_words, small_encoder
 from meshwright.verify.shrink_experts import small_ep, small_experts, small_latent, words
 
@@ -132,6 +133,8 @@ def _of_device(job: Job, device: str) -> list[Change]:
         changes.append(Change('precision.compute "tf32" → the format of the check', hides=True))
     if job.run.compile and device == "cpu":
         changes.append(Change("run.compile: blocks are compiled for the CPU"))
+    if job.layout.async_tp and device == "cpu":
+        changes.append(Change(f"layout.async_tp: {PLAINLY}", hides=True))
     if job.memory.offload and device == "cpu":
         shown = ", ".join(job.memory.offload)
         changes.append(Change(f"memory.offload {shown}: nothing leaves the device, which is the host here", hides=True))
