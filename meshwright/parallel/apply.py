@@ -215,9 +215,13 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
 
 def _overlap(job: Job, world: World) -> None:
     """Let the blocks' products hide their messages where the job asks for it."""
-    from meshwright.parallel.async_tensor import overlap_products  # imports the compiler too
+    from meshwright.torch_private.graph_passes import set_last_pass  # imports the compiler too
 
-    overlap_products(world.mesh["tp"] if job.layout.async_tp and world.mesh is not None else None)
+    set_last_pass(None)  # another job of this process may have asked
+    if job.layout.async_tp and world.mesh is not None:
+        from meshwright.parallel.async_tensor import overlap_products
+
+        overlap_products(world.mesh["tp"])
 
 
 def _compile_around_experts(block: Any) -> None:

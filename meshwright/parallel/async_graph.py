@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_MESSAGES, _ATEN = torch.ops._c10d_functional, torch.ops.aten
-_GATHER, _SCATTER = _MESSAGES.all_gather_into_tensor.default, _MESSAGES.reduce_scatter_tensor.default
-_WAIT = _MESSAGES.wait_tensor.default
+from meshwright.torch_private.symmetric_memory import GATHER, SCATTER, WAIT
+
+_ATEN = torch.ops.aten
 _RESHAPE, _SPLIT, _CAT = _ATEN.reshape.default, _ATEN.split.Tensor, _ATEN.cat.default
 _MM, _ADDMM, _ADD = _ATEN.mm.default, _ATEN.addmm.default, _ATEN.add.Tensor
 
@@ -28,9 +28,9 @@ def use_known_patterns(graph: Graph) -> None:
 
 def _join_gathered(graph: Graph) -> None:
     """With one sequence in a micro-batch, torch takes what was gathered along it as a view."""
-    for wait in graph.find_nodes(op="call_function", target=_WAIT):
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
         gather = wait.args[0]
-        if gather.target is not _GATHER:
+        if gather.target is not GATHER:
             continue
         first, length, *rest = _shape(gather.args[0])
         ranks = gather.args[1]
@@ -58,15 +58,15 @@ def _separate_biases(graph: Graph) -> None:
 
 
 def _is_gathered(node: Node) -> bool:
-    while node.target in (_CAT, operator.getitem, _SPLIT, _WAIT):
+    while node.target in (_CAT, operator.getitem, _SPLIT, WAIT):
         node = _first(node)
-    return node.target is _GATHER
+    return node.target is GATHER
 
 
 def _join_sums(graph: Graph) -> None:
     """A sum of products that is scattered, as that of the gradients of one input's projections, becomes one product:
     first factors side by side, second ones below each other."""
-    for scatter in graph.find_nodes(op="call_function", target=_SCATTER):
+    for scatter in graph.find_nodes(op="call_function", target=SCATTER):
         summed = scatter.args[0]
         while summed.target in (_CAT, operator.getitem, _SPLIT):
             summed = _first(summed)

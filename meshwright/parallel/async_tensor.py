@@ -13,37 +13,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import UserError
-from meshwright.parallel.async_graph import use_known_patterns
-from meshwright.torch_private.graph_passes import CustomGraphPass, set_last_pass
+from meshwright.parallel import async_graph
+from meshwright.torch_private.graph_passes import CustomGraphPass, get_hash_for_files, set_last_pass
 from meshwright.torch_private.symmetric_memory import fuse_messages, use_plain, use_symmetric_memory
 
 fused_calls: Counter[str] = Counter()
 """Fused operations that this process has computed plainly on a CPU, by torch's name."""
 
 
-def overlap_products(mesh: DeviceMesh | None) -> None:
-    """Compile from now on with the messages of a mesh's ranks fused into products; without a mesh, as usual."""
-    if mesh is None:
-        return set_last_pass(None)
+def overlap_products(mesh: DeviceMesh) -> None:
+    """Compile from now on with the messages of a mesh's ranks fused into products."""
     group = mesh.get_group()
     if mesh.device_type == "cuda" and "nccl" in dist.get_backend(group):
         _require_shared_memory(group)
         use_symmetric_memory(group)
     else:
         use_plain(group, lambda name: fused_calls.update([name]))
-    return set_last_pass(FuseMessages())
+    set_last_pass(FuseMessages())
 
 
 class FuseMessages(CustomGraphPass):
     """Torch's pass, on graphs that are first put into the form it knows."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        use_known_patterns(graph)
+        async_graph.use_known_patterns(graph)
         fuse_messages(graph)
 
     def uuid(self) -> bytes:
-        """The pass's version, by which compiled code is cached."""
-        return b"meshwright fuse_messages 1"
+        """The pass's version, by which compiled code is cached: its own text."""
+        return get_hash_for_files((__file__, async_graph.__file__))
 
 
 def _require_shared_memory(group: dist.ProcessGroup) -> None:

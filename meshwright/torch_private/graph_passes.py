@@ -1,9 +1,9 @@
 """Our own passes over the compiler's graphs. Heavy to import. torch 2.11 to 2.15."""
 
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-__all__ = ["CustomGraphPass"]
+__all__ = ["CustomGraphPass", "get_hash_for_files"]
 
 
 def set_joint_pass(each: CustomGraphPass) -> None:

@@ -4,18 +4,22 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
 from torch.distributed import _symmetric_memory as symmetric
 
+_MESSAGES = torch.ops._c10d_functional
+GATHER, SCATTER = _MESSAGES.all_gather_into_tensor.default, _MESSAGES.reduce_scatter_tensor.default
+WAIT = _MESSAGES.wait_tensor.default
+"""The messages of a compiled graph."""
 GATHERED_PRODUCT, SCATTERED_PRODUCT = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 """Torch's names of the two operations."""
 Ran = Callable[[str], None]
 
-_kernels: list[torch.library.Library] = []
+_kernels: list[Any] = []
 _plain = ExitStack()
 """As long as this is open, the operations are computed plainly on a GPU, too."""
 
@@ -33,18 +37,17 @@ def use_plain(group: dist.ProcessGroup, ran: Ran) -> None:
     _plain.close()
     _plain.enter_context(symmetric._test_mode({group.group_name}))
 
-    def gathered(shard: Tensor, others: list[Tensor], dim: int, name: str, *, return_A: bool = True) -> object:
-        ran(GATHERED_PRODUCT)
-        return symmetric._fused_all_gather_matmul_fallback(shard, others, dim, name, return_A=return_A)
+    def told(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            ran(name)
+            return compute(*given, **named)
 
-    def scattered(first: Tensor, second: Tensor, operation: str, dim: int, name: str) -> Tensor:
-        ran(SCATTERED_PRODUCT)
-        return symmetric._fused_matmul_reduce_scatter_fallback(first, second, operation, dim, name)
+        return run
 
     _kernels.clear()  # a library takes its kernels with it
-    library = torch.library.Library("symm_mem", "IMPL")  # noqa: TOR901
-    library.impl(GATHERED_PRODUCT, gathered, "CPU")
-    library.impl(SCATTERED_PRODUCT, scattered, "CPU")
+    library: Any = torch.library.Library("symm_mem", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(GATHERED_PRODUCT, told(GATHERED_PRODUCT, symmetric._fused_all_gather_matmul_fallback), "CPU")
+    library.impl(SCATTERED_PRODUCT, told(SCATTERED_PRODUCT, symmetric._fused_matmul_reduce_scatter_fallback), "CPU")
     _kernels.append(library)
 
 

@@ -1,4 +1,4 @@
-"""Whether a check of asynchronous tensor parallelism shows anything: graphs with no fused product would be equal, too."""
+"""Whether a check of asynchronous tensor parallelism shows anything: graphs without fused products are equal, too."""
 
 from collections.abc import Mapping, Sequence
 
