@@ -11,7 +11,7 @@ from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.job.devices import Cluster
-from meshwright.plan import machine_of, parse_cluster, predict
+from meshwright.plan import Prediction, machine_of, parse_cluster, predict
 from meshwright.plan import software as programs
 from meshwright.plan.communication import Wires, all_gather_s, all_to_all_s, broadcast_s, group_of
 from meshwright.plan.kept import block_bytes
