@@ -25,10 +25,12 @@ _plain = ExitStack()
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:
-    """Let a group's ranks read and write each other's memory; torch 2.13 warns that a later one needs no call."""
+    """Let a group's ranks read and write each other's memory; torch 2.13 warns that a later one needs no such call."""
+    enable = getattr(symmetric, "enable_symm_mem_for_group", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        symmetric.enable_symm_mem_for_group(group.group_name)
+        if enable is not None:
+            enable(group.group_name)
 
 
 def use_plain(group: dist.ProcessGroup, ran: Ran) -> None:

@@ -2,17 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from meshwright.job import Job
+from meshwright.job.devices import Layout
+from meshwright.layout import ranks_of
 from meshwright.verify.compare import Comparison
 
 PLAINLY = (
-    "on CPU ranks the rewritten graphs run with torch's plain fallback, first the message and then the product; the "
-    "GPU's kernels, which send pieces beside products, are not run"
+    "on CPU ranks, and on ranks that share a GPU, the rewritten graphs run with torch's plain fallback, first the "
+    "message and then the product; the GPU's kernels, which send pieces beside products, are not run"
 )
 OPERATIONS = {"fused_all_gather_matmul": "gathers", "fused_matmul_reduce_scatter": "scatters"}
 """Torch's fused operations, and their messages."""
 Calls = Sequence[Mapping[str, int]]
 """How often every rank ran each of them."""
+
+
+def runs_plainly(layout: Layout, device: str) -> bool:
+    """Whether a check of this layout leaves the GPU's kernels out."""
+    return layout.async_tp and (device == "cpu" or torch.cuda.device_count() < ranks_of(layout))
 
 
 def check_fused(job: Job, device: str, ranks: Calls) -> list[Comparison]:
