@@ -179,6 +179,7 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
     from meshwright.cli.output import print_json, stderr_console, stdout_console
     from meshwright.launch.worker import run_quietly
     from meshwright.verify import Calls, merged, replay_on_gpu, run_matrix
+    from meshwright.verify.fused import PLAINLY, runs_plainly
     from meshwright.verify.run_compare import ROUNDING
 
     results, calls, ok, started = list[Any](), list[Calls](), True, time.monotonic()
@@ -212,6 +213,8 @@ def _lines(of: dict[str, str], lines: list[Line], dtype: str, device: str, recor
         say(console, f"{len(results) - wrong} of {len(results)} layouts equal ({seconds:.0f} s)")
         if record and not all(line.through_train for line in lines):
             say(console, summary_line([result["collectives"] for result in results]))
+        if any(runs_plainly(line.job.layout, device) for line in lines):
+            say(console, f"not checked  layout.async_tp: {PLAINLY}")
         for sentence in nccl_lines(nccl) if calls else []:
             say(console, sentence)
     return ok

@@ -29,6 +29,8 @@ class Layout(Section):
     """Tensor parallelism: ranks over which every matrix is split."""
     sp: bool = True
     """Sequence parallelism in the norm regions when tp > 1."""
+    async_tp: bool = False
+    """Run the products of compiled blocks in pieces beside the messages of tensor parallelism; GPUs of one node."""
     kv_replicate: bool = False
     """Let tp ranks hold copies of key and value heads when tp does not divide them."""
     cp: PositiveInt = Field(default=1, le=10**4)

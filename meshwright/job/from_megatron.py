@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.job.convert import ANY, Conversion, Converted, Noted, Passed
 from meshwright.job.megatron_arguments import rule_of
-from meshwright.job.megatron_layout import convert_layout, convert_memory
+from meshwright.job.megatron_layout import convert_layout, convert_memory, convert_overlap
 from meshwright.job.reading import read_settings_text
 from meshwright.job.shell_arguments import Script, arguments_of, read_script, unknowns
 
@@ -35,6 +35,7 @@ def job_from_megatron(path: Path, gpus: int | None = None) -> Converted:
     data_parallel = convert_layout(conversion, script, gpus)
     _batch(conversion, data_parallel)
     _precision(conversion)
+    convert_overlap(conversion)
     convert_memory(conversion)
     _optimizer(conversion)
     _schedule(conversion)

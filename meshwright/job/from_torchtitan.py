@@ -30,6 +30,7 @@ def job_from_torchtitan(path: Path, gpus: int | None = None) -> Converted:
     _pipeline(conversion)
     _precision(conversion)
     _memory(conversion)
+    _overlap(conversion)
     _optimizer(conversion)
     _schedule(conversion)
     _checkpoint(conversion)
@@ -214,6 +215,19 @@ def _memory(conversion: Conversion) -> None:
     parts = conversion.take("compile.components", ["model", "loss"])
     if conversion.switch("compile.enable") and isinstance(parts, list) and "model" in parts:
         fields["run.compile"] = True
+
+
+def _overlap(conversion: Conversion) -> None:
+    """enable_async_tensor_parallel → layout.async_tp; it is the compiler's work there, too."""
+    setting, fields = "parallelism.enable_async_tensor_parallel", conversion.fields
+    if not conversion.switch(setting) or "layout.tp" not in fields:
+        return
+    if fields["precision.compute"] == "fp8":
+        conversion.notes.append(f"{setting} is left out: layout.async_tp is not verified with fp8")
+    elif not fields.get("run.compile"):
+        conversion.refuse(setting, "set compile.enable, or write false", "needs compiled blocks")
+    else:
+        fields["layout.async_tp"] = True
 
 
 def _optimizer(conversion: Conversion) -> None:

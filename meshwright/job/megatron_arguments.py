@@ -23,7 +23,7 @@ overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-ste
 no-align-param-gather no-scatter-gather-tensors-in-pipeline ddp-num-buckets ddp-bucket-size
 ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective no-gradient-reduce-div-fusion
 ddp-reduce-scatter-with-fp32-accumulation fsdp-double-buffer suggested-communication-unit-size
-tp-comm-overlap tp-comm-overlap-cfg disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
+tp-comm-overlap-cfg disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs tp-comm-overlap-rs-dgrad
 disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad tp-comm-bootstrap-backend disable-tp-comm-split-ag
 disable-tp-comm-split-rs no-overlap-p2p-communication overlap-p2p-communication-warmup-flush
 microbatch-group-size-per-virtual-pipeline-stage defer-embedding-wgrad-compute wgrad-deferral-limit

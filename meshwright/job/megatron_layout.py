@@ -113,6 +113,18 @@ def _zero(conversion: Conversion) -> int:
     return stages[strategy] if own_fsdp else int(distributed)
 
 
+def convert_overlap(conversion: Conversion) -> None:
+    """tp-comm-overlap → layout.async_tp, which is the compiler's work here."""
+    asked, fields = conversion.switch("--tp-comm-overlap"), conversion.fields
+    if not asked or not fields.get("layout.sp"):  # without sequence parallelism it does nothing there
+        return
+    if fields["precision.compute"] == "fp8":
+        conversion.notes.append("--tp-comm-overlap is left out: layout.async_tp is not verified with fp8")
+        return
+    fields["layout.async_tp"] = fields["run.compile"] = True
+    conversion.notes.append("--tp-comm-overlap: layout.async_tp, for which blocks are compiled; GPUs of one node")
+
+
 def convert_memory(conversion: Conversion) -> None:
     """recompute-* and optimizer-cpu-offload → memory."""
     fields = conversion.fields

@@ -12,6 +12,7 @@ from meshwright.layout.attention import require_attention
 from meshwright.layout.encoder import require_encoder_layout
 from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import require_precision
+from meshwright.layout.overlap import require_async_tensor
 from meshwright.layout.recompute import require_recompute
 from meshwright.layout.stages import require_stages
 from meshwright.pipeline import Table, build_table, require_schedule, unchecked_table
@@ -63,6 +64,7 @@ def require_layout(job: Job, world_size: int) -> None:
     _require_ranks(job, world_size)
     _require_zero(job.layout)
     _require_tensor(job)
+    require_async_tensor(job)
     require_experts(job)
     require_attention(job)
     _require_context(job)

@@ -162,6 +162,7 @@ def _build_model(
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
         _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
+        _overlap(job, world)
     for block in encoder_blocks(model):
         if job.run.compile:
             block.forward = torch.compile(block.forward)
@@ -210,6 +211,17 @@ def _compile(model: nn.Module, modes: Mapping[int, Mode], recompute_around: bool
             block.forward = torch.compile(block.forward)
         else:
             block.compile()
+
+
+def _overlap(job: Job, world: World) -> None:
+    """Let the blocks' products hide their messages where the job asks for it."""
+    from meshwright.torch_private.graph_passes import set_last_pass  # imports the compiler too
+
+    set_last_pass(None)  # another job of this process may have asked
+    if job.layout.async_tp and world.mesh is not None:
+        from meshwright.parallel.async_tensor import overlap_products
+
+        overlap_products(world.mesh["tp"])
 
 
 def _compile_around_experts(block: Any) -> None:

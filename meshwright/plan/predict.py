@@ -12,7 +12,7 @@ from meshwright.layout import recompute_modes, require_experts, split_layers, ta
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.experts import expert_guess
-from meshwright.plan.groups import stage_ranges
+from meshwright.plan.groups import groups_of, stage_ranges
 from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
@@ -139,6 +139,8 @@ def own_software(job: Job, *, on_cpu: bool = False) -> Software:
     own = MESHWRIGHT_COMPILED if job.run.compile else MESHWRIGHT
     if on_cpu:
         return replace(own, gradient_overlap=False, parameter_overlap=False)
+    if job.layout.async_tp:
+        own = replace(own, tensor_overlap=True)
     experts = job.model.experts
     if experts is None or job.layout.ep > 1 or job.model.linear_bias or experts.swiglu_limit is not None:
         return own
@@ -184,11 +186,28 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
 
 
 def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
-    experts = (expert_guess(job, software),) if job.model.experts else ()
+    assumed = [expert_guess(job, software)] if job.model.experts else []
+    if software.own and job.layout.async_tp:
+        assumed.append(_pieces_guess(job, machine))
     if machine.measured is None:
-        return (*machine.guessed, *experts)
+        return (*machine.guessed, *assumed)
     far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
-    return (*machine.guessed, *experts, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
+    return (*machine.guessed, *assumed, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
+
+
+def _pieces_guess(job: Job, machine: Machine) -> str:
+    """What is assumed of asynchronous tensor parallelism, in words for an answer."""
+    asked, tp = "layout.async_tp = true", job.layout.tp
+    if machine.on_cpu:
+        return f"{asked}: hides nothing on a CPU"
+    if groups_of(job, machine.wires.gpus_per_node).tp.nodes > 1:
+        return (
+            f"{asked}: hides nothing between nodes, and training refuses it there; lower layout.tp or set it to false"
+        )
+    return (
+        f"{asked}: all but the first of {tp} pieces of every message are hidden, as far as products are long enough; "
+        "not measured between GPUs by this project"
+    )
 
 
 def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:

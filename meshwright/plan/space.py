@@ -125,7 +125,10 @@ def with_way(job: Job, compute: str, compiled: bool) -> Job:
     if (compute, compiled) == (job.precision.compute, job.run.compile):
         return job
     precision = job.precision.model_copy(update={"compute": compute})
-    return job.model_copy(update={"precision": precision, "run": job.run.model_copy(update={"compile": compiled})})
+    changed: dict[str, Any] = {"precision": precision, "run": job.run.model_copy(update={"compile": compiled})}
+    if not compiled or compute == "fp8":
+        changed["layout"] = job.layout.model_copy(update={"async_tp": False})
+    return job.model_copy(update=changed)
 
 
 def with_degrees(job: Job, tp: int, cp: int, ep: int, micro_batch: int) -> Job:
@@ -170,6 +173,8 @@ def layout_with(own: Layout, chosen: dict[str, Any]) -> Layout:
     dropped = set(_SEARCHED)
     if chosen.get("dp_replicate", 1) == 1:  # there is nothing to compress between
         dropped |= {name for name in Layout.model_fields if name.startswith("compress")}
+    if chosen.get("tp", 1) == 1:
+        dropped.add("async_tp")
     kept = {name: getattr(own, name) for name in own.model_fields_set - dropped}
     return Layout.model_construct(**(kept | chosen))
 

@@ -208,14 +208,18 @@ def shared_s(
         repeated = (0.75 if layout.sp else 0.5) * once  # selective keeps no sums either; a block's last is not needed
     if mode == "selective" and software.selective == "half" and layout.sp:
         repeated = once / 2  # what is scattered is kept, and gathered again
-    if software.tensor_overlap:
-        forward = _piecewise(forward, work.forward_matmul, layout.tp)
+    pieces = software.tensor_overlap and (groups.tp.nodes == 1 or not software.own)  # ours are for GPUs of one node
+    if pieces:
+        whole = (
+            0.5 if software.own and job.model.linear_bias else 0.0
+        )  # torch does not cut a sum to which a bias is added
+        forward = _piecewise((1 - whole) * forward, work.forward_matmul, layout.tp) + whole * forward
         backward = _piecewise(backward, work.input_matmul, layout.tp)
-        repeated = _piecewise(repeated, work.forward_matmul, layout.tp)
+        repeated = _piecewise((1 - whole) * repeated, work.forward_matmul, layout.tp) + whole * repeated
     if layout.sp and software.regather:
         # What was scattered is gathered again for the weights' gradients while those of the inputs are computed.
         again = 2 * all_gather_s(wires, groups.tp, size)
-        share = _COPIED if software.tensor_overlap else CONTENTION
+        share = _COPIED if pieces else CONTENTION
         backward += max(0.0, again - work.input_matmul) + share * min(again, work.input_matmul)
     backward += repeated
     attention = work.forward_attention, work.backward_attention

@@ -137,7 +137,7 @@ def charged_bytes(
 
     The same formulas over links of one byte a second without latency, where nothing is hidden.
     """
-    software = replace(software, gradient_overlap=False, parameter_overlap=False)
+    software = replace(software, gradient_overlap=False, parameter_overlap=False, tensor_overlap=False)
     world = ranks_of(job.layout)
     wires, groups, table = Wires(world, 1.0, 0.0, 1.0, 0.0), groups_of(job, world), table_for(job)
     device = device_of(machine.gpu, machine.rates, job.precision.compute, machine.measured)

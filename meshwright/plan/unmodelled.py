@@ -20,6 +20,10 @@ def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:
         found.append(f"layout.compress = {layout.compress}: neither its smaller messages nor the work of compressing")
     if layout.prefetch > 1 and layout.zero_stage == 3 and layout.dp_shard * layout.cp > 1:
         found.append(f"layout.prefetch = {layout.prefetch}: its memory is counted, but it is as fast as prefetch = 1")
+    if layout.async_tp:
+        found.append(
+            "layout.async_tp = true: neither the buffers of its pieces nor the copies that put products together"
+        )
     if job.model.file is not None:
         found.append(f"model.file = {job.model.file}: predicted as the built-in model of the same sizes")
     if job.data.mask_documents and not on_cpu:  # there a mask has its price

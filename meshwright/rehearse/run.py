@@ -89,6 +89,11 @@ def _require_world(job: Job, rank: int | None, each_stage: bool, warmup: int) ->
     if warmup < 2:
         raise UserError(f"--warmup {warmup} must be at least 2 (the second step is the first with optimizer states)")
     require_layout(job, size)
+    if job.layout.async_tp:
+        raise UserError(
+            "layout.async_tp = true sends through memory that GPUs share, and a rehearsal has one; rehearse it with "
+            "--set layout.async_tp=false"
+        )
     return size
 
 

@@ -219,6 +219,8 @@ def print_headline(job: Job, corpus: Corpus, world: World, folder: RunFolder, co
         text += f" · note: this CPU has no {slow} arithmetic; fp32 is much faster here"
     lengths = lengths_of(corpus, job.data, job.batch.sequence_length)
     said = [] if lengths is None else [lengths.sentence(job.batch.sequence_length)]
+    if job.layout.async_tp and world.device.type == "cpu":
+        said.append("note: layout.async_tp = true hides nothing on a CPU: every product waits for its message")
     for line in (text, *said, *(f"note: {note}" for note in (*corpus.notes, *_little_text(job, corpus)))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -20,6 +20,7 @@ from meshwright.verify.collectives import Contract, prove
 from meshwright.verify.compare import BOUNDS, Comparison, compare, first_wrong, zero_gradients
 from meshwright.verify.compressed import is_lossy, observe_compressed
 from meshwright.verify.exercised import check_dropping, check_exercised
+from meshwright.verify.fused import check_fused, fused_notes
 from meshwright.verify.observe import Observation, observe, observe_own
 from meshwright.verify.ranks import RankError, RankGroup, run_ranks
 from meshwright.verify.recorded import CheckRecords
@@ -141,9 +142,12 @@ class Check:
         if replayed is not None:
             rows.append(formats.routing_row(self.job, self.dtype, replayed))
         compared = check_exercised(rows, self.job, zeros) + check_dropping(self.job, plain)
+        fused = [rank.fused for rank in ranks]
+        compared += check_fused(self.job, self.device, fused)
         if exact.choices is not None and all(row.ok is not False for row in compared):
             require_routing(self.job, exact.choices)
-        notes = self.notes if replayed is None else [*self.notes, f"{self.dtype}: {replayed}"]
+        notes = [*self.notes, *fused_notes(self.job, self.device, fused)]
+        notes += [] if replayed is None else [f"{self.dtype}: {replayed}"]
         seconds = time.monotonic() - self._started
         return Verdict(self.job, self.dtype, compared, seconds, contract, notes, replayed)
 

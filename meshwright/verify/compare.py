@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.verify.observe import Observation, Shard
 
 Kind = Literal[
-    "loss", "norm", "evaluation", "gradient", "update", "dropped", "sum", "routing", "weight", "state", "data"
+    "loss", "norm", "evaluation", "gradient", "update", "dropped", "fused", "sum", "routing", "weight", "state", "data"
 ]
 
 BOUNDS: dict[str, dict[Kind, float]] = {

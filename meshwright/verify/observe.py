@@ -53,6 +53,8 @@ class Observation:
     """Of a mixture that was given the choices of another run."""
     dropped: list[float] = field(default_factory=list)
     """The share of tokens that experts dropped in each step, if they have a capacity."""
+    fused: dict[str, int] = field(default_factory=dict)
+    """Products that ran fused with their message on this CPU rank, by torch's name of the operation."""
 
 
 def observe(
@@ -97,6 +99,7 @@ def observe(
     seen.updates = {name: Shard(shards[name], after - before[name]) for name, after in _values(weights).items()}
     seen.choices = routing.choices if isinstance(routing, Recording) else None
     seen.replayed = routing.replayed if isinstance(routing, Replaying) else None
+    seen.fused = _fused_products(job)
     return seen
 
 
@@ -111,6 +114,14 @@ def observe_own(
         raise
     except Exception as error:
         raise table_error(job, error) from error
+
+
+def _fused_products(job: Job) -> dict[str, int]:
+    if not job.layout.async_tp:
+        return {}
+    from meshwright.parallel.async_tensor import fused_calls  # imports the compiler
+
+    return dict(fused_calls)
 
 
 @torch.no_grad()

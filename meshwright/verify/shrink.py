@@ -15,6 +15,7 @@ from meshwright.pipeline import build_table, require_schedule
 from meshwright.verify.asynchronous import STALE_REFERENCE
 from meshwright.verify.compressed import COMPRESSED_REFERENCE, LOSSLESS, is_lossy, only_replicates
 from meshwright.verify.documents import HELD_OUT
+from meshwright.verify.fused import PLAINLY, runs_plainly
 from meshwright.verify.shrink_encoder import encoder_words, small_encoder
 from meshwright.verify.shrink_experts import small_ep, small_experts, small_latent, words
 
@@ -88,7 +89,7 @@ def shrink(job: Job, steps: int = 3, device: str = "cpu") -> tuple[Job, list[Cha
     )
     small["precision"] |= {"compute": "fp32", "gradients": "fp32"}
     small["run"] |= {"steps": steps, "device": "cpu", "on_bad_step": "keep", "folder": None}
-    changes += _of_device(job, device)
+    changes += _of_device(job, layout, device)
     for section in ("checkpoint", "cluster", "log"):
         del small[section]
     if isinstance(job.memory.recompute, Segments) and job.memory.recompute.segments > MOST_SEGMENT:
@@ -125,13 +126,15 @@ def _of_sizes(job: Job, small: dict[str, Any], sequence: int, accumulation: int)
     return changes
 
 
-def _of_device(job: Job, device: str) -> list[Change]:
+def _of_device(job: Job, layout: Layout, device: str) -> list[Change]:
     """What the check's device does differently from a GPU."""
     changes = []
     if job.precision.compute == "tf32":
         changes.append(Change('precision.compute "tf32" → the format of the check', hides=True))
     if job.run.compile and device == "cpu":
         changes.append(Change("run.compile: blocks are compiled for the CPU"))
+    if runs_plainly(layout, device):
+        changes.append(Change(f"layout.async_tp: {PLAINLY}", hides=True))
     if job.memory.offload and device == "cpu":
         shown = ", ".join(job.memory.offload)
         changes.append(Change(f"memory.offload {shown}: nothing leaves the device, which is the host here", hides=True))

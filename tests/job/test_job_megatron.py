@@ -60,6 +60,16 @@ def test_gpt_3_has_its_175_billion_parameters_and_its_interleaved_pipeline() -> 
     assert "--save depends on `pwd`" in notes and "2^16 (2^32 there)" in notes and "GELU" in notes
 
 
+def test_overlapped_tensor_parallelism_is_compiled_here(tmp_path: Path) -> None:
+    asked = "--tensor-model-parallel-size 2 --tp-comm-overlap"
+    found = convert(tmp_path, f"{asked} --sequence-parallel --bf16")
+    assert (found.job.layout.async_tp, found.job.layout.sp, found.job.run.compile) == (True, True, True)
+    assert any("for which blocks are compiled" in note for note in found.notes)
+    assert "layout.async_tp" not in convert(tmp_path, asked).fields
+    narrow = convert(tmp_path, f"{asked} --sequence-parallel --bf16 --fp8-format hybrid")
+    assert "layout.async_tp" not in narrow.fields and any("--tp-comm-overlap is left" in note for note in narrow.notes)
+
+
 def test_arguments_in_yaml_are_read_too() -> None:
     job = job_from_megatron(SCRIPTS / "mistral-7b.yaml", gpus=16).job
     assert parameter_count(job.model) == 7_241_732_096  # as Mistral 7B's own files hold

@@ -116,6 +116,19 @@ def test_a_configuration_becomes_a_job(tmp_path: Path) -> None:
     assert loaded == found.job
 
 
+def test_asynchronous_tensor_parallelism_needs_what_it_needs_there(tmp_path: Path) -> None:
+    asked = "[parallelism]\ntensor_parallel_degree = {}\nenable_async_tensor_parallel = true\n{}"
+    found = titan(tmp_path, asked.format(2, "[compile]\nenable = true\n"), 2)
+    assert found.fields["layout.async_tp"] is True and found.fields["run.compile"] is True
+    assert "layout.async_tp" not in titan(tmp_path, asked.format(1, ""), 1).fields
+    with pytest.raises(UserError, match=r"enable_async_tensor_parallel .*needs compiled blocks; set compile\.enable"):
+        titan(tmp_path, asked.format(2, ""), 2)
+    narrow = '[compile]\nenable = true\n[model]\nconverters = ["quantize.linear.float8"]\n'
+    found = titan(tmp_path, asked.format(2, narrow), 2)
+    assert "layout.async_tp" not in found.fields
+    assert any("enable_async_tensor_parallel is left out" in note for note in found.notes)
+
+
 def test_defaults_are_its_own(tmp_path: Path) -> None:
     found = titan(tmp_path, "", 1)
     expected = {

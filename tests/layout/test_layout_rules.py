@@ -28,6 +28,29 @@ def test_axes_are_outermost_first_and_dp_may_stand_outside_pp() -> None:
     assert ranks_of(job(**layout).layout) == 48
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layout": {"tp": 1}}, r"but layout\.tp = 1; raise it or set layout\.async_tp = false"),
+        ({"layout": {"sp": False}}, r"but layout\.sp = false; set layout\.sp = true or set layout\.async_tp = false"),
+        ({"run": {"compile": False}}, r"but run\.compile = false; set run\.compile = true or set layout\.async_tp"),
+        ({"precision": {"compute": "fp8"}}, r'"fp8".*set precision\.compute = "bf16" or set layout\.async_tp = false'),
+    ],
+)
+def test_asynchronous_tensor_parallelism_needs_messages_and_a_compiler(
+    changes: dict[str, dict[str, Any]], sentence: str
+) -> None:
+    values = job(tp=2, async_tp=True).model_dump() | {"run": {"compile": True}}
+    fitting = Job.model_validate(values)
+    require_layout(fitting, 2)
+    for section, fields in changes.items():
+        values[section] = values[section] | fields
+    refused = Job.model_validate(values)
+    with pytest.raises(UserError, match=rf"layout\.async_tp = true .*{sentence}") as caught:
+        require_layout(refused, ranks_of(refused.layout))
+    assert "\n" not in str(caught.value)
+
+
 def test_the_largest_tensor_parallelism_is_divided_by_every_other() -> None:
     assert most_tensor_parallel(job().model) == 6
     for tp in range(1, 13):

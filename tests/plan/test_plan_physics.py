@@ -11,7 +11,7 @@ from meshwright.cli import app
 from meshwright.errors import UserError
 from meshwright.job import Job, load_job
 from meshwright.job.devices import Cluster
-from meshwright.plan import machine_of, parse_cluster, predict
+from meshwright.plan import Prediction, machine_of, parse_cluster, predict
 from meshwright.plan import software as programs
 from meshwright.plan.communication import Wires, all_gather_s, all_to_all_s, broadcast_s, group_of
 from meshwright.plan.kept import block_bytes
@@ -91,6 +91,27 @@ def test_transfers_in_pieces_leave_the_first() -> None:
         for program in (programs.FSDP_COMPILED, programs.replace(programs.FSDP_COMPILED, tensor_overlap=True))
     )
     assert whole / 8 < pieces < whole / 3
+
+
+def test_asynchronous_tensor_parallelism_is_modelled_and_said_to_be_a_guess() -> None:
+    def planned(gpus: int, model: str = "llama-3-70b", **layout: Any) -> Prediction:
+        whole = {"tp": gpus, "kv_replicate": True} | layout
+        job = llama(model, batch={**BATCH, "global_batch": 4, "micro_batch": 4}, layout=whole, run={"compile": True})
+        return predict(job, nodes(gpus // 8))
+
+    name = "tensor and context transfers"
+    whole, pieces = planned(8), planned(8, async_tp=True)
+    assert whole.phases[name] / 8 < pieces.phases[name] < whole.phases[name] / 3
+    assert {one: whole.phases[one] for one in whole.phases if one != name} == pytest.approx(
+        {one: pieces.phases[one] for one in pieces.phases if one != name}, rel=0.05
+    )
+    [guess] = [line for line in pieces.guessed if "async_tp" in line]
+    assert "not measured between GPUs" in guess and "all but the first of 8 pieces" in guess
+    assert not any("async_tp" in line for line in whole.guessed)
+    assert [line.partition(":")[0] for line in pieces.not_modelled] == ["layout.async_tp = true"]
+    apart = [planned(16, async_tp=asked) for asked in (False, True)]  # of two nodes
+    assert apart[0].phases == apart[1].phases
+    assert any("hides nothing between nodes" in line for line in apart[1].guessed)
 
 
 @pytest.mark.parametrize(("gpu", "compute"), [("a100-80gb", "fp8"), ("v100-sxm-32gb", "bf16"), ("mi250x", "fp8")])

@@ -23,6 +23,16 @@ def test_a_small_model_is_replicated() -> None:
     assert (best.layout.tp, best.layout.pp, best.layout.cp, best.memory.recompute) == (1, 1, 1, "none")
 
 
+def test_a_search_keeps_asynchronous_tensor_parallelism_where_it_runs_and_never_begins_it() -> None:
+    with_it = search(asked("llama-3-70b", 8192, 64, layout={"async_tp": True}), nodes(2)).best
+    assert any(one.job.layout.tp > 1 for one in with_it)
+    for one in with_it:
+        assert one.job.layout.async_tp == (one.job.layout.tp > 1)
+        require_layout(one.job, 16)
+    without = search(asked("llama-3-70b", 8192, 64), nodes(2)).best
+    assert any(one.job.layout.tp > 1 for one in without) and not any(one.job.layout.async_tp for one in without)
+
+
 def test_175b_on_1024_lands_near_what_was_run() -> None:
     """Data × tensor × pipeline of 16 × 8 × 8 is among the first, and all have tp in a node."""
     found = search(asked("gpt3-175b", 2048, 1536), nodes(128, "a100-80gb"))

@@ -57,6 +57,10 @@ def test_one_rank_of_each_stage_is_measured_and_saved(cli: Any, pipeline: Path, 
         (["--set", "layout.pp=1", "--set", "layout.dp_shard=1"], "nothing to rehearse; meshwright bench"),
         (["--cluster", "8xh100"], "layout needs 4 ranks, but the cluster has 8 GPUs"),
         (["--set", 'run.device="cuda:7"'], 'run.device = "cuda:7" is not available'),
+        (
+            ["--set", "layout.tp=2", "--set", "layout.async_tp=true", "--set", "run.compile=true"],
+            "layout.async_tp = true sends through memory that GPUs share, and a rehearsal has one",
+        ),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(cli: Any, pipeline: Path, words: list[str], sentence: str) -> None:

@@ -186,6 +186,39 @@ def test_a_pass_sees_the_compiler_s_graph() -> None:
     assert len(graphs) == 1
 
 
+def test_a_last_pass_sees_forward_and_backward() -> None:
+    from meshwright.torch_private import graph_passes
+
+    class Seen(graph_passes.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            graphs.append(graph)
+
+        def uuid(self) -> None:
+            return None
+
+    graphs: list[torch.fx.Graph] = []
+    graph_passes.set_last_pass(Seen())
+    try:
+        x = torch.ones(3, requires_grad=True)
+        torch.compile(lambda value: (value * 3).sum())(x).backward()
+    finally:
+        graph_passes.set_last_pass(None)
+    assert len(graphs) == 2
+    assert graph_passes.get_hash_for_files((__file__,)) == graph_passes.get_hash_for_files((__file__,))
+
+
+def _symmetric() -> bool:
+    from meshwright.torch_private import symmetric_memory
+
+    group = dist.distributed_c10d._get_default_group()
+    symmetric_memory.use_symmetric_memory(group)
+    return symmetric_memory.symmetric.is_symm_mem_enabled_for_group(group.group_name)
+
+
+def test_groups_whose_messages_are_fused_are_named() -> None:
+    assert run_ranks(_symmetric, 1) == [True]
+
+
 def test_a_dead_worker_is_asked_after_and_works_end() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     processes.raise_if_a_worker_failed()  # there is none

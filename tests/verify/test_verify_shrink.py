@@ -142,6 +142,15 @@ def test_what_could_hide_an_error_is_named() -> None:
     assert not any(text.startswith("memory.offload") for text in texts(on_gpu))
 
 
+def test_kernels_that_were_not_run_are_named() -> None:
+    job = big("gpt2", tp=2, async_tp=True).model_dump()
+    job["run"] |= {"compile": True}
+    small, changes = shrink(Job.model_validate(job))
+    assert small.layout.async_tp
+    [hiding] = [change.text for change in changes if change.hides]
+    assert "layout.async_tp" in hiding and "kernels, which send pieces beside products, are not run" in hiding
+
+
 def test_a_split_keeps_its_order_of_sizes() -> None:
     small, _ = shrink(big("gpt2", pp=3, split=[2, 8, 2]))
     assert small.layout.split == (1, 2, 1) and small.model.layers == 4
