@@ -154,7 +154,7 @@ def _build_model(
     shapes |= quantise_projections(model, job.model)
     frozen = _frozen(job, model)
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
-        use_fp8(cast(nn.Module, model.layers))
+        use_fp8(cast(nn.Module, model.layers), job.precision.fp8_scales)
     if job.run.compile and job.layout.tp == 1:
         _fuse_projections(model)
     if world.context_group is not None:

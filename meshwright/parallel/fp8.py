@@ -1,6 +1,6 @@
 """Matrix products of the blocks in fp8: one dynamic scale per tensor, e4m3 forward, e5m2 for gradients.
 
-x × weightᵀ and both of its gradients are products of 8-bit numbers, summed in float32. Everything else (norms,
+Finer scales are those of `fp8_scales`. x × weightᵀ and both of its gradients are products of 8-bit numbers, summed in float32. Everything else (norms,
 attention, embedding, head, the working copy of the weights) stays bf16, masters and optimizer fp32. What is kept for
 the backward is the bf16 weight, so that zero 3 can free the gathered one, and the bf16 input, which q, k and v
 share; compiled on a GPU, where they are one product, the fp8 input as the weight's gradient needs it: the hardware
@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from meshwright.errors import UserError
 from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.layout import FP8_MULTIPLE
+from meshwright.parallel.fp8_scales import fine_product
 from meshwright.torch_private.arithmetic import scaled_mm
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def use_fp8(blocks: nn.Module) -> None:
+def use_fp8(blocks: nn.Module, scales: str = "tensor") -> None:
     """Let every linear inside some blocks compute in fp8, in place; parameters and their names stay."""
     for name, module in blocks.named_modules():
         if type(module) is nn.Linear:
@@ -33,23 +34,29 @@ def use_fp8(blocks: nn.Module) -> None:
                     'precision.compute = "bf16"'
                 )
             module.__class__ = Fp8Linear
+            cast(Fp8Linear, module).scales = scales
 
 
 class Fp8Linear(nn.Linear):
     """A linear whose products are fp8."""
 
+    scales = "tensor"
+    """What has a scale of its own: precision.fp8_scales."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.weight, self.bias)
 
-    @staticmethod
-    def multiply(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """The product, of this linear's weight or of several concatenated."""
-        return fp8_linear(x, weight_NK, bias_N)
+        return fp8_linear(x, weight_NK, bias_N, self.scales)
 
 
-def fp8_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+def fp8_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, scales: str = "tensor") -> Tensor:
     """x × weightᵀ + bias with fp8 products; tensor-parallel shards are scaled separately."""
-    out = _on_shards(cast(DTensor, x), weight_NK) if isinstance(weight_NK, DTensor) else _products(x, weight_NK)
+    if isinstance(weight_NK, DTensor):
+        out: Tensor = _on_shards(cast(DTensor, x), weight_NK, scales)
+    else:
+        out = _products(x, weight_NK, scales)
     return out if bias_N is None else out + bias_N
 
 
@@ -88,12 +95,16 @@ def _(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool) -> tuple[Tensor
     return x.new_empty((rows, columns) if plain else (0,), dtype=dtype), x.new_empty((columns, rows), dtype=dtype)
 
 
-def _products(x: Tensor, weight_NK: Tensor) -> Tensor:
-    out_MN: Tensor = _Fp8Product.apply(x.flatten(0, -2), weight_NK)  # type: ignore[no-untyped-call]
+def _products(x: Tensor, weight_NK: Tensor, scales: str) -> Tensor:
+    x_MK = x.flatten(0, -2)
+    if scales == "tensor":
+        out_MN: Tensor = _Fp8Product.apply(x_MK, weight_NK)  # type: ignore[no-untyped-call]
+    else:
+        out_MN = fine_product(x_MK, weight_NK, scales)
     return out_MN.view(*x.shape[:-1], -1)
 
 
-def _on_shards(x: DTensor, weight: DTensor) -> DTensor:
+def _on_shards(x: DTensor, weight: DTensor, scales: str) -> DTensor:
     """The product on this rank's shard of a weight sharded by outputs, by inputs, or not at all."""
     [placement], last = weight.placements, x.dim() - 1
     ways: dict[Placement, tuple[Placement, Placement]] = {
@@ -102,7 +113,7 @@ def _on_shards(x: DTensor, weight: DTensor) -> DTensor:
         Replicate(): (Replicate(), Replicate()),
     }
     out, grad_x = ways[placement]
-    local = _products(x.to_local(grad_placements=[grad_x]), weight.to_local())
+    local = _products(x.to_local(grad_placements=[grad_x]), weight.to_local(), scales)
     return DTensor.from_local(local, weight.device_mesh, [out], run_check=False)
 
 

@@ -185,10 +185,18 @@ def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Sim
 
 def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
     experts = (expert_guess(job, software),) if job.model.experts else ()
+    scales = tuple(_scale_guesses(job))
     if machine.measured is None:
-        return (*machine.guessed, *experts)
+        return (*machine.guessed, *experts, *scales)
     far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
-    return (*machine.guessed, *experts, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
+    return (*machine.guessed, *experts, *scales, *far, *(_cpu_guesses(job, machine.measured) if machine.on_cpu else ()))
+
+
+def _scale_guesses(job: Job) -> Iterator[str]:
+    """What was not measured of fp8 with scales of rows or blocks."""
+    if job.precision.compute == "fp8" and job.precision.fp8_scales != "tensor":
+        way = f'precision.fp8_scales = "{job.precision.fp8_scales}"'
+        yield f"{way}: products and casts are taken to be as fast as with one scale per tensor, which was not measured"
 
 
 def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:
