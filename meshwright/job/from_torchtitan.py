@@ -190,10 +190,10 @@ def _precision(conversion: Conversion) -> None:
         conversion.refuse(f"{FLOAT8}.emulate", "write false")
     if skipped not in ([], ["output"], ["lm_head"], "output"):
         conversion.refuse(
-            f"{FLOAT8}.filter_fqns", 'every projection of a block is in fp8, and no other: write ["output"]'
+            f"{FLOAT8}.filter_fqns", 'every projection of a block is in fp8 here: write ["output"], or nothing'
         )
     elif not skipped:
-        conversion.notes.append("the output head stays in bf16; without filter_fqns it is in float8 there")
+        conversion.fields["precision.fp8_head"] = True
 
 
 def _memory(conversion: Conversion) -> None:

@@ -34,6 +34,8 @@ class Precision(Section):
     fp8_scales: Literal["tensor", "row", "block"] = "tensor"
     """fp8: what shares a scale. A whole tensor; a row of either operand along the dim that is summed over; or a block,
     1 × 128 numbers of activations and gradients and 128 × 128 of weights. Rows and blocks have e4m3 gradients."""
+    fp8_head: bool = False
+    """fp8: the head's products too, each with one scale per tensor, and gradients in e5m2."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"

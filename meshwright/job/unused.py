@@ -60,7 +60,11 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
         "layout.zero = 3 over several ranks",
         lambda job: job.layout.zero_stage == 3 and job.layout.dp_shard * job.layout.cp > 1,
     ),
-    ("precision.fp8_scales", 'precision.compute = "fp8"', lambda job: job.precision.compute == "fp8"),
+    (
+        "precision.fp8_scales precision.fp8_head",
+        'precision.compute = "fp8"',
+        lambda job: job.precision.compute == "fp8",
+    ),
     (
         "optimizer.momentum",
         'optimizer.name = "sgd" or "muon"',

@@ -1,10 +1,11 @@
 """Matrix products of the blocks in fp8: one dynamic scale per tensor, e4m3 forward, e5m2 for gradients.
 
-Finer scales are those of `fp8_scales`. x × weightᵀ and both of its gradients are products of 8-bit numbers, summed in float32. Everything else (norms,
-attention, embedding, head, the working copy of the weights) stays bf16, masters and optimizer fp32. What is kept for
-the backward is the bf16 weight, so that zero 3 can free the gathered one, and the bf16 input, which q, k and v
-share; compiled on a GPU, where they are one product, the fp8 input as the weight's gradient needs it: the hardware
-multiplies fp8 matrices only along their last dims, and what one product reads by rows another reads by columns.
+x × weightᵀ and both of its gradients are products of 8-bit numbers, summed in float32. Everything else (norms,
+attention, embedding, head, the working copy of the weights) stays bf16, masters and optimizer fp32; `fp8_scales` has
+finer scales, `fp8_head` the head. What is kept for the backward is the bf16 weight, so that zero 3 can free the
+gathered one, and the bf16 input, which q, k and v share; compiled on a GPU, where they are one product, the fp8 input
+as the weight's gradient needs it: the hardware multiplies fp8 matrices only along their last dims, and what one product
+reads by rows another reads by columns.
 M tokens, N outputs, K inputs.
 """
 

@@ -323,14 +323,19 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
         chunks, rows = loss_chunks(job)
     if software.own and device.operations is None:
         vocabulary = in_whole_lines(vocabulary)
-    product = matmul_s(device, rows, vocabulary, model.width, wide=True)
-    inputs = matmul_s(device, rows, model.width, vocabulary, wide=True, kind="input")
-    weights = matmul_s(device, vocabulary, model.width, rows, wide=True, kind="weight sum")
+    wide = not (device.compute == "fp8" and job.precision.fp8_head and software.own)
+    product = matmul_s(device, rows, vocabulary, model.width, wide=wide)
+    inputs = matmul_s(device, rows, model.width, vocabulary, wide=wide, kind="input")
+    weights = matmul_s(device, vocabulary, model.width, rows, wide=wide, kind="weight sum" if wide else "weight")
     if model.adapter is not None:
         weights = 0.0
     elif chunks > 1 and device.measured is None:  # every chunk reads and writes the whole matrix's gradient
         weights += memory_s(device, 8.0 * vocabulary * model.width)
     logits = rows * vocabulary
+    if not wide:  # casts of a chunk's operands; the weight's, once; and a product that is added, not summed in place
+        product += memory_s(device, 7.0 * rows * model.width + 7.0 * vocabulary * model.width / chunks, 8)
+        inputs += memory_s(device, 6.0 * logits, 4)
+        weights += memory_s(device, 12.0 * vocabulary * model.width)
     forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
     loss = memory_s(device, forward_bytes * logits, 4)
     if device.measured is not None and software.logit_bytes is None:

@@ -11,7 +11,8 @@ product, projection, sum) and reads 6 rounded weights; backward rounds as many g
 roundings each way. The ends (embedding, last norm, head, logits; their gradients) are 4 each way. Sums over
 tensor-parallel ranks are computed in the compute format: 2 in a block each way, of tp terms. fp8 rounds both operands
 of a block's 4 products too, forward in e4m3, backward the gradient in e5m2 and the other in e4m3; with scales of rows
-or blocks the gradient is e4m3 as well. Finer scales do not lower u: they keep small numbers from vanishing.
+or blocks the gradient is e4m3 as well. Finer scales do not lower u: they keep small numbers from vanishing. A head
+in fp8 is one more product each way, with one scale per tensor.
 
 **What is allowed.**
 
@@ -161,6 +162,9 @@ def _variance(job: Job) -> tuple[float, float]:
         forward += layers * PRODUCTS * 2 * FORWARD_UNIT**2
         gradient = GRADIENT_UNIT if job.precision.fp8_scales == "tensor" else FORWARD_UNIT
         backward += layers * PRODUCTS * (gradient**2 + FORWARD_UNIT**2)
+        if job.precision.fp8_head:
+            forward += 2 * FORWARD_UNIT**2
+            backward += GRADIENT_UNIT**2 + FORWARD_UNIT**2
     if job.precision.gradients == "bf16":
         backward += _summands(job) * UNITS["bf16"] ** 2
     return forward, backward
