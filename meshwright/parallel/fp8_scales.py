@@ -49,9 +49,25 @@ WAYS = {"row": (by_row, by_row), "block": (by_line, by_square)}
 """How activations and gradients, and how weights are quantised, by precision.fp8_scales."""
 
 
-def fine_product(x_MK: Tensor, weight_NK: Tensor, scales: str) -> Tensor:
-    """x × weightᵀ, and gradients, with scales by row or by block."""
-    out_MN: Tensor = _FineProduct.apply(x_MK, weight_NK, scales)  # type: ignore[no-untyped-call]
+class Cast(NamedTuple):
+    """A weight in fp8 as its two products read it: by inputs, and transposed, by outputs."""
+
+    values: Tensor
+    scales: Tensor
+    turned: Tensor
+    turned_scales: Tensor
+
+
+def fine_cast(weight_NK: Tensor, scales: str) -> Cast:
+    """A weight with scales by row or by block."""
+    _, of_weights = WAYS[scales]
+    plain, turned = of_weights(weight_NK), of_weights(weight_NK.t())
+    return Cast(plain.values, plain.scales, turned.values, turned.scales)
+
+
+def fine_product(x_MK: Tensor, weight_NK: Tensor, scales: str, cast: Cast | None = None) -> Tensor:
+    """x × weightᵀ, and gradients, with scales by row or by block; `cast` is the weight in fp8, if it is there."""
+    out_MN: Tensor = _FineProduct.apply(x_MK, weight_NK, scales, *(cast or ()))  # type: ignore[no-untyped-call]
     return out_MN
 
 
@@ -105,19 +121,21 @@ def _quantise(x: Tensor, down: int, across: int) -> Operand:
 
 class _FineProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, scales: str) -> Tensor:
-        ctx.save_for_backward(x_MK, weight_NK)
-        ctx.scales = scales
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, scales: str, *cast: Tensor) -> Tensor:
+        ctx.scales, ctx.dtype, ctx.given = scales, weight_NK.dtype, len(cast)
+        ctx.save_for_backward(x_MK, *(cast[2:] or (weight_NK,)))
         of_tokens, of_weights = WAYS[scales]
-        return multiply(of_tokens(x_MK), of_weights(weight_NK), x_MK.dtype, fast=True)
+        weight = Operand(cast[0], cast[1], len(weight_NK)) if cast else of_weights(weight_NK)
+        return multiply(of_tokens(x_MK), weight, x_MK.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_MK, weight_NK = ctx.saved_tensors
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
+        x_MK, *kept = ctx.saved_tensors
         of_tokens, of_weights = WAYS[ctx.scales]
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = multiply(of_tokens(grad_MN), of_weights(weight_NK.t()), grad_MN.dtype)
+            weight = Operand(kept[0], kept[1], x_MK.shape[1]) if ctx.given else of_weights(kept[0].t())
+            grad_x = multiply(of_tokens(grad_MN), weight, grad_MN.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = multiply(of_tokens(grad_MN.t()), of_tokens(x_MK.t()), weight_NK.dtype)
-        return grad_x, grad_weight, None
+            grad_weight = multiply(of_tokens(grad_MN.t()), of_tokens(x_MK.t()), ctx.dtype)
+        return grad_x, grad_weight, None, *(None for _ in range(ctx.given))

@@ -23,7 +23,7 @@ from meshwright.cost import (
     state_bytes,
 )
 from meshwright.job import FORMAT_BYTES, Job
-from meshwright.layout import encoder_bytes, gradient_format, holdings_of_rank, ranks_of, recomputes_encoder
+from meshwright.layout import casts_from, encoder_bytes, gradient_format, holdings_of_rank, ranks_of, recomputes_encoder
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.adapters import making_bytes
 from meshwright.plan.compute import feedforward_width, loss_chunks, products_of, tokens_of
@@ -93,6 +93,9 @@ def rank_memory(
         (stage_frozen(job, layers[one], first=one == 0, last=one == len(layers) - 1) for one in held), Frozen()
     )
     states = _states(job, software, trained, min(1.0, blocks.total / elements.total), at_once) | _frozen(job, frozen)
+    if software.own and casts_from(job) is not None:  # as they are and transposed
+        copied = sum(columns * inner for _, columns, inner in products_of(job, software))
+        states["weights in fp8"] = 2.0 * copied * job.model.blocks
     first, last, starts = 0 in held, len(layers) - 1 in held, [place == 0 for place in held]
     if (still := elements.total - trained.total) > 0:
         whole = sharers(job) if job.layout.zero_stage == 3 else 1
