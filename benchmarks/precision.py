@@ -37,13 +37,19 @@ CURVE: dict[str, Any] = {
     "batch": {"sequence_length": 1024, "global_batch": 16, "micro_batch": 16},
     "optimizer": {"lr": 6e-4},
 }  # fmt: skip
-SETTINGS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "speed bf16": (SPEED, {"compute": "bf16"}),
     "speed fp8": (SPEED, {"compute": "fp8"}),
+    "speed fp8, row": (SPEED, {"compute": "fp8", "fp8_scales": "row"}),
+    "speed fp8, block": (SPEED, {"compute": "fp8", "fp8_scales": "block"}),
+    "speed fp8, head": (SPEED, {"compute": "fp8", "fp8_head": True}),
     "speed fp16": (SPEED, {"compute": "fp16"}),
     "speed bf16, 16-bit gradients": (SPEED, {"compute": "bf16", "gradients": "bf16"}),
     "curve bf16": (CURVE, {"compute": "bf16"}),
     "curve fp8": (CURVE, {"compute": "fp8"}),
+    "curve fp8, row": (CURVE, {"compute": "fp8", "fp8_scales": "row"}),
+    "curve fp8, block": (CURVE, {"compute": "fp8", "fp8_scales": "block"}),
+    "curve fp8, head": (CURVE, {"compute": "fp8", "fp8_head": True}),
     "curve fp16": (CURVE, {"compute": "fp16"}),
 }
 

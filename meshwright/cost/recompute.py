@@ -26,6 +26,7 @@ PROJECTIONS = {
     "aten.mm": "a projection",
     "aten.addmm": "a projection with bias",
     "aten._scaled_mm": "a projection in fp8",
+    "meshwright.scaled_product": "a projection in fp8 with scales of rows or blocks",
     "meshwright.adapted": "projections of one input with their adapters, compiled",
 }
 KEPT_OPERATIONS = {

@@ -181,11 +181,16 @@ def _precision(conversion: Conversion) -> None:
     if bf16 and fp16:
         conversion.refuse("--fp16", "keep one of them", "contradicts --bf16")
     eight, recipe = conversion.word("--fp8-format"), conversion.word("--fp8-recipe", "delayed")
-    if eight is not None:
+    if eight is not None and recipe == "blockwise":
+        if eight != "e4m3":
+            conversion.refuse("--fp8-format", "gradients with scales of blocks are e4m3 here: use e4m3")
+        fields["precision.fp8_scales"] = "block"
+        conversion.notes.append("fp8: scales of blocks are not rounded to powers of two")
+    elif eight is not None:
         if eight != "hybrid":
-            conversion.refuse("--fp8-format", "gradients are e5m2 here: use hybrid")
+            conversion.refuse("--fp8-format", "gradients with one scale per tensor are e5m2 here: use hybrid")
         if recipe not in ("delayed", "tensorwise"):
-            conversion.refuse("--fp8-recipe", "one scale per tensor is used here: use tensorwise or delayed")
+            conversion.refuse("--fp8-recipe", "scales are per tensor or per block here: use tensorwise or blockwise")
         conversion.notes.append("fp8: scales follow the tensor at hand (tensorwise), not a history of maxima")
     fields["precision.compute"] = "fp8" if eight is not None else "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if fp16:

@@ -182,16 +182,19 @@ def _precision(conversion: Conversion) -> None:
     if converters != [FLOAT8]:
         return
     conversion.fields["precision.compute"] = "fp8"
-    if recipe not in (None, "tensorwise"):
-        conversion.refuse(f"{FLOAT8}.recipe_name", "one scale per tensor is used here: write tensorwise")
+    if recipe == "rowwise":
+        conversion.fields["precision.fp8_scales"] = "row"
+        conversion.notes.append("fp8: scales of rows are not rounded to powers of two")
+    elif recipe not in (None, "tensorwise"):
+        conversion.refuse(f"{FLOAT8}.recipe_name", "all three products are in fp8 here: write tensorwise or rowwise")
     if emulate:
         conversion.refuse(f"{FLOAT8}.emulate", "write false")
     if skipped not in ([], ["output"], ["lm_head"], "output"):
         conversion.refuse(
-            f"{FLOAT8}.filter_fqns", 'every projection of a block is in fp8, and no other: write ["output"]'
+            f"{FLOAT8}.filter_fqns", 'every projection of a block is in fp8 here: write ["output"], or nothing'
         )
     elif not skipped:
-        conversion.notes.append("the output head stays in bf16; without filter_fqns it is in float8 there")
+        conversion.fields["precision.fp8_head"] = True
 
 
 def _memory(conversion: Conversion) -> None:

@@ -31,6 +31,11 @@ class Precision(Section):
     compute: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "fp32"
     """Format of forward and backward; below fp32 a working copy of the weights is derived from the master. tf32 rounds
     only the inputs of products, fp16 has a dynamic loss scale, fp8 is bf16 with fp8 products inside the blocks."""
+    fp8_scales: Literal["tensor", "row", "block"] = "tensor"
+    """fp8: what shares a scale. A whole tensor; a row of either operand along the dim that is summed over; or a block,
+    1 × 128 numbers of activations and gradients and 128 × 128 of weights. Rows and blocks have e4m3 gradients."""
+    fp8_head: bool = False
+    """fp8: the head's products too, each with one scale per tensor, and gradients in e5m2."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"

@@ -61,6 +61,11 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
         lambda job: job.layout.zero_stage == 3 and job.layout.dp_shard * job.layout.cp > 1,
     ),
     (
+        "precision.fp8_scales precision.fp8_head",
+        'precision.compute = "fp8"',
+        lambda job: job.precision.compute == "fp8",
+    ),
+    (
         "optimizer.momentum",
         'optimizer.name = "sgd" or "muon"',
         _optimizer_in("sgd", "muon"),

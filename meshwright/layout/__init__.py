@@ -15,6 +15,7 @@ from meshwright.layout.formats import FP8_MULTIPLE
 from meshwright.layout.recompute import budget_span, recompute_modes, sure_budget
 from meshwright.layout.rules import (
     axes,
+    casts_from,
     gradient_format,
     is_asynchronous,
     most_tensor_parallel,
@@ -30,6 +31,7 @@ __all__ = [
     "FP8_MULTIPLE",
     "axes",
     "budget_span",
+    "casts_from",
     "derived_values",
     "encoder_bytes",
     "gradient_format",

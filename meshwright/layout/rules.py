@@ -323,6 +323,18 @@ def _degrees(value: int) -> str:
     return f"set layout.tp to one of {', '.join(fitting)}"
 
 
+def casts_from(job: Job) -> int | None:
+    """From which micro-batch of a step on, counted from 1, the blocks' weights are kept in fp8.
+
+    None if each casts them: where nothing would be saved, where not all parameters are there between micro-batches, and
+    in pipelines.
+    """
+    first = 1 if ranks_of(job.layout) == 1 else 2
+    kept = job.layout.pp == 1 and not {"optimizer", "params"} & set(job.memory.offload)
+    kept = kept and (first == 1 or job.layout.zero_stage < 3)
+    return first if kept and job.precision.compute == "fp8" and job.accumulation > first else None
+
+
 def updates_in_one_pass(job: Job) -> bool:
     """Whether a job's update on one GPU reads gradients in any format and writes the working copy itself."""
     adamw = job.optimizer.name == "adamw" and job.precision.optimizer_states == "fp32"

@@ -27,11 +27,13 @@ class Head(nn.Module):
     """The matrix from hidden states to the vocabulary, and the loss after it: cross-entropy, or model.loss."""
 
     loss_of_logits: LossOfLogits
+    products: "type[Products]"
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.width))
         self.loss_of_logits = loss_of_logits if shape.loss in LOSSES.built_in else own_loss_of_logits(shape.loss)
+        self.products = Products
 
     def forward(
         self,
@@ -50,12 +52,35 @@ class Head(nn.Module):
         if valid_count is None:
             raise ValueError("labels need valid_count, the number of valid tokens in the whole step")
         if pairs is not None:
-            return preference_loss(hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits, pairs)
-        return chunked_loss(hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits)
+            return preference_loss(
+                hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits, pairs, self.products
+            )
+        return chunked_loss(
+            hidden_BSD, self.weight, labels_BS, valid_count, self.loss_of_logits, products=self.products
+        )
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Logits over the whole vocabulary."""
         return F.linear(hidden_BSD, self.weight)
+
+
+class Products:
+    """The three products of a head with one weight, a chunk of tokens at a time; W as products take the vocabulary."""
+
+    def __init__(self, weight_VD: Tensor) -> None:
+        self.weight_WD = _with_zeros(weight_VD)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Of a chunk; those of rows of zeros are zero."""
+        return hidden_ND @ self.weight_WD.t()
+
+    def gradients(
+        self, grad_NW: Tensor, hidden_ND: Tensor, grad_hidden_ND: Tensor, grad_weight_WD: Tensor | None
+    ) -> None:
+        """Write a chunk's gradient of the hidden states, and add its share of the weight's."""
+        torch.mm(grad_NW, self.weight_WD, out=grad_hidden_ND)
+        if grad_weight_WD is not None:
+            add_product(grad_weight_WD, grad_NW.t(), hidden_ND)
 
 
 def chunked_loss(
@@ -65,13 +90,14 @@ def chunked_loss(
     valid_count: Tensor | float,
     loss: LossOfLogits,
     factors_N: Tensor | None = None,
+    products: type[Products] = Products,
 ) -> Tensor:
     """Σ cross-entropy / valid_count from hidden states, a chunk of tokens at a time.
 
     With factors the gradient is that of Σ factor × cross-entropy / valid_count; the value is not.
     """
     result: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), valid_count, loss, factors_N
+        hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), valid_count, loss, factors_N, products
     )
     return result
 
@@ -83,6 +109,7 @@ def preference_loss(
     valid_count: Tensor | float,
     loss: LossOfLogits,
     pairs: Pairs,
+    products: type[Products] = Products,
 ) -> Tensor:
     """Σ over pairs of their loss / valid_count; without gradients what `Pairs.sums` gives instead.
 
@@ -90,23 +117,26 @@ def preference_loss(
     and for the gradients.
     """
     with torch.no_grad():
-        totals = pairs.sums(_token_losses(hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), loss), labels_BS)
+        losses_N = _token_losses(hidden_BSD.flatten(0, -2), weight_VD, labels_BS.flatten(), loss, products)
+        totals = pairs.sums(losses_N, labels_BS)
     if not torch.is_grad_enabled():
         return totals
     value, factors_N = pairs.loss(totals)
-    by_tokens = chunked_loss(hidden_BSD, weight_VD, labels_BS, valid_count, loss, factors_N)
+    by_tokens = chunked_loss(hidden_BSD, weight_VD, labels_BS, valid_count, loss, factors_N, products)
     return value / valid_count + (by_tokens - by_tokens.detach())
 
 
-def _token_losses(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, loss: LossOfLogits) -> Tensor:
+def _token_losses(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, loss: LossOfLogits, products: type[Products]
+) -> Tensor:
     """Every token's cross-entropy, a chunk at a time."""
-    weight_WD, vocabulary = _with_zeros(weight_VD), weight_VD.shape[0]
+    head, vocabulary = products(weight_VD), weight_VD.shape[0]
     none_N1 = hidden_ND.new_zeros(len(hidden_ND), 1, dtype=wide_dtype(hidden_ND.dtype))
     rows = chunk_rows(hidden_ND.shape[0], vocabulary, weight_VD.element_size())
     losses = []
     for start in range(0, hidden_ND.shape[0], rows):
         chunk = slice(start, start + rows)
-        logits_NV = (hidden_ND[chunk] @ weight_WD.t())[:, :vocabulary]
+        logits_NV = head.logits(hidden_ND[chunk])[:, :vocabulary]
         losses.append(loss(logits_NV, labels_N[chunk].unsqueeze(1), none_N1[chunk], False)[0].flatten())
     return torch.cat(losses)
 
@@ -148,13 +178,14 @@ class _ChunkedLoss(torch.autograd.Function):
         valid_count: Tensor | float,
         loss_of_logits: LossOfLogits,
         factors_N: Tensor | None,
+        products: type[Products],
     ) -> Tensor:
         wide = wide_dtype(hidden_ND.dtype)
         with_gradients = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if with_gradients else None
-        weight_WD, vocabulary = _with_zeros(weight_VD), weight_VD.shape[0]
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=wide) if ctx.needs_input_grad[1] else None
+        head, vocabulary = products(weight_VD), weight_VD.shape[0]
+        grad_weight_WD = torch.zeros_like(head.weight_WD, dtype=wide) if ctx.needs_input_grad[1] else None
         # A step without a single valid token has loss 0, not 0 / 0.
         count = torch.where(valid_count > 0, valid_count, 1) if isinstance(valid_count, Tensor) else valid_count or 1
         shares_N1 = ((labels_N != IGNORE).to(wide) / count).unsqueeze(1)
@@ -165,15 +196,13 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden = hidden_ND[chunk]
-            logits_NW = hidden @ weight_WD.t()
+            logits_NW = head.logits(hidden)
             own_NV, labels_N1 = logits_NW[:, :vocabulary], labels_N[chunk].unsqueeze(1)
             part, grad = loss_of_logits(own_NV, labels_N1, shares_N1[chunk], with_gradients)
             loss += part.sum()
             if grad is not None and grad_hidden_ND is not None:
                 grad = _of_every_column(grad, logits_NW)
-                torch.mm(grad, weight_WD, out=grad_hidden_ND[chunk])
-                if grad_weight_WD is not None:
-                    add_product(grad_weight_WD, grad.t(), hidden)
+                head.gradients(grad, hidden, grad_hidden_ND[chunk], grad_weight_WD)
             del logits_NW, own_NV, grad  # the next chunk's logits reuse their memory
 
         if grad_hidden_ND is not None:
@@ -182,11 +211,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return loss / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         return (
             grads[0].to(grad_hidden_ND.dtype) * grad_hidden_ND,
             None if grad_weight_VD is None else grads[0].to(grad_weight_VD.dtype) * grad_weight_VD,
+            None,
             None,
             None,
             None,

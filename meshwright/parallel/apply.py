@@ -30,6 +30,7 @@ from meshwright.parallel.context.attention import make_context_attend
 from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.experts import apply_expert_parallel, reset_routers
 from meshwright.parallel.fp8 import use_fp8
+from meshwright.parallel.fp8_head import use_fp8_in_head
 from meshwright.parallel.materialise import fill, fill_preferences
 from meshwright.parallel.offload.activations import offload_activations
 from meshwright.parallel.offload.sharded import count_traffic, materialise_on_host, offload_policy
@@ -154,7 +155,9 @@ def _build_model(
     shapes |= quantise_projections(model, job.model)
     frozen = _frozen(job, model)
     if job.precision.compute == "fp8" and compute == DTYPES["fp8"]:
-        use_fp8(cast(nn.Module, model.layers))
+        use_fp8(cast(nn.Module, model.layers), job.precision.fp8_scales)
+        if job.precision.fp8_head and last:
+            use_fp8_in_head(model)
     if job.run.compile and job.layout.tp == 1:
         _fuse_projections(model)
     if world.context_group is not None:

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from meshwright.data import Batch, Step
 from meshwright.job import Job
+from meshwright.layout import casts_from
 from meshwright.parallel.cuda_graph import STEPS_BEFORE, MicroBatchGraph, Report, why_no_graph
+from meshwright.parallel.fp8_casts import WeightCasts
 from meshwright.parallel.inputs import Inputs
 from meshwright.parallel.weights import Weights
 from meshwright.parallel.world import World
@@ -54,6 +56,8 @@ class OneStage:
         self._name: Range = nullcontext
         self._graph: MicroBatchGraph | None = None
         self._steps = 0
+        first = casts_from(job)
+        self._casts = None if first is None else WeightCasts(model, first)
 
     def use_graph(self, report: Report) -> None:
         """From some steps on run micro-batches as a CUDA graph, if the job asks for it and it is possible."""
@@ -75,6 +79,8 @@ class OneStage:
         for number, micro in enumerate(micro_batches, start=1):
             tokens, arguments = self.inputs.training(micro, data.valid_count, step_tensor)
             self._weights.start_micro_batch(last=number == len(micro_batches))
+            if self._casts is not None:
+                self._casts.start(number)
             if graph is not None:
                 with self._name("forward and backward"):
                     graphed = graph.run(tokens, arguments, first=number == 1)
@@ -86,6 +92,8 @@ class OneStage:
             with self._name("backward"):
                 micro_loss.backward()
             loss = loss + micro_loss.detach()
+        if self._casts is not None:
+            self._casts.stop()
         self._weights.collect_gradients()
         return loss
 

@@ -89,6 +89,7 @@ class VocabularyParallelHead(nn.Module):
         super().__init__()
         self.weight = head.weight
         self.mesh, self.vocab_size, self.placement = mesh, vocab_size, placement
+        self.products = head.products
         self._own_loss = None if head.loss_of_logits is loss_of_logits else head.loss_of_logits
 
     def forward(
@@ -110,8 +111,8 @@ class VocabularyParallelHead(nn.Module):
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         loss = self._loss_of_logits if self._own_loss is None else self._loss_of_whole_rows
         if pairs is not None:
-            return preference_loss(hidden_BSD, weight, labels_BS, valid_count, loss, pairs)
-        return chunked_loss(hidden_BSD, weight, labels_BS, valid_count, loss)
+            return preference_loss(hidden_BSD, weight, labels_BS, valid_count, loss, pairs, self.products)
+        return chunked_loss(hidden_BSD, weight, labels_BS, valid_count, loss, products=self.products)
 
     def _loss_of_whole_rows(
         self, logits_NV: Tensor, labels_N1: Tensor, shares_N1: Tensor, with_gradient: bool

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from meshwright.cost import MASTER_BYTES, chunk_rows, in_whole_lines, layer_elements
 from meshwright.job import Job, Latent, Model
-from meshwright.layout import gradient_format, kv_copies, kv_heads_of
+from meshwright.layout import casts_from, gradient_format, kv_copies, kv_heads_of
 from meshwright.plan.adapters import adapter_products, made_s
 from meshwright.plan.experts import expert_casts, moved_s, products_s
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
@@ -167,13 +167,16 @@ def _fp8_casts_s(
     """Numbers read in 16 bits and written in 8, forward and backward.
 
     Delayed scales need no pass over the numbers: the kernel that computes them also casts them, and weights are cast
-    once a step. Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch; the
+    once a step. Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch, or of
+    weights that stay whole with the first, or with the first two where the first gathers them; the
     backward needs everything transposed as well. Eager operations write each part to memory.
     """
     fused, count = software.fusion == "fused", len(products)
     inputs = sum(rows * inner for rows, _, inner in products)
     if weights is None:
         weights = sum(inner * columns for _, columns, inner in products)
+    if software.own and (first := casts_from(job)) is not None:
+        weights *= first / job.accumulation
     if software.fp8_scales == "delayed":
         cast = memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights / job.accumulation, 2 * count)
         return cast, 1.5 * cast
@@ -323,14 +326,19 @@ def head_work(job: Job, device: Device, software: Software) -> Work:
         chunks, rows = loss_chunks(job)
     if software.own and device.operations is None:
         vocabulary = in_whole_lines(vocabulary)
-    product = matmul_s(device, rows, vocabulary, model.width, wide=True)
-    inputs = matmul_s(device, rows, model.width, vocabulary, wide=True, kind="input")
-    weights = matmul_s(device, vocabulary, model.width, rows, wide=True, kind="weight sum")
+    wide = not (device.compute == "fp8" and job.precision.fp8_head and software.own)
+    product = matmul_s(device, rows, vocabulary, model.width, wide=wide)
+    inputs = matmul_s(device, rows, model.width, vocabulary, wide=wide, kind="input")
+    weights = matmul_s(device, vocabulary, model.width, rows, wide=wide, kind="weight sum" if wide else "weight")
     if model.adapter is not None:
         weights = 0.0
     elif chunks > 1 and device.measured is None:  # every chunk reads and writes the whole matrix's gradient
         weights += memory_s(device, 8.0 * vocabulary * model.width)
     logits = rows * vocabulary
+    if not wide:  # casts of a chunk's operands; the weight's, once; and a product that is added, not summed in place
+        product += memory_s(device, 7.0 * rows * model.width + 7.0 * vocabulary * model.width / chunks, 8)
+        inputs += memory_s(device, 6.0 * logits, 4)
+        weights += memory_s(device, 12.0 * vocabulary * model.width)
     forward_bytes, backward_bytes = _LOSS_BYTES["whole" if software.logit_bytes else "chunked"]
     loss = memory_s(device, forward_bytes * logits, 4)
     if device.measured is not None and software.logit_bytes is None:

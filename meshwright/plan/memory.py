@@ -23,7 +23,7 @@ from meshwright.cost import (
     state_bytes,
 )
 from meshwright.job import FORMAT_BYTES, Job
-from meshwright.layout import encoder_bytes, gradient_format, holdings_of_rank, ranks_of, recomputes_encoder
+from meshwright.layout import casts_from, encoder_bytes, gradient_format, holdings_of_rank, ranks_of, recomputes_encoder
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.adapters import making_bytes
 from meshwright.plan.compute import feedforward_width, loss_chunks, products_of, tokens_of
@@ -93,6 +93,9 @@ def rank_memory(
         (stage_frozen(job, layers[one], first=one == 0, last=one == len(layers) - 1) for one in held), Frozen()
     )
     states = _states(job, software, trained, min(1.0, blocks.total / elements.total), at_once) | _frozen(job, frozen)
+    if software.own and casts_from(job) is not None:  # as they are and transposed
+        copied = sum(columns * inner for _, columns, inner in products_of(job, software))
+        states["weights in fp8"] = 2.0 * copied * job.model.blocks
     first, last, starts = 0 in held, len(layers) - 1 in held, [place == 0 for place in held]
     if (still := elements.total - trained.total) > 0:
         whole = sharers(job) if job.layout.zero_stage == 3 else 1
@@ -321,6 +324,9 @@ def _loss(job: Job, software: Software) -> Terms:
     # what continues in the weight's own format.
     made = 4.0 * lines * width + max(each * rows * lines, each * vocabulary * width if each == 2 else 0.0)
     made += each * (tokens * width + (lines * width if lines > vocabulary else 0))
+    if job.precision.compute == "fp8" and job.precision.fp8_head:
+        # The weight and a chunk's gradient in fp8, each twice; and a chunk's share of the weight's, before it is added.
+        made += 2.0 * lines * (width + rows) + 4.0 * lines * width
     return {"logits and loss": made, "final norm": 2.0 * each * tokens * width}
 
 

@@ -189,6 +189,7 @@ def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
     assumed = [expert_guess(job, software)] if job.model.experts else []
     if software.own and job.layout.async_tp:
         assumed.append(_pieces_guess(job, machine))
+    assumed.extend(_scale_guesses(job))
     if machine.measured is None:
         return (*machine.guessed, *assumed)
     far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
@@ -208,6 +209,15 @@ def _pieces_guess(job: Job, machine: Machine) -> str:
         f"{asked}: all but the first of {tp} pieces of every message are hidden, as far as products are long enough; "
         "not measured between GPUs by this project"
     )
+
+
+def _scale_guesses(job: Job) -> Iterator[str]:
+    """What was not measured of fp8 with scales of rows or blocks, or in the head."""
+    if job.precision.compute == "fp8" and job.precision.fp8_scales != "tensor":
+        way = f'precision.fp8_scales = "{job.precision.fp8_scales}"'
+        yield f"{way}: products and casts are taken to be as fast as with one scale per tensor, which was not measured"
+    if job.precision.compute == "fp8" and job.precision.fp8_head:
+        yield "precision.fp8_head = true: as fast as the blocks' products, with casts by their bytes; not measured"
 
 
 def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:

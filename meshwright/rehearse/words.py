@@ -4,7 +4,7 @@ from meshwright.amounts import size
 from meshwright.rehearse.result import Rehearsal, RehearsedRank
 
 _KINDS = {
-    "weights": ("weights", "working weights", "gathered parameters"),
+    "weights": ("weights", "working weights", "weights in fp8", "gathered parameters"),
     "gradients": (
         "gradients",
         "gradients before they are reduced",

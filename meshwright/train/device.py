@@ -35,6 +35,8 @@ def choose_device(job: Job) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _require_format(job.precision.compute, device)
+    if job.precision.compute == "fp8" and job.precision.fp8_scales == "block" and device.type == "cuda":
+        _require_blocks(device)
     return device
 
 
@@ -50,6 +52,19 @@ def _require_format(compute: str, device: torch.device) -> None:
             f'precision.compute = "{compute}" needs compute capability {needed[0]}.{needed[1]}, but '
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; set it to "
             f'"{"bf16" if capability >= NEEDS_CAPABILITY["bf16"] else "fp16"}"'
+        )
+
+
+def _require_blocks(device: torch.device) -> None:
+    """Reject scales of blocks where cuBLAS has no product for them: it has on Hopper, from CUDA 12.9 on."""
+    major, minor = torch.cuda.get_device_capability(device)
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if major != 9 or cuda < (12, 9):
+        software = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        raise UserError(
+            'precision.fp8_scales = "block" needs compute capability 9.0 and CUDA 12.9, but '
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor} and this torch {software}; set it to "
+            '"row" or "tensor"'
         )
 
 

@@ -10,7 +10,9 @@ rounds 12 results on its way forward (norm, projection, rotation, attention, pro
 product, projection, sum) and reads 6 rounded weights; backward rounds as many gradients and reads the same weights: 18
 roundings each way. The ends (embedding, last norm, head, logits; their gradients) are 4 each way. Sums over
 tensor-parallel ranks are computed in the compute format: 2 in a block each way, of tp terms. fp8 rounds both operands
-of a block's 4 products too, forward in e4m3, backward the gradient in e5m2 and the other in e4m3.
+of a block's 4 products too, forward in e4m3, backward the gradient in e5m2 and the other in e4m3; with scales of rows
+or blocks the gradient is e4m3 as well. Finer scales do not lower u: they keep small numbers from vanishing. A head
+in fp8 is one more product each way, with one scale per tensor.
 
 **What is allowed.**
 
@@ -56,7 +58,7 @@ from meshwright.verify.replay import Replayed
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-8}
 """Unit roundoff of what is kept in memory, by precision.compute; fp8 is bf16 but for its products."""
 FORWARD_UNIT, GRADIENT_UNIT = 2.0**-4, 2.0**-3
-"""Of fp8's operands: e4m3, and e5m2 for gradients."""
+"""Of fp8's operands: e4m3, and e5m2 for gradients with one scale per tensor."""
 BLOCK_ROUNDINGS, END_ROUNDINGS, PRODUCTS, TP_SUMS = 18, 4, 4, 2
 """Of the longest path, in one direction: through a block, at the ends; products of a block; its sums over tp."""
 EXPECTED, TENSOR_FACTOR, LARGEST = 0.39, 2.0, 0.9
@@ -158,7 +160,11 @@ def _variance(job: Job) -> tuple[float, float]:
     forward = backward = roundings * unit**2
     if job.precision.compute == "fp8":
         forward += layers * PRODUCTS * 2 * FORWARD_UNIT**2
-        backward += layers * PRODUCTS * (GRADIENT_UNIT**2 + FORWARD_UNIT**2)
+        gradient = GRADIENT_UNIT if job.precision.fp8_scales == "tensor" else FORWARD_UNIT
+        backward += layers * PRODUCTS * (gradient**2 + FORWARD_UNIT**2)
+        if job.precision.fp8_head:
+            forward += 2 * FORWARD_UNIT**2
+            backward += GRADIENT_UNIT**2 + FORWARD_UNIT**2
     if job.precision.gradients == "bf16":
         backward += _summands(job) * UNITS["bf16"] ** 2
     return forward, backward

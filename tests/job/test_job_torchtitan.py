@@ -184,7 +184,15 @@ def test_defaults_are_its_own(tmp_path: Path) -> None:
         ({"parallelism": {"fsdp_reshard_after_forward": "never"}}, 2, {"layout.zero": 2}),
         ({"model": {"name": "qwen3", "flavor": "0.6B"}}, 1, {"model.preset": "qwen3-0.6b"}),
         ({"model": {"flavor": "debugmodel_flex_attn"}}, 1, {"model.layers": 6, "data.mask_documents": True}),
-        ({"model": {"converters": ["quantize.linear.float8"]}}, 1, {"precision.compute": "fp8"}),
+        ({"model": {"converters": ["quantize.linear.float8"]}}, 1, {"precision.fp8_head": True}),
+        (
+            {
+                "model": {"converters": ["quantize.linear.float8"]},
+                "quantize": {"linear": {"float8": {"recipe_name": "rowwise"}}},
+            },
+            1,
+            {"precision.compute": "fp8", "precision.fp8_scales": "row"},
+        ),
         ({"training": {"enable_cpu_offload": True, "max_norm": 2}}, 1, {"memory.offload": ["params"]}),
         ({"training": {"dataset_path": "texts", "global_batch_size": 64}}, 2, {"data.sources": ["texts"]}),
         ({"activation_checkpoint": {"mode": "full"}}, 1, {"memory.recompute": "full"}),

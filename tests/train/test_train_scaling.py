@@ -209,6 +209,17 @@ def test_a_format_the_device_has_not_is_refused(tiny_job: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r'"fp8" needs compute capability 8.9, but NVIDIA A100 has 8.0; set it to "bf'):
         choose_device(on("cuda", "fp8"))
     assert choose_device(on("cuda", "tf32")).type == "cuda"
+    for capability, cuda, fits in (((9, 0), "13.0", True), ((9, 0), "12.8", False), ((10, 0), "13.0", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        job = load_job(str(tiny_job), ["run.device=cuda", "precision.compute=fp8", "precision.fp8_scales=block"]).job
+        if fits:
+            assert choose_device(job).type == "cuda"
+            continue
+        with pytest.raises(
+            UserError, match=r'"block" needs compute capability 9.0 and CUDA 12.9, but .*; set it to "row"'
+        ):
+            choose_device(job)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     for compute in ("tf32", "bf16"):
         with pytest.raises(UserError, match=r'needs compute capability 8.0.*set it to "fp16"'):

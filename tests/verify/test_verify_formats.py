@@ -14,7 +14,7 @@ from meshwright.job import Job
 from meshwright.layout import require_layout
 from meshwright.model.block import Block
 from meshwright.model.feedforward import FeedForward
-from meshwright.parallel import Weights, apply, fp8, zero
+from meshwright.parallel import Weights, apply, fp8, fp8_head, fp8_scales, zero
 from meshwright.train import trainer
 from meshwright.verify import Verdict, check, check_job, shrink
 from meshwright.verify.check import _reference, reference
@@ -73,6 +73,40 @@ def test_right_layouts_use_a_fair_part_of_their_bounds(name: str, layout: dict[s
     together, norm = (next(row for row in verdict.rows if row.kind == kind) for kind in ("gradient", "norm"))
     assert together.name == ALL and norm.bound is not None
     assert 0.5 < together.error / norm.bound < 2.0
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+def test_finer_scales_of_fp8_have_a_lower_bound_and_use_it(monkeypatch: Patch, scales: str) -> None:
+    """Their gradients are e4m3, whose unit is half of e5m2's; a scale off by two is then found as well."""
+    job = job_of(2, dp_replicate=2)
+    job = job.model_copy(update={"precision": job.precision.model_copy(update={"fp8_scales": scales})})
+    verdict, coarse = check(job, "fp8"), check(job_of(2, dp_replicate=2), "fp8")
+    assert verdict.ok, verdict.first_wrong
+    together, norm = (next(row for row in verdict.rows if row.kind == kind) for kind in ("gradient", "norm"))
+    wider = next(row for row in coarse.rows if row.kind == "norm")
+    assert norm.bound is not None and wider.bound is not None and norm.bound < 0.8 * wider.bound
+    assert 0.5 < together.error / norm.bound < 2.0
+
+    multiply = fp8_scales.multiply
+    forgetful = lambda left, right, dtype, **given: multiply(left, right, dtype, **given) * (1 if given else 2)  # noqa: E731
+    broke = broken(job, "fp8", lambda: monkeypatch.setattr(fp8_scales, "multiply", forgetful), True)
+    assert {"norm", "gradient", "update"} <= wrong(broke)
+
+
+def test_a_head_in_fp8_is_one_more_product(monkeypatch: Patch) -> None:
+    job = job_of(1, dp_replicate=2)
+    job = job.model_copy(update={"precision": job.precision.model_copy(update={"fp8_head": True})})
+    verdict, without = check(job, "fp8"), check(job_of(1, dp_replicate=2), "fp8")
+    assert verdict.ok, verdict.first_wrong
+    [norm, less] = [next(row for row in one.rows if row.kind == "norm") for one in (verdict, without)]
+    assert norm.bound is not None and less.bound is not None and less.bound < norm.bound < 1.2 * less.bound
+    scale = fp8_head._scale
+    doubled = lambda x, dtype: scale(x, dtype) * (2 if dtype == fp8.FORWARD else 1)  # noqa: E731
+    both = fp8_head._both_ways
+    cast = lambda x, given, dtype: both(x, given / (2 if dtype == fp8.FORWARD else 1), dtype)  # noqa: E731
+    monkeypatch.setattr(fp8_head, "_both_ways", cast)
+    broke = broken(job, "fp8", lambda: monkeypatch.setattr(fp8_head, "_scale", doubled), True)
+    assert {"loss", "norm", "gradient"} <= wrong(broke)
 
 
 def test_gradients_in_16_bits_are_judged_without_asking_for_sums_in_32() -> None:

@@ -1,0 +1,43 @@
+"""Plans of fp8 jobs: copies of weights kept over micro-batches, the head in fp8, and what is said to be a guess."""
+
+from typing import Any
+
+import pytest
+
+from meshwright.cost import parameter_count
+from meshwright.job import Job, load_job
+from meshwright.job.devices import Cluster
+from meshwright.plan import predict
+
+
+def job_of(**precision: Any) -> Job:
+    fields = [f"precision.{name}={str(value).lower()}" for name, value in ({"compute": "fp8"} | precision).items()]
+    return load_job("pretrain-1b", fields).job
+
+
+def with_batch(job: Job, micro_batch: int, global_batch: int) -> Job:
+    sizes = {"micro_batch": micro_batch, "global_batch": global_batch}
+    return job.model_copy(update={"batch": job.batch.model_copy(update=sizes)})
+
+
+def test_copies_of_weights_cost_two_bytes_and_save_casts() -> None:
+    once, several = (predict(with_batch(job_of(), 2, size), Cluster(gpu="h200")) for size in (2, 8))
+    model = job_of().model
+    in_blocks = parameter_count(model) - model.vocab_size * model.width  # all but the table, which is tied
+    assert "weights in fp8" not in once.memory[0].terms
+    assert several.memory[0].terms["weights in fp8"] == pytest.approx(2 * in_blocks, rel=0.001)
+    # Four micro-batches of which one casts weights take less than four steps of one.
+    assert several.phases["forward products"] < 3.99 * once.phases["forward products"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"), [({"fp8_scales": "block"}, "fp8_scales"), ({"fp8_head": True}, "fp8_head")]
+)
+def test_what_was_not_measured_is_said(fields: dict[str, Any], words: str) -> None:
+    plain, changed = (predict(job_of(**given), Cluster(gpu="h200")) for given in ({}, fields))
+    [said] = [guess for guess in changed.guessed if guess not in plain.guessed]
+    assert words in said and "not measured" in said
+    if "fp8_head" in fields:
+        assert changed.step_s < plain.step_s and changed.memory[0].terms != plain.memory[0].terms
+    else:
+        assert changed.step_s == plain.step_s
