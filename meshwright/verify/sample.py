@@ -15,8 +15,8 @@ Outcome = Literal[
 ]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 WRONG: tuple[Outcome, ...] = ("not equal", "breaks the contract", "crashed", "hung", "refused badly")
-_FIELD = re.compile(r"\b[a-z]+\.[a-z_]+\b")
-_SETTING = re.compile(r"\b([a-z]+)\.([a-z_]+) = (\"[^\"]*\"|true|false|[\d.]+\b)")
+_FIELD = re.compile(r"\b[a-z]+\.[a-z_0-9]+\b")
+_SETTING = re.compile(r"\b([a-z]+)\.([a-z_0-9]+) = (\"[^\"]*\"|true|false|[\d.]+\b)")
 _FIELDS = frozenset(name for name, _ in job_fields())
 
 

@@ -21,7 +21,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 GUIDES = sorted(DOCS.glob("migrate-*.md"))
 SECTIONS = "model|data|batch|layout|memory|precision|optimizer|schedule|evaluation|checkpoint|run|log|cluster"
 VALUES = {"full_shard", "shard_grad_op", "cosine_with_min_lr", "constant_with_warmup"}  # of settings in these tables
-FIELD = re.compile(rf"(?<![\w.])({SECTIONS})\.([a-z_]+)")
+FIELD = re.compile(rf"(?<![\w.])({SECTIONS})\.([a-z_0-9]+)")
 
 
 def rows(page: Path, until: str = "\0") -> list[list[str]]:
