@@ -123,7 +123,7 @@ def tones_corpus(audio: Audio | None, vocab_size: int, sequence_length: int, oth
 def tones_tokenizer() -> Tokenizer:
     """The keys as a tokenizer, by which a trained model can be let hear a sound: every letter is a token."""
     inner = tokenizers.Tokenizer(models.WordLevel({word: token for token, word in enumerate(WORDS)}, WORDS[UNKNOWN]))
-    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(?s)."), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     inner.add_special_tokens([WORDS[END], WORDS[SOUND]])
     return Tokenizer(inner, END)

@@ -141,6 +141,7 @@ def talker(folder: Path, model: str, fields: str, name: str, ending: str, sample
     for answer, make in samples.items():
         (folder / f"{answer}.{ending}").write_bytes(make(0))
     (folder / "empty.wav").write_bytes(b"")
+    (folder / "text.mkv").write_bytes(b"no film " * 8)
     (folder / "job.toml").write_text(JOB.format(model=model, fields=fields))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -261,7 +262,7 @@ def test_pictures_and_films_share_a_prompt(watcher: Path, tmp_path: Path) -> Non
         ("listener", ["--prompt", "<audio>"], "the prompt has 1 <audio> and --audio names 0 sounds; give one for each"),
         ("watcher", ["--audio", "red.mkv"], "run reads no sound, since it has no model.audio; leave out --audio"),
         ("watcher", ["--video", "empty.wav"], "--video empty.wav has no bytes; give another film"),
-        ("watcher", ["--video", "job.toml"], "--video job.toml is no film in a known format; give another film"),
+        ("watcher", ["--video", "text.mkv"], "--video text.mkv is no film in a known format; give another film"),
         (
             "watcher",
             ["--prompt", "<video> <video>", "--video", "red.mkv"],
