@@ -287,8 +287,9 @@ def test_what_cannot_be_shown_is_refused(
 
 
 def test_a_run_without_films_refuses_them(cli: Any, tmp_path: Path) -> None:
-    job = load_job("vlm-tiny", ["data.workers=0", "run.steps=1", "schedule.warmup_steps=1", f"run.folder={tmp_path}/r"])
-    run_job(job, Console(quiet=True))
+    settings = ("data.workers=0", "run.steps=1", "schedule.warmup_steps=1", f"run.folder={tmp_path}/r")
+    done = cli("train", "vlm-tiny", *(word for setting in settings for word in ("--set", setting)))
+    assert done.code == 0 and done.out.endswith(f"continue meshwright generate {tmp_path}/r --image FILE\n")
     (tmp_path / "a.mkv").write_bytes(film([COLOURS["red"]]))
     done = cli("generate", str(tmp_path / "r"), "--video", str(tmp_path / "a.mkv"))
     told = " ".join(done.err.split())
