@@ -185,6 +185,47 @@ def test_it_falls_back_with_a_sentence(monkeypatch):
     assert "since nvidia.dali is not installed (pip install 'meshwright[dali]'); the data workers decode" in said
 
 
+def test_training_says_once_why_it_is_not_used(tmp_path, cli, monkeypatch):
+    write_tar(tmp_path / "a.tar", captioned(range(30)))
+    (tmp_path / "job.toml").write_text(
+        f"""
+[model]
+vocab_size = 300
+width = 16
+layers = 1
+heads = 2
+[model.vision]
+image_size = 16
+patch = 8
+width = 16
+layers = 1
+heads = 2
+[data]
+sources = ["{tmp_path}/a.tar"]
+cache = "{tmp_path}/cache"
+decode = "dali"
+workers = 0
+[data.fields.image]
+kind = "image"
+[batch]
+sequence_length = 32
+global_batch = 2
+micro_batch = 2
+[schedule]
+warmup_steps = 1
+[evaluation]
+every_steps = 0
+[run]
+steps = 1
+device = "cpu"
+folder = "{tmp_path}/run"
+"""
+    )
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    done = cli("train", str(tmp_path / "job.toml"))
+    assert done.code == 0 and (done.out + done.err).count('data.decode = "dali" is not used') == 1
+
+
 def test_nobody_who_does_not_ask_for_it_imports_it():
     root = Path(__file__).parents[2]
     code = (
