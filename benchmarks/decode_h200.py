@@ -1,4 +1,4 @@
-"""Pictures and film decoded on the GPU (NVJPEG, NVDEC) and by CPU processes: items per second and host CPU seconds.
+"""Pictures and film decoded on the GPU (NVJPEG, NVDEC, DALI) and on the CPU: items per second and host CPU seconds.
 
 python benchmarks/decode_h200.py [--pictures 2048] [--films 32] [--processes 16] [--out FILE]
 python benchmarks/decode_h200.py --make films.mkv       # on a machine with PyAV: H.264 to take along
@@ -8,7 +8,9 @@ Both sides are the code that training uses: the same bytes, cut and resized to t
 1280 × 720 with detail of several sizes; films are H.264 of 1280 × 720, of which 8 frames are taken. The CPU side has so
 many processes, each decoding alone, as data workers do; the GPU side is one process. Host CPU seconds are those of all
 processes together, per thousand items. The difference between both sides' items is printed in levels of 0 … 255.
-PyNvVideoCodec is imported from the Python path; without it, or without H.264, only pictures are measured.
+PyNvVideoCodec is imported from the Python path; without it, or without H.264, only pictures are measured. Where DALI is
+installed, pictures are also decoded by it: on the CPU by one process with as many threads as the other side has
+processes, and on a GPU if there is one. Its wheel of 425 MB is too large to be carried to a machine without a network.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from meshwright.data.media.carried import EncodedItem, EncodedMedia
 from meshwright.data.media.chance import Chance
 from meshwright.data.media.damage import Damaged
 from meshwright.data.media.film import sampled_numbers
-from meshwright.data.media.gpu import GpuDecoder, cut_and_resized
+from meshwright.data.media.gpu import GpuDecoder, cut_and_resized, gpu_decoder
 from meshwright.data.media.pictures import cut_of, picture
 from meshwright.job.data import Data
 from meshwright.job.fields import ItemPlan
@@ -152,17 +154,22 @@ def waiting_for(raws: list[bytes], field: int, count: int) -> EncodedMedia:
     return EncodedMedia(plan, torch.zeros(len(raws), count, 1, dtype=torch.int64), tuple(items))
 
 
-def on_gpu(decoder: GpuDecoder, raws: list[bytes], field: int, count: int) -> dict[str, float]:
+def in_batches(decoder: GpuDecoder, raws: list[bytes], field: int, count: int) -> dict[str, float]:
+    """Items per second of one process; a decoder returns when its items are there."""
     batch = BATCH if count == 1 else 4
     decoder.decode(waiting_for(raws[:batch], field, count))
-    torch.cuda.synchronize()
     before, started = time.process_time(), time.perf_counter()
     for first in range(0, len(raws), batch):
         decoder.decode(waiting_for(raws[first : first + batch], field, count))
-    torch.cuda.synchronize()
     elapsed, spent = time.perf_counter() - started, time.process_time() - before
     items = len(raws) * count
     return {"items_per_s": items / elapsed, "host_cpu_s_per_1000": 1000 * spent / items, "seconds": elapsed}
+
+
+def dali_decoder(device: torch.device, threads: int) -> GpuDecoder | None:
+    """DALI's pipeline as training uses it; None where it is not installed."""
+    data = DATA.model_copy(update={"decode": "dali", "workers": threads, "fields": {"image": DATA.fields["image"]}})
+    return gpu_decoder(data, device, print)
 
 
 def difference(decoder: GpuDecoder, raws: list[bytes], field: int, count: int, cpu: np.ndarray) -> float:
@@ -196,8 +203,7 @@ def main() -> None:
         some = pool.map(jpeg, range(min(64, asked.pictures)))
     pictures = [some[number % len(some)] for number in range(asked.pictures)]
     try:
-        film = asked.film.read_bytes() if asked.film else h264(0)
-        films = [film] * asked.films
+        films = [asked.film.read_bytes() if asked.film else h264(0)] * asked.films if asked.films else []
     except ImportError:
         films = []
     print(
@@ -210,17 +216,27 @@ def main() -> None:
     if films:
         results["film, CPU"] = on_cpu(film_on_cpu, films, asked.processes, FRAMES)
         report("film, CPU", results["film, CPU"])
+    cpu = np.stack([picture(raw, DATA.fields["image"], Chance(1)) for raw in some[:8]])[:, None]
+    devices = ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]
+    for place in devices:
+        dali = dali_decoder(torch.device(place), asked.processes)
+        if dali is None:
+            break
+        name = f"pictures, DALI on {place}"
+        results[name] = in_batches(dali, pictures, 0, 1)
+        report(name, results[name])
+        results[f"{name}, levels apart"] = difference(dali, some[:8], 0, 1, cpu)
+        print(f"they differ by {results[f'{name}, levels apart']:.2f} levels on average")
     if torch.cuda.is_available():
         decoder = GpuDecoder(DATA, torch.device("cuda", 0))
         results["gpu"] = torch.cuda.get_device_name()
-        results["pictures, NVJPEG"] = on_gpu(decoder, pictures, 0, 1)
+        results["pictures, NVJPEG"] = in_batches(decoder, pictures, 0, 1)
         report("pictures, NVJPEG", results["pictures, NVJPEG"])
-        cpu = np.stack([picture(raw, DATA.fields["image"], Chance(1)) for raw in some[:8]])[:, None]
         results["pictures, levels apart"] = difference(decoder, some[:8], 0, 1, cpu)
         print(f"pictures differ by {results['pictures, levels apart']:.2f} levels on average")
         if films:
             try:
-                results["film, NVDEC"] = on_gpu(decoder, films, 1, FRAMES)
+                results["film, NVDEC"] = in_batches(decoder, films, 1, FRAMES)
                 report("film, NVDEC", results["film, NVDEC"])
                 results["film, levels apart"] = difference(decoder, films[:1], 1, FRAMES, film_items(films[0])[None])
                 print(f"films differ by {results['film, levels apart']:.2f} levels on average")

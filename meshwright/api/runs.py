@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from meshwright.data import Shown
     from meshwright.job import Job
     from meshwright.reading import Row
     from meshwright.runs.chat import Chat
@@ -95,6 +96,8 @@ class Run:
         tokens: int = 128,
         *,
         images: Sequence[Path | str] = (),
+        videos: Sequence[Path | str] = (),
+        audio: Sequence[Path | str] = (),
         temperature: float = 0.8,
         top_p: float = 0.95,
         seed: int = 0,
@@ -102,11 +105,12 @@ class Run:
     ) -> str:
         """The prompt and its continuation by the newest weights; a temperature of 0 takes the likeliest token.
 
-        Images are for a model that reads pictures, at `<image>` in the prompt or before it.
+        Images and videos are for a model that reads pictures, audio is for one that listens: at `<image>`, `<video>`
+        and `<audio>` in the prompt or before it.
         """
         from meshwright.runs.generate import generate_from_run
 
-        shown = [Path(image) for image in images]
+        shown = _shown(images, videos, audio)
         return generate_from_run(self.path, prompt, tokens, temperature, top_p, seed, device, shown)[0]
 
     def chat(
@@ -114,6 +118,8 @@ class Run:
         system: str | None = None,
         *,
         images: Sequence[Path | str] = (),
+        videos: Sequence[Path | str] = (),
+        audio: Sequence[Path | str] = (),
         tokens: int = 512,
         temperature: float = 0.8,
         top_p: float = 0.95,
@@ -121,10 +127,10 @@ class Run:
         device: str = "auto",
     ) -> Chat:
         """A conversation with the newest weights, which stay loaded: `ask(question)` is the answer, `stream(question)`
-        gives it part by part, `messages` is all that was said. Images are part of the first question."""
+        gives it part by part, `messages` is all that was said. Files are part of the first question."""
         from meshwright.runs.chat import open_chat
 
-        shown = [Path(image) for image in images]
+        shown = _shown(images, videos, audio)
         return open_chat(
             self.path, device, system, shown, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed
         )
@@ -143,6 +149,12 @@ class Run:
     def column(self, name: str) -> list[Any]:
         """One of the numbers of every step, as `step_s`; None where a row lacks it."""
         return [row.get(name) for row in self.rows]
+
+
+def _shown(*kinds: Sequence[Path | str]) -> Shown:
+    from meshwright.data import Shown
+
+    return Shown(*([Path(file) for file in files] for files in kinds))
 
 
 def open_run(folder: Path | str) -> Run:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from meshwright.cli.amounts import token_option
-from meshwright.cli.generate import DEVICE, IMAGE, SEED, TEMPERATURE, TOP_P
+from meshwright.cli.generate import AUDIO, DEVICE, IMAGE, SEED, TEMPERATURE, TOP_P, VIDEO
 from meshwright.cli.job import JSON
 from meshwright.errors import UserError
 
@@ -24,6 +24,8 @@ def chat(
     once: str | None = typer.Option(None, "--once", help="Answer this one question and end."),
     system: str | None = typer.Option(None, "--system", help="A system message before the first question."),
     image: list[Path] = IMAGE,
+    video: list[Path] = VIDEO,
+    audio: list[Path] = AUDIO,
     tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
@@ -33,16 +35,18 @@ def chat(
 ) -> None:
     """Talk to a model that has a chat template; a question per line. Ctrl-C stops an answer, Ctrl-D ends the chat.
 
-    Pictures belong to the first question.
+    Pictures, films and sounds belong to the first question.
     """
     if as_json and once is None:
         raise UserError("--json prints one answer; give the question with --once")
     if once is not None and not once.strip():
         raise UserError(f'--once = "{once}" holds no question; write one, or leave it out for a conversation')
     from meshwright.cli.output import print_json
+    from meshwright.data import Shown
     from meshwright.runs.chat import open_chat
 
-    opened = open_chat(source, device, system, image, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    shown = Shown(image, video, audio)
+    opened = open_chat(source, device, system, shown, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
     if once is None:
         _talk(opened, source)
     elif as_json:

@@ -247,6 +247,8 @@ def _summary(manifest: Manifest) -> dict[str, object]:
 
 
 def _print_summary(folder: Path, manifest: Manifest) -> None:
+    from meshwright.data.prepared import open_prepared
+
     what = {"text": "documents", "preferences": "pairs"}.get(manifest.content, manifest.content)
     for split in ("train", "validation"):
         documents = manifest.documents[split] // (2 if manifest.content == "preferences" else 1)
@@ -255,6 +257,11 @@ def _print_summary(folder: Path, manifest: Manifest) -> None:
         head = f"{folder}: " if split == "train" else " " * (len(str(folder)) + 2)
         print(f"{head}{tokens:,} tokens of {documents:,} {what} for {split}{per}")
     print(f"  {len(manifest.shards)} shards from {len(manifest.sources)} files, vocabulary of {manifest.vocab_size:,}")
+    if manifest.fields:
+        prepared = open_prepared(folder)
+        print(f"  items: {', '.join(f'{count:,} {name}' for name, count in prepared.counted().items())}")
+        for sentence in prepared.missing():
+            print(f"  {sentence}")
     if manifest.formats:
         found = ", ".join(f"{shape} ({count:,})" for shape, count in manifest.formats.items())
         print(f"  recognised: {found}")

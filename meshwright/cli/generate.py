@@ -19,6 +19,8 @@ IMAGE = typer.Option(
     metavar="FILE",
     help="A picture for a model that reads them, at <image> or before the text; repeatable.",
 )
+VIDEO = typer.Option([], "--video", metavar="FILE", help="A film for a model that reads them, at <video>; repeatable.")
+AUDIO = typer.Option([], "--audio", metavar="FILE", help="A sound for a model that listens, at <audio>; repeatable.")
 DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
 
 
@@ -26,6 +28,8 @@ def generate(
     run: Path = typer.Argument(help="A run folder or a Hugging Face folder."),
     prompt: str = typer.Option("", "--prompt", help="Text to continue; names of special tokens are read as such."),
     image: list[Path] = IMAGE,
+    video: list[Path] = VIDEO,
+    audio: list[Path] = AUDIO,
     tokens: int = TOKENS,
     temperature: float = TEMPERATURE,
     top_p: float = TOP_P,
@@ -35,9 +39,11 @@ def generate(
 ) -> None:
     """Generate text with a run's newest weights, up to a stop token of the model."""
     from meshwright.cli.output import print_json, print_written
+    from meshwright.data import Shown
     from meshwright.runs.generate import generate_from_run
 
-    text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device, image)
+    shown = Shown(image, video, audio)
+    text, step = generate_from_run(run, prompt, tokens, temperature, top_p, seed, device, shown)
     if as_json:
         print_json({"run": str(run), "step": step, "prompt": prompt, "text": text})
     else:

@@ -239,6 +239,7 @@ def _next(finished: "Finished", job: "Job") -> str | None:
         return None
     if job.model.file is not None:  # which cannot generate
         return None if finished.outcome.val_loss is None else f"meshwright eval {run}{trust}"
+    shown = " --image FILE" if job.model.vision else " --audio FILE" if job.model.audio else ""
     if (finished.folder / "chat_template.jinja").is_file():
-        return f"meshwright chat {run}"
-    return f"meshwright generate {run} --prompt 'class '"
+        return f"meshwright chat {run}{shown}"
+    return f"meshwright generate {run}{shown}" if shown else f"meshwright generate {run} --prompt 'class '"

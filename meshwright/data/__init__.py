@@ -7,7 +7,7 @@ from meshwright.data.lengths import lengths_of
 from meshwright.data.loader import Loader, validation_batches, window_batches
 from meshwright.data.made import Slots
 from meshwright.data.media.gpu import GpuDecoder, gpu_decoder
-from meshwright.data.media.shown import Viewer, shown_media
+from meshwright.data.media.shown import NOTHING, Shown, Viewer
 from meshwright.data.prepare import prepare, read_anew
 from meshwright.data.readers import WorkerDied
 from meshwright.data.references import Blank, References
@@ -22,6 +22,7 @@ from meshwright.data.tones import TONES, tones_corpus
 
 __all__ = [
     "IGNORE",
+    "NOTHING",
     "SHAPES",
     "TONES",
     "Batch",
@@ -33,6 +34,7 @@ __all__ = [
     "MemoryTokens",
     "References",
     "RunningWindows",
+    "Shown",
     "Slots",
     "Step",
     "Stream",
@@ -48,7 +50,6 @@ __all__ = [
     "prepare",
     "read_anew",
     "shapes_corpus",
-    "shown_media",
     "tones_corpus",
     "training_index",
     "training_stream",

@@ -107,7 +107,7 @@ def _open(folder: Path, order: Order) -> Corpus:
         _plain(prepared.store("validation")),
         folder,
         (0, manifest.tokens["train"]) if manifest.join else tuple(bounds),
-        (*_bad(manifest), *order.inputs.notes),
+        (*_bad(manifest), *prepared.missing(), *order.inputs.notes),
         chat=order.taking.chat,
         train_items=prepared.items("train"),
         validation_items=prepared.items("validation"),

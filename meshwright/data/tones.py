@@ -1,24 +1,27 @@
 """Keys of a telephone that sound one after another, and which they were: speech-to-text small enough to be learned on a
 CPU in minutes. Sound i is a pure function of (split, i)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers
 
 from meshwright.data.corpus import Corpus
 from meshwright.data.hashing import fraction_of, mix
 from meshwright.data.made import Slots, TaskWindows, noise, require_task, task_corpus
 from meshwright.data.media.sound import wave_windows
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 from meshwright.job.audio import FRAMES_PER_SECOND, Audio
 
 TONES = "builtin:tones"
 KEYS = "0123456789ABCD*#"
-WORDS = ("<end>", "<sound>", *KEYS)
+WORDS = ("<|endoftext|>", "<audio>", *KEYS, "<unk>")
 """The vocabulary: a word's place is its token."""
-END, SOUND = WORDS.index("<end>"), WORDS.index("<sound>")
+END, SOUND, UNKNOWN = (WORDS.index(name) for name in ("<|endoftext|>", "<audio>", "<unk>"))
 RATE = 8000
 """Samples per second."""
 LOW_HZ, HIGH_HZ = (500.0, 650.0, 845.0, 1100.0), (1430.0, 1860.0, 2420.0, 3140.0)
@@ -113,4 +116,14 @@ def tones_corpus(audio: Audio | None, vocab_size: int, sequence_length: int, oth
             f"model.audio.windows = {audio.windows} of model.audio.seconds = {audio.seconds:g} are too short for "
             f"{TONES}, whose sounds last up to {LONGEST_S:g} seconds; raise one of them"
         )
-    return task_corpus(ToneWindows, Slots.of(audio), vocab_size, sequence_length)
+    corpus = task_corpus(ToneWindows, Slots.of(audio), vocab_size, sequence_length)
+    return replace(corpus, tokenizer=tones_tokenizer())
+
+
+def tones_tokenizer() -> Tokenizer:
+    """The keys as a tokenizer, by which a trained model can be let hear a sound: every letter is a token."""
+    inner = tokenizers.Tokenizer(models.WordLevel({word: token for token, word in enumerate(WORDS)}, WORDS[UNKNOWN]))
+    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([WORDS[END], WORDS[SOUND]])
+    return Tokenizer(inner, END)

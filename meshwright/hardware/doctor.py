@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -38,9 +38,15 @@ OPTIONAL = {
     "av": "no film or sound",
     "torchvision": "no pictures decoded on the GPU",
     "PyNvVideoCodec": "no film decoded on the GPU",
+    "nvidia.dali": "no pictures decoded by DALI",
 }
 """Packages some features import, and what is missing without them; triton is reported with the compilers."""
-_INSTALLED_AS = {"PIL": "pillow"}
+_INSTALLED_AS = {
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "PIL": ("pillow",),
+    "nvidia.dali": ("nvidia-dali-cuda120", "nvidia-dali-cuda130"),
+}
+"""Packages of another name than what is imported, any of which may be there; the first is what to install."""
 _PROGRAMS = {
     "git": "run folders will not record the code version",
     "sbatch": "no Slurm here: jobs run on this machine only",
@@ -191,8 +197,25 @@ def _programs() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for package, without in OPTIONAL.items():
-        name = _INSTALLED_AS.get(package, package)
-        if find_spec(package) is not None:
-            yield Finding(name, "ok", version(name), "optional")
+        names = _INSTALLED_AS.get(package, (package,))
+        if _is_there(package):
+            installed = next(
+                (found for name in names if (found := _version(name)) is not None), "of an unknown version"
+            )
+            yield Finding(names[0], "ok", installed, "optional")
         else:
-            yield Finding(name, "warning", "not installed", f"optional: {without}; pip install {name}")
+            yield Finding(names[0], "warning", "not installed", f"optional: {without}; pip install {names[0]}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

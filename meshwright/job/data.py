@@ -57,8 +57,9 @@ class Data(Section):
     damaged: Literal["refuse", "blank"] = "refuse"
     """fields only: what training does with an item that cannot be decoded after all: stop and name it, or go on with a
     black picture or silence in its place and count it."""
-    decode: Literal["cpu", "gpu"] = "cpu"
-    """fields only: where pictures and film are decoded: by the data workers, or on the GPU (JPEG and film)."""
+    decode: Literal["cpu", "gpu", "dali"] = "cpu"
+    """fields only: where pictures and film are decoded: by the data workers, on the GPU (JPEG and film), or pictures by
+    NVIDIA DALI in the process that trains, on its device."""
     encoder: str | None = Field(default=None, min_length=1)
     """fields only: `file.py:Class` with your own `cook(record)` or `items(field, raw, random)`; its code is run."""
     packing: Literal["concatenate", "best-fit", "none"] = "concatenate"

@@ -51,7 +51,7 @@ class MediaField(Section):
     """image and video: a larger picture or frame counts as damaged, by its header, before it is decoded."""
     frames: PositiveInt = Field(default=8, le=4096)
     """video: frames taken from a film at equal distances, each an item."""
-    rate: PositiveInt = Field(default=16000, le=192_000)
+    rate: int = Field(default=16000, ge=1000, le=192_000)
     """audio: samples per second after resampling."""
     mels: PositiveInt = Field(default=80, le=512)
     """audio: bands of the log-mel features; by default model.audio.mels if there is one."""

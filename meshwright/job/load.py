@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 from meshwright.job.adapter import complete_adapter
 from meshwright.job.devices import Cluster
 from meshwright.job.edit import edited_text
-from meshwright.job.fields import complete_fields
+from meshwright.job.fields import MediaField, complete_fields
 from meshwright.job.hf_whisper import complete_audio
 from meshwright.job.init_from import folder_table, pinned_start, require_agreement, require_tokenizer
 from meshwright.job.job import Job
@@ -386,6 +386,10 @@ def _known_name(location: list[str]) -> str:
     section, key = location[0], location[1]
     if len(location) == 3 and (inside := table_fields(f"{section}.{key}")):
         return nearest(location[2], list(inside)).replace("did you mean ", f"did you mean {section}.{key}.", 1)
+    if location[:2] == ["data", "fields"] and len(location) == 4:
+        return nearest(location[3], list(MediaField.model_fields)).replace(
+            "did you mean ", f"did you mean {'.'.join(location[:3])}.", 1
+        )
     if elsewhere := [name for name in field_names() if name.endswith(f".{key}")]:
         return f"did you mean {elsewhere[0]}?"
     close = nearest(key, list(sections[section].model_fields))

@@ -1,11 +1,11 @@
 """A conversation with a model: questions in its chat template, answers as they are written, the history kept."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 
 from meshwright.checkpoint import chat_template_of
-from meshwright.data import shown_media
+from meshwright.data import NOTHING, Shown
 from meshwright.data.chat import ChatTemplate, Overran
 from meshwright.data.conversations import BadConversation, Message
 from meshwright.data.text_stream import TextStream
@@ -23,7 +23,7 @@ class Chat:
         writer: Writer,
         template: ChatTemplate,
         system: str | None = None,
-        images: Sequence[Path] = (),
+        shown: Shown = NOTHING,
         *,
         tokens: int = 512,
         temperature: float = 0.8,
@@ -32,7 +32,7 @@ class Chat:
     ) -> None:
         """`open_chat` opens one from a folder. Answers have at most so many tokens, and what the model has room for.
 
-        Images are part of the first question.
+        What is shown is part of the first question.
         """
         self.messages = [] if system is None else [Message("system", system)]
         self.step = writer.step
@@ -41,8 +41,8 @@ class Chat:
         self.stopped: str | None = None
         """What ended the last answer; None if it was cut off because it was long enough."""
         self._writer, self._template = writer, template
-        self._viewer = writer.viewer(images)
-        self._pictures = self._viewer.look(images) if self._viewer is not None and images else None
+        self._viewer, self._shown = writer.viewer(shown), shown
+        self._seen_files = self._viewer.look(shown)
         self._tokens, self._temperature, self._top_p, self._seed = tokens, temperature, top_p, seed
         end = template.end_of_turn()
         turn = writer.tokenizer.first_control(end)
@@ -57,9 +57,8 @@ class Chat:
 
     def stream(self, question: str) -> Generator[str, None, None]:
         """The answer to a question, part by part; closed early, it is part of the conversation as far as it is."""
-        if self._viewer is not None:
-            first = not any(message.role == "user" for message in self.messages)
-            question = self._viewer.named(question, len(self._pictures) if first and self._pictures is not None else 0)
+        first = not any(message.role == "user" for message in self.messages)
+        question = self._viewer.named(question, self._shown if first else NOTHING)
         asked = [*self.messages, Message("user", question)]
         prompt, media = self._prompt(asked)
         answer = list[str]()
@@ -82,13 +81,8 @@ class Chat:
             raise UserError(f"the conversation {error}; write it differently{system}") from error
         except Overran as error:
             raise UserError(f"the conversation {error}") from error
-        tokenizer, media = self._writer.tokenizer, None
-        encode = tokenizer.encode_rendered
-        if self._viewer is None or self._pictures is None:
-            prompt = encode(text)
-        else:
-            prompt, places = self._viewer.encode(tokenizer, text, len(self._pictures), encode, encode)
-            media = shown_media(self._pictures, places)
+        encode = self._writer.tokenizer.encode_rendered
+        prompt, media = self._viewer.encode(self._writer.tokenizer, text, self._seen_files, encode, encode)
         if self._room(prompt) < 1:
             limit = self._writer.model.shape.max_sequence_length
             raise UserError(
@@ -152,7 +146,7 @@ def open_chat(
     source: Path,
     device: str,
     system: str | None = None,
-    images: Sequence[Path] = (),
+    shown: Shown = NOTHING,
     *,
     tokens: int = 512,
     temperature: float = 0.8,
@@ -161,7 +155,7 @@ def open_chat(
 ) -> Chat:
     """A conversation with a run's newest weights or a Hugging Face folder's; one without a chat template is refused.
 
-    Images are part of the first question.
+    What is shown is part of the first question.
     """
     template = chat_template_of(source, tokenizer_of(source))
     if not template.is_there:
@@ -170,4 +164,4 @@ def open_chat(
             f"text with: meshwright generate {source} --prompt TEXT"
         )
     writer = open_writer(source, device)
-    return Chat(writer, template, system, images, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)
+    return Chat(writer, template, system, shown, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed)

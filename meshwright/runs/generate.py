@@ -1,9 +1,8 @@
 """Generate text from a run or a Hugging Face folder: its newest weights, its tokenizer, its stop tokens."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.data import shown_media
+from meshwright.data import NOTHING, Shown
 from meshwright.data.text_stream import TextStream
 from meshwright.runs.writer import open_writer
 from meshwright.train import generate
@@ -17,21 +16,17 @@ def generate_from_run(
     top_p: float,
     seed: int,
     device: str,
-    images: Sequence[Path] = (),
+    shown: Shown = NOTHING,
 ) -> tuple[str, int | None]:
     """The prompt and its continuation by a run's newest weights or a folder's, and the step of those weights.
 
-    Images take the places of `<image>` in the prompt, or come before it.
+    What is shown takes the places of `<image>`, `<video>` and `<audio>` in the prompt, or comes before it.
     """
     writer = open_writer(run, device)
-    tokenizer, viewer = writer.tokenizer, writer.viewer(images)
-    if viewer is None:
-        start, media = tokenizer.encode_prompt(prompt), None
-    else:
-        asked = viewer.named(prompt, len(images))
-        first, rest = tokenizer.encode_prompt, tokenizer.encode_rendered
-        start, places = viewer.encode(tokenizer, asked, len(images), first, rest)
-        media = shown_media(viewer.look(images), places) if images else None
+    tokenizer, viewer = writer.tokenizer, writer.viewer(shown)
+    seen = viewer.look(shown)
+    first, rest = tokenizer.encode_prompt, tokenizer.encode_rendered
+    start, media = viewer.encode(tokenizer, viewer.named(prompt, shown), seen, first, rest)
     start = start or [tokenizer.end_of_text]
     written = generate(
         writer.model,

@@ -1,13 +1,12 @@
 """A model that can write: a run's newest weights or a Hugging Face folder's, with the tokenizer and where it stops."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from meshwright.checkpoint import Generation, generation_of, load_hf_weights, load_weights, newest_weights
-from meshwright.data import Tokenizer, Viewer
+from meshwright.data import Shown, Tokenizer, Viewer
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import UserError
 from meshwright.job import Job, Model, model_of_folder
@@ -30,12 +29,17 @@ class Writer:
     data: Data | None
     """The section that the run trained on; a folder has none."""
 
-    def viewer(self, images: Sequence[Path] = ()) -> Viewer | None:
-        """What shows the model pictures; one that reads none has none, and is refused if there are pictures."""
-        vision = self.model.shape.vision
-        if vision is None and images:
-            raise UserError(f"{self.source} reads no pictures, since it has no model.vision; leave out --image")
-        return None if vision is None else Viewer(vision, self.data, str(self.source))
+    def viewer(self, shown: Shown) -> Viewer:
+        """What shows the model files; one that does not read what is in them is refused."""
+        shape = self.model.shape
+        for kind, section, things in (
+            ("image", "vision", "pictures"),
+            ("video", "vision", "film"),
+            ("audio", "audio", "sound"),
+        ):
+            if kind in shown.by_kind and getattr(shape, section) is None:
+                raise UserError(f"{self.source} reads no {things}, since it has no model.{section}; leave out --{kind}")
+        return Viewer(shape.encoder, self.data, str(self.source))
 
 
 def open_writer(source: Path, device: str) -> Writer:

@@ -14,6 +14,7 @@ from meshwright.data import (
     Loader,
     MemoryTokens,
     Slots,
+    Stream,
     StreamLoader,
     evaluation_windows,
     gpu_decoder,
@@ -59,7 +60,7 @@ def training_loader(
     if corpus.flow is not None:
         return _stream_loader(job, corpus, world, position, cursors)
     return Loader(
-        training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed),
+        _stream(job, corpus),
         global_batch=job.batch.global_batch,
         position=position,
         workers=job.data.workers,
@@ -69,6 +70,10 @@ def training_loader(
         ranks=world.data_ranks,
         decoder=gpu_decoder(job.data, world.device, _say if world.data_rank == 0 else lambda sentence: None),
     )
+
+
+def _stream(job: Job, corpus: Corpus) -> Stream:
+    return training_stream(corpus, job.data, job.batch.sequence_length, job.run.seed)
 
 
 def _say(sentence: str) -> None:
@@ -143,7 +148,10 @@ def set_batches(job: Job, corpus: Corpus, name: str) -> Iterator[Batch]:
 
 def require_enough_text(job: Job, corpus: Corpus, world: World) -> None:
     """Reject a corpus too short for either stream, before anything is written."""
-    training_loader(job, corpus, world)
+    if corpus.flow is not None:
+        _stream_loader(job, corpus, world, 0, None)
+    else:  # without a decoder, which would say twice why it is not used
+        _stream(job, corpus)
     if evaluates(job):
         held_out_batches(job, corpus)
     if job.evaluation.every_steps:

@@ -1,5 +1,6 @@
 """Decoding on the GPU: what can be said of it without one, and with one the whole."""
 
+import io
 import itertools
 import sys
 import threading
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from data_media import IMAGE, captioned, film, noise, picture, write_tar
+from PIL import Image, ImageOps
 
 from meshwright.data import Loader, gpu_decoder, prepare, training_stream
 from meshwright.data.media.carried import EncodedItem, EncodedMedia
 from meshwright.data.media.chance import Chance
 from meshwright.data.media.film import frames_of
-from meshwright.data.media.gpu import GpuDecoder, cut_and_resized
-from meshwright.data.media.pictures import cut_of, open_picture
+from meshwright.data.media.gpu import GpuDecoder, cut_and_resized, upright
+from meshwright.data.media.pictures import cut_of, open_picture, turn_of, upright_size
 from meshwright.data.media.pictures import picture as cpu_picture
 from meshwright.errors import UserError
 from meshwright.job.data import Data
@@ -27,6 +29,7 @@ from meshwright.model import Media
 def data_of(tmp_path, **changes) -> Data:
     samples = captioned(range(20), noise)
     samples[3] = ("3", {"png": picture(3, "PNG"), "txt": b"not a JPEG"})
+    samples[4] = ("4", {"jpg": held(6), "txt": b"turned"})
     source = write_tar(tmp_path / "a.tar", samples)
     how = {"fields": {"image": {**IMAGE, "crop": "random", "flip": True}}, "decode": "gpu", **changes}
     return Data(sources=(source,), cache=str(tmp_path / "cache"), validation_fraction=0.0, **how)
@@ -42,6 +45,30 @@ def test_the_gpus_steps_make_nearly_what_pillow_makes(crop):
         theirs = cut_and_resized(pixels, cut, 24).numpy().astype(int)
         ours = cpu_picture(raw, field, Chance(7, number)).astype(int)
         assert np.abs(ours - theirs).mean() < 3, (crop, number)
+
+
+def held(number: int) -> bytes:
+    """A JPEG whose EXIF data says that the camera was held some way."""
+    stream, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = number
+    Image.open(io.BytesIO(noise(number, side=96))).crop((0, 0, 96, 64)).save(stream, "JPEG", exif=exif)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_pictures_of_a_camera_that_was_turned_are_upright(number):
+    raw, field = held(number), MediaField(kind="image", size=64, tokens=1, crop="random", flip=True)
+    seen = ImageOps.exif_transpose(Image.open(io.BytesIO(raw)))
+    image = open_picture(raw, field)
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    turned = upright(pixels, *turn_of(image))
+    assert torch.equal(turned, torch.from_numpy(np.array(seen)).permute(2, 0, 1)) and upright_size(image) == seen.size
+    stream = io.BytesIO()
+    seen.save(stream, "PNG")
+    plain, cut = stream.getvalue(), cut_of(field, *seen.size, Chance(7, number))
+    assert np.array_equal(cpu_picture(raw, field, Chance(7, number)), cpu_picture(plain, field, Chance(7, number)))
+    there = cpu_picture(raw, field, Chance(7, number)).astype(int)
+    assert np.abs(cut_and_resized(turned, cut, 64).numpy().astype(int) - there).mean() < 3
 
 
 def test_it_falls_back_with_a_sentence(tmp_path):
@@ -158,8 +185,11 @@ def test_an_error_of_the_next_step_does_not_keep_this_one_from_training(tmp_path
 
 
 @pytest.mark.gpu
-def test_nvjpeg_makes_nearly_what_pillow_makes(tmp_path):
-    data = data_of(tmp_path)
+@pytest.mark.parametrize("decode", ["gpu", "dali"])
+def test_the_gpu_makes_nearly_what_pillow_makes(tmp_path, decode):
+    if decode == "dali":
+        pytest.importorskip("nvidia.dali", reason="nvidia.dali, a wheel of 425 MB, is not installed")
+    data = data_of(tmp_path, decode=decode)
     stream = training_stream(prepare(data, 300), data, 64, 3)
     decoder = gpu_decoder(data, torch.device("cuda", 0), pytest.fail)
     cpu, gpu = (next(iter(Loader(stream, global_batch=8, decoder=used))).batch.media for used in (None, decoder))

@@ -9,7 +9,7 @@ from meshwright.data import Loader, RunningWindows, Stream
 from meshwright.data.made import NoisyWindows, Slots
 from meshwright.data.samples import IGNORE
 from meshwright.data.store import SyntheticTokens
-from meshwright.data.tones import HIGH_HZ, KEYS, LONGEST_S, LOW_HZ, MOST_KEYS, RATE, SOUND, WORDS, ToneWindows
+from meshwright.data.tones import END, HIGH_HZ, KEYS, LONGEST_S, LOW_HZ, MOST_KEYS, RATE, SOUND, WORDS, ToneWindows
 
 SLOTS = Slots(2, (20, 25), 13)
 WINDOWS = ToneWindows(SLOTS, 32, 0)
@@ -23,7 +23,7 @@ def test_a_window_is_a_sound_and_the_learned_keys() -> None:
         filled.add(windows)
         assert sample.tokens_S[: 13 * windows].tolist() == [SOUND] * 13 * windows
         learned = [WORDS[label] for label in sample.labels_S if label != IGNORE]
-        assert learned == [*dialled.keys, "<end>"]
+        assert learned == [*dialled.keys, WORDS[END]]
         assert (sample.valid, sample.length) == (WINDOWS.count_valid(number), WINDOWS.length(number))
         assert sample.media is not None
         places = [list(range(13 * slot, 13 * slot + 13)) if slot < windows else [-1] * 13 for slot in range(2)]

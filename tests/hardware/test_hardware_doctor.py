@@ -1,6 +1,7 @@
 """The examination: complete, honest about what is not there, and unable to raise."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import re
 import shutil
@@ -82,8 +83,9 @@ def imported() -> set[str]:
                 found |= {str(word.value) for word in node.args[:1] if isinstance(word, ast.Constant)}
             elif file.name == "extras.py" and isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
                 found |= set(ast.literal_eval(node.value))
-    # Torch's writer for TensorBoard is that package's.
-    return {"tensorboard" if name == "torch.utils.tensorboard" else name.split(".")[0] for name in found}
+    # Torch's writer for TensorBoard is that package's, and many packages share the name nvidia.
+    whole = {"torch.utils.tensorboard": "tensorboard", "nvidia.dali": "nvidia.dali"}
+    return {whole.get(name, name.split(".")[0]) for name in found}
 
 
 def _checks_types(node: ast.AST) -> bool:
@@ -107,6 +109,29 @@ def test_every_package_that_is_imported_is_named_or_required() -> None:
 def test_required_packages_are_those_of_the_project() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {"torch", *REQUIRED} == {re.split("[<>=]", line)[0] for line in wanted}
+
+
+def test_a_package_of_several_names_is_found_by_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DALI has one for each CUDA, and what is imported lies inside a package that may be missing as a whole."""
+    monkeypatch.setattr("meshwright.hardware.doctor.find_spec", lambda name: object())
+    versions = {"nvidia-dali-cuda130": "2.4.0", "mlflow-skinny": "3.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr("meshwright.hardware.doctor.version", version)
+    found = by_name()
+    assert found["nvidia-dali-cuda120"] == Finding("nvidia-dali-cuda120", "ok", "2.4.0", "optional")
+    assert found["mlflow"].value == "3.1" and found["wandb"].value == "of an unknown version"
+
+    def no_parent(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr("meshwright.hardware.doctor.find_spec", no_parent)
+    line = by_name()["nvidia-dali-cuda120"]
+    assert line.status == "warning" and line.note.endswith("pip install nvidia-dali-cuda120")
 
 
 def test_absent_packages_and_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_no_hugging_face_family_has_it(tmp_path: Path) -> None:
     ("override", "match"),
     [
         ("batch.sequence_length=28", "too short for the 31 tokens of a sequence of builtin:tones"),
-        ("model.vocab_size=16", "less than the 18 words of builtin:tones"),
+        ("model.vocab_size=16", "less than the 19 words of builtin:tones"),
         ('data.sources=["builtin:tones", "builtin:stdlib"]', "leave it alone in the list"),
         ("model.audio.windows=1", "whose sounds last up to 0.5 seconds"),
         ('data.sources=["builtin:shapes"]', r"has pictures, and the model reads none; set \[model.vision\]"),

@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 import meshwright
-from meshwright.data import IGNORE, shapes_corpus
+from meshwright.data import IGNORE, Shown, shapes_corpus
 from meshwright.data.batch import stack_samples
 from meshwright.data.shapes import WORDS, ShapeWindows
 from meshwright.errors import UserError
@@ -126,13 +126,13 @@ def drawer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_answers_depend_on_the_picture(talker: Path) -> None:
     for name in COLOURS:
-        chat = open_chat(talker / "run", "cpu", None, [talker / f"{name}.png"], temperature=0, tokens=8)
+        chat = open_chat(talker / "run", "cpu", None, Shown([talker / f"{name}.png"]), temperature=0, tokens=8)
         assert chat.ask("colour?").startswith(name)
         assert chat.messages[0].content == "<image>colour?"
         # The picture stays where it was when the conversation goes on, and is not computed again.
         assert chat.ask("colour?") is not None and chat.messages[2].content == "colour?"
         prompt = "user:\n<image>colour?\nassistant:\n"
-        text, step = generate_from_run(talker / "run", prompt, 4, 0.0, 1.0, 0, "cpu", [talker / f"{name}.png"])
+        text, step = generate_from_run(talker / "run", prompt, 4, 0.0, 1.0, 0, "cpu", Shown([talker / f"{name}.png"]))
         assert text.removeprefix(prompt).strip().startswith(name) and step == 60
         run = meshwright.open_run(talker / "run")
         assert run.generate(prompt, 4, images=[str(talker / f"{name}.png")], temperature=0, device="cpu") == text
@@ -140,7 +140,7 @@ def test_answers_depend_on_the_picture(talker: Path) -> None:
 
 def test_a_cache_changes_no_answer(talker: Path) -> None:
     """The second turn of a chat, computed on top of the first, equals one that is computed whole."""
-    picture = [talker / "red.png"]
+    picture = Shown([talker / "red.png"])
     chat = open_chat(talker / "run", "cpu", None, picture, temperature=0, tokens=4)
     first = chat.ask("colour?")
     second = chat.ask("colour?")
@@ -174,7 +174,7 @@ def test_drawings_are_asked_by_words_and_answered_as_the_loss_counts_them(drawer
         pixels = drawing.picture(32).transpose(1, 2, 0)
         Image.fromarray(pixels).save(tmp_path / "drawing.png")
         prompt = f"{drawing.question}?"
-        text, _ = generate_from_run(drawer, prompt, 1, 0.0, 1.0, 0, "cpu", [tmp_path / "drawing.png"])
+        text, _ = generate_from_run(drawer, prompt, 1, 0.0, 1.0, 0, "cpu", Shown([tmp_path / "drawing.png"]))
         batch = stack_samples([windows.read(number)], [number])
         with torch.no_grad():
             likeliest_S = writer.model(batch.tokens_BS, media=batch.media)[0].argmax(-1)
@@ -214,7 +214,7 @@ def test_an_own_encoder_is_not_run(talker: Path, monkeypatch: pytest.MonkeyPatch
     resolved["data"]["encoder"] = "own.py:Encoder"
     monkeypatch.setattr("meshwright.runs.writer.RunFolder.resolved_job", lambda self, trust: load_job_of(resolved))
     with pytest.raises(UserError, match=r"data.encoder = own.py:Encoder, code that is not run here"):
-        generate_from_run(talker / "run", "", 1, 0.0, 1.0, 0, "cpu", [talker / "red.png"])
+        generate_from_run(talker / "run", "", 1, 0.0, 1.0, 0, "cpu", Shown([talker / "red.png"]))
 
 
 def load_job_of(resolved: dict[str, Any]) -> Any:

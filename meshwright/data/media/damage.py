@@ -26,5 +26,6 @@ def decoding() -> Iterator[None]:
     except MemoryError as error:
         raise Damaged(TOO_LARGE, "takes more memory than there is") from error
     except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = getattr(error, "strerror", None) or str(error)  # FFmpeg's errors name a file that is none
+        why = (said.strip().splitlines() or [type(error).__name__])[0]
         raise Damaged(DAMAGED, why[:120]) from error

@@ -28,6 +28,8 @@ def windows_of(raw: bytes, field: MediaField) -> Floats:
     """The windows of a sound: windows × mels × frames."""
     length = _window_samples(field)
     wave = np.concatenate([np.empty(0, np.float32), *_decoded(raw, field)])[: field.windows * length]
+    if len(wave) == 0:
+        raise Damaged(DAMAGED, "holds no sound")
     return wave_windows(wave, length, field.rate, field.mels)
 
 

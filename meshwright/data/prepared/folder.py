@@ -141,6 +141,20 @@ class Prepared:
             ]
         )
 
+    def counted(self) -> dict[str, int]:
+        """Pictures, films and sounds of each field, in both splits."""
+        indices = [index for split in SPLITS if (index := self.items(split)) is not None]
+        counts = [index.counted(len(self.manifest.fields)) for index in indices]
+        return dict(zip(self.manifest.fields, map(sum, zip(*counts, strict=True)), strict=True))
+
+    def missing(self) -> list[str]:
+        """A sentence for each field that no record has."""
+        return [
+            f"no record has data.fields.{name}; set its column to the name or ending of what holds it"
+            for name, count in self.counted().items()
+            if count == 0
+        ]
+
     def items(self, split: str) -> MediaIndex | None:
         """Where the pictures, film and sound of train or validation are; None of text alone."""
         if not self.manifest.fields:
