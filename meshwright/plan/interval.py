@@ -107,7 +107,7 @@ class Evidence:
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> float:
     """The value below which this share of the weight is, between neighbours by a straight line."""
-    order = np.argsort(values)
+    order = np.argsort(values, kind="stable")
     below = np.cumsum(weights[order]) - 0.5 * weights[order]
     return float(np.interp(share * weights.sum(), below, values[order]))
 

@@ -15,7 +15,7 @@ from meshwright.plan.communication import Wires
 from meshwright.plan.operations import Operations
 
 _NEAR = 6
-"""Measured shapes that a figure is interpolated from."""
+"""Measured shapes that a figure is interpolated from, and more where several are equally near."""
 _FAR = 1.5
 """Doublings of a size beyond the measured range after which a figure is reported as a guess."""
 
@@ -43,7 +43,9 @@ class Cloud:
     def at(self, *sizes: float) -> float:
         """The value near these sizes, never outside the measured range."""
         distance = ((self.points - np.log2(np.array(sizes))) ** 2).sum(axis=1)
-        nearest = np.argpartition(distance, min(_NEAR, len(distance)) - 1)[:_NEAR]
+        # All that are as near as the last of them: which of two equals numpy takes depends on the processor.
+        last = np.partition(distance, min(_NEAR, len(distance)) - 1)[min(_NEAR, len(distance)) - 1]
+        nearest = distance <= last * (1 + 1e-9)
         weights = 1.0 / (distance[nearest] + 1e-3) ** 1.5
         return float(np.exp((weights * self.values[nearest]).sum() / weights.sum()))
 

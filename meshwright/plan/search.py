@@ -316,7 +316,9 @@ def anything_fits(job: Job, cluster: Cluster, allow: Collection[str], *, at_once
     machine = machine_of(cluster)
     room = SAFE * machine.memory_bytes
     layouts = bounded(job, machine, _allowed(allow) | _own(job), room, at_once=at_once)
-    fewest = [index for index in map(int, np.argsort(layouts.memory_bytes)) if not layouts.is_budget(index)]
+    fewest = [
+        index for index in map(int, np.argsort(layouts.memory_bytes, kind="stable")) if not layouts.is_budget(index)
+    ]
     for index in fewest[:_SMALLEST]:
         if layouts.memory_bytes[index] > room:
             return False
