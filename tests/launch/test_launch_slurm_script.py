@@ -314,20 +314,33 @@ def test_ranks_that_were_asked_to_end_and_saved_go_on_later(tmp_path: Path, monk
         (tmp_path / "asked").unlink(missing_ok=True)
 
 
+KILLED = "kill -9 $$"
+FIRST_KILLED = 'case "$*" in *stop*) kill -9 $$;; esac; exec /bin/grep "$@"'
+
+
 @pytest.mark.parametrize(
-    ("reason", "killed", "done"), [("finished", False, True), ("failed", False, False), ("finished", True, False)]
+    ("reason", "programs_then", "done"),
+    [
+        ("finished", {}, True),
+        ("failed", {}, False),
+        (None, {}, False),
+        ("finished", {"grep": KILLED}, False),
+        ("failed", {"grep": FIRST_KILLED}, False),
+        ("finished", {"tail": KILLED}, False),
+    ],
 )
 def test_a_step_that_ends_with_0_is_done_only_if_the_run_can_be_seen_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, killed: bool, done: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str | None, programs_then: dict[str, str], done: bool
 ) -> None:
     """A step that is aborted with its node may end so, and programs that the script starts then are killed."""
     path = os.environ["PATH"]
     script = batch_script(tmp_path / "run", "x", SITE, Shape(1, 1), request(), "requeue")
-    run_folder(tmp_path / "run", ("start", {}), ("stop", {"reason": reason}))
+    # The next attempt of a run that had been stopped.
+    stops = [] if reason is None else [("stop", {"reason": reason})]
+    run_folder(tmp_path / "run", ("start", {}), ("stop", {"reason": "interrupted"}), ("start", {}), *stops)
     (tmp_path / "run/slurm").mkdir()
-    gone = {"grep": "kill -9 $$"} if killed else {}
     lost = 'case "$*" in *train*) exit 0;; esac; exit 1'
-    programs(tmp_path / "bin", monkeypatch, srun=lost, scontrol="exit 0", sleep="exit 0", **gone)
+    programs(tmp_path / "bin", monkeypatch, srun=lost, scontrol="exit 0", sleep="exit 0", **programs_then)
     ended = subprocess.run(["/bin/bash", "-c", script], env={"PATH": f"{tmp_path}/bin:{path}", "SLURM_JOB_ID": "7"})
     assert ended.returncode == (0 if done else 85)
     assert (tmp_path / "run/slurm/over").exists() is done

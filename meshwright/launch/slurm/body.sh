@@ -59,11 +59,18 @@ continue_later() { # from the newest checkpoint, in the next job or in this one,
 }
 
 # A step that Slurm aborts with a lost node may end with 0, and whatever looks at it then is killed, too: the run is done
-# only if it can be seen that its last end was not a failure.
-ended_as_failed() { # 1 if the run's last end was a failure, else 0; nothing if the answer was cut off
-  grep -s '"kind": "stop"' "$run/events.jsonl" | tail -n 1 | grep -c '"reason": "failed"'
+# only if it can be seen that it ended, and not as a failure.
+was_cut_off() {
+  local last seen
+  last=$(grep -s -E '"kind": "(start|stop)"' "$run/events.jsonl" | tail -n 1; exit "${PIPESTATUS[0]}")
+  seen=$? # of grep: 1 without such a line, 2 without the file, more if it was killed
+  case $seen:$last in
+  [12]:*) return 1 ;; # nothing that trains
+  0:*'"reason": "failed"'*) return 0 ;;
+  0:*'"kind": "stop"'*) return 1 ;;
+  esac
 }
-if [ $code = 0 ] && [ "$(ended_as_failed)" != 0 ]; then code=1; fi
+if [ $code = 0 ] && was_cut_off; then code=1; fi
 if [ $code -le "$judged" ]; then
   judge || finish "failed: the trial says no" 1
   finish "done" 0
