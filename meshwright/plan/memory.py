@@ -23,15 +23,14 @@ from meshwright.cost import (
     state_bytes,
 )
 from meshwright.job import FORMAT_BYTES, Job
-from meshwright.layout import casts_from, encoder_bytes, gradient_format, holdings_of_rank, ranks_of, recomputes_encoder
+from meshwright.layout import casts_from, encoder_bytes, gradient_format, holdings_of_rank, ranks_of
 from meshwright.pipeline import Table, unchecked_table
-from meshwright.plan.adapters import making_bytes
-from meshwright.plan.compute import feedforward_width, loss_chunks, products_of, tokens_of
-from meshwright.plan.experts import rows_of
+from meshwright.plan.backward import in_encoder, passing_bytes, unwritten_bytes
+from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.groups import stage_ranges
 from meshwright.plan.kept import block_bytes, sizes_of
 from meshwright.plan.offload import move_to_host
-from meshwright.plan.reserve import communicator_bytes, reserve_bytes, score_count
+from meshwright.plan.reserve import communicator_bytes, reserve_bytes
 from meshwright.plan.software import Software
 
 Terms = dict[str, float]
@@ -227,7 +226,7 @@ def _moments(
     """What a rank's stages hold besides the states when their memory may be fullest: in the backward of a block, and in
     the loss, when all is kept for the backward."""
     held = _activations(job, software, modes, ends, table, rank, starts=starts)
-    moments = [held | {"a block's backward": _passing(job, software)}]
+    moments = [held | {"a block's backward": passing_bytes(job, software)}]
     if last:
         loss = {"activations": held["activations"], **_loss(job, software)}
         if _gathered(job, software, 1, tables=True):  # no block's parameters are there, and no gradients yet
@@ -254,7 +253,7 @@ def _own_pipeline_moments(
     micro-batch less. Torch frees no parameters after a backward inside a pipeline: then zero 3 has gathered them all.
     """
     held = _activations(job, software, modes, ends, table, rank, starts=starts)
-    moments = [held | {"a block's backward": _passing(job, software)}]
+    moments = [held | {"a block's backward": passing_bytes(job, software)}]
     if any(ends):
         moments.append({"activations": held["activations"], **_loss(job, software)})
     each = job.accumulation // table.parameter_copies
@@ -339,7 +338,7 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
     the last may be shorter than the others: then it may be in the one before.
     """
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
-    again = {mode: max(0.0, size[1] - _unwritten(job, software, mode)) for mode, size in sizes.items()}
+    again = {mode: max(0.0, size[1] - unwritten_bytes(job, software, mode)) for mode, size in sizes.items()}
     encoder = encoder_bytes(job)
     kept = encoder + sum(sizes[mode][0] for mode in modes)
     each = job.precision.number_bytes
@@ -358,7 +357,7 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
     segments = segments_of(modes)
     longest = max(segments, key=lambda segment: (len(segment), segment.start))
 
-    passing = _passing(job, software)
+    passing = passing_bytes(job, software)
 
     def backward_in(segment: range, gradients: float, *, first: bool = False) -> Terms:
         """When a segment was recomputed, and its backward starts or has come to its first block."""
@@ -379,47 +378,6 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
             if len(segment) > 1
         ),
         backward_in(segments[0], before or whole - per_entry * table - layer + waiting, first=True),
-        *([_in_encoder(job, encoder, last)] if encoder else []),
+        *([in_encoder(job, encoder, last)] if encoder else []),
         {"activations": 0.0, "gradients": last, "a block's forward made again": 0.0},
     ]
-
-
-def _in_encoder(job: Job, kept: float, gradients: float) -> Terms:
-    """When the backward has come to the encoder's last block: what passes through it is as wide as in a decoder's, and
-    what it recomputes is a block's share of what it would have kept."""
-    encoder, each = job.model.encoder, job.precision.number_bytes
-    assert encoder is not None
-    tokens = job.batch.micro_batch * encoder.slots * encoder.computed
-    again = 0.0
-    if recomputes_encoder(job):
-        whole = encoder_bytes(job.model_copy(update={"memory": job.memory.model_copy(update={"recompute": "none"})}))
-        again = (whole - kept) / encoder.used_layers
-    return {
-        "activations": kept,
-        "gradients": gradients,
-        "a block's forward made again": again,
-        "a block's backward": each * tokens * (2.0 * encoder.ffn_width / job.layout.tp + 2.0 * encoder.width),
-    }
-
-
-def _passing(job: Job, software: Software) -> float:
-    """Gradients on their way through a block where they are widest: two of the inner width and two of the stream, or
-    two of the scores."""
-    each = job.precision.number_bytes
-    tokens, tp = tokens_of(job), job.layout.tp
-    inside = each * tokens * (2.0 * feedforward_width(job.model) / tp + 2.0 * job.model.width)
-    if job.model.experts is not None:
-        # Ours frees what it has used: OLMoE's peak on an H200 was in the loss, with less than this in the backward.
-        times = 1.0 if software.own else 2.0
-        inside = max(inside, each * rows_of(job) * times * (job.model.experts.ffn_width + job.model.width))
-    largest = max(columns * inner for _, columns, inner in products_of(job, software))
-    stream, inner = each * tokens * job.model.width, each * tokens * feedforward_width(job.model) / tp
-    inside = max(inside, making_bytes(job, software, largest, stream, inner))
-    return inside if software.attention == "flash" else max(inside, 2.0 * each * score_count(job))
-
-
-def _unwritten(job: Job, software: Software, mode: str) -> float:
-    """What a compiled block that recomputes inside its graph never has at once: two norms' results and a sum. With 1B
-    and 32,768 or 65,536 tokens on an H200 it were 3.1 to 3.4 widths, in bf16 and in fp8."""
-    inside = software.own and software.fusion == "fused" and mode in ("full", "selective")
-    return 3.0 * job.precision.number_bytes * tokens_of(job) * job.model.width if inside else 0.0

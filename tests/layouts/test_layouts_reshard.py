@@ -216,10 +216,10 @@ EACH = 2
 TRAVELLERS: dict[str, tuple[dict[str, Any], bool, float]] = {
     "AdamW in float32": ({}, False, 1e-5),
     "AdamW in float64": ({}, True, 1e-9),
-    "Muon and int8 in float32": (
+    "Muon and int8 in float64": (
         {"optimizer": {"name": "muon"}, "precision": {"optimizer_states": "int8"}},
-        False,
-        1e-4,
+        True,
+        1e-9,
     ),
 }
 """Muon leaves embedding and head to AdamW, so that both have their states in 8 bits."""
@@ -260,10 +260,7 @@ def test_a_journey_through_layouts_is_one_quiet_run(
     ended, quiet = (Checkpoint.open(checkpoint_path(run, steps)) for run in (folder / str(number), tmp_path))
     assert set(ended.names("model/")) == set(quiet.names("model/")) and ended.facts.position == quiet.facts.position
     assert set(ended.names("optimizer/")) == set(quiet.names("optimizer/"))
-    # Gradients that nearly cancel keep fewer digits; a code of 8 bits may be rounded to either neighbour, which moves
-    # the weights of the steps that follow: by 2.3% of the largest at most, seen on an x86 processor.
-    unit = 2 / 127 if "int8" in who else 10 * bound
     for name in [*quiet.names("model/"), *quiet.names("optimizer/")]:
         a, b = ended.whole(name).double(), quiet.whole(name).double()
-        steps_after = 2 if "int8" in who and name.startswith("model/") else 1
-        assert (a - b).abs().max() <= steps_after * unit * b.abs().max(), name
+        # Gradients that nearly cancel keep fewer digits. Codes of 8 bits are equal: no sum is that near to the middle.
+        assert (a - b).abs().max() <= 10 * bound * b.abs().max(), name
