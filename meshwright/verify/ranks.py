@@ -190,6 +190,7 @@ def _rank_main(
     if place.rank > 0:
         warnings.simplefilter("ignore")  # rank 0 says the same
     released = threading.Thread(target=_exit_when_released, args=(pipe,), daemon=True)
+    faulthandler.disable()  # if it is on, but another library has taken its signals since, it would not take them back
     faulthandler.enable(place.stack_file.open("w"))
     try:
         staged.register()

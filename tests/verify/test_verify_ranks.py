@@ -1,8 +1,10 @@
 """Forked ranks: results by rank, the first error and not its echo, silent deaths, time limits."""
 
 import ctypes
+import faulthandler
 import os
 import signal
+import sys
 import time
 from typing import Any
 
@@ -71,6 +73,8 @@ def crash_in_a_library() -> None:
 
 
 def test_a_rank_that_a_library_crashes_says_where() -> None:
+    faulthandler.enable(sys.__stderr__)
+    ctypes.CDLL(None).signal(int(signal.SIGSEGV), 0)  # as a library may leave it behind faulthandler's back
     with pytest.raises(RankError, match=r"(?s)rank 1 died .*\(signal SIGSEGV\).*in string_at.*in crash_in_a_library"):
         run_ranks(crash_in_a_library, 2)
 
