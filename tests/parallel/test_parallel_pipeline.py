@@ -17,7 +17,7 @@ from meshwright.pipeline import Action, Kind, StageTimes, simulate
 from meshwright.verify import check, run_ranks
 from meshwright.verify.documents import unequal_corpus
 
-UNIT_S = 0.1
+UNIT_S = 0.25
 TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v", "dualpipe-v", "dualpipe")
 
