@@ -10,18 +10,14 @@ losses compared.
 import argparse
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from vlm_tiny import FEW, losses, repeated
+from vlm_tiny import FEW, learned, repeated
 
-from meshwright.checkpoint import load_weights, newest_weights
 from meshwright.data.batch import stack_samples
 from meshwright.data.tones import END, MOST_KEYS, WORDS, ToneWindows, tones_corpus
-from meshwright.job import Job, load_job
-from meshwright.launch.worker import run_job
+from meshwright.job import Job
 from meshwright.model import Decoder
 
 RECIPE, AT_ONCE = "speech-tiny", 100
@@ -73,20 +69,12 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch) / "run"
-        loaded = load_job(RECIPE, [*options.set, f"run.folder={run}"])
-        started = time.monotonic()
-        run_job(loaded, Console())
-        seconds = time.monotonic() - started
-        model = Decoder(loaded.job.model)
-        step = load_weights(newest_weights(run), model)
-        pairs = transcripts(model, held_out(loaded.job), options.sounds)
-        found = losses(run)
+        job, model = learned(RECIPE, options.set, Path(scratch) / "run")
+        pairs = transcripts(model, held_out(job), options.sounds)
         exact, apart = repeated(Path(scratch), RECIPE)
     keys = sum(len(dialled) for dialled, _ in pairs)
     wrong = sum(distance(dialled, heard) for dialled, heard in pairs)
     whole = sum(dialled == heard for dialled, heard in pairs)
-    sys.stdout.write(f"{step} steps in {seconds:.0f} s, loss {found[0]:.3f} → {found[-1]:.4f}\n")
     sys.stdout.write(f"keys        {keys - wrong:5} of {keys:5} right: {1 - wrong / keys:.1%}\n")
     sys.stdout.write(f"transcripts {whole:5} of {len(pairs):5} right: {whole / len(pairs):.1%}\n")
     for dialled, heard in [pair for pair in pairs if pair[0] != pair[1]][:5]:

@@ -87,23 +87,27 @@ def repeated(scratch: Path, recipe: str) -> tuple[bool, float]:
     return resumed[-FEW // 2 :] == whole[FEW // 2 :], max(abs(a - b) / b for a, b in zip(two, whole, strict=True))
 
 
+def learned(recipe: str, settings: list[str], run: Path) -> tuple[Job, Decoder]:
+    """A recipe's job, trained as a whole, and the model it ends with; prints steps, seconds and losses."""
+    loaded = load_job(recipe, [*settings, f"run.folder={run}"])
+    started = time.monotonic()
+    run_job(loaded, Console())
+    seconds, found = time.monotonic() - started, losses(run)
+    model = Decoder(loaded.job.model)
+    step = load_weights(newest_weights(run), model)
+    sys.stdout.write(f"{step} steps in {seconds:.0f} s, loss {found[0]:.3f} → {found[-1]:.4f}\n")
+    return loaded.job, model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch) / "run"
-        loaded = load_job(RECIPE, [*options.set, f"run.folder={run}"])
-        started = time.monotonic()
-        run_job(loaded, Console())
-        seconds = time.monotonic() - started
-        model = Decoder(loaded.job.model)
-        step = load_weights(newest_weights(run), model)
-        asked, right, wrong = answers(model, held_out(loaded.job), options.questions)
-        found = losses(run)
+        job, model = learned(RECIPE, options.set, Path(scratch) / "run")
+        asked, right, wrong = answers(model, held_out(job), options.questions)
         exact, apart = repeated(Path(scratch), RECIPE)
-    sys.stdout.write(f"{step} steps in {seconds:.0f} s, loss {found[0]:.3f} → {found[-1]:.4f}\n")
     for question, count in asked.items():
         sys.stdout.write(f"{question:14} {right[question]:5} of {count:5} right\n")
     share = right.total() / asked.total()

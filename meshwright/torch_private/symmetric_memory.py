@@ -34,8 +34,8 @@ def use_symmetric_memory(group: dist.ProcessGroup) -> None:
 
 
 def use_plain(group: dist.ProcessGroup, ran: Ran) -> None:
-    """Compute a group's fused operations as torch's own tests do: the message, then the product. `ran` is told the name
-    of each that runs on a CPU, for which torch has no kernels at all."""
+    """Compute a group's fused operations as torch's own tests do: the message, then the product. `ran` is called with
+    the name of each that runs on a CPU, for which torch has no kernels at all."""
     _plain.close()
     _plain.enter_context(symmetric._test_mode({group.group_name}))
 
