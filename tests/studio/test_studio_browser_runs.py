@@ -18,12 +18,18 @@ pytestmark = pytest.mark.browser
 
 
 def hover(page: Any, share: float) -> str:
-    """What the loss chart reads out at this share of its x axis."""
+    """What the loss chart reads out at this share of its x axis; once more if the page moved it on the way."""
     page.wait_for_selector("[data-field=loss] path")
-    box = page.locator("[data-field=loss] svg").bounding_box()
     left, right = 62, 12
-    page.mouse.move(box["x"] + left + share * (box["width"] - left - right), box["y"] + box["height"] / 2)
-    return str(page.inner_text("[data-field=loss] .readout"))
+    for _ in range(20):
+        box = page.locator("[data-field=loss] svg").bounding_box()
+        x = box["x"] + left + share * (box["width"] - left - right)
+        page.mouse.move(x, box["y"] + box["height"] / 2)
+        text = str(page.inner_text("[data-field=loss] .readout"))
+        if text.strip() and page.locator("[data-field=loss] svg").bounding_box() == box:
+            return text
+        page.wait_for_timeout(50)
+    raise AssertionError("the loss chart reads nothing out under the pointer")
 
 
 def test_runs_that_had_ended_are_not_read_out(tab: Any, studio: Studio) -> None:

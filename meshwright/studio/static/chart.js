@@ -80,13 +80,15 @@ export function draw(figure, { title, unit, axis, series, marks = [], fromZero =
   const hair = s("line", { class: "hair", y1: TOP, y2: base, visibility: "hidden" });
   const out = h("p", { class: "readout" }, "\u00a0");
   svg.append(hair);
-  svg.addEventListener("pointermove", event => {
-    const box = svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * width;
+  const read = pointer => {
+    const box = svg.getBoundingClientRect(), x = (pointer - box.left) / box.width * width;
     hair.setAttribute("x1", x); hair.setAttribute("x2", x); hair.setAttribute("visibility", "visible");
     out.replaceChildren(...readOut(series, axis === "steps" ? Math.round(atX.back(x)) : atX.back(x), axis));
-  });
-  svg.addEventListener("pointerleave", () => { hair.setAttribute("visibility", "hidden"); out.textContent = "\u00a0"; });
+  };
+  svg.addEventListener("pointermove", event => { figure.pointer = event.clientX; read(figure.pointer); });
+  figure.onpointerleave = () => { figure.pointer = null; hair.setAttribute("visibility", "hidden"); out.textContent = "\u00a0"; };
   figure.replaceChildren(heading, svg, out);
+  if (figure.pointer != null) read(figure.pointer);  // new points came while it was read
 }
 
 function readOut(series, wanted, axis) {
