@@ -56,9 +56,11 @@ class _Adapted(torch.autograd.Function):
         gradient_NO = gradient_BSO.flatten(0, -2)
         # Without the input's gradient no weight is needed.
         weights = made_again(codes, ctx.kinds, gradient_NO) if ctx.with_input else []
-        a, *rest = adapted_backward(gradient_NO, x_BSI.flatten(0, -2), low_NR, a_RI, weights, ups, ctx.scale)
-        x = rest.pop().view(x_BSI.shape) if ctx.with_input else None
-        return (x, a, None, None, None, *rest, *(None for _ in codes))
+        results = adapted_backward(gradient_NO, x_BSI.flatten(0, -2), low_NR, a_RI, weights, ups, ctx.scale)
+        # By place: the compiler of torch 2.11 takes what a starred name gets for a tuple, and stops where it changes.
+        x = results[-1].view(x_BSI.shape) if ctx.with_input else None
+        of_ups = [results[1 + n] for n in range(len(ups))]
+        return (x, results[0], None, None, None, *of_ups, *(None for _ in codes))
 
 
 @torch.library.custom_op("meshwright::low_rank", mutates_args=())

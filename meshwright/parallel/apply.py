@@ -164,7 +164,9 @@ def _build_model(
         _attend_over_ranks(model, job, world.context_group)
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
-        _compile(model, modes, recompute_around=job.layout.tp > 1 and COMPILER_SAVES_MESHES)
+        # Attention over ranks is not compiled, and what recomputes inside of a compiled block must be compiled whole.
+        around = world.context_group is not None or (job.layout.tp > 1 and COMPILER_SAVES_MESHES)
+        _compile(model, modes, recompute_around=around)
         _overlap(job, world)
     for block in encoder_blocks(model):
         if job.run.compile:

@@ -75,7 +75,7 @@ def merge(out_BLHE: Tensor, lse_BHL: Tensor, block_out_BLHE: Tensor, block_lse_B
     """Merge a block's attention into that of earlier blocks, in place; every query has seen a key before."""
     both = torch.logaddexp(lse_BHL, block_lse_BHL)
     before, now = ((lse - both).exp().transpose(1, 2).unsqueeze(-1) for lse in (lse_BHL, block_lse_BHL))
-    out_BLHE.mul_(before).add_(block_out_BLHE * now)
+    out_BLHE.mul_(before).addcmul_(block_out_BLHE, now)
     lse_BHL.copy_(both)
 
 

@@ -13,8 +13,17 @@ from torch import Tensor
 from meshwright.model import Documents
 from meshwright.model.numbers import wide_dtype
 from meshwright.parallel.context.order import Block
-from meshwright.torch_private.attention import cpu_flash, cpu_flash_backward, varlen_flash, varlen_flash_backward
+from meshwright.torch_private.attention import (
+    cpu_flash,
+    cpu_flash_backward,
+    cudnn,
+    cudnn_backward,
+    varlen_flash,
+    varlen_flash_backward,
+)
 
+CUDNN_TILE = 64
+"""Lengths that cuDNN is given are multiples of this."""
 SLICE_ELEMENTS = 2**22
 """Where kernels need masks and scores, they are built for few enough queries at a time to have at most this many
 elements."""
@@ -24,6 +33,8 @@ def block_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) 
     """The block's attention and its log-sum-exp (B, H, Q); queries that see no key get 0 and -inf."""
     if not q_BQHE.is_cuda:
         return cpu_forward(q_BQHE, k_BTKE, v_BTKE, block)
+    if _cudnn_takes(q_BQHE, block):
+        return cudnn_forward(q_BQHE, k_BTKE, v_BTKE, block)
     if _flash_takes(q_BQHE, block):
         return flash_forward(q_BQHE, k_BTKE, v_BTKE, block)
     return math_forward(q_BQHE, k_BTKE, v_BTKE, block)
@@ -41,6 +52,8 @@ def block_backward(
     """This block's share of the gradients of q, k and v; `out` and `lse` are those over all keys of the query."""
     if not q_BQHE.is_cuda:
         return cpu_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
+    if _cudnn_takes(q_BQHE, block):
+        return cudnn_backward_of(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
     if _flash_takes(q_BQHE, block):
         return flash_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
     return math_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
@@ -101,6 +114,46 @@ def cpu_backward(
         grad_k += more_k
         grad_v += more_v
     return torch.cat(grad_qs, 2).transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
+
+
+# ---- CUDA, 16-bit, no documents: cuDNN's kernels, on Hopper half as fast again as torch's flash kernels. ---------
+
+
+def _cudnn_takes(q_BQHE: Tensor, block: Block) -> bool:
+    """Where a run has found another kernel faster, it has disabled cuDNN's."""
+    if block.first_BQ is not None or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    fits = q_BQHE.shape[-1] % 8 == 0 and q_BQHE.shape[-1] <= 128
+    whole = len(block.places_Q) % CUDNN_TILE == 0 and len(block.places_T) % CUDNN_TILE == 0
+    known = torch.cuda.get_device_capability(q_BQHE.device) >= (9, 0) and torch.backends.cudnn.is_available()
+    return fits and whole and known and q_BQHE.dtype in (torch.float16, torch.bfloat16)
+
+
+def cudnn_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """`block_forward` by cuDNN."""
+    q, k, v = (t.transpose(1, 2) for t in (q_BQHE, k_BTKE, v_BTKE))
+    out, lse, *_ = cudnn(q, k, v, None, True, 0.0, block.diagonal, False)
+    return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+
+def cudnn_backward_of(
+    grad_BQHE: Tensor,
+    q_BQHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    out_BQHE: Tensor,
+    lse_BHQ: Tensor,
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`block_backward` by cuDNN."""
+    grad, q, k, v, out = (t.transpose(1, 2) for t in (grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE))
+    no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
+    grads = cudnn_backward(
+        grad, q, k, v, out, lse_BHQ.contiguous().unsqueeze(-1), no_dropout[0], no_dropout[1], None, None, None,
+        q.shape[2], k.shape[2], 0.0, block.diagonal,
+    )  # fmt: skip
+    grad_q, grad_k, grad_v = (each.transpose(1, 2) for each in grads)
+    return grad_q, grad_k, grad_v
 
 
 # ---- CUDA, 16-bit: the flash kernels for sequences of unequal lengths. -------------------------------------------
