@@ -235,6 +235,8 @@ def _print(result: Bench, console: Console) -> None:
     for term in result.predicted:
         both = f"{_of(term, 'predicted')} predicted, {_of(term, 'measured')} measured ({term['error']:+.1%})"
         console.print(f"{term['name']:12} {both}", highlight=False, markup=False, soft_wrap=True)
+    if result.uncompiled is not None:
+        console.print(f"warning: {result.uncompiled}", highlight=False, markup=False, soft_wrap=True)
     if result.predicted and result.prediction_note is not None:
         console.print(result.prediction_note, highlight=False, markup=False, soft_wrap=True)
     if result.kernels is not None:

@@ -26,6 +26,7 @@ from meshwright.plan import compare_with_plan
 from meshwright.runs.traces import traces_in
 from meshwright.train import (
     BLANK,
+    Outcome,
     Silent,
     TraceSteps,
     choose_attention,
@@ -101,6 +102,8 @@ class Bench:
     predicted: list[dict[str, Any]]
     """The planner's predictions of the step, its parts and its memory, with the measured values; empty if it cannot
     predict the job."""
+    uncompiled: str | None = None
+    """Says that the compiler left out a part of the model, and why."""
     prediction_note: str | None = None
     """How the CPU's profile was measured, if not as this run uses the CPU."""
 
@@ -146,7 +149,7 @@ def bench(
     outcome = training.run(loader=loader)
     world.barrier()  # every rank's trace is written
     traces = [] if trace is None else [str(path) for path in traces_in(trace)]
-    return _summary(timed_job, world, watch, warmup, steps, outcome.steady_memory_bytes, traces)
+    return _summary(timed_job, world, watch, warmup, steps, outcome, traces)
 
 
 def _warn(rank: int, sentence: str) -> None:
@@ -196,7 +199,7 @@ class _Watch(Silent):
 
 
 def _summary(
-    job: Job, world: World, watch: _Watch, warmup: int, steps: int, steady: int | None, traces: list[str]
+    job: Job, world: World, watch: _Watch, warmup: int, steps: int, outcome: Outcome, traces: list[str]
 ) -> Bench:
     timed = watch.rows[warmup : warmup + steps]
     spread = spread_of([row["step_s"] for row in timed])
@@ -224,7 +227,7 @@ def _summary(
         mfu_causal=share(None if own else flops_per_token(job.model, sequence, "causal")),
         hfu=share(None if own else executed_flops_per_token(job)),
         peak_memory_bytes=timed[-1]["memory_bytes"],
-        steady_memory_bytes=steady,
+        steady_memory_bytes=outcome.steady_memory_bytes,
         reserved_memory_bytes=watch.reserved,
         device_memory_bytes=watch.used,
         data_wait_share=sum(row["data_wait_s"] for row in timed) / sum(row["step_s"] for row in timed),
@@ -234,6 +237,7 @@ def _summary(
         kernels=None if watch.kernels is None else watch.kernels.times,
         traces=traces,
         predicted=_predicted(job, world, spread.median, timed[-1]["memory_bytes"], watch.phases),
+        uncompiled=outcome.uncompiled,
         prediction_note=_profiled_otherwise(world),
     )
 

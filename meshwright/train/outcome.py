@@ -21,6 +21,8 @@ class Outcome:
     steady_memory_bytes: int | None = None
     """Memory between the last two steps."""
     sample: str | None = None
+    uncompiled: str | None = None
+    """Says that the compiler left out a part of the model, and why; None if it compiled what it was given."""
 
 
 @dataclass(frozen=True)

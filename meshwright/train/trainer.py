@@ -21,6 +21,7 @@ from meshwright.data import Corpus, Loader, Step, StreamLoader
 from meshwright.job import Job
 from meshwright.model import Decoder
 from meshwright.parallel import Engine, OneStage, Weights, World, take_traffic
+from meshwright.torch_private.compiler import graphs_and_stops, where_it_stopped
 from meshwright.train.activity import Activity
 from meshwright.train.bad_steps import BadSteps, Rewind
 from meshwright.train.evaluations import Evaluations
@@ -120,11 +121,13 @@ class Trainer:
     def run(self, stop: Callable[[], bool] = lambda: False, loader: Loader | StreamLoader | None = None) -> Outcome:
         """Train until run.steps, or until `stop` returns true; a loader that was started early is used and closed."""
         with self._running(loader) as data:
-            self._ended = time.perf_counter()
+            self._ended, before = time.perf_counter(), graphs_and_stops()
             for step in range(self.outcome.step + 1, self.job.run.steps + 1):
                 with self._traced(step):
                     with self._watched(step):
                         stopping = self.step(step, data, stop)
+                    if step == self._resumed_step + 1:
+                        self._report_uncompiled(before)
                     evaluating, saving = evaluation_due(self.job, step), self._save_due(step)
                     with self._between_steps(evaluating or saving):
                         if evaluating:
@@ -311,6 +314,16 @@ class Trainer:
             self.recorder.event("stragglers", step=numbers.step, slow=slow, **times)
             for clause in slow:
                 self.progress.message(f"step {numbers.step}: {clause}")
+
+    def _report_uncompiled(self, before: tuple[int, int]) -> None:
+        """After the first step: where the compiler stops inside what is recomputed, it leaves the whole block as it is,
+        which is slower than planned, and says nothing."""
+        (graphs, stops), (graphs_before, stops_before) = graphs_and_stops(), before
+        if self.job.run.compile and graphs == graphs_before and stops > stops_before:
+            where = where_it_stopped()
+            self.outcome.uncompiled = f"run.compile = true, but blocks run without the compiler, which stopped: {where}"
+            self.recorder.event("uncompiled", reason=where)
+            self._say(self.outcome.uncompiled)
 
     def _report_slow_data(self, sentence: str) -> None:
         self.recorder.event("slow_data", waiting=sentence)

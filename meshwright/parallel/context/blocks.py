@@ -121,11 +121,12 @@ def cpu_backward(
 
 def _cudnn_takes(q_BQHE: Tensor, block: Block) -> bool:
     """Where a run has found another kernel faster, it has disabled cuDNN's."""
-    if block.first_BQ is not None or not torch.backends.cuda.cudnn_sdp_enabled():
+    if block.first_BQ is not None or not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
     fits = q_BQHE.shape[-1] % 8 == 0 and q_BQHE.shape[-1] <= 128
     whole = len(block.places_Q) % CUDNN_TILE == 0 and len(block.places_T) % CUDNN_TILE == 0
-    known = torch.cuda.get_device_capability(q_BQHE.device) >= (9, 0) and torch.backends.cudnn.is_available()
+    there = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    known = there and torch.cuda.get_device_capability(q_BQHE.device) >= (9, 0)
     return fits and whole and known and q_BQHE.dtype in (torch.float16, torch.bfloat16)
 
 
