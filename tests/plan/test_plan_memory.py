@@ -74,9 +74,10 @@ def test_a_segment_s_parameters_are_gathered_together() -> None:
     """Under zero 3, and where they are streamed from the host."""
     for layout, name in (({"dp_shard": 8, "zero": 3}, "gathered parameters"), ({}, "streamed weights")):
         offload = [] if layout else ["params"]
+        batch = {"global_batch": 64, "micro_batch": 8}  # fullest in a segment's backward, not in the loss
         terms = [
             predict(
-                llama(batch=BATCH, layout=layout, memory={"recompute": {"segments": blocks}, "offload": offload}),
+                llama(batch=batch, layout=layout, memory={"recompute": {"segments": blocks}, "offload": offload}),
                 nodes(1) if layout else Cluster(gpu="h100"),
             )
             .memory[0]

@@ -16,6 +16,11 @@ from meshwright.studio import Studio
 
 pytestmark = pytest.mark.browser
 
+COLOURS = """kind => {  // both at once: the next poll draws the chart anew
+  const style = selector => getComputedStyle(document.querySelector(selector));
+  return [style(`[data-field=loss] .mark.${kind}`).stroke, style(`.key.${kind}`).borderLeftColor];
+}"""
+
 
 def hover(page: Any, share: float) -> str:
     """What the loss chart reads out at this share of its x axis; once more if the page moved it on the way."""
@@ -174,8 +179,8 @@ def test_every_dashed_line_is_in_the_legend(tab: Any, own: Studio) -> None:
         ["bad step", "key upright bad"],
     ]
     for kind in ("saved", "begun", "bad"):  # of the colour that it explains
-        line = page.eval_on_selector(f"[data-field=loss] .mark.{kind}", "e => getComputedStyle(e).stroke")
-        assert line == page.eval_on_selector(f".key.{kind}", "e => getComputedStyle(e).borderLeftColor")
+        line, key = page.evaluate(COLOURS, kind)
+        assert line == key != ""
 
 
 def test_two_jobs_are_compared(tab: Any, own: Studio) -> None:
