@@ -103,7 +103,7 @@ class Bench:
     """The planner's predictions of the step, its parts and its memory, with the measured values; empty if it cannot
     predict the job."""
     uncompiled: str | None = None
-    """Says that the compiler left out a part of the model, and why."""
+    """Says that no block was compiled although all should be, and why; None if any was."""
     prediction_note: str | None = None
     """How the CPU's profile was measured, if not as this run uses the CPU."""
 

@@ -9,8 +9,8 @@ cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 varlen_flash = torch.ops.aten._flash_attention_forward
 """CUDA, 16-bit: sequences of unequal lengths, packed."""
 varlen_flash_backward = torch.ops.aten._flash_attention_backward
-cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 """CUDA, 16-bit: (q, k, v, bias, with log-sum-exp, dropout, causal, with mask) → out, log-sum-exp (B, H, S, 1), two
 empty boundaries, two lengths, two numbers of a generator; heads before tokens."""
-cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 """Gradients of q, k and v from out and log-sum-exp."""

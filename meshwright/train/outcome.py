@@ -22,7 +22,7 @@ class Outcome:
     """Memory between the last two steps."""
     sample: str | None = None
     uncompiled: str | None = None
-    """Says that the compiler left out a part of the model, and why; None if it compiled what it was given."""
+    """Says that no block was compiled although all should be, and why; None if any was."""
 
 
 @dataclass(frozen=True)

@@ -317,7 +317,7 @@ class Trainer:
 
     def _report_uncompiled(self, before: tuple[int, int]) -> None:
         """After the first step: where the compiler stops inside what is recomputed, it leaves the whole block as it is,
-        which is slower than planned, and says nothing."""
+        which is slower than planned, and says nothing. Seen only if it compiled nothing else."""
         (graphs, stops), (graphs_before, stops_before) = graphs_and_stops(), before
         if self.job.run.compile and graphs == graphs_before and stops > stops_before:
             where = where_it_stopped()

@@ -36,7 +36,7 @@ def test_the_kernels_for_packed_sequences_are_there(name: str) -> None:
     assert {"cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"} <= set(arguments)
 
 
-@pytest.mark.parametrize("name", ["cudnn", "cudnn_backward"])
+@pytest.mark.parametrize("name", ["cudnn_attention", "cudnn_attention_backward"])
 def test_cudnn_s_kernels_have_their_log_sum_exp(name: str) -> None:
     schema = getattr(attention, name).default._schema
     assert "logsumexp" in {each.name for each in (*schema.arguments, *schema.returns)}

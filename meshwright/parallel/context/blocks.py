@@ -16,8 +16,8 @@ from meshwright.parallel.context.order import Block
 from meshwright.torch_private.attention import (
     cpu_flash,
     cpu_flash_backward,
-    cudnn,
-    cudnn_backward,
+    cudnn_attention,
+    cudnn_attention_backward,
     varlen_flash,
     varlen_flash_backward,
 )
@@ -53,7 +53,7 @@ def block_backward(
     if not q_BQHE.is_cuda:
         return cpu_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
     if _cudnn_takes(q_BQHE, block):
-        return cudnn_backward_of(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
+        return cudnn_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
     if _flash_takes(q_BQHE, block):
         return flash_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
     return math_backward(grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE, lse_BHQ, block)
@@ -116,7 +116,7 @@ def cpu_backward(
     return torch.cat(grad_qs, 2).transpose(1, 2), grad_k.transpose(1, 2), grad_v.transpose(1, 2)
 
 
-# ---- CUDA, 16-bit, no documents: cuDNN's kernels, on Hopper half as fast again as torch's flash kernels. ---------
+# ---- CUDA, 16-bit, no documents: cuDNN's kernels, on Hopper faster than torch's flash kernels. -------------------
 
 
 def _cudnn_takes(q_BQHE: Tensor, block: Block) -> bool:
@@ -133,11 +133,11 @@ def _cudnn_takes(q_BQHE: Tensor, block: Block) -> bool:
 def cudnn_forward(q_BQHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """`block_forward` by cuDNN."""
     q, k, v = (t.transpose(1, 2) for t in (q_BQHE, k_BTKE, v_BTKE))
-    out, lse, *_ = cudnn(q, k, v, None, True, 0.0, block.diagonal, False)
+    out, lse, *_ = cudnn_attention(q, k, v, None, True, 0.0, block.diagonal, False)
     return out.transpose(1, 2), lse.view(lse.shape[:3])
 
 
-def cudnn_backward_of(
+def cudnn_backward(
     grad_BQHE: Tensor,
     q_BQHE: Tensor,
     k_BTKE: Tensor,
@@ -149,7 +149,7 @@ def cudnn_backward_of(
     """`block_backward` by cuDNN."""
     grad, q, k, v, out = (t.transpose(1, 2) for t in (grad_BQHE, q_BQHE, k_BTKE, v_BTKE, out_BQHE))
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
-    grads = cudnn_backward(
+    grads = cudnn_attention_backward(
         grad, q, k, v, out, lse_BHQ.contiguous().unsqueeze(-1), no_dropout[0], no_dropout[1], None, None, None,
         q.shape[2], k.shape[2], 0.0, block.diagonal,
     )  # fmt: skip
