@@ -29,6 +29,9 @@ from meshwright.verify.collectives import record_groups
 
 preload()  # otherwise every forked rank imports it again, which takes longer than the check itself
 
+LATE_S = 1.0
+"""How long after a rank's error other ranks' reports are awaited."""
+
 
 class RankError(Exception):
     """A rank failed; the message names it and carries its traceback."""
@@ -79,7 +82,7 @@ class RankGroup:
         self._take_reports(timeout_s)
         failed = [report for report in self._reports.values() if report.failure is not None]
         if failed:
-            self._take_reports(0.0)
+            self._take_late_reports()
             self.close()
             raise _cause([report for report in self._reports.values() if report.failure is not None])
         if len(self._reports) == len(self._pipes):
@@ -112,6 +115,13 @@ class RankGroup:
                 self._reports[rank] = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 self._reports[rank] = self._silent_death(rank)
+
+    def _take_late_reports(self) -> None:
+        """The kernel may close a killed rank's connections to its peers before the one to us: the peers' errors can
+        be here before their cause."""
+        until = time.monotonic() + LATE_S
+        while len(self._reports) < len(self._pipes) and (left := until - time.monotonic()) > 0:
+            self._take_reports(left)
 
     def _silent_death(self, rank: int) -> "_Report":
         process = self._processes[rank]

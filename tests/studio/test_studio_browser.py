@@ -77,7 +77,7 @@ def test_a_run_appears_and_its_curve_grows(tab: Any, studio: Studio) -> None:
         log.write("a line <b>more</b>\n")
     page.wait_for_function(f"() => ({CURVES})() !== {before!r}")
     page.wait_for_selector("#log-text:has-text('a line <b>more</b>')")
-    assert page.inner_text("#list tbody tr:has-text('it-appears') td:nth-child(4)") == "39"
+    page.wait_for_selector("#list tbody tr:has-text('it-appears') td:nth-child(4):text-is('39')")
     run.event("stop", reason="failed", error="x")
     page.wait_for_selector("#list tbody tr:has-text('it-appears') .state.failed")
     page.wait_for_selector("#events tbody tr:has-text('stop')")

@@ -66,6 +66,20 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_signal() -> None:
         run_ranks(die_on_one, 3)
 
 
+def die_on_one_after_the_error_of_two() -> None:
+    if dist.get_rank() == 2:
+        raise ConnectionResetError("as of a peer whose death is not yet known")
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_death_that_is_seen_by_its_peers_first_is_named_all_the_same() -> None:
+    with pytest.raises(RankError, match=r"rank 1 died without reporting an error \(signal SIGKILL\)"):
+        run_ranks(die_on_one_after_the_error_of_two, 3)
+
+
 def crash_in_a_library() -> None:
     if dist.get_rank() == 1:
         ctypes.string_at(0)
