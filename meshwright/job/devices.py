@@ -81,6 +81,11 @@ class Layout(Section):
             return self.zero
         return 2 if self.dp_shard * self.cp > 1 else 0
 
+    @property
+    def shares_states(self) -> bool:
+        """Whether several ranks share the states of their parameters."""
+        return self.zero_stage > 0 and self.dp_shard * self.cp > 1
+
 
 class Segments(Section):
     """Checkpointing every k layers: only the input of every k consecutive blocks is kept."""

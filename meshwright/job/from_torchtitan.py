@@ -177,7 +177,7 @@ def _precision(conversion: Conversion) -> None:
     if converters not in ([], [FLOAT8]):
         conversion.refuse("model.converters", f"use {FLOAT8} alone, or none")
     recipe, skipped = conversion.word(f"{FLOAT8}.recipe_name"), conversion.take(f"{FLOAT8}.filter_fqns", [])
-    emulate = conversion.switch(f"{FLOAT8}.emulate")
+    emulate, gather = (conversion.switch(f"{FLOAT8}.{name}") for name in ("emulate", "enable_fsdp_float8_all_gather"))
     conversion.skip("quantize")  # has an effect only through a converter
     if converters != [FLOAT8]:
         return
@@ -187,6 +187,8 @@ def _precision(conversion: Conversion) -> None:
         conversion.notes.append("fp8: scales of rows are not rounded to powers of two")
     elif recipe not in (None, "tensorwise"):
         conversion.refuse(f"{FLOAT8}.recipe_name", "all three products are in fp8 here: write tensorwise or rowwise")
+    elif gather:
+        conversion.fields["precision.fp8_gather"] = True
     if emulate:
         conversion.refuse(f"{FLOAT8}.emulate", "write false")
     if skipped not in ([], ["output"], ["lm_head"], "output"):

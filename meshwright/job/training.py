@@ -36,6 +36,9 @@ class Precision(Section):
     1 × 128 numbers of activations and gradients and 128 × 128 of weights. Rows and blocks have e4m3 gradients."""
     fp8_head: bool = False
     """fp8: the head's products too, each with one scale per tensor, and gradients in e5m2."""
+    fp8_gather: bool = False
+    """fp8: ranks that share the blocks' weights send each other 8 bits a number instead of 16, and get the same
+    products."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated over micro-batches and reduced over ranks."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"

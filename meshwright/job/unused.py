@@ -58,12 +58,17 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
     (
         "layout.prefetch",
         "layout.zero = 3 over several ranks",
-        lambda job: job.layout.zero_stage == 3 and job.layout.dp_shard * job.layout.cp > 1,
+        lambda job: job.layout.zero_stage == 3 and job.layout.shares_states,
     ),
     (
         "precision.fp8_scales precision.fp8_head",
         'precision.compute = "fp8"',
         lambda job: job.precision.compute == "fp8",
+    ),
+    (
+        "precision.fp8_gather",
+        'precision.compute = "fp8" where ranks share states (layout.zero above 0, dp_shard · cp above 1)',
+        lambda job: job.precision.compute == "fp8" and job.layout.shares_states,
     ),
     (
         "optimizer.momentum",

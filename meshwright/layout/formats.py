@@ -13,8 +13,28 @@ def require_precision(job: Job) -> None:
         _require_one_decision(job)
     if job.precision.compute == "fp8":
         _require_sides(job)
+    if gathers_fp8(job):
+        _require_fp8_gather(job)
     if job.precision.gradients == "bf16":
         _require_narrow_gradients(job)
+
+
+def gathers_fp8(job: Job) -> bool:
+    """Whether ranks that share the blocks' weights gather them in fp8."""
+    return job.precision.fp8_gather and job.precision.compute == "fp8" and job.layout.shares_states
+
+
+def _require_fp8_gather(job: Job) -> None:
+    asked, off = "precision.fp8_gather = true", "set precision.fp8_gather = false"
+    if job.precision.fp8_scales != "tensor":
+        raise UserError(
+            f'{asked} sends each weight with one scale, but precision.fp8_scales = "{job.precision.fp8_scales}" has '
+            f'more; set precision.fp8_scales = "tensor" or {off}'
+        )
+    if moved := {"optimizer", "params"} & set(job.memory.offload):
+        raise UserError(
+            f'{asked} rounds shards on the device, but memory.offload = ["{min(moved)}"] keeps them on the host; {off}'
+        )
 
 
 def _require_one_decision(job: Job) -> None:

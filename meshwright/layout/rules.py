@@ -262,8 +262,7 @@ def _require_own_optimizer(job: Job) -> None:
             f'precision.optimizer_states = "{states}" is a format of built-in optimizers, and optimizer.name = '
             f'"{name}" keeps states of its own; set it to "fp32"'
         )
-    sharded = layout.zero_stage > 0 and layout.dp_shard * layout.cp > 1
-    if (layout.tp > 1 or sharded) and not OPTIMIZERS.find(name).elementwise:
+    if (layout.tp > 1 or layout.shares_states) and not OPTIMIZERS.find(name).elementwise:
         cut = f"layout.tp = {layout.tp}" if layout.tp > 1 else f"layout.zero = {layout.zero_stage}"
         raise UserError(
             f'optimizer.name = "{name}" needs whole matrices, and {cut} leaves a rank parts of them; use '

@@ -12,6 +12,7 @@ from meshwright.cost import Mode, needs_last
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import (
+    gathers_fp8,
     gradient_format,
     is_asynchronous,
     recompute_modes,
@@ -68,7 +69,7 @@ def build(job: Job, world: World, dtype: torch.dtype | None = None) -> tuple[Eng
         if world.mesh is None:
             weights = _whole(job, world, model, master, compute)
         else:
-            weights = _sharded(job, model, shapes, master)
+            weights = _sharded(job, world, model, shapes, master)
         weights = _between_replicas(job, world, weights)
         engine = OneStage(job, world, model, weights)
     elif is_asynchronous(job):
@@ -97,7 +98,7 @@ def _build_pipeline(job: Job, world: World, master: torch.dtype, compute: torch.
         own, first, last = layers[stage - chain[0]], stage == chain[0], stage == chain[-1]
         own = range(own.start, job.model.blocks) if last else own
         model, shapes = _build_model(job, world, master, compute, own, first=first, last=last)
-        modules[stage], parts[stage] = model, _sharded(job, model, shapes, master)
+        modules[stage], parts[stage] = model, _sharded(job, world, model, shapes, master)
     tied = [copy for copy in _tied(job, table.chains[0][-1]) if not is_frozen(job.model, copy.owner_name)]
     copies = tied + copies_of_chains(table, {stage: list(part.masters) for stage, part in parts.items()}, tied)
     staged = StagedWeights(parts, copies, table.stage_ranks, world.mesh["pp"].get_group())
@@ -255,8 +256,13 @@ def _whole(job: Job, world: World, model: nn.Module, master: torch.dtype, comput
     return WholeWeights(model, compute, DTYPES[gradient_format(job)] if narrow else _gradients(job, master))
 
 
-def _sharded(job: Job, model: nn.Module, shapes: dict[str, tuple[int, ...]], master: torch.dtype) -> ShardedWeights:
-    return ShardedWeights(model, job.layout.zero_stage, shapes, _gradients(job, master))
+def _sharded(
+    job: Job, world: World, model: nn.Module, shapes: dict[str, tuple[int, ...]], master: torch.dtype
+) -> ShardedWeights:
+    assert world.mesh is not None
+    fp8 = gathers_fp8(job) and master == torch.float32
+    ranks = world.mesh["shards"].get_group() if fp8 else None
+    return ShardedWeights(model, job.layout.zero_stage, shapes, _gradients(job, master), ranks)
 
 
 def _gradients(job: Job, master: torch.dtype) -> torch.dtype:

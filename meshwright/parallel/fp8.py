@@ -80,16 +80,21 @@ def cast_weight(weight_NK: Tensor, scales: str) -> Cast:
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(q, scale) with x ≈ q × scale: the largest entry of x becomes the format's largest."""
     scale = _scale(x, dtype)
-    return _cast(x, scale, dtype), scale
+    return narrowed(x, scale, dtype), scale
 
 
 def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     # By rows first: the compiler can do that in the kernel that computes x, and need not read x again.
-    largest = x.abs().amax(dim=-1).amax().float()
+    return scale_of_largest(x.abs().amax(dim=-1).amax().float(), dtype)
+
+
+def scale_of_largest(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale of a tensor whose largest entry is this: it becomes the format's largest."""
     return (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def narrowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """x / scale in fp8."""
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
@@ -147,7 +152,7 @@ class _Fp8Product(torch.autograd.Function):
         if ctx.needs_input_grad[1] and _by_hand(x_MK):
             x, kept = fp8_both_ways(x_MK, x_scale, FORWARD, True)
         else:
-            x, kept = _cast(x_MK, x_scale, FORWARD), x_MK
+            x, kept = narrowed(x_MK, x_scale, FORWARD), x_MK
         ctx.save_for_backward(kept, kept_weight, x_scale, weight_scale)
         # Fast accumulation sums in fewer bits than float32 (about 14 on Hopper, arXiv:2412.19437 section 3.3.2),
         # more than bf16 keeps of the result; gradients, which are summed over all tokens, do without it.
@@ -178,7 +183,7 @@ def _both_ways(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     if _by_hand(x):
         plain, turned = fp8_both_ways(x, scale, dtype, True)
         return plain, turned
-    narrow = _cast(x, scale, dtype)
+    narrow = narrowed(x, scale, dtype)
     return narrow, narrow.t().contiguous()
 
 
@@ -187,7 +192,7 @@ def _turned(x: Tensor, scale: Tensor) -> Tensor:
     if _by_hand(x):
         _, turned = fp8_both_ways(x, scale, FORWARD, False)
         return cast(Tensor, turned)
-    return _cast(x, scale, FORWARD).t().contiguous()
+    return narrowed(x, scale, FORWARD).t().contiguous()
 
 
 def _scaled(

@@ -37,7 +37,7 @@ class WeightCasts:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        for linears in _together(self._model):
+        for linears in linears_by_product(self._model):
             weights = [_local(linear.weight) for linear in linears]
             new = cast_weight(weights[0] if len(weights) == 1 else torch.cat(weights), linears[0].scales)
             held = self._made.setdefault(linears[0], new)
@@ -47,7 +47,7 @@ class WeightCasts:
             linears[0].cast = held
 
 
-def _together(model: nn.Module) -> list[list[Fp8Linear]]:
+def linears_by_product(model: nn.Module) -> list[list[Fp8Linear]]:
     """The linears whose weights one product reads, each group under its first; see `fused_projections`."""
     fused: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A matrix in fp8 twice, as it is and transposed, in one Triton kernel; imported only with a GPU and Triton."""
+"""Triton kernels of fp8: a matrix as it is and transposed, and widened again; imported only with a GPU and Triton."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -34,3 +34,17 @@ def launch(x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool) -> tuple[T
     largest = torch.finfo(dtype).max
     _cast_both[grid](x, scale, out, turned, rows, columns, largest, TILE=TILE, PLAIN=plain, num_warps=8)
     return out, turned
+
+
+@triton.jit
+def _widen(narrow_ptr, scale_ptr, out_ptr, count, TILE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = place < count
+    x = tl.load(narrow_ptr + place, mask=inside, other=0.0).to(tl.float32) * tl.load(scale_ptr)
+    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_widen(narrow: Tensor, scale: Tensor, out: Tensor) -> None:
+    """Write narrow × scale to `out`, as long and contiguous too."""
+    count = narrow.numel()
+    _widen[(triton.cdiv(count, 4096),)](narrow, scale, out, count, TILE=4096, num_warps=8)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.job.devices import Layout
 from meshwright.model.encoder import encoder_blocks
 from meshwright.model.moe import MixtureOfExperts
+from meshwright.parallel.fp8_gather import Fp8Gathers
 from meshwright.parallel.shard_index import shard_index_of
 from meshwright.parallel.weights import Weights, move_gradient_to
 from meshwright.torch_private.sharding import gather_in_background, local_tensor
@@ -113,15 +115,24 @@ def _of(experts: dict[nn.Module, nn.Module], block: nn.Module) -> list[nn.Module
 class ShardedWeights(Weights):
     """A rank's shards of the masters, as plain tensors that share memory with what `fully_shard` holds.
 
-    Working copies are derived from them at every gather. The optimizer works on plain tensors because every update it
-    makes is elementwise: going through DTensor would only add its dispatch to each of them.
+    Working copies are derived from them at every gather, which among the ranks of `fp8_ranks` is in fp8. The optimizer
+    works on plain tensors because every update it makes is elementwise: going through DTensor would only add its
+    dispatch to each of them.
     """
 
-    def __init__(self, model: nn.Module, zero: int, shapes: dict[str, tuple[int, ...]], gradients: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        zero: int,
+        shapes: dict[str, tuple[int, ...]],
+        gradients: torch.dtype,
+        fp8_ranks: ProcessGroup | None = None,
+    ) -> None:
         self._root = cast(FSDPModule, model)
         self._zero = zero
         self._root.unshard()  # torch allocates the shards' storage at the first use
         self._root.reshard()
+        self._fp8_gathers = None if fp8_ranks is None else Fp8Gathers(model, fp8_ranks)
         self._parameters = {name: cast(DTensor, p) for name, p in model.named_parameters() if p.requires_grad}
         untrained = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self.frozen = {name: local_tensor(p.detach()) for name, p in untrained.items()}
@@ -151,10 +162,12 @@ class ShardedWeights(Weights):
             self.masters[name].grad = None if gradient is None else gradient.to_local()
 
     def refresh(self) -> None:
-        """Free what an evaluation has left gathered, which the masters no longer are."""
+        """Free what an evaluation has left gathered, which the masters no longer are, and agree on new scales."""
         for module in cast(nn.Module, self._root).modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        if self._fp8_gathers is not None:
+            self._fp8_gathers.refresh()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.cost import MASTER_BYTES, Elements, state_bytes
 from meshwright.job import Job
+from meshwright.layout import gathers_fp8
 from meshwright.plan.communication import CONTENTION, Group, all_gather_s, all_reduce_s
 from meshwright.plan.families import Family, families_of
 from meshwright.plan.groups import groups_of
@@ -347,7 +348,7 @@ class _Rows:
             return sum(all_reduce_s(wires, groups.replicate, share) for share in shares)
 
         def gathered(elements: Elements) -> float:
-            plain = all_gather_s(wires, groups.shard, 2.0 * elements.plain)
+            plain = all_gather_s(wires, groups.shard, (1.0 if gathers_fp8(job) else 2.0) * elements.plain)
             return plain + all_gather_s(wires, groups.expert_shard, 2.0 * elements.experts)
 
         replicas = all_reduce_s(wires, groups.data, wide * rank.plain)

@@ -8,7 +8,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every, Segments
-from meshwright.layout import recompute_modes, require_experts, split_layers, table_of
+from meshwright.layout import gathers_fp8, recompute_modes, require_experts, split_layers, table_of
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.experts import expert_guess
@@ -218,6 +218,8 @@ def _scale_guesses(job: Job) -> Iterator[str]:
         yield f"{way}: products and casts are taken to be as fast as with one scale per tensor, which was not measured"
     if job.precision.compute == "fp8" and job.precision.fp8_head:
         yield "precision.fp8_head = true: as fast as the blocks' products, with casts by their bytes; not measured"
+    if gathers_fp8(job):
+        yield "precision.fp8_gather = true: fewer bytes on the wire; widening what arrives is not timed, nor measured"
 
 
 def _cpu_guesses(job: Job, measured: Measured) -> Iterator[str]:

@@ -6,6 +6,7 @@ from functools import cache
 
 from meshwright.cost import REPEATED, Elements, layer_frozen, stage_elements
 from meshwright.job import Job
+from meshwright.layout import gathers_fp8
 from meshwright.plan.calls import Sharing, block_calls_s, ends_calls_s, sharing_of
 from meshwright.plan.communication import (
     CONTENTION,
@@ -268,8 +269,9 @@ def _gather_s(
         host = parts * groups.shard.size * _LISTED_LAUNCHES * USUAL_LAUNCH_S
     gather = scatter = host
     frozen = layer_frozen(job).shared * layers if job.layout.zero_stage == 3 else 0.0
-    for count, shard, _ in shared_parts(elements, groups):
-        gather += all_gather_s(wires, shard, (job.precision.number_bytes * count + frozen) / parts) * parts
+    sent = gathered_bytes(job, software, elements, layers)
+    for size, (count, shard, _) in zip(sent, shared_parts(elements, groups), strict=False):
+        gather += all_gather_s(wires, shard, (size + frozen) / parts) * parts
         scatter += reduce_scatter_s(wires, shard, wide * count / parts) * parts
         # Replicas of ours sum up what a step has scattered; with other programs it is each micro-batch.
         reduces = parts / job.accumulation if software.own else parts
@@ -304,6 +306,15 @@ def _shared_s(job: Job, sharing: Sharing, layers: int, ends: bool, parameters: f
 def reduces_every_micro_batch(job: Job) -> bool:
     """Under a pipeline gradients stay whole until the step's end, but for those of parameters that are sharded too."""
     return job.layout.zero_stage == 3 or (job.layout.zero_stage == 2 and job.layout.pp == 1)
+
+
+def gathered_bytes(job: Job, software: Software, elements: Elements, layers: int) -> tuple[float, float]:
+    """Bytes of some layers' parameters while they are gathered: of all but experts, whose products' weights may be
+    narrower, and of experts."""
+    each = job.precision.number_bytes
+    fp8 = software.own and gathers_fp8(job)
+    narrow = layers * sum(columns * inner for _, columns, inner in products_of(job, software)) if fp8 else 0
+    return each * elements.plain - (each - 1) * narrow, each * elements.experts
 
 
 def wire_bytes(job: Job, software: Software) -> int:

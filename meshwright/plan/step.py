@@ -31,6 +31,7 @@ from meshwright.plan.stages import (
     StageCompute,
     StageSeconds,
     boundary_s,
+    gathered_bytes,
     hidden_s,
     reduces_every_micro_batch,
     shared_parts,
@@ -286,14 +287,14 @@ def _once_a_step(
     reduce = gather = 0.0
     parts = _messages(job, software, groups, elements.total, layers)
     once = reduces and not reduces_every_micro_batch(job)
-    for count, sharers, everyone in shared_parts(elements, groups) if once else ():
+    sent = gathered_bytes(job, software, elements, layers)
+    for size, (count, sharers, everyone) in zip(sent, shared_parts(elements, groups), strict=False) if once else ():
         share = wide * count / parts
         if layout.zero_stage >= 1 and sharers.size > 1:
             owned = software.messages == "owners"
             reduce += (broadcast_s if owned else reduce_scatter_s)(wires, sharers, share)
             reduce += all_reduce_s(wires, groups.replicate, share / sharers.size)
-            gathered = job.precision.number_bytes * count / parts
-            gather += (broadcast_s if owned else all_gather_s)(wires, sharers, gathered)
+            gather += (broadcast_s if owned else all_gather_s)(wires, sharers, size / parts)
         else:
             reduce += all_reduce_s(wires, everyone, share)
     forward, backward = sum(stage.forward for stage in stages), sum(stage.backward for stage in stages)

@@ -1,9 +1,11 @@
 """What `fully_shard` and DTensor know of their tensors. torch 2.11 to 2.15."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -26,6 +28,46 @@ def is_gathering(group: Any) -> bool:
 def shard_bytes(parameter: Any) -> int:
     """Bytes of this rank's shard of one of a group's `fsdp_params`."""
     return int(parameter._sharded_param_data.nbytes)
+
+
+def shard_of(parameter: Any) -> Tensor:
+    """This rank's shard of one of a group's `fsdp_params`, with the rows that fill it up to the size of the others."""
+    shard: Tensor = parameter._sharded_param_data.view(parameter.padded_sharded_param_size)
+    return shard
+
+
+def module_of(parameter: Any) -> nn.Module:
+    """The module that one of a group's `fsdp_params` belongs to."""
+    module: nn.Module = parameter._module_info.module
+    return module
+
+
+def gather_as(parameter: Any, sent: Callable[[], Tensor], received: Callable[[Tensor, Tensor], None]) -> None:
+    """Let one of a group's `fsdp_params`, not gathered now, be gathered in another format.
+
+    `sent` gives this rank's share of the message, as long as its shard; `received` writes the whole parameter, padding
+    included, out of all shares. Torch offers this to subclasses of tensors; a shard that the optimizer must see as a
+    plain tensor can have the two methods as attributes.
+    """
+    shard, wide = parameter._sharded_local_tensor, None
+
+    def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:
+        return (sent(),), None
+
+    def after(shares: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        nonlocal wide
+        if wide is None:
+            wide = torch.empty(shares[0].shape, dtype=dtype, device=shares[0].device)
+        with torch.no_grad(), _unsafe_preserve_version_counter(wide):
+            received(shares[0], wide)
+        shares[0].untyped_storage().resize_(0)  # torch makes it again for the next message
+        return (wide, (wide,)) if out is None else None
+
+    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = before, after
+    parameter._init_extensions()
+    parameter.all_gather_outputs = []
+    if hasattr(parameter, "_unsharded_param"):
+        del parameter._unsharded_param
 
 
 def gather_in_background(module: FSDPModule) -> None:

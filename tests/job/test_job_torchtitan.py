@@ -193,6 +193,14 @@ def test_defaults_are_its_own(tmp_path: Path) -> None:
             1,
             {"precision.compute": "fp8", "precision.fp8_scales": "row"},
         ),
+        (
+            {
+                "model": {"converters": ["quantize.linear.float8"]},
+                "quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
+            },
+            2,
+            {"precision.compute": "fp8", "precision.fp8_gather": True},
+        ),
         ({"training": {"enable_cpu_offload": True, "max_norm": 2}}, 1, {"memory.offload": ["params"]}),
         ({"training": {"dataset_path": "texts", "global_batch_size": 64}}, 2, {"data.sources": ["texts"]}),
         ({"activation_checkpoint": {"mode": "full"}}, 1, {"memory.recompute": "full"}),

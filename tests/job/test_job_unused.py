@@ -33,6 +33,7 @@ READ_ELSEWHERE = {
         (["optimizer.momentum=0.5"], "optimizer.momentum = 0.5"),
         (["precision.fp8_scales=row"], "precision.fp8_scales = row"),
         (["precision.fp8_head=true"], "precision.fp8_head = True"),
+        (["precision.compute=fp8", "precision.fp8_gather=true"], "precision.fp8_gather = True"),
         (["layout.bucket_mb=3"], "layout.bucket_mb = 3.0"),
         (["schedule.decay_steps=3"], "schedule.decay_steps = 3"),
         (["optimizer.name='lion'", "optimizer.eps=1e-3"], "optimizer.eps = 0.001"),

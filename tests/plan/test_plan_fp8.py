@@ -41,3 +41,17 @@ def test_what_was_not_measured_is_said(fields: dict[str, Any], words: str) -> No
         assert changed.step_s < plain.step_s and changed.memory[0].terms != plain.memory[0].terms
     else:
         assert changed.step_s == plain.step_s
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_gathered_in_fp8_are_half_the_bytes(zero: int) -> None:
+    layout = ["layout.dp_shard=16", f"layout.zero={zero}", "batch.global_batch=64", "batch.micro_batch=4"]
+    fields = [*layout, "precision.compute=fp8"]
+    cluster = Cluster(gpu="h200", nodes=2, gpus_per_node=8)
+    wide, narrow = (
+        predict(load_job("pretrain-1b", [*fields, f"precision.fp8_gather={given}"]).job, cluster)
+        for given in ("false", "true")
+    )
+    assert narrow.step_s < wide.step_s and narrow.memory[0].terms == wide.memory[0].terms
+    [said] = [guess for guess in narrow.guessed if guess not in wide.guessed]
+    assert "fp8_gather" in said
