@@ -58,16 +58,16 @@ continue_later() { # from the newest checkpoint, in the next job or in this one,
   exit 85
 }
 
-# A step that Slurm aborts with a lost node may end with 0, and whatever looks at it then is killed, too: the run is done
-# only if it can be seen that it ended, and not as a failure.
+# A step that Slurm aborts with a lost node may end with 0: a run that trains is done only if its last word says so. Slurm
+# kills what this script starts, too: only bash itself looks for that word.
 was_cut_off() {
-  local last seen
-  last=$(grep -s -E '"kind": "(start|stop)"' "$run/events.jsonl" | tail -n 1; exit "${PIPESTATUS[0]}")
-  seen=$? # of grep: 1 without such a line, 2 without the file, more if it was killed
-  case $seen:$last in
-  [12]:*) return 1 ;; # nothing that trains
-  0:*'"reason": "failed"'*) return 0 ;;
-  0:*'"kind": "stop"'*) return 1 ;;
+  local line last=
+  if [ ! -e "$run/events.jsonl" ]; then return 1; fi # nothing that trains
+  while IFS= read -r line; do
+    case $line in *'"kind": "start"'* | *'"kind": "stop"'*) last=$line ;; esac
+  done <"$run/events.jsonl" || return 0
+  case $last in
+  '' | *'"kind": "stop"'*'"reason": "finished"'*) return 1 ;;
   esac
 }
 if [ $code = 0 ] && was_cut_off; then code=1; fi
