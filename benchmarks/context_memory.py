@@ -23,14 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.model import CausalAttend, Documents
-from meshwright.parallel.context.attention import (
-    make_context_attend,
-    ring_backward,
-    ring_forward,
-    run_in_step,
-    zigzag_places,
-)
-from meshwright.parallel.context.order import order_of
+from meshwright.parallel.context.attention import make_context_attend
+from meshwright.parallel.context.order import order_of, zigzag_places
+from meshwright.parallel.context.rings import ring_backward, ring_forward, run_in_step
 from meshwright.verify import run_ranks
 
 LENGTHS = [2048, 4096, 8192, 16384, 32768]

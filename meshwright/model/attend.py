@@ -31,6 +31,7 @@ class Attend(Protocol):
         positions: Tensor | None,
         documents: Documents | None,
         sinks_H: Tensor | None = None,
+        /,
     ) -> tuple[Tensor, Tensor | None]: ...
 
 

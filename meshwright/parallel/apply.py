@@ -165,7 +165,7 @@ def _build_model(
         _attend_over_ranks(model, job, world.context_group)
     modes = recompute_modes(job, table_of(job) if job.layout.pp > 1 else None, world.axis_rank("pp"))
     if job.run.compile:
-        # Attention over ranks is not compiled, and what recomputes inside of a compiled block must be compiled whole.
+        # With attention over ranks only recomputation around the block was measured on a GPU.
         around = world.context_group is not None or (job.layout.tp > 1 and COMPILER_SAVES_MESHES)
         _compile(model, modes, recompute_around=around)
         _overlap(job, world)

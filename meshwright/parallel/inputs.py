@@ -12,7 +12,7 @@ from meshwright.data.store import Int64Array
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.model import Draws, Media, Pairs, Tally
-from meshwright.parallel.context.attention import zigzag_places
+from meshwright.parallel.context.order import zigzag_places
 from meshwright.parallel.world import World
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.model.documents import Documents
-from meshwright.parallel.context import attention as context
 from meshwright.parallel.context import blocks as context_blocks
-from meshwright.parallel.context.attention import ring_backward, ring_forward, run_in_step, zigzag_places
+from meshwright.parallel.context import rings as context
 from meshwright.parallel.context.blocks import block_backward, block_forward, flash_spans, math_backward, math_forward
-from meshwright.parallel.context.order import Block, Order, order_of
+from meshwright.parallel.context.order import Block, Order, order_of, zigzag_places
+from meshwright.parallel.context.rings import ring_backward, ring_forward, run_in_step
 
 B, S, H, K, E = 2, 48, 6, 2, 8
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from meshwright.model import CausalAttend, Documents
-from meshwright.parallel.context.attention import ring_backward, ring_forward, run_in_step, zigzag_places
-from meshwright.parallel.context.order import order_of
+from meshwright.parallel.context.order import order_of, zigzag_places
+from meshwright.parallel.context.rings import ring_backward, ring_forward, run_in_step
 
 pytestmark = pytest.mark.gpu
 

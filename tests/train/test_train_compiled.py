@@ -45,7 +45,7 @@ def no_machine_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_job(adapter: dict[str, Any] | None, recompute: str, **layout: int) -> Job:
+def make_job(adapter: dict[str, Any] | None, recompute: str, **layout: Any) -> Job:
     return Job.model_validate(
         {
             "model": MODEL | ({} if adapter is None else {"adapter": adapter}),
@@ -65,14 +65,25 @@ def train(job: Job) -> tuple[Outcome, Kept]:
     return make_trainer(job, unequal_corpus(job), engine, weights, kept, kept, world).run(), kept
 
 
-def _uncompiled(job: Job) -> str | None:
-    return train(job)[0].uncompiled
+def _trained(job: Job) -> tuple[str | None, dict[str, int], dict[str, torch.Tensor]]:
+    """What is said to be uncompiled, why torch stopped compiling, by count, and the weights after the steps."""
+    world, kept = join_world(job, torch.device("cpu")), Kept()
+    engine, weights = build(job, world)
+    outcome = make_trainer(job, unequal_corpus(job), engine, weights, kept, kept, world).run()
+    breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    return outcome.uncompiled, breaks, {name: master.detach() for name, master in weights.masters.items()}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_blocks_whose_attention_ranks_share_are_compiled_around_it(recompute: str) -> None:
-    job = make_job(None, recompute, cp=2)
-    assert run_ranks(_uncompiled, ranks_of(job.layout), job) == [None, None]
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_blocks_whose_attention_ranks_share_are_compiled_whole(method: str, recompute: str) -> None:
+    job = make_job(None, recompute, cp=2, cp_method=method)
+    plain = job.model_copy(update={"run": job.run.model_copy(update={"compile": False})})
+    compiled, usual = run_ranks(_trained, ranks_of(job.layout), job), run_ranks(_trained, ranks_of(job.layout), plain)
+    for (uncompiled, breaks, weights), (_, _, expected) in zip(compiled, usual, strict=True):
+        assert uncompiled is None and breaks == {}
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
