@@ -28,11 +28,12 @@ def hover(page: Any, share: float) -> str:
     left, right = 62, 12
     for _ in range(20):
         box = page.locator("[data-field=loss] svg").bounding_box()
-        x = box["x"] + left + share * (box["width"] - left - right)
-        page.mouse.move(x, box["y"] + box["height"] / 2)
-        text = str(page.inner_text("[data-field=loss] .readout"))
-        if text.strip() and page.locator("[data-field=loss] svg").bounding_box() == box:
-            return text
+        if box is not None:  # not just being drawn anew
+            x = box["x"] + left + share * (box["width"] - left - right)
+            page.mouse.move(x, box["y"] + box["height"] / 2)
+            text = str(page.inner_text("[data-field=loss] .readout"))
+            if text.strip() and page.locator("[data-field=loss] svg").bounding_box() == box:
+                return text
         page.wait_for_timeout(50)
     raise AssertionError("the loss chart reads nothing out under the pointer")
 
@@ -51,6 +52,16 @@ def test_runs_that_had_ended_are_not_read_out(tab: Any, studio: Studio) -> None:
     assert "short" not in hover(page, 1.0) and "long 2.06" in hover(page, 1.0)
     shutil.rmtree(studio.runs.root / "short")
     shutil.rmtree(studio.runs.root / "long")
+
+
+def test_a_chart_to_which_nothing_was_added_is_not_drawn_anew(tab: Any) -> None:
+    page = tab("#runs?run=first")
+    page.wait_for_selector("[data-field=loss] path")
+    page.evaluate("document.querySelector('[data-field=loss] svg').id = 'as-it-was'")
+    for _ in range(2):  # what the first brought has been drawn when the second comes
+        with page.expect_response(lambda response: response.url.endswith("/api/runs")):
+            pass
+    assert page.locator("#as-it-was").count() == 1
 
 
 def test_a_run_that_cannot_be_shown_does_not_leave_the_one_before(tab: Any, studio: Studio) -> None:

@@ -40,11 +40,15 @@ function scale(low, high, start, end, log) {
   return Object.assign(to, { back: at => back(f(low) + Math.min(1, Math.max(0, (at - start) / (end - start))) * (f(high) - f(low))) });
 }
 
-// Draws into `figure`, which is reused from one poll to the next so that nothing jumps.
-export function draw(figure, { title, unit, axis, series, marks = [], fromZero = false, smoothing = 0, logX = false, logY = false }) {
+// Draws into `figure`, which is reused from one poll to the next so that nothing jumps, and drawn anew only if it changes.
+export function draw(figure, chart) {
+  const { title, unit, axis, marks = [], fromZero = false, smoothing = 0, logX = false, logY = false } = chart;
   const wide = figure.classList.contains("wide"), width = Math.max(300, figure.clientWidth || 600), height = wide ? 330 : 240;
+  const content = JSON.stringify([chart, width]);
+  if (figure.content === content) return;
+  figure.content = content;
   const base = height - BOTTOM;
-  series = series.map(one => positive(one, logX, logY)).filter(one => one.low.some(value => value !== null));
+  const series = chart.series.map(one => positive(one, logX, logY)).filter(one => one.low.some(value => value !== null));
   const heading = h("figcaption", {}, h("h3", {}, title), wide ? legend(series, marks, smoothing) : null);
   if (!series.length) {
     figure.replaceChildren(heading, h("p", { class: "empty" }, logY ? "No value above 0, which a log axis needs." : "Nothing recorded yet."));
