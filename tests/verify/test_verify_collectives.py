@@ -405,7 +405,7 @@ def test_a_ring_that_one_rank_leaves_early_says_who_waits_where(monkeypatch: pyt
     with pytest.raises(RankError) as caught:
         check(job, collectives=True)
     message = str(caught.value)
-    place = r"on group \(0, 1\) at meshwright/parallel/context/attention\.py:\d+"
+    place = r"on group \(0, 1\) at meshwright/parallel/context/rings\.py:\d+"
     assert re.search(rf"\nrank 0 waits at (send|recv) float64 .* rank 1 {place}, for rank 1", message), message
     assert re.search(r"\nrank 1 waits ", message), message
 
