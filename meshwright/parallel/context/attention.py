@@ -33,14 +33,14 @@ def make_context_attend(method: str, group: dist.ProcessGroup, window: int | Non
     It takes this rank's zigzag slices of q, k and v and the documents of the whole sequence in its natural order.
     """
     if method in ("ring", "allgather"):
-        return _BlockwiseAttend(_Way(method, group, window))
+        return _BlockwiseAttend(_Sharing(method, group, window))
     if method == "ulysses":
         return _UlyssesAttend(group, window)
     raise UserError(f'layout.cp_method = "{method}" is not one of {", ".join(METHODS)}; choose one of them')
 
 
-class _Way(NamedTuple):
-    """What the operations below are given as a number, since an operation takes no process group."""
+class _Sharing(NamedTuple):
+    """How ranks share a sequence; operations are given its number, since they cannot take a process group."""
 
     method: str
     group: dist.ProcessGroup
@@ -52,21 +52,21 @@ class _Way(NamedTuple):
         return order_of(rank, ranks, q_BLHE.shape[1] * ranks, documents, self.window, q_BLHE.device)
 
 
-_ways: list[_Way] = []
+_sharings: list[_Sharing] = []
 
 
-def _number(way: _Way) -> int:
-    """The number of a way; equal ways have one, so that blocks which use them share a compilation."""
-    if way not in _ways:
-        _ways.append(way)
-    return _ways.index(way)
+def _number(sharing: _Sharing) -> int:
+    """Its number; equal ones have the same, so that blocks which use them share a compilation."""
+    if sharing not in _sharings:
+        _sharings.append(sharing)
+    return _sharings.index(sharing)
 
 
 class _BlockwiseAttend:
     """Attention merged from one block for every rank's keys."""
 
-    def __init__(self, way: _Way) -> None:
-        self.way = _number(way)
+    def __init__(self, sharing: _Sharing) -> None:
+        self.sharing = _number(sharing)
 
     def __call__(
         self,
@@ -78,12 +78,12 @@ class _BlockwiseAttend:
         sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         ids_BS, at_most = (None, None) if documents is None else (documents.ids_BS, documents.at_most)
-        given = (q_BLHE, k_BLKE, v_BLKE, sinks_H, ids_BS, at_most, self.way)
+        given = (q_BLHE, k_BLKE, v_BLKE, sinks_H, ids_BS, at_most, self.sharing)
         out_BLHE, lse_BHL = torch.ops.meshwright.shared_attention(*given)
         return out_BLHE, lse_BHL
 
 
-# ---- One operation each way: the compiler takes it as it is, and selective recomputation keeps its result. ----
+# ---- An operation forward and one backward: the compiler takes them whole, recomputation can keep the result. ----
 
 _library = torch.library.Library("meshwright", "DEF")  # type: ignore[no-untyped-call]
 
@@ -98,12 +98,12 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, ids: Tensor | None, at_most: int | None, way: int
+    q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, ids: Tensor | None, at_most: int | None, sharing: int
 ) -> tuple[Tensor, Tensor]:
     """Attention and log-sum-exp; where a result was kept, this is not called and nothing is sent."""
-    method, group, _ = _ways[way]
+    method, group, _ = _sharings[sharing]
     forward = attend_by_ring if method == "ring" else attend_gathered
-    out, lse = forward(q, k, v, _ways[way].order(q, ids, at_most), group)
+    out, lse = forward(q, k, v, _sharings[sharing].order(q, ids, at_most), group)
     if sinks_H is not None:
         out, lse = counted(out, lse, sinks_H)
     return out, lse
@@ -123,11 +123,11 @@ def _attend_backward(
     lse: Tensor,
     ids: Tensor | None,
     at_most: int | None,
-    way: int,
+    sharing: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    method, group, _ = _ways[way]
+    method, group, _ = _sharings[sharing]
     backward = attend_by_ring_backward if method == "ring" else attend_gathered_backward
-    return backward(grad, q, k, v, out, lse, _ways[way].order(q, ids, at_most), group)
+    return backward(grad, q, k, v, out, lse, _sharings[sharing].order(q, ids, at_most), group)
 
 
 def _attend_backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -136,27 +136,27 @@ def _attend_backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Only this rank's own tensors are kept for the backward."""
-    q, k, v, sinks_H, ids, ctx.at_most, ctx.way = inputs
+    q, k, v, sinks_H, ids, ctx.at_most, ctx.sharing = inputs
     ctx.save_for_backward(q, k, v, sinks_H, ids, *output)
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks_H, ids, out, lse = ctx.saved_tensors
-    given = (grad, q, k, v, out, lse, ids, ctx.at_most, ctx.way)
+    given = (grad, q, k, v, out, lse, ids, ctx.at_most, ctx.sharing)
     grads = torch.ops.meshwright.shared_attention_backward(*given)
     of_sinks = None if sinks_H is None else gradient_of_sinks(grad, out, lse, sinks_H)
     return *grads, of_sinks, None, None, None
 
 
 _define(
-    "shared_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? ids, int? at_most, int way) -> "
+    "shared_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? ids, int? at_most, int sharing) -> "
     "(Tensor, Tensor)",
     _attend,
     _attend_fake,
 )
 _define(
     "shared_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? ids, "
-    "int? at_most, int way) -> (Tensor, Tensor, Tensor)",
+    "int? at_most, int sharing) -> (Tensor, Tensor, Tensor)",
     _attend_backward,
     _attend_backward_fake,
 )
@@ -170,7 +170,7 @@ class _UlyssesAttend:
     """Ordinary attention over the whole sequence with 1 / ranks of the heads; too few kv heads are repeated."""
 
     def __init__(self, group: dist.ProcessGroup, window: int | None) -> None:
-        self.way, self.attend = _number(_Way("ulysses", group, None)), CausalAttend(window)
+        self.sharing, self.attend = _number(_Sharing("ulysses", group, None)), CausalAttend(window)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def __call__(
@@ -187,14 +187,16 @@ class _UlyssesAttend:
         if copies > 1:  # each still serves neighbouring queries, since what divides both divides their number too
             k_BLKE, v_BLKE = (t.repeat_interleave(copies, dim=2) for t in (k_BLKE, v_BLKE))
         by_rank = [torch.stack(t.chunk(ranks, dim=2)) for t in (q_BLHE, k_BLKE, v_BLKE)]
-        whole = _natural(_all_to_all(torch.cat(by_rank, 3), self.way))
+        whole = _natural(_all_to_all(torch.cat(by_rank, 3), self.sharing))
         q, k, v = torch.split(whole, [t.shape[3] for t in by_rank], dim=2)
         sinks = () if sinks_H is None else (sinks_H.chunk(ranks)[self.rank],)
         out_BSHE, lse_BHS = self.attend(q, k, v, positions, documents, *sinks)
-        out_BLHE = _all_to_all(_zigzag(out_BSHE, ranks), self.way).movedim(0, 2).flatten(2, 3)
+        out_BLHE = _all_to_all(_zigzag(out_BSHE, ranks), self.sharing).movedim(0, 2).flatten(2, 3)
         if lse_BHS is None:
             return out_BLHE, None
-        lse_BLH = _all_to_all(_zigzag(lse_BHS.detach().transpose(1, 2), ranks), self.way).movedim(0, 2).flatten(2, 3)
+        lse_BLH = (
+            _all_to_all(_zigzag(lse_BHS.detach().transpose(1, 2), ranks), self.sharing).movedim(0, 2).flatten(2, 3)
+        )
         return out_BLHE, lse_BLH.transpose(1, 2)
 
 
@@ -210,26 +212,26 @@ def _zigzag(whole: Tensor, ranks: int) -> Tensor:
     return torch.cat([early, late.flip(0)], dim=2)
 
 
-def _all_to_all(parts: Tensor, way: int) -> Tensor:
-    """Part i goes to rank i and part i of the result came from it; gradients go the same way back."""
-    received: Tensor = torch.ops.meshwright.exchange(parts, way)
+def _all_to_all(parts: Tensor, sharing: int) -> Tensor:
+    """Part i goes to rank i and part i of the result came from it; gradients return likewise."""
+    received: Tensor = torch.ops.meshwright.exchange(parts, sharing)
     return received
 
 
-def _exchange(parts: Tensor, way: int) -> Tensor:
+def _exchange(parts: Tensor, sharing: int) -> Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=_ways[way].group)
+    dist.all_to_all_single(received, parts, group=_sharings[sharing].group)
     return received
 
 
-def _keep_way(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    _, ctx.way = inputs
+def _keep_sharing(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    _, ctx.sharing = inputs
 
 
 def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return _all_to_all(grad, ctx.way), None
+    return _all_to_all(grad, ctx.sharing), None
 
 
-_define("exchange(Tensor parts, int way) -> Tensor", _exchange, lambda parts, way: parts.new_empty(parts.shape))
-torch.library.register_autograd("meshwright::exchange", _exchange_back, setup_context=_keep_way, lib=_library)
+_define("exchange(Tensor parts, int sharing) -> Tensor", _exchange, lambda parts, sharing: parts.new_empty(parts.shape))
+torch.library.register_autograd("meshwright::exchange", _exchange_back, setup_context=_keep_sharing, lib=_library)
