@@ -74,7 +74,10 @@ def fine_product(x_MK: Tensor, weight_NK: Tensor, scales: str, cast: Cast | None
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """left × rightᵀ."""
     out: Tensor = scaled_product(left.values, right.values, left.scales, right.scales, dtype, fast)
-    return out[: left.size, : right.size].contiguous()
+    # Not `.contiguous()` of all of it: torch 2.11's compiler gives zero gradients for a function whose forward ends with
+    # a conversion that changes nothing.
+    padded = tuple(out.shape) != (left.size, right.size)
+    return out[: left.size, : right.size].contiguous() if padded else out
 
 
 @torch.library.custom_op("meshwright::scaled_product", mutates_args=())
@@ -116,7 +119,7 @@ def _quantise(x: Tensor, down: int, across: int) -> Operand:
     blocks = x.reshape(padded[0] // down, down, padded[1] // across, across)
     scales = (blocks.abs().amax(dim=3).amax(dim=1).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
     values = (blocks.float() / scales[:, None, :, None]).clamp(-largest, largest).to(NARROW)
-    return Operand(values.reshape(padded), scales, rows)
+    return Operand(values.reshape(padded).contiguous(), scales.contiguous(), rows)  # a transposed x has turned strides
 
 
 class _FineProduct(torch.autograd.Function):

@@ -138,6 +138,7 @@ def test_on_a_gpu_the_kernels_follow_the_reference(scales: str, shape: tuple[int
     """640 summed numbers are five blocks: cuBLAS wants the scales of squares filled up to eight."""
     if scales == "block" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("cuBLAS multiplies blocks on Hopper only")
+    torch._dynamo.reset()  # which compiles a function for so many shapes and no more
     line, square = (by_row, by_row) if scales == "row" else (by_line, by_square)
     x, weight, grad = (tensor.detach() for tensor in operands(*shape, device="cuda"))
     for left, right in ((line(x), square(weight)), (line(grad), square(weight.t())), (line(grad.t()), line(x.t()))):
