@@ -102,7 +102,8 @@ class CausalAttend:
             return self._varlen(q_BSHE, k_BTKE, v_BTKE, documents)
         heads = q_BSHE.shape[2]
         k_BKTE, v_BKTE = k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-        if EXPAND_GROUPS and plain:
+        # In 32 bits torch has no kernel of groups, and would write out all scores instead.
+        if (EXPAND_GROUPS and plain) or q_BSHE.dtype not in (torch.float16, torch.bfloat16):
             k_BKTE, v_BKTE = expanded(k_BKTE, v_BKTE, heads)
         out_BHSE = F.scaled_dot_product_attention(
             q_BSHE.transpose(1, 2),
