@@ -141,8 +141,10 @@ def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) 
         norms = torch.stack([norm(gradient, wide) for _, gradient in named]).double()
     else:
         norms = torch.stack(foreach_norm([gradient for _, gradient in named], 2, wide)).double()
-    copies = torch.tensor([shards[name].copies for name, _ in named], dtype=torch.float64, device=norms.device)
-    return (norms.square() / copies).sum()
+    copies = [shards[name].copies for name, _ in named]
+    if set(copies) == {1}:  # spares a GPU the wait for a copy from the host
+        return norms.square().sum()
+    return (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()
 
 
 def norm(tensor: Tensor, wide: torch.dtype | None = None) -> Tensor:

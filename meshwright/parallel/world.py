@@ -65,12 +65,18 @@ class World:
 
     def sum_over_world(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The sums of some scalars over all ranks, in float64 and in one collective."""
-        scalars = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values]
-        stacked = torch.stack(scalars)
+        # The host's own numbers go to a GPU in one copy, or not at all: it has nothing to do until they are back.
+        known = [float(value) for value in values if not isinstance(value, torch.Tensor)]
+        made = [value.to(self.device, torch.float64) for value in values if isinstance(value, torch.Tensor)]
         if self.size > 1:
-            dist.all_reduce(stacked)
-        totals: list[float] = stacked.tolist()
-        return totals
+            made = [torch.tensor(known, dtype=torch.float64, device=self.device), *(value.view(1) for value in made)]
+            together = torch.cat(made)
+            dist.all_reduce(together)
+            totals: list[float] = together.tolist()
+        else:
+            totals = [*known, *(torch.stack(made).tolist() if made else [])]
+        numbers, sums = iter(totals[: len(known)]), iter(totals[len(known) :])
+        return [next(sums if isinstance(value, torch.Tensor) else numbers) for value in values]
 
     def barrier(self) -> None:
         """Wait for every rank."""
