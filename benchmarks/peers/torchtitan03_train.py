@@ -1,7 +1,8 @@
 """torchtitan 0.3's Trainer on one GPU: its Llama in the setting's shape, tokens in memory, nothing saved.
 
-0.3.0 is made for a nightly torch. On released ones it needs three things, all of which are here: a name that it imports
-and does not use on one rank (`DataParallelMeshDims`), the final norm sharded apart from the head, which its chunked
+0.3.0 is made for a nightly torch. On released ones it needs four things, all of which are here: a name that it imports
+and does not use on one rank (`DataParallelMeshDims`), `set_timeout`, which it calls after its first step and which
+changes nothing for one rank, the final norm sharded apart from the head, which its chunked
 loss calls alone, and its DTensor backend, since the other needs arguments that `fully_shard` does not have yet. It is
 measured with its chunked loss, without CUDA graphs and with torch's fused attention, which was the fastest and the
 leanest of its choices on an H200 (its own, FlexAttention with masks of documents, was 5% slower).
@@ -23,6 +24,8 @@ from window import Window, kept_formats, one_process, read_request, synthetic_to
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
+if not hasattr(torch.distributed, "set_timeout"):
+    torch.distributed.set_timeout = lambda *_: None
 
 import torchtitan.distributed.fsdp as sharding
 from torchtitan.components.checkpoint import CheckpointManager
