@@ -63,6 +63,8 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.norm_over == "width":
             projected = [self.q_norm(projected[0]), self.k_norm(projected[1]), projected[2]]
         q_BSHE, k_BSKE, v_BSKE = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
+        if self.fused and rotary is not None and self.q_norm is None:
+            v_BSKE = v_BSKE.contiguous()  # as a part of the product it would keep all of it, which nothing else needs
         if self.q_norm is not None and self.k_norm is not None and self.norm_over == "heads":
             q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
         if rotary is not None:

@@ -7,7 +7,8 @@ from meshwright.job import Model
 from meshwright.model.adapter import project
 from meshwright.model.dropout import Draws
 from meshwright.model.fused import fused_product
-from meshwright.model.swiglu import swiglu
+from meshwright.model.quantised_linear import storage_of
+from meshwright.model.swiglu import swiglu, swiglu_down
 
 
 class FeedForward(nn.Module):
@@ -32,7 +33,15 @@ class FeedForward(nn.Module):
         if self.gate is None:
             inner_BSF = F.gelu(project(self.up, x_BSD, draws), approximate="tanh")
         elif self.fused:
-            inner_BSF = swiglu(fused_product(x_BSD, (self.gate, self.up), draws))
+            gate_up = fused_product(x_BSD, (self.gate, self.up), draws)
+            if self._has_plain_down():
+                out_BSD = swiglu_down(gate_up, self.down.weight)
+                return out_BSD if self.down.bias is None else out_BSD + self.down.bias
+            inner_BSF = swiglu(gate_up)
         else:
             inner_BSF = F.silu(project(self.gate, x_BSD, draws)) * project(self.up, x_BSD, draws)
         return project(self.down, inner_BSF, draws)
+
+    def _has_plain_down(self) -> bool:
+        """Whether down is a trained matrix and nothing else: no adapter, no storage in fewer bits, no fp8."""
+        return type(self.down) is nn.Linear and self.down.weight.requires_grad and storage_of(self.down) is None

@@ -20,8 +20,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The fused CUDA kernel keeps x and one statistic a row; torch's CPU path would keep two wide copies of x. The
-        # compiler decides itself what to keep, and torch 2.11's gives a zero gradient for the function below
-        # (observed).
+        # compiler decides itself what to keep.
         if x.is_cuda or torch.compiler.is_compiling():
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
         normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]

@@ -37,7 +37,6 @@ class _WideProduct(torch.autograd.Function):
         result: Tensor = exact_products(x_MI, weight_OI.t())
         return result
 
-    # The gradient has a name because torch 2.11's compiler gave zero gradients for functions that take `*grads`.
     @staticmethod
     def backward(ctx: Any, grad_MO: Tensor) -> tuple[Tensor, Tensor]:
         x_MI, weight_OI = ctx.saved_tensors

@@ -158,7 +158,6 @@ class _Fp8Product(torch.autograd.Function):
         # more than bf16 keeps of the result; gradients, which are summed over all tokens, do without it.
         return _scaled(x, weight, x_scale, weight_scale, x_MK.dtype, fast=True)
 
-    # The gradient has a name because torch 2.11's compiler gave zero gradients for functions that take `*grads`.
     @staticmethod
     def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, ...]:
         kept, kept_weight, x_scale, weight_scale = ctx.saved_tensors

@@ -74,8 +74,8 @@ def fine_product(x_MK: Tensor, weight_NK: Tensor, scales: str, cast: Cast | None
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """left × rightᵀ."""
     out: Tensor = scaled_product(left.values, right.values, left.scales, right.scales, dtype, fast)
-    # Not `.contiguous()` of all of it: torch 2.11's compiler gives zero gradients for a function whose forward ends with
-    # a conversion that changes nothing.
+    # Not `.contiguous()` of all of it: torch 2.11's compiler gives zero gradients for a function whose forward ends
+    # with a conversion that changes nothing.
     padded = tuple(out.shape) != (left.size, right.size)
     return out[: left.size, : right.size].contiguous() if padded else out
 

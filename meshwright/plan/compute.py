@@ -291,7 +291,7 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
     if model.activation == "swiglu":
         gate_fused = fused and software.fused_gate
         moved += (3 if gate_fused else 5) * inner
-        moved_back += (5 if gate_fused else 9) * inner
+        moved_back += (5 if gate_fused else 9) * inner + recomputes_swiglu(job, software) * inner
     else:
         moved += 2 * inner
         moved_back += 3 * inner
@@ -307,6 +307,14 @@ def _elementwise_s(job: Job, device: Device, software: Software) -> tuple[float,
         moved += 2 * 0.5 * stream
         moved_back += 2 * 1.5 * stream
     return memory_s(device, moved, 6), memory_s(device, moved_back, 10)
+
+
+def recomputes_swiglu(job: Job, software: Software) -> bool:
+    """Whether the backward of dense feed-forwards computes SwiGLU's result again: `FeedForward` does where their last
+    projection is a trained matrix in 16 bits or more."""
+    plain = job.precision.compute != "fp8" and job.model.adapter is None
+    fused = software.own and software.fusion == "fused" and job.layout.tp == 1
+    return plain and fused and not software.keeps_swiglu and job.model.activation == "swiglu"
 
 
 _LOSS_BYTES = {"whole": (14.0, 16.0), "chunked": (46.0, 0.0)}

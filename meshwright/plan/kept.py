@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from meshwright.job import Job, Model
 from meshwright.layout import saved_by_name
-from meshwright.plan.compute import feedforward_width, products_of
+from meshwright.plan.compute import feedforward_width, products_of, recomputes_swiglu
 from meshwright.plan.experts import ROUTED, imbalance
 from meshwright.plan.reserve import score_count
 from meshwright.plan.software import Software
@@ -48,11 +48,15 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         edited.pop(name, None)
     for name in ROUTED & edited.keys():
         edited[name] *= imbalance(job)
+    if recomputes_swiglu(job, software):
+        edited.pop("ffn.product", None)
+        edited.pop("shared.product", None)
     if software.own and software.fusion == "fused" and job.layout.tp == 1 and job.model.latent is None:
         # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
-        # they were computed with it. Not so for the kernel of windows and documents.
+        # they were computed with it. Not so if they are copied, and for the kernel of windows and documents.
         together = sum(sizes[f"attention.{name}"] for name in "qk")
-        edited["attention.v"] += (1.0 - _apart(job)) * together
+        if software.keeps_swiglu or job.model.positions != "rope" or job.model.qk_norm:
+            edited["attention.v"] += (1.0 - _apart(job)) * together
         for name in ("attention.q_norm.input", "attention.k_norm.input"):
             edited.pop(name, None)
         if job.model.positions != "rope" and not job.model.qk_norm:

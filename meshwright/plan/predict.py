@@ -93,7 +93,8 @@ def predict(
     this job, if the caller has it; `timed` is compute that was measured, in place of what would be predicted.
     """
     # A profile measures this torch, not other programs.
-    machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=software is None)
+    own = software is None or software.own
+    machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=own)
     _require_ranks(job, machine)
     require_modelled(job)
 

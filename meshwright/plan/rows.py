@@ -288,13 +288,15 @@ def _memory_figure(row: Fields) -> Case:
 def _own(row: Fields) -> Case:
     """A run of our own trainer: a job with overrides on a cluster, which a profile may be of."""
     job = load_job(row["job"], row["overrides"].split()).job
-    device = row["device_bytes"]
+    device, software = row["device_bytes"], own_software(job)
+    if row.get("blocks_keep") == "swiglu":
+        software = replace(software, keeps_swiglu=True)
     return Case(
         id=row["id"],
         source=_source(row["id"]),
         job=job,
         cluster=parse_cluster(row["cluster"]),
-        software=own_software(job),
+        software=software,
         step_s=float(row["step_s"]),
         memory_bytes=float(device or row["allocated_bytes"]),
         memory_kind="peak of a run",

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.plan.coverage import coverage
 from meshwright.plan.explain import layout_words, limit
-from meshwright.plan.predict import Prediction, predict
+from meshwright.plan.predict import Prediction, own_software, predict
 from meshwright.plan.rows import Case, case_of, read_rows
 from meshwright.plan.wording import Unpredicted
 
@@ -88,7 +88,8 @@ def validate(paths: Iterable[Path]) -> Validation:
         for row in rows:
             try:
                 case = case_of(kind, row)
-                prediction = predict(case.job, case.cluster, None if case.software.own else case.software)
+                as_now = case.software == own_software(case.job)
+                prediction = predict(case.job, case.cluster, None if as_now else case.software)
             except (Unpredicted, UserError) as reason:
                 separator = ":" if kind == "sweep" else "-"
                 unpredicted.append((row["id"], row["id"].rpartition(separator)[0], str(reason)))
