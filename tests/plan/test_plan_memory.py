@@ -115,7 +115,7 @@ def test_offload_moves_states_to_the_host() -> None:
 
 
 def test_what_an_h200_measured_since_swiglu_is_computed_again() -> None:
-    measured = json.loads((RESULTS / "2026-11-18-peers-headline-h200.json").read_text())
+    measured = json.loads((RESULTS / "2026-11-18-peers-flash4-h200.json").read_text())
     peaks = {row["peak_memory_bytes"] for row in measured["rows"] if row["system"] == "ours"}
     prediction = predict(load_job("pretrain-1b", ["model.tied=false"]).job, Cluster(gpu="h200"))
     assert [prediction.memory[0].allocated] == pytest.approx(list(peaks), rel=0.001)
