@@ -22,6 +22,8 @@ class Attention(nn.Module):
 
     fused = False
     """Whether q, k and v are one product."""
+    joined: Tensor | None = None
+    """Their weights side by side, if they lie so in memory."""
 
     def __init__(self, shape: Model, layer: int) -> None:
         super().__init__()
@@ -39,6 +41,10 @@ class Attention(nn.Module):
         self.sinks = Sinks(shape.heads) if shape.sinks else None
         self.attend: Attend = CausalAttend(shape.window(layer))
 
+    def fused_linears(self) -> list[nn.Linear]:
+        """The projections that may be one product."""
+        return [self.q, self.k, self.v]
+
     @property
     def fused_away(self) -> int:
         """Projections that are part of another's product."""
@@ -54,10 +60,10 @@ class Attention(nn.Module):
         draws: Draws | None = None,
     ) -> Tensor:
         # The number of heads is taken from the projections' results: a tensor-parallel rank holds fewer.
-        linears = (self.q, self.k, self.v)
+        linears = self.fused_linears()
         projected: Sequence[Any]
         if self.fused:
-            projected = fused_projections(x_BSD, linears, draws)
+            projected = fused_projections(x_BSD, linears, draws, self.joined)
         else:
             projected = [project(linear, x_BSD, draws) for linear in linears]
         if self.q_norm is not None and self.k_norm is not None and self.norm_over == "width":

@@ -16,6 +16,8 @@ class FeedForward(nn.Module):
 
     fused = False
     """Whether gate and up are one product."""
+    joined: Tensor | None = None
+    """Their weights side by side, if they lie so in memory."""
 
     def __init__(self, shape: Model, ffn_width: int | None = None) -> None:
         super().__init__()
@@ -23,6 +25,10 @@ class FeedForward(nn.Module):
         self.gate = nn.Linear(shape.width, inner, bias=shape.linear_bias) if gated else None
         self.up = nn.Linear(shape.width, inner, bias=shape.linear_bias)
         self.down = nn.Linear(inner, shape.width, bias=shape.linear_bias)
+
+    def fused_linears(self) -> list[nn.Linear]:
+        """The projections that may be one product."""
+        return [self.up] if self.gate is None else [self.gate, self.up]
 
     @property
     def fused_away(self) -> int:
@@ -33,7 +39,7 @@ class FeedForward(nn.Module):
         if self.gate is None:
             inner_BSF = F.gelu(project(self.up, x_BSD, draws), approximate="tanh")
         elif self.fused:
-            gate_up = fused_product(x_BSD, (self.gate, self.up), draws)
+            gate_up = fused_product(x_BSD, self.fused_linears(), draws, self.joined)
             if self._has_plain_down():
                 out_BSD = swiglu_down(gate_up, self.down.weight)
                 return out_BSD if self.down.bias is None else out_BSD + self.down.bias

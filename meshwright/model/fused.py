@@ -1,6 +1,7 @@
 """Projections of the same input as one product: fewer, larger products, and one gradient of the input instead of a sum.
 
-The weights stay separate, each under its own name; concatenating them takes a thousandth of the product's time.
+The weights stay separate, each under its own name. Where they do not lie side by side in memory they are concatenated,
+which takes a thousandth of the product's time.
 """
 
 from collections.abc import Sequence
@@ -16,16 +17,25 @@ from meshwright.model.dropout import Draws
 from meshwright.model.quantised_linear import base_product, storage_of
 
 
-def fused_projections(x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None = None) -> Sequence[Tensor]:
+def fused_projections(
+    x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None = None, joined: Tensor | None = None
+) -> Sequence[Tensor]:
     """Each linear applied to x; all of them have biases, or none."""
-    return torch.split(fused_product(x, linears, draws), [linear.out_features for linear in linears], dim=-1)
+    return torch.split(fused_product(x, linears, draws, joined), [linear.out_features for linear in linears], dim=-1)
 
 
-def fused_product(x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None = None) -> Tensor:
-    """The same, concatenated; adapters with dropout, which add to the product, are applied one by one."""
+def fused_product(
+    x: Tensor, linears: Sequence[nn.Linear], draws: Draws | None = None, joined: Tensor | None = None
+) -> Tensor:
+    """The same, concatenated; adapters with dropout, which add to the product, are applied one by one. `joined` is one
+    tensor of which the linears' weights are consecutive rows."""
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     bias = torch.cat(biases) if biases else None
     product: Tensor
+    if joined is not None:
+        weights = [linear.weight for linear in linears]
+        product = _JoinedProduct.apply(x, joined, bias, *weights)  # type: ignore[no-untyped-call]
+        return product
     with_adapters = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
     if with_adapters and with_adapters[0].adds_up(draws):
         product = adapted_product(x, linears, with_adapters[0].scale)
@@ -70,3 +80,20 @@ class _FrozenProduct(torch.autograd.Function):
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             total = total + part @ weight
         return (total, None, *(None for _ in weights))
+
+
+class _JoinedProduct(torch.autograd.Function):
+    """x times several weights that are rows of one tensor; gradients are the weights' own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, joined)
+        ctx.rows, ctx.biased = [weight.shape[0] for weight in weights], bias is not None
+        return F.linear(x, joined, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, joined = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        grad_joined, grad_bias = rows.t() @ x.flatten(0, -2), rows.sum(0) if ctx.biased else None
+        return (gradient @ joined, None, grad_bias, *torch.split(grad_joined, ctx.rows))

@@ -32,6 +32,7 @@ from meshwright.parallel.engine import Engine, OneStage
 from meshwright.parallel.experts import apply_expert_parallel, reset_routers
 from meshwright.parallel.fp8 import use_fp8
 from meshwright.parallel.fp8_head import use_fp8_in_head
+from meshwright.parallel.joined import join_working_weights
 from meshwright.parallel.materialise import fill, fill_preferences
 from meshwright.parallel.offload.activations import offload_activations
 from meshwright.parallel.offload.sharded import count_traffic, materialise_on_host, offload_policy
@@ -253,7 +254,9 @@ def _whole(job: Job, world: World, model: nn.Module, master: torch.dtype, comput
         gradients, stream = _gradients(job, master), offloads(job, "params")
         return OffloadedWeights(model, world.device, master, compute, gradients, stream=stream)
     narrow = one_pass_here(job, world.device) and master == torch.float32
-    return WholeWeights(model, compute, DTYPES[gradient_format(job)] if narrow else _gradients(job, master))
+    weights = WholeWeights(model, compute, DTYPES[gradient_format(job)] if narrow else _gradients(job, master))
+    join_working_weights(model, weights.working)
+    return weights
 
 
 def _sharded(

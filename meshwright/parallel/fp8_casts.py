@@ -51,10 +51,8 @@ def linears_by_product(model: nn.Module) -> list[list[Fp8Linear]]:
     """The linears whose weights one product reads, each group under its first; see `fused_projections`."""
     fused: dict[nn.Module, list[nn.Module]] = {}
     for module in model.modules():
-        if isinstance(module, Attention) and module.fused:
-            fused[module.q] = [module.q, module.k, module.v]
-        elif isinstance(module, FeedForward) and module.fused and module.gate is not None:
-            fused[module.gate] = [module.gate, module.up]
+        if isinstance(module, Attention | FeedForward) and module.fused:
+            fused[module.fused_linears()[0]] = list(module.fused_linears())
     followers = {linear for group in fused.values() for linear in group[1:]}
     firsts = [module for module in model.modules() if isinstance(module, Fp8Linear) and module not in followers]
     return [[one for one in fused.get(first, [first]) if isinstance(one, Fp8Linear)] for first in firsts]

@@ -314,7 +314,7 @@ def recomputes_swiglu(job: Job, software: Software) -> bool:
     projection is a trained matrix in 16 bits or more."""
     plain = job.precision.compute != "fp8" and job.model.adapter is None
     fused = software.own and software.fusion == "fused" and job.layout.tp == 1
-    return plain and fused and not software.keeps_swiglu and job.model.activation == "swiglu"
+    return plain and fused and software.lean_blocks and job.model.activation == "swiglu"
 
 
 _LOSS_BYTES = {"whole": (14.0, 16.0), "chunked": (46.0, 0.0)}

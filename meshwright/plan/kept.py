@@ -4,7 +4,7 @@ it."""
 from functools import lru_cache
 
 from meshwright.job import Job, Model
-from meshwright.layout import saved_by_name
+from meshwright.layout import ranks_of, saved_by_name
 from meshwright.plan.compute import feedforward_width, products_of, recomputes_swiglu
 from meshwright.plan.experts import ROUTED, imbalance
 from meshwright.plan.reserve import score_count
@@ -55,7 +55,7 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
         # they were computed with it. Not so if they are copied, and for the kernel of windows and documents.
         together = sum(sizes[f"attention.{name}"] for name in "qk")
-        if software.keeps_swiglu or job.model.positions != "rope" or job.model.qk_norm:
+        if not software.lean_blocks or job.model.positions != "rope" or job.model.qk_norm:
             edited["attention.v"] += (1.0 - _apart(job)) * together
         for name in ("attention.q_norm.input", "attention.k_norm.input"):
             edited.pop(name, None)
@@ -92,7 +92,10 @@ def _apart(job: Job) -> float:
 
 
 def side_by_side(job: Job, software: Software) -> float:
-    """Separate weights of one product are copied for it and kept for its backward; fp8 keeps all it has cast."""
+    """Separate weights of one product are copied for it and kept for its backward, unless their working copies lie side
+    by side; fp8 keeps all it has cast."""
+    if software.lean_blocks and joins_weights(job):
+        return 0.0
     if not software.own or software.fusion != "fused" or job.layout.tp > 1 or job.model.latent is not None:
         return 0.0
     if job.model.adapter is not None:  # frozen ones are not kept
@@ -103,6 +106,13 @@ def side_by_side(job: Job, software: Software) -> float:
     gated = job.model.activation == "swiglu" and feedforward_width(job.model) > 0
     fused = weights[:2] if gated else weights[:1]
     return float(job.precision.number_bytes * sum(fused))
+
+
+def joins_weights(job: Job) -> bool:
+    """Whether working copies of weights lie side by side: on one device, and without adapters, which leave weights as
+    they are, or fp8, whose casts are concatenated."""
+    plain = job.precision.compute in ("bf16", "fp16") and job.model.adapter is None
+    return plain and ranks_of(job.layout) == 1 and not {"optimizer", "params"} & set(job.memory.offload)
 
 
 def sizes_of(job: Job, mode: str) -> dict[str, float]:

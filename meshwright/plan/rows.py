@@ -290,7 +290,7 @@ def _own(row: Fields) -> Case:
     job = load_job(row["job"], row["overrides"].split()).job
     device, software = row["device_bytes"], own_software(job)
     if row.get("blocks_keep") == "swiglu":
-        software = replace(software, keeps_swiglu=True)
+        software = replace(software, lean_blocks=False)
     return Case(
         id=row["id"],
         source=_source(row["id"]),

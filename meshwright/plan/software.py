@@ -27,9 +27,9 @@ class Software:
     """Whether neighbouring elementwise operations run as one kernel (by hand or compiled)."""
     fused_gate: bool = True
     """With fused kernels, whether SwiGLU is one of them, which computes its first half again in the backward."""
-    keeps_swiglu: bool = True
-    """With fused kernels, whether SwiGLU's result is kept, and values as a part of one product with queries and keys;
-    our compiled blocks compute the one again and copy the other, and did not before 2026-11-18."""
+    lean_blocks: bool = False
+    """Blocks compute SwiGLU's result again, keep values apart from queries and keys, and on one device have weights of
+    one product side by side in memory: our compiled ones since 2026-11-18."""
     selective: Literal["cheap", "half", "attention"] = "cheap"
     """What selective recomputation recomputes: everything but projections and attention; that and every second
     projection; or the attention between its projections."""
@@ -117,7 +117,7 @@ MESHWRIGHT = Software(
     step_s=0.7e-3,
     grouped=0.95,
 )
-MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused", keeps_swiglu=False)
+MESHWRIGHT_COMPILED = replace(MESHWRIGHT, name="meshwright, compiled", fusion="fused", lean_blocks=True)
 _EVERY_KERNEL = 1.65e9
 """Before CUDA 11.7 a process loaded every kernel of its libraries when it started: 1573 MiB on an A100, as BLOOM's
 chronicles measured."""

@@ -21,7 +21,7 @@ def predicted(overrides: list[str], *, as_recorded: bool = False) -> Prediction:
     """Of our trainer, or as it was when runs were recorded: its compiled blocks kept more."""
     job = load_job("pretrain-1b", overrides).job
     own = own_software(job)
-    return predict(job, Cluster(gpu="h200"), replace(own, keeps_swiglu=True) if as_recorded else own)
+    return predict(job, Cluster(gpu="h200"), replace(own, lean_blocks=False) if as_recorded else own)
 
 
 def recorded() -> list[dict[str, Any]]:

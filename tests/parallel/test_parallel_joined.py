@@ -1,0 +1,79 @@
+"""Working weights that lie side by side: the same bits as apart, and nothing of them is kept for the backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.job import Job
+from meshwright.model.attention import Attention
+from meshwright.model.feedforward import FeedForward
+from meshwright.parallel import World, apply, build
+from meshwright.train import Silent, make_trainer, open_corpus
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped, gated": {"heads": 4, "kv_heads": 2},
+    "biases, no gate": {"heads": 4, "kv_heads": 4, "qkv_bias": True, "linear_bias": True, "activation": "gelu"},
+    "norms of queries and keys": {"heads": 4, "kv_heads": 2, "qk_norm": True},
+}
+
+
+def make_job(shape: dict[str, Any], recompute: Any = "none") -> Job:
+    small = {"vocab_size": 64, "width": 32, "layers": 2, "ffn_width": 48, "max_sequence_length": 16}
+    return Job.model_validate(
+        {
+            "model": small | shape,
+            "data": {"sources": ["builtin:synthetic"]},
+            "batch": {"sequence_length": 16, "global_batch": 4, "micro_batch": 2},
+            "precision": {"compute": "bf16"},
+            "memory": {"recompute": recompute},
+            "optimizer": {"lr": 1e-2},
+            "evaluation": {"every_steps": 0},
+            "run": {"steps": 3, "compile": True, "device": "cpu"},
+        }
+    )
+
+
+class Losses(Silent):
+    """Keeps every step's loss and norm."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, float]] = []
+
+    def metric(self, row: dict[str, Any]) -> None:
+        self.rows.append((row["loss"], row["grad_norm"]))
+
+
+def trained(job: Job) -> tuple[list[tuple[float, float]], dict[str, Tensor], nn.Module]:
+    torch._dynamo.reset()
+    world, seen, corpus = World(torch.device("cpu")), Losses(), open_corpus(job)
+    engine, weights = build(job, world)
+    make_trainer(job, corpus, engine, weights, seen, seen, world).run()
+    masters = {name: master.detach().clone() for name, master in weights.masters.items()}
+    return seen.rows, masters, engine.modules[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(shape, recompute)
+    rows, masters, model = trained(job)
+    joined = [module for module in model.modules() if getattr(module, "joined", None) is not None]
+    assert len(joined) == (2 if shape.get("activation") == "gelu" else 4)
+    for module in joined:
+        assert isinstance(module, Attention | FeedForward) and module.joined is not None
+        weights = [linear.weight.detach() for linear in module.fused_linears()]
+        assert torch.equal(module.joined, torch.cat(weights))  # updates arrive in both
+        assert {weight.untyped_storage().data_ptr() for weight in weights} == {module.joined.data_ptr()}
+    monkeypatch.setattr(apply, "join_working_weights", lambda *_: None)
+    rows_apart, masters_apart, model_apart = trained(job)
+    assert not [module for module in model_apart.modules() if getattr(module, "joined", None) is not None]
+    assert rows == rows_apart and len({loss for loss, _ in rows}) == 3
+    assert all(torch.equal(master, masters_apart[name]) for name, master in masters.items())
