@@ -151,6 +151,9 @@ class Trainer:
             self.expert_load.scale_losses(self.scaling.scale)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
 
+        if isinstance(self.optimizer, OnePassAdamW):
+            self.optimizer.collect()
+
         self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
         alike = self.world.axis_size("tp")
@@ -174,6 +177,8 @@ class Trainer:
         updates = not overflowed and self._may_update(step, loss_value, norm_value, position)
         if updates:
             self.weights.update(self.optimizer)
+        elif isinstance(self.optimizer, OnePassAdamW):
+            self.optimizer.forget()
         loads = {} if self.expert_load is None else self._loads(self.expert_load.settle(updated=updates), step)
         self._sample_memory("updated")
         self.weights.zero_gradients()

@@ -111,25 +111,37 @@ def launch(update: Tensors, numbers: Numbers) -> None:
     _adamw[(triton.cdiv(count, BLOCK),)](*update, count, *numbers, BLOCK=BLOCK, num_warps=8)
 
 
-def launch_together(updates: Sequence[Tensors], numbers: Numbers) -> None:
-    """Update many tensors, each of which `joins_others`, with one kernel per pair of formats."""
+class Together(NamedTuple):
+    """Tensors of one pair of formats that one kernel updates, and where the device finds them."""
+
+    updates: list[Tensors]
+    """Kept, so that their memory is."""
+    addresses: Tensor
+
+
+def together(updates: Sequence[Tensors]) -> list[Together]:
+    """Many tensors, each of which `joins_others`, for one kernel per pair of formats."""
     by_format: dict[tuple[torch.dtype, torch.dtype], list[Tensors]] = {}
     for update in updates:
         by_format.setdefault((update.gradient.dtype, update.working.dtype), []).append(update)
-    for (gradient, working), alike in by_format.items():
-        _launch_alike(alike, numbers, _FORMATS[gradient], _FORMATS[working])
+    return [Together(alike, _addresses(alike)) for alike in by_format.values()]
 
 
-def _launch_alike(updates: list[Tensors], numbers: Numbers, gradient: tl.dtype, working: tl.dtype) -> None:
-    device = updates[0].master.device
-    counts = tuple(update.master.numel() for update in updates)
-    owners, firsts, sizes = _blocks(counts, device)
-    addresses = torch.tensor([tensor.data_ptr() for column in zip(*updates, strict=True) for tensor in column])
-    addresses = addresses.pin_memory().to(device, non_blocking=True)
+def launch_together(them: Together, numbers: Numbers) -> None:
+    """Update what `together` put together."""
+    first = them.updates[0]
+    counts = tuple(update.master.numel() for update in them.updates)
+    owners, firsts, sizes = _blocks(counts, first.master.device)
     _adamw_of_many[(len(owners),)](
-        addresses, owners, firsts, sizes, len(updates), *numbers,
-        GRADIENT=gradient, WORKING=working, BLOCK=BLOCK, num_warps=8,
+        them.addresses, owners, firsts, sizes, len(them.updates), *numbers,
+        GRADIENT=_FORMATS[first.gradient.dtype], WORKING=_FORMATS[first.working.dtype], BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
+
+
+def _addresses(updates: list[Tensors]) -> Tensor:
+    found = torch.tensor([tensor.data_ptr() for column in zip(*updates, strict=True) for tensor in column])
+    device = updates[0].master.device
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 @lru_cache(maxsize=16)

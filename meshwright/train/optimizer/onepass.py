@@ -7,13 +7,23 @@ copy are separate passes, 9 ms on top of its own 12 for 1.5e9 parameters on an H
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from meshwright.train.optimizer.adamw_kernel import Numbers
+    from meshwright.train.optimizer.adamw_kernel import Numbers, Tensors, Together
+
+
+class _Updates(NamedTuple):
+    """What one group's masters of one age need."""
+
+    group: dict[str, Any]
+    number: int
+    states: list[dict[str, Tensor]]
+    alone: "list[Tensors]"
+    together: "list[Together]"
 
 
 class OnePassAdamW(torch.optim.Optimizer):
@@ -26,28 +36,50 @@ class OnePassAdamW(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], working: Mapping[nn.Parameter, Tensor], **defaults: Any) -> None:
         super().__init__(groups, defaults)
         self._working = working
+        self._collected: list[_Updates] | None = None
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every master that has a gradient, and its working copy."""
-        from meshwright.train.optimizer.adamw_kernel import Tensors, joins_others, launch, launch_together
+    def collect(self) -> None:
+        """Look up what the next step will read and write: while a GPU computes the gradients, whose norm the step waits
+        for, the host has time for it. `forget` it if there is no step."""
+        from meshwright.train.optimizer.adamw_kernel import Tensors, joins_others, together
 
+        self._collected = []
         for group in self.param_groups:
-            together: dict[int, list[Tensors]] = {}
+            by_age: dict[int, tuple[list[dict[str, Tensor]], list[Tensors]]] = {}
             for master in group["params"]:
                 if master.grad is None:
                     continue
                 state = self._state(master)
-                state["step"] += 1
-                number, moments = int(state["step"]), (state["exp_avg"], state["exp_avg_sq"])
+                moments = (state["exp_avg"], state["exp_avg_sq"])
                 update = Tensors(master, master.grad.contiguous(), *moments, self._working[master])
-                if joins_others(update):
-                    together.setdefault(number, []).append(update)
-                else:  # launch large ones at once, to keep the device busy while the others are collected
-                    launch(update, self._numbers(group, number))
-            for number, updates in together.items():
-                launch_together(updates, self._numbers(group, number))
-        self.factor = 1.0
+                states, updates = by_age.setdefault(int(state["step"]) + 1, ([], []))
+                states.append(state)
+                updates.append(update)
+            for number, (states, updates) in by_age.items():
+                small = [update for update in updates if joins_others(update)]
+                alone = [update for update in updates if not joins_others(update)]
+                self._collected.append(_Updates(group, number, states, alone, together(small)))
+
+    def forget(self) -> None:
+        """There is no step after `collect`: gradients need not be kept."""
+        self._collected, self.factor = None, 1.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every master that has a gradient, and its working copy."""
+        from meshwright.train.optimizer.adamw_kernel import launch, launch_together
+
+        if self._collected is None:
+            self.collect()
+        for updates in self._collected or ():
+            numbers = self._numbers(updates.group, updates.number)
+            for update in updates.alone:
+                launch(update, numbers)
+            for them in updates.together:
+                launch_together(them, numbers)
+            for state in updates.states:
+                state["step"] += 1
+        self.forget()
 
     def _numbers(self, group: dict[str, Any], number: int) -> "Numbers":
         from meshwright.train.optimizer.adamw_kernel import Numbers
