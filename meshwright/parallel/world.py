@@ -65,18 +65,21 @@ class World:
 
     def sum_over_world(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The sums of some scalars over all ranks, in float64 and in one collective."""
-        # The host's own numbers go to a GPU in one copy, or not at all: it has nothing to do until they are back.
-        known = [float(value) for value in values if not isinstance(value, torch.Tensor)]
-        made = [value.to(self.device, torch.float64) for value in values if isinstance(value, torch.Tensor)]
-        if self.size > 1:
-            made = [torch.tensor(known, dtype=torch.float64, device=self.device), *(value.view(1) for value in made)]
-            together = torch.cat(made)
-            dist.all_reduce(together)
-            totals: list[float] = together.tolist()
-        else:
-            totals = [*known, *(torch.stack(made).tolist() if made else [])]
-        numbers, sums = iter(totals[: len(known)]), iter(totals[len(known) :])
-        return [next(sums if isinstance(value, torch.Tensor) else numbers) for value in values]
+        # The host's own numbers go to a GPU in one copy, or not at all: it has nothing to do until they are back. What
+        # is a number on one rank may be a tensor on another: every value keeps its place.
+        made = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+        known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+        if self.size == 1:
+            doubles = [value.to(self.device, torch.float64) for value in made.values()]
+            found = iter(torch.stack(doubles).tolist() if doubles else [])
+            return [next(found) if place in made else number for place, number in enumerate(known)]
+        numbers = torch.tensor(known, dtype=torch.float64, device=self.device)
+        together = torch.stack(
+            [made[place].to(numbers) if place in made else number for place, number in enumerate(numbers)]
+        )
+        dist.all_reduce(together)
+        totals: list[float] = together.tolist()
+        return totals
 
     def barrier(self) -> None:
         """Wait for every rank."""
