@@ -25,6 +25,15 @@ def precision_of_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_compiled_is_left() -> Iterator[None]:
+    """What one file's tests compile makes the compiler treat other shapes of the same code otherwise, in forked ranks
+    too: not those of the files after it."""
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """`cli("train", "job.toml", …)` in an empty folder with its own data cache."""

@@ -27,7 +27,9 @@ def test_every_share_of_the_batch_is_read_by_those_who_share_a_model_alone(repli
 def summed() -> list[float]:
     """A stage without a loss gives numbers where another gives tensors."""
     world = World(torch.device("cpu"), dist.get_rank(), 2)
-    given = [torch.tensor(1.0), 2.0, torch.tensor(3.0)] if world.rank else [0.5, torch.tensor(0.25), 0.125]
+    given: list[torch.Tensor | float] = [torch.tensor(1.0), 2.0, torch.tensor(3.0)]
+    if world.rank == 0:
+        given = [0.5, torch.tensor(0.25), 0.125]
     return world.sum_over_world(given)
 
 
