@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.quantised_linear import Kind, kind_of, made, made_again, stored
+from meshwright.torch_private.autograd import takes_context
 
 
 def adapted_product(x_BSI: Tensor, linears: Sequence[nn.Linear], scale: float) -> Tensor:
@@ -38,6 +39,7 @@ def adapted_product(x_BSI: Tensor, linears: Sequence[nn.Linear], scale: float) -
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
+    @takes_context
     def forward(
         ctx: Any, x_BSI: Tensor, a_RI: Tensor, kinds: tuple[Kind, ...], scale: float, with_input: bool, *tensors: Tensor
     ) -> Tensor:

@@ -15,6 +15,7 @@ from meshwright.model.adapted import adapted_product
 from meshwright.model.adapter import AdaptedLinear
 from meshwright.model.dropout import Draws
 from meshwright.model.quantised_linear import base_product, storage_of
+from meshwright.torch_private.autograd import takes_context
 
 
 def fused_projections(
@@ -68,6 +69,7 @@ class _FrozenProduct(torch.autograd.Function):
     be kept: without gradients of weights it would be all that is."""
 
     @staticmethod
+    @takes_context
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(*weights)
         return F.linear(x, torch.cat(weights), bias)
@@ -86,6 +88,7 @@ class _JoinedProduct(torch.autograd.Function):
     """x times several weights that are rows of one tensor; gradients are the weights' own."""
 
     @staticmethod
+    @takes_context
     def forward(ctx: Any, x: Tensor, joined: Tensor, bias: Tensor | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, joined)
         ctx.rows, ctx.biased = [weight.shape[0] for weight in weights], bias is not None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.quantised import Packed, dequantise_int8, dequantise_nf4, tables
+from meshwright.torch_private.autograd import takes_context
 
 ABSMAX, SCALES, TABLE = "weight_absmax", "weight_scales", "weight_table"
 """What a projection has besides `weight`, which are its codes: of nf4 all of them, of int8 the scales."""
@@ -138,6 +139,7 @@ class _Product(torch.autograd.Function):
     """x · Wᵀ; only what W is made from is kept for the backward."""
 
     @staticmethod
+    @takes_context
     def forward(ctx: Any, x_BSI: Tensor, kinds: tuple[Kind, ...], *parts: Tensor) -> Tensor:
         ctx.kinds = kinds
         ctx.save_for_backward(*parts)

@@ -20,6 +20,7 @@ from meshwright.hardware.torch_versions import HAS_TRITON
 from meshwright.layout import FP8_MULTIPLE
 from meshwright.parallel.fp8_scales import Cast, fine_cast, fine_product
 from meshwright.torch_private.arithmetic import scaled_mm
+from meshwright.torch_private.autograd import takes_context
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -142,6 +143,7 @@ def _on_shards(x: DTensor, weight: DTensor, scales: str, cast_NK: Cast | None) -
 
 class _Fp8Product(torch.autograd.Function):
     @staticmethod
+    @takes_context
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, *cast: Tensor) -> Tensor:
         x_scale, kept_weight = _scale(x_MK, FORWARD), weight_NK
         if cast:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.torch_private.arithmetic import blockwise_mm, scaled_mm
+from meshwright.torch_private.autograd import takes_context
 
 NARROW = torch.float8_e4m3fn
 BLOCK = 128
@@ -124,6 +125,7 @@ def _quantise(x: Tensor, down: int, across: int) -> Operand:
 
 class _FineProduct(torch.autograd.Function):
     @staticmethod
+    @takes_context
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, scales: str, *cast: Tensor) -> Tensor:
         ctx.scales, ctx.dtype, ctx.given = scales, weight_NK.dtype, len(cast)
         ctx.save_for_backward(x_MK, *(cast[2:] or (weight_NK,)))

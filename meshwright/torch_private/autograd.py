@@ -1,7 +1,8 @@
 """The state of a backward, and operations observed one by one. torch 2.11 to 2.15."""
 
 from collections.abc import Callable
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,20 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 __all__ = ["TorchDispatchMode", "is_traceable_wrapper_subclass", "tree_iter"]
 
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
 
 def in_backward() -> bool:
     """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def takes_context(forward: Forward) -> Forward:
+    """For an autograd function whose forward has a starred parameter. Where no gradient is needed the compiler asks the
+    signature whether there is a context: given as many arguments as parameters, it takes it that there is none. Two
+    tensors for the starred parameter are as many, so the signature told is one that no call matches."""
+    forward.__signature__ = Signature([Parameter("ctx", Parameter.POSITIONAL_ONLY)])  # type: ignore[attr-defined]
+    return forward
 
 
 def let_sharded_modules_be_recomputed() -> None:

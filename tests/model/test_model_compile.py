@@ -1,6 +1,7 @@
 """Compiled without graph breaks, the model computes the same and no step, document or count compiles it anew."""
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,28 @@ def test_a_compiled_block_keeps_no_result_of_swiglu_and_values_alone(dtype: torc
 NOTHING_CHANGED = {"to", "contiguous", "float", "double", "type_as", "type"}
 
 
+def own_forwards() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The forward of every autograd function of ours, under its file and name."""
+    for file in Path(meshwright.__file__).parent.rglob("*.py"):
+        for part in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(part, ast.ClassDef) and "autograd.Function" in ast.unparse(part).split("):")[0]:
+                [forward] = [one for one in part.body if isinstance(one, ast.FunctionDef) and one.name == "forward"]
+                yield f"{file.name}: {part.name}", forward
+
+
 def test_no_function_ends_its_forward_with_a_conversion() -> None:
     """If such a conversion changes nothing, torch 2.11's compiler gives zero gradients, without a word."""
     found = []
-    for file in Path(meshwright.__file__).parent.rglob("*.py"):
-        for part in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(part, ast.ClassDef) or "autograd.Function" not in ast.unparse(part).split("):")[0]:
-                continue
-            [forward] = [one for one in part.body if isinstance(one, ast.FunctionDef) and one.name == "forward"]
-            for ends in [one.value for one in ast.walk(forward) if isinstance(one, ast.Return)]:
-                for value in ends.elts if isinstance(ends, ast.Tuple) else [ends]:
-                    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
-                        found += [f"{file.name}: {part.name}"] * (value.func.attr in NOTHING_CHANGED)
+    for name, forward in own_forwards():
+        for ends in [one.value for one in ast.walk(forward) if isinstance(one, ast.Return)]:
+            for value in ends.elts if isinstance(ends, ast.Tuple) else [ends]:
+                if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+                    found += [name] * (value.func.attr in NOTHING_CHANGED)
     assert found == ["norm.py: _RMSNorm"]  # which the compiler never sees
+
+
+def test_functions_with_a_starred_parameter_keep_their_context_without_gradients() -> None:
+    """Else torch's compiler fails, or leaves a block uncompiled, in evaluations."""
+    starred = {name: forward for name, forward in own_forwards() if forward.args.vararg is not None}
+    marked = [name for name, forward in starred.items() if "takes_context" in map(ast.unparse, forward.decorator_list)]
+    assert len(starred) > 5 and marked == list(starred)

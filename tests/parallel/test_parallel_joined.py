@@ -29,29 +29,33 @@ def make_job(shape: dict[str, Any], recompute: Any = "none") -> Job:
             "precision": {"compute": "bf16"},
             "memory": {"recompute": recompute},
             "optimizer": {"lr": 1e-2},
-            "evaluation": {"every_steps": 0},
+            "evaluation": {"every_steps": 1, "batches": 1, "sample_tokens": 0},
             "run": {"steps": 3, "compile": True, "device": "cpu"},
         }
     )
 
 
 class Losses(Silent):
-    """Keeps every step's loss and norm."""
+    """Keeps every step's loss and norm, and the losses of held-out text."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[float, float]] = []
+        self.held_out: list[float] = []
 
     def metric(self, row: dict[str, Any]) -> None:
-        self.rows.append((row["loss"], row["grad_norm"]))
+        if "val_loss" in row:
+            self.held_out.append(row["val_loss"])
+        else:
+            self.rows.append((row["loss"], row["grad_norm"]))
 
 
-def trained(job: Job) -> tuple[list[tuple[float, float]], dict[str, Tensor], nn.Module]:
+def trained(job: Job) -> tuple[Losses, dict[str, Tensor], nn.Module]:
     torch._dynamo.reset()
     world, seen, corpus = World(torch.device("cpu")), Losses(), open_corpus(job)
     engine, weights = build(job, world)
     make_trainer(job, corpus, engine, weights, seen, seen, world).run()
     masters = {name: master.detach().clone() for name, master in weights.masters.items()}
-    return seen.rows, masters, engine.modules[0]
+    return seen, masters, engine.modules[0]
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +68,8 @@ def _no_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(shape, recompute)
-    rows, masters, model = trained(job)
+    seen, masters, model = trained(job)
+    assert not torch._dynamo.utils.counters["graph_break"]  # nor in evaluations, which need no gradients
     joined = [module for module in model.modules() if getattr(module, "joined", None) is not None]
     assert len(joined) == (2 if shape.get("activation") == "gelu" else 4)
     for module in joined:
@@ -73,7 +78,8 @@ def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypat
         assert torch.equal(module.joined, torch.cat(weights))  # updates arrive in both
         assert {weight.untyped_storage().data_ptr() for weight in weights} == {module.joined.data_ptr()}
     monkeypatch.setattr(apply, "join_working_weights", lambda *_: None)
-    rows_apart, masters_apart, model_apart = trained(job)
+    apart, masters_apart, model_apart = trained(job)
     assert not [module for module in model_apart.modules() if getattr(module, "joined", None) is not None]
-    assert rows == rows_apart and len({loss for loss, _ in rows}) == 3
+    assert seen.rows == apart.rows and len({loss for loss, _ in seen.rows}) == 3
+    assert seen.held_out == apart.held_out and len(seen.held_out) == 4
     assert all(torch.equal(master, masters_apart[name]) for name, master in masters.items())

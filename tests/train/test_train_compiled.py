@@ -27,6 +27,10 @@ class Kept(Silent):
     def __init__(self) -> None:
         self.events: dict[str, Any] = {}
         self.messages: list[str] = []
+        self.held_out: list[float] = []
+
+    def metric(self, row: dict[str, Any]) -> None:
+        self.held_out += [row["val_loss"]] if "val_loss" in row else []
 
     def event(self, kind: str, **values: Any) -> None:
         self.events[kind] = values
@@ -53,7 +57,7 @@ def make_job(adapter: dict[str, Any] | None, recompute: str, **layout: Any) -> J
             "layout": layout,
             "data": {"workers": 0},
             "memory": {"recompute": recompute},
-            "evaluation": {"every_steps": 0},
+            "evaluation": {"every_steps": 1, "batches": 1, "sample_tokens": 0},
             "run": {"steps": 1, "device": "cpu", "compile": True},
         }
     )
@@ -91,6 +95,7 @@ def test_blocks_whose_attention_ranks_share_are_compiled_whole(method: str, reco
 def test_blocks_with_adapters_are_compiled(base: str, recompute: str) -> None:
     outcome, kept = train(make_job({"rank": 2, "base": base}, recompute))
     assert outcome.uncompiled is None and "uncompiled" not in kept.events
+    assert len(kept.held_out) == 2 and not torch._dynamo.utils.counters["graph_break"]
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
