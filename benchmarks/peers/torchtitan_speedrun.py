@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
+import standins  # noqa: F401  before torchtitan, which looks for what it stands in for
 import torch
 import torchtitan.train
-import torchtitan_train  # first: it puts stand-ins where torchtitan imports what is not installed
+import torchtitan_train
 from curve import Curve, held_out_loss, read_request, read_tokens
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import JobConfig
