@@ -22,7 +22,7 @@ def in_encoder(job: Job, kept: float, gradients: float) -> dict[str, float]:
     return {
         "activations": kept,
         "gradients": gradients,
-        "a block's forward made again": again,
+        "a block's forward recomputed": again,
         "a block's backward": each * tokens * (2.0 * encoder.ffn_width / job.layout.tp + 2.0 * encoder.width),
     }
 

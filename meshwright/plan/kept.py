@@ -24,7 +24,7 @@ def block_bytes(job: Job, software: Software, mode: str) -> tuple[float, float]:
         return sum(kept.values()), sum(whole.values()) - sum(kept.values())
     if software.own:
         # Inputs of its kernels are recomputed; a compiler that sees what is kept computes the rest inside of them.
-        again = sizes_of(job, "none") if mode == "full" else whole
+        again = _without_swiglu(job, software, sizes_of(job, "none")) if mode == "full" else whole
         return sum(kept.values()), sum(again.values()) - sum(kept.values())
     if mode == "selective" and software.selective == "half":
         # Of every two projections' results the second is dropped: k, the attention's and up; the last one's is kept.
@@ -40,7 +40,7 @@ _CAST = {"attention.input", "ffn.input", "ffn.product", "shared.input", "shared.
 
 def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, float]:
     """The saved tensors of a program that fuses, gathers again or writes scores out."""
-    edited = dict(sizes)
+    edited = _without_swiglu(job, software, sizes)
     if software.fusion == "fused" and software.fused_gate and job.model.activation == "swiglu":
         for name in ("ffn", "shared", "moe"):  # recomputed from gate and up inside the fused kernel's backward
             edited.pop(f"{name}.activated", None)
@@ -48,9 +48,6 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
         edited.pop(name, None)
     for name in ROUTED & edited.keys():
         edited[name] *= imbalance(job)
-    if recomputes_swiglu(job, software):
-        edited.pop("ffn.product", None)
-        edited.pop("shared.product", None)
     if software.own and software.fusion == "fused" and job.layout.tp == 1 and job.model.latent is None:
         # Values are part of the one product that queries and keys were part of, and keep it whole: queries and keys as
         # they were computed with it. Not so if they are copied, and for the kernel of windows and documents.
@@ -78,6 +75,12 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     if software.attention == "fused-softmax":
         edited["attention.scores"] = score_count(job) * (5.0 if job.model.dropout > 0 else 2.0)
     return edited
+
+
+def _without_swiglu(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, float]:
+    """The tensors without SwiGLU's result where the backward computes it: `passing_bytes` counts it there."""
+    computed = {"ffn.product", "shared.product"} if recomputes_swiglu(job, software) else set()
+    return {name: size for name, size in sizes.items() if name not in computed}
 
 
 def _apart(job: Job) -> float:

@@ -287,7 +287,7 @@ def _activations(
         kept.append(sum(sizes[mode][0] for mode in own) + sent + (encoder_bytes(job) if begins else 0))
         remade = max([remade, *(sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))])
     fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(job, table, rank))
-    return {"activations": fullest, "a block's forward made again": remade}
+    return {"activations": fullest, "a block's forward recomputed": remade}
 
 
 def _holdings(job: Job, table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
@@ -380,7 +380,7 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
         return {
             "activations": encoder + sum(sizes[mode][0] for mode in modes[: segment.stop]),
             "gradients": gradients,
-            "a block's forward made again": sum(again[modes[place]] for place in missing),
+            "a block's forward recomputed": sum(again[modes[place]] for place in missing),
             "a block's backward": passing,
             **in_blocks,
         }
@@ -395,5 +395,5 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
         ),
         backward_in(segments[0], before or whole - per_entry * table - layer + waiting, first=True),
         *([in_encoder(job, encoder, last)] if encoder else []),
-        {"activations": 0.0, "gradients": last, "a block's forward made again": 0.0},
+        {"activations": 0.0, "gradients": last, "a block's forward recomputed": 0.0},
     ]

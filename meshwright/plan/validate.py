@@ -103,7 +103,7 @@ def _memory(case: Case, prediction: Prediction) -> float:
     """The figure that a case's measurement refers to: which rank, and how it was counted."""
     rank = prediction.memory[-1] if case.memory_of_last_rank else prediction.fullest
     if case.memory_kind == "steady_allocated_end_of_step":
-        passing = ("activations", "a block's forward made again", "a block's backward", "logits and loss")
+        passing = ("activations", "a block's forward recomputed", "a block's backward", "logits and loss")
         return sum(size for name, size in rank.terms.items() if name not in passing)
     return {"allocated": rank.allocated, "reserved": rank.reserved, "device": rank.device}[case.memory_counted]
 

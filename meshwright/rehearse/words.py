@@ -14,7 +14,7 @@ _KINDS = {
     "optimizer states": ("optimizer states",),
     "activations": (
         "activations",
-        "a block's forward made again",
+        "a block's forward recomputed",
         "a block's backward",
         "logits and loss",
         "final norm",
