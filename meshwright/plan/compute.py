@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields
 
 from meshwright.cost import MASTER_BYTES, chunk_rows, in_whole_lines, layer_elements
 from meshwright.job import Job, Latent, Model
-from meshwright.layout import casts_from, gradient_format, kv_copies, kv_heads_of
+from meshwright.layout import gradient_format, kv_copies, kv_heads_of
 from meshwright.plan.adapters import adapter_products, made_s
 from meshwright.plan.experts import expert_casts, moved_s, products_s
+from meshwright.plan.fp8 import casts_s, slower
 from meshwright.plan.kernels import Device, attention_s, matmul_s, memory_s
 from meshwright.plan.software import Software
 
@@ -110,17 +111,18 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
     """One block over one micro-batch, with recomputation by mode."""
     spares = software.own and job.model.experts is None
     products = list(products_of(job, software))
-    forward = sum(matmul_s(device, *product) for product in products)
-    inputs = sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in products)
-    weights = sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in products)
+    pace = slower(job, device)
+    forward = pace * sum(matmul_s(device, *product) for product in products)
+    inputs = pace * sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in products)
+    weights = pace * sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in products)
     if job.model.adapter is not None:
         low = adapter_work(job, device, software, products)
         forward, inputs, weights = forward + low.forward_matmul, inputs + low.input_matmul, low.weight_matmul
     if device.compute == "fp8":
-        cast, cast_back = _fp8_casts_s(job, device, software, products)
+        cast, cast_back = casts_s(job, device, software, products)
         forward, inputs = forward + cast, inputs + cast_back
         if job.model.experts is not None and not software.own and not software.fused_experts:
-            cast, cast_back = _fp8_casts_s(job, device, software, expert_casts(job), layer_elements(job).experts)
+            cast, cast_back = casts_s(job, device, software, expert_casts(job), layer_elements(job).experts)
             forward, inputs = forward + cast, inputs + cast_back
     summed = float(sum(inner * columns for _, columns, inner in products))
     if job.model.adapter is not None:
@@ -142,7 +144,7 @@ def block_work(job: Job, device: Device, software: Software, mode: str) -> Work:
             "attention": attention,
         }[software.selective],
         # Nothing in the backward needs a block's last product, and our trainer stops before it.
-        "full": forward + attention + elementwise - (matmul_s(device, *products[-1]) if spares else 0.0),
+        "full": forward + attention + elementwise - (pace * matmul_s(device, *products[-1]) if spares else 0.0),
         "segment": forward + attention + elementwise,
         "joined": forward + attention + elementwise,
     }[mode]
@@ -159,33 +161,6 @@ def adapter_work(job: Job, device: Device, software: Software, products: list[Pr
         input_matmul=sum(matmul_s(device, rows, inner, columns, kind="input") for rows, columns, inner in low) + made,
         weight_matmul=sum(matmul_s(device, columns, inner, rows, kind="weight") for rows, columns, inner in low),
     )
-
-
-def _fp8_casts_s(
-    job: Job, device: Device, software: Software, products: list[Product], weights: float | None = None
-) -> tuple[float, float]:
-    """Numbers read in 16 bits and written in 8, forward and backward.
-
-    Delayed scales need no pass over the numbers: the kernel that computes them also casts them, and weights are cast
-    once a step. Dynamic ones read a tensor for its largest entry and again to cast it, with every micro-batch, or of
-    weights that stay whole with the first, or with the first two where the first gathers them; the
-    backward needs everything transposed as well. Eager operations write each part to memory.
-    """
-    fused, count = software.fusion == "fused", len(products)
-    inputs = sum(rows * inner for rows, _, inner in products)
-    if weights is None:
-        weights = sum(inner * columns for _, columns, inner in products)
-    if software.own and (first := casts_from(job)) is not None:
-        weights *= first / job.accumulation
-    if software.fp8_scales == "delayed":
-        cast = memory_s(device, (2.0 if fused else 5.0) * inputs + 5.0 * weights / job.accumulation, 2 * count)
-        return cast, 1.5 * cast
-    outputs = sum(rows * columns for rows, columns, _ in products)
-    if fused:  # one kernel casts to both memory orders, and an input is kept as its weight's gradient needs it
-        forward = memory_s(device, 5.0 * (inputs + weights), 4 * count)
-        return forward, memory_s(device, 6.0 * outputs + 3.0 * weights, 6 * count)
-    forward = memory_s(device, 33.0 * (inputs + weights), 10 * count)
-    return forward, memory_s(device, 35.0 * outputs + 29.0 * (inputs + weights), 20 * count)
 
 
 def _gradient_sum_s(job: Job, device: Device, software: Software, parameters: float) -> float:

@@ -1,5 +1,8 @@
-"""Plans of fp8 jobs: copies of weights kept over micro-batches, the head in fp8, and what is said to be a guess."""
+"""Plans of fp8 jobs: copies of weights kept over micro-batches, finer scales, the head in fp8, and what is said to be a
+guess."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,8 @@ from meshwright.cost import parameter_count
 from meshwright.job import Job, load_job
 from meshwright.job.devices import Cluster
 from meshwright.plan import predict
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def job_of(**precision: Any) -> Job:
@@ -39,8 +44,25 @@ def test_what_was_not_measured_is_said(fields: dict[str, Any], words: str) -> No
     assert words in said and "not measured" in said
     if "fp8_head" in fields:
         assert changed.step_s < plain.step_s and changed.memory[0].terms != plain.memory[0].terms
-    else:
-        assert changed.step_s == plain.step_s
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+def test_finer_scales_are_as_much_slower_as_an_h200_measured(scales: str) -> None:
+    results = json.loads((RESULTS / "2026-11-18-precision-fp8-h200.json").read_text())["results"]
+    measured = {row["setting"]: row["step_s_min_median_max"][1] for row in results}
+    tensor, fine = (predict(job_of(fp8_scales=given), Cluster(gpu="h200")) for given in ("tensor", scales))
+    ratio = measured[f"speed fp8, {scales}"] / measured["speed fp8"]
+    assert fine.step_s / tensor.step_s == pytest.approx(ratio, rel=0.01)
+
+
+def test_recomputed_products_have_finer_scales_too() -> None:
+    full = ["memory.recompute=full", "precision.compute=fp8"]
+    tensor, block = (
+        predict(load_job("pretrain-1b", [*full, f"precision.fp8_scales={scales}"]).job, Cluster(gpu="h200")).phases
+        for scales in ("tensor", "block")
+    )
+    longer = block["forward products"] - tensor["forward products"]
+    assert 0.5 * longer < block["recomputation"] - tensor["recomputation"] < longer  # all but the last product
 
 
 @pytest.mark.parametrize("zero", [1, 3])
