@@ -21,7 +21,7 @@ from meshwright.layout import is_asynchronous, recompute_modes, table_of
 from meshwright.measure.kernels import Kernels, KernelTimes
 from meshwright.measure.phases import Phases
 from meshwright.model import count_parameters
-from meshwright.parallel import World, build
+from meshwright.parallel import World, build, steps_until_captured
 from meshwright.plan import compare_with_plan
 from meshwright.runs.traces import traces_in
 from meshwright.train import (
@@ -119,7 +119,7 @@ def bench(
     trace: Path | None = None,
     nvtx: bool = False,
 ) -> Bench:
-    """Train `warmup` + `steps` steps and time the latter; then profile a few more.
+    """Train `warmup` + `steps` steps and time the latter; then profile a few more. A CUDA graph is part of the warm-up.
 
     With `trace` every rank writes a trace of the last steps into that folder, or with `nvtx` marks them for nsys.
     """
@@ -131,6 +131,7 @@ def bench(
         require_traceable(job)
         if nvtx:
             require_nvtx(world.device)
+    warmup = max(warmup, steps_until_captured(job, world))
     extra = PHASE_STEPS + (PROFILE_STEPS if profile else 0) + (TRACE_STEPS if trace is not None else 0)
     timed_job = _without_evaluation(job, warmup + steps + extra)
     loader = training_loader(timed_job, corpus, world)

@@ -2,6 +2,7 @@
 
 from meshwright.parallel.apply import build
 from meshwright.parallel.compression.weights import CompressedWeights, Reduction
+from meshwright.parallel.cuda_graph import steps_until_captured
 from meshwright.parallel.engine import Engine, OneStage, Range
 from meshwright.parallel.live_tensors import live_gradients, live_parameters
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
@@ -34,6 +35,7 @@ __all__ = [
     "live_parameters",
     "one_pass_here",
     "quantised_linears",
+    "steps_until_captured",
     "table_error",
     "take_traffic",
     "uses_own_table",

@@ -38,6 +38,11 @@ def why_no_graph(job: Job, world: World) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def steps_until_captured(job: Job, world: World) -> int:
+    """The steps after which a job's micro-batches are graphs, if nothing unforeseen prevents it; 0 without graphs."""
+    return STEPS_BEFORE + 1 if job.run.cuda_graph and why_no_graph(job, world) is None else 0
+
+
 class MicroBatchGraph:
     """A model's forward and backward, captured after some steps; whatever prevents that is reported, and training
     continues without."""

@@ -16,6 +16,7 @@ from meshwright.job import Job, load_job
 from meshwright.measure import settings_of
 from meshwright.measure.bench import executed_flops_per_token, spread_of
 from meshwright.measure.kernels import kind_of
+from meshwright.parallel import cuda_graph
 
 SHORT = ("--steps", "3", "--warmup", "1")
 
@@ -47,6 +48,13 @@ def test_timed_steps_train_as_they_would_without(cli: Any, tiny_job: Path) -> No
     assert cli("train", "job.toml", "--set", "run.steps=6", "--set", "evaluation.every_steps=0").code == 0
     rows = [json.loads(line) for line in (tiny_job.parent / "run/metrics.jsonl").read_text().splitlines()]
     assert timed == [row["loss"] for row in rows if "loss" in row][1:4]
+
+
+def test_no_step_is_timed_that_captures_a_graph(cli: Any, tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "why_no_graph", lambda job, world: None)  # on a CPU nothing is captured
+    result = json.loads(cli("bench", "job.toml", *SHORT, "--set", "run.cuda_graph=true", "--json").out)
+    assert (result["warmup"], result["steps"]) == (cuda_graph.STEPS_BEFORE + 1, 3)
+    assert json.loads(cli("bench", "job.toml", *SHORT, "--json").out)["warmup"] == 1
 
 
 def test_the_table_says_how(cli: Any, tiny_job: Path) -> None:
