@@ -60,10 +60,7 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
             del edited["attention.q"], edited["attention.k"]
         edited["weights side by side"] = side_by_side(job, software)
         if job.precision.compute == "fp8":
-            # Inputs of products are kept in 8 bits, that of the attention's projection in addition to its result.
-            for name in _CAST & edited.keys():
-                edited[name] /= 2
-            edited["attention.out"] *= 1.5
+            _cast_inputs(job, edited)
     if not software.own and software.fp8_scales == "delayed" and job.precision.compute == "fp8":
         # Transformer Engine keeps the inputs of products as it cast them.
         for name in _CAST & edited.keys():
@@ -75,6 +72,19 @@ def _edited(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, 
     if software.attention == "fused-softmax":
         edited["attention.scores"] = score_count(job) * (5.0 if job.model.dropout > 0 else 2.0)
     return edited
+
+
+def _cast_inputs(job: Job, sizes: dict[str, float]) -> None:
+    """With one scale a tensor inputs of products are kept in 8 bits, that of the attention's projection in addition to
+    its result. Finer scales cast them again in the backward, and the compiler computes all but the rows of experts from
+    what is kept."""
+    if job.precision.fp8_scales == "tensor":
+        for name in _CAST & sizes.keys():
+            sizes[name] /= 2
+        sizes["attention.out"] *= 1.5
+    else:
+        for name in _CAST - ROUTED:
+            sizes.pop(name, None)
 
 
 def _without_swiglu(job: Job, software: Software, sizes: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Operations on many tensors at once, fp8 products, and what a CPU can multiply. torch 2.11 to 2.15."""
+"""Operations on many tensors at once, fp8 products, a GPU made to wait, and what a CPU can multiply. torch 2.11 to
+2.15."""
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,11 @@ foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 scaled_mm = torch._scaled_mm
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Launch a kernel that does nothing for some cycles."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def blockwise_mm(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, dtype: torch.dtype) -> Tensor:

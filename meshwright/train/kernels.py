@@ -22,10 +22,13 @@ from torch.nn.attention import (
 from meshwright.job import Job
 from meshwright.model import attend
 from meshwright.model.numbers import DTYPES
-from meshwright.parallel import World
+from meshwright.parallel import World, steps_until_captured
+from meshwright.torch_private.arithmetic import sleep_on_gpu
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 REPEATS = 3
+LAUNCHING = 20_000_000
+"""Cycles of a GPU in which the host launches all kernels of one attention: 10 ms at 2 GHz."""
 BOUND = 0.02
 """How far gradients of two kernels may be apart, relative to their norm; bf16 rounds each number by up to 0.4%."""
 FLASH_4 = "flash-4"
@@ -44,7 +47,8 @@ def choose_attention(job: Job, world: World, remembered: dict[str, Any] | None =
         restore_flash_attention_impl()
     if remembered is not None and remembered["kernel"] == FLASH_4 and not _has_flash_4():
         remembered = None
-    chosen = _agreed(remembered or _measured(job, world.device) if world.rank == 0 else None, world)
+    captured = steps_until_captured(job, world) > 0
+    chosen = _agreed(remembered or _measured(job, world.device, captured) if world.rank == 0 else None, world)
     kernel, groups = chosen["kernel"], chosen["groups"]
     torch.backends.cuda.enable_cudnn_sdp(kernel not in ("flash", FLASH_4))
     torch.backends.cuda.enable_flash_sdp(kernel != "cudnn")
@@ -86,7 +90,7 @@ def _agreed(found: dict[str, Any] | None, world: World) -> dict[str, Any]:
     return report[0]
 
 
-def _measured(job: Job, device: torch.device) -> dict[str, Any]:
+def _measured(job: Job, device: torch.device, captured: bool) -> dict[str, Any]:
     shape, layout = job.model, job.layout
     heads, kv_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
     sizes = (job.batch.micro_batch, job.batch.sequence_length, shape.head_dim)
@@ -96,7 +100,7 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     gradients: list[Tensor] = []
     for kernel in _kernels(job):
         for groups in ("native", "expanded") if heads != kv_heads else ("native",):
-            taken = _time(kernel, inputs, groups == "expanded")
+            taken = _time(kernel, inputs, groups == "expanded", captured)
             if taken is None:
                 continue
             if kernel != FLASH_4:  # which is no part of torch, and released as a beta
@@ -131,8 +135,11 @@ def _apart(inputs: list[Tensor], gradients: list[Tensor]) -> float:
     )
 
 
-def _time(kernel: str, inputs: list[Tensor], expanded: bool) -> float | None:
-    """Milliseconds of one forward and backward, whose gradients are kept; None if the kernel does not support it."""
+def _time(kernel: str, inputs: list[Tensor], expanded: bool, captured: bool) -> float | None:
+    """Milliseconds of one forward and backward, whose gradients are kept; None if the kernel does not support it.
+
+    As the job will run them: in a CUDA graph the GPU's own time, else with that of launching, if that takes longer.
+    """
     q, k, v, grad = inputs
     heads, times = q.shape[1], []
     try:
@@ -140,6 +147,8 @@ def _time(kernel: str, inputs: list[Tensor], expanded: bool) -> float | None:
             for _ in range(REPEATS + 1):
                 q.grad = k.grad = v.grad = None
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                if captured:
+                    sleep_on_gpu(LAUNCHING)
                 start.record()
                 keys, values = attend.expanded(k, v, heads) if expanded else (k, v)
                 out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=keys.shape[1] != heads)

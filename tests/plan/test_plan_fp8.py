@@ -47,12 +47,14 @@ def test_what_was_not_measured_is_said(fields: dict[str, Any], words: str) -> No
 
 
 @pytest.mark.parametrize("scales", ["row", "block"])
-def test_finer_scales_are_as_much_slower_as_an_h200_measured(scales: str) -> None:
+def test_finer_scales_are_as_much_slower_and_smaller_as_an_h200_measured(scales: str) -> None:
     results = json.loads((RESULTS / "2026-11-18-precision-fp8-h200.json").read_text())["results"]
-    measured = {row["setting"]: row["step_s_min_median_max"][1] for row in results}
+    measured = {row["setting"]: (row["step_s_min_median_max"][1], row["peak_gib"]) for row in results}
     tensor, fine = (predict(job_of(fp8_scales=given), Cluster(gpu="h200")) for given in ("tensor", scales))
-    ratio = measured[f"speed fp8, {scales}"] / measured["speed fp8"]
-    assert fine.step_s / tensor.step_s == pytest.approx(ratio, rel=0.01)
+    (step_s, gib), (fine_step_s, fine_gib) = measured["speed fp8"], measured[f"speed fp8, {scales}"]
+    assert fine.step_s / tensor.step_s == pytest.approx(fine_step_s / step_s, rel=0.01)
+    less = tensor.memory[0].allocated - fine.memory[0].allocated
+    assert less / 2**30 == pytest.approx(gib - fine_gib, abs=0.2)
 
 
 def test_recomputed_products_have_finer_scales_too() -> None:

@@ -51,6 +51,16 @@ def test_many_tensors_at_once() -> None:
     assert not any(tensor.any() for tensor in tensors)
 
 
+@pytest.mark.gpu
+def test_a_gpu_is_made_to_wait() -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    arithmetic.sleep_on_gpu(10_000_000)
+    end.record()
+    end.synchronize()
+    assert 3 < start.elapsed_time(end) < 30
+
+
 def test_products_in_fp8_have_a_scale_for_each_side() -> None:
     arguments = [str(argument.name) for argument in torch.ops.aten._scaled_mm.default._schema.arguments]
     assert arguments[:4] == ["self", "mat2", "scale_a", "scale_b"] and "use_fast_accum" in arguments

@@ -76,7 +76,7 @@ def test_flash_attention_4_takes_the_place_of_torchs_kernel_until_the_next_job()
 
 def test_a_kernel_that_is_no_longer_installed_is_chosen_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"kernel": "cudnn", "groups": "native", "milliseconds": {"cudnn, native": 1.0}}
-    monkeypatch.setattr("meshwright.train.kernels._measured", lambda job, device: found)
+    monkeypatch.setattr("meshwright.train.kernels._measured", lambda *_: found)
     assert choose_attention(make_job(), World(torch.device("cuda")), FLASH_4) == found
 
 
@@ -106,7 +106,7 @@ def test_a_kernel_with_other_gradients_is_refused_however_fast(
 ) -> None:
     drawn = [torch.randn(4, 4) for _ in range(4)]
 
-    def took(kernel: str, inputs: list[torch.Tensor], expanded: bool) -> float:
+    def took(kernel: str, inputs: list[torch.Tensor], *how: bool) -> float:
         for tensor in inputs[:3]:
             tensor.grad = tensor * (1 + wrong if kernel == "flash-4" else 1)
         return 1.0 if kernel == "flash-4" else 2.0
@@ -120,6 +120,16 @@ def test_a_kernel_with_other_gradients_is_refused_however_fast(
     assert chosen.get("refused", {}) == expected
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_launching_is_part_of_the_time_unless_it_is_captured(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, asked = make_job(), []
+    job = job.model_copy(update={"run": job.run.model_copy(update={"cuda_graph": captured})})
+    monkeypatch.setattr("meshwright.train.kernels._time", lambda *given: asked.append(given[-1]))
+    monkeypatch.setattr("meshwright.train.kernels._drawn", lambda *sizes: [torch.zeros(1)] * 4)
+    choose_attention(job, World(torch.device("cuda")))
+    assert set(asked) == {captured}
+
+
 def test_expanded_groups_attend_as_native_ones() -> None:
     q, k, v = (torch.randn(2, heads, 5, 4, dtype=torch.float64) for heads in (6, 2, 2))
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -128,8 +138,11 @@ def test_expanded_groups_attend_as_native_ones() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_fastest_is_taken() -> None:
-    chosen = choose_attention(make_job(), World(torch.device("cuda", 0)))
+@pytest.mark.parametrize("captured", [False, True])
+def test_on_a_gpu_the_fastest_is_taken(captured: bool) -> None:
+    job = make_job()
+    job = job.model_copy(update={"run": job.run.model_copy(update={"cuda_graph": captured})})
+    chosen = choose_attention(job, World(torch.device("cuda", 0)))
     assert chosen is not None and chosen["milliseconds"]
     name = f"{chosen['kernel']}, {chosen['groups']}"
     assert chosen["milliseconds"][name] == min(chosen["milliseconds"].values())

@@ -162,7 +162,7 @@ def test_matrices_of_one_shape_are_orthogonalised_together_as_each_by_itself(mon
         return orthogonalise(matrix, matrices)
 
     monkeypatch.setattr(muon, "orthogonalise", counted)
-    together = muon.orthogonalise_all(matrices, packed)
+    together = muon.orthogonalise_all(matrices, packed, torch.float64, torch.float64)
     assert calls == [3, 1, 5, 1]
     for one, other in zip(together, apart, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
@@ -172,6 +172,7 @@ def test_matrices_of_one_shape_are_orthogonalised_together_as_each_by_itself(mon
 def test_muon_updates_many_matrices_as_one_at_a_time(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(entries: int) -> dict[str, Tensor]:
         monkeypatch.setattr(elementwise, "ENTRIES_AT_ONCE", entries)
+        monkeypatch.setattr(muon, "AT_ONCE", entries)
         shapes: dict[str, Any] = {f"layers.{i}.ffn.{n}.weight": (16, 8) for i in range(5) for n in ("up", "gate")}
         shapes |= {f"layers.{i}.ffn.down.weight": (8, 16) for i in range(5)}
         masters = random_masters(**shapes)

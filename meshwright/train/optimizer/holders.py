@@ -33,6 +33,11 @@ class Holders:
             self._group, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
         self._rank = dist.get_rank(self._group)
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds all parameters itself."""
+        return self._size == 1
+
     def copies(self, shard: ShardIndex) -> int:
         """How many of these ranks hold the same shard."""
         return shard.copies // self._replicas

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from meshwright.parallel import ShardIndex
 from meshwright.torch_private.arithmetic import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
-from meshwright.train.optimizer import elementwise
 from meshwright.train.optimizer.elementwise import Kept, row_spans
 from meshwright.train.optimizer.holders import Holders
 from meshwright.train.optimizer.states import Moment
@@ -20,6 +19,9 @@ from meshwright.train.optimizer.states import Moment
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the odd polynomial that brings singular values near 1: steep at zero, so five rounds suffice."""
 ROUNDS = 5
+AT_ONCE = 2**26
+"""Entries of matrices that are orthogonalised together: for a model of 124M parameters the host needs longer to launch
+products than a GPU to compute them, and with fewer at a time it needs more of them."""
 UPDATE_RMS = 0.2
 """Scale of an update's entries, typical for AdamW: one learning rate and decay then serve both."""
 
@@ -72,21 +74,26 @@ class Muon(torch.optim.Optimizer):
     def _directions(
         self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]
     ) -> Iterator[tuple[Sequence[int], Sequence[Tensor]]]:
+        def function(numbers: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
+            packed = [self._packed.get(masters[number], 1) for number in numbers]
+            working = _working_format(masters[0], self._holders.device)
+            # What is sent back to other ranks is narrow; what stays here is widened in one call, not one per matrix.
+            return orthogonalise_all(wholes, packed, working, masters[0].dtype if self._holders.alone else working)
+
         return self._holders.on_wholes(
             lambda numbers: self._momenta([masters[number] for number in numbers], groups),
             [self._shards[master].shape for master in masters],
             [self._spans[master] for master in masters],
-            lambda numbers, wholes: orthogonalise_all(
-                wholes, [self._packed.get(masters[number], 1) for number in numbers]
-            ),
-            elementwise.ENTRIES_AT_ONCE,
+            function,
+            AT_ONCE,
         )
 
     def _momenta(self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]) -> list[Tensor]:
-        """The new Nesterov momenta of some matrices, on the device and in the format used for orthogonalising."""
+        """The new Nesterov momenta of some matrices, on the device; where they are sent to other ranks, in the format
+        used for orthogonalising."""
         device, rates = self._holders.device, {groups[master]["momentum"] for master in masters}
         exact = all(groups[master]["format"] == "fp32" and master.device == device for master in masters)
-        few = sum(master.numel() for master in masters) <= elementwise.ENTRIES_AT_ONCE
+        few = sum(master.numel() for master in masters) <= AT_ONCE
         if not (exact and few and len(rates) == 1):
             return [self._momentum(master, groups[master]) for master in masters]
         for master in masters:
@@ -95,8 +102,11 @@ class Muon(torch.optim.Optimizer):
         gradients = [master.grad.to(master.dtype) for master in masters if master.grad is not None]
         momenta = [self.state[master]["momentum"] for master in masters]
         foreach_lerp_(momenta, gradients, 1 - rate)
+        wide = foreach_lerp(gradients, momenta, rate)
+        if self._holders.alone:
+            return list(wide)
         ahead = [torch.empty(m.shape, dtype=_working_format(m, device), device=device) for m in masters]
-        foreach_copy_(ahead, foreach_lerp(gradients, momenta, rate))
+        foreach_copy_(ahead, wide)
         return ahead
 
     def _momentum(self, master: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
@@ -114,17 +124,20 @@ class Muon(torch.optim.Optimizer):
         return ahead
 
 
-def orthogonalise_all(parameters: Sequence[Tensor], packed: Sequence[int]) -> list[Tensor]:
-    """`orthogonalise` of each parameter, of which the n-th consists of `packed[n]` matrices: those of one shape
-    together, in one batched product instead of one per matrix."""
+def orthogonalise_all(
+    parameters: Sequence[Tensor], packed: Sequence[int], working: torch.dtype, result: torch.dtype
+) -> list[Tensor]:
+    """`orthogonalise` of each parameter, computed in one format and returned in another. The n-th consists of
+    `packed[n]` matrices; those of one shape are one batched product instead of one per matrix."""
     by_shape: dict[tuple[torch.Size, int], list[int]] = {}
     for place, (parameter, matrices) in enumerate(zip(parameters, packed, strict=True)):
         by_shape.setdefault((parameter.shape, matrices), []).append(place)
     results = list(parameters)
     for (_, matrices), places in by_shape.items():
-        together = orthogonalise(torch.cat([parameters[place] for place in places]), matrices * len(places))
-        for place, result in zip(places, together.chunk(len(places)), strict=True):
-            results[place] = result
+        together = torch.cat([parameters[place] for place in places]).to(working)
+        whole = orthogonalise(together, matrices * len(places)).to(result)
+        for place, part in zip(places, whole.chunk(len(places)), strict=True):
+            results[place] = part
     return results
 
 

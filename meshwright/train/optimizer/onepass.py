@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.torch_private.arithmetic import foreach_add_
+
 if TYPE_CHECKING:
     from meshwright.train.optimizer.adamw_kernel import Numbers, Tensors, Together
 
@@ -77,8 +79,8 @@ class OnePassAdamW(torch.optim.Optimizer):
                 launch(update, numbers)
             for them in updates.together:
                 launch_together(them, numbers)
-            for state in updates.states:
-                state["step"] += 1
+        if counts := [state["step"] for updates in self._collected or () for state in updates.states]:
+            foreach_add_(counts, 1)
         self.forget()
 
     def _numbers(self, group: dict[str, Any], number: int) -> "Numbers":
