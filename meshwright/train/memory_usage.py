@@ -22,8 +22,10 @@ class MemoryUsage:
     def after_step(self, step: int) -> int:
         """Read the memory; returns the peak so far."""
         if self._device.type == "cuda":
-            self.peak = torch.cuda.max_memory_allocated(self._device)
-            self.steady = torch.cuda.memory_allocated(self._device)
+            # Read once and as it is: torch's shorter calls each put all counters in order, a tenth of a millisecond in
+            # which a small model's GPU has nothing to do.
+            allocated = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]
+            self.peak, self.steady = allocated["peak"], allocated["current"]
             most = max(self._most_in_first_step, self.peak)
             if step == 1:
                 self._most_in_first_step = most

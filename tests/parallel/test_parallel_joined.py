@@ -49,9 +49,10 @@ class Losses(Silent):
             self.rows.append((row["loss"], row["grad_norm"]))
 
 
-def trained(job: Job) -> tuple[Losses, dict[str, Tensor], nn.Module]:
+def trained(job: Job, device: str = "cpu") -> tuple[Losses, dict[str, Tensor], nn.Module]:
     torch._dynamo.reset()
-    world, seen, corpus = World(torch.device("cpu")), Losses(), open_corpus(job)
+    torch._dynamo.utils.counters.clear()
+    world, seen, corpus = World(torch.device(device)), Losses(), open_corpus(job)
     engine, weights = build(job, world)
     make_trainer(job, corpus, engine, weights, seen, seen, world).run()
     masters = {name: master.detach().clone() for name, master in weights.masters.items()}
@@ -83,3 +84,12 @@ def test_the_same_bits_as_apart(shape: dict[str, Any], recompute: str, monkeypat
     assert seen.rows == apart.rows and len({loss for loss, _ in seen.rows}) == 3
     assert seen.held_out == apart.held_out and len(seen.held_out) == 4
     assert all(torch.equal(master, masters_apart[name]) for name, master in masters.items())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_training_and_evaluations_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # with generated code
+    job = make_job(SHAPES["grouped, gated"] | {"head_dim": 16})
+    seen = trained(job.model_copy(update={"run": job.run.model_copy(update={"device": "cuda"})}), "cuda")[0]
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(seen.held_out) == 4 and seen.held_out[-1] < seen.held_out[0]
