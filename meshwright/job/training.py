@@ -62,6 +62,8 @@ class Optimizer(Section):
     """adamw, sgd, adafactor, lion, muon (projections, with adamw for embedding, head and vectors), or your own."""
     lr: PositiveFloat = Field(default=3e-4, le=1e6)
     """Peak learning rate; for adafactor relative to the parameter's scale (1e-2 is usual)."""
+    adamw_lr: PositiveFloat | None = Field(default=None, le=1e6)
+    """muon: peak learning rate of what adamw updates, that is embedding, head and vectors; by default lr."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay of the first and second moments; for lion, of the momentum in the update and of the stored momentum."""
     momentum: Share = 0.95

@@ -75,6 +75,7 @@ _READERS: list[tuple[str, str, Callable[[Job], bool]]] = [
         'optimizer.name = "sgd" or "muon"',
         _optimizer_in("sgd", "muon"),
     ),
+    ("optimizer.adamw_lr", 'optimizer.name = "muon"', lambda job: job.optimizer.name == "muon"),
     (
         "optimizer.betas",
         'optimizer.name = "adamw", "lion" or "muon"',

@@ -31,6 +31,7 @@ READ_ELSEWHERE = {
     ("overrides", "named"),
     [
         (["optimizer.momentum=0.5"], "optimizer.momentum = 0.5"),
+        (["optimizer.adamw_lr=0.5"], "optimizer.adamw_lr = 0.5"),
         (["precision.fp8_scales=row"], "precision.fp8_scales = row"),
         (["precision.fp8_head=true"], "precision.fp8_head = True"),
         (["precision.compute=fp8", "precision.fp8_gather=true"], "precision.fp8_gather = True"),

@@ -220,6 +220,20 @@ def test_muon_takes_each_projection_apart_and_leaves_the_rest_to_adamw() -> None
             assert change.abs().allclose(torch.ones((), dtype=torch.float64), atol=1e-3)
 
 
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+@pytest.mark.parametrize("schedule", [1.0, 0.25])
+def test_beside_muon_adamw_may_have_its_own_rate(form: str, schedule: float) -> None:
+    masters = random_masters(torch.float32, **{"embed.weight": (40, 16), "layers.0.ffn.up.weight": (16, 16)})
+    before = {name: master.detach().clone() for name, master in masters.items()}
+    optimizer = build_optimizer(masters, make_job("muon", form, lr=1e-2, adamw_lr=4e-2, weight_decay=0.0))
+    set_learning_rate(optimizer, 1e-2 * schedule)
+    give_gradients(masters, 0)
+    optimizer.step()
+    table, projection = ((before[name] - master.detach()).square().mean().sqrt() for name, master in masters.items())
+    assert float(table) == pytest.approx(4e-2 * schedule, rel=0.02)
+    assert float(projection) == pytest.approx(0.2 * 1e-2 * schedule, rel=0.2)
+
+
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_only_matrices_decay_and_apart_from_the_gradient(name: str, form: str) -> None:

@@ -85,6 +85,8 @@ def build_optimizer(
         parts.append(Muon(group(projections), places, holders, packed, **settings))
     if others:
         parts.append(_elementwise("adamw", group(others), job, places))
+        for part in parts[-1].param_groups:
+            part["lr_factor"] = (job.optimizer.adamw_lr or job.optimizer.lr) / job.optimizer.lr
     return CombinedOptimizer(parts)
 
 
@@ -96,9 +98,9 @@ def _matrices_in(job: Job, name: str) -> int:
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the same rate for every group."""
+    """Set every group's rate: the schedule's, times its own factor if it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_factor", 1.0)
 
 
 @torch.no_grad()
