@@ -76,9 +76,11 @@ class Muon(torch.optim.Optimizer):
     ) -> Iterator[tuple[Sequence[int], Sequence[Tensor]]]:
         def function(numbers: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
             packed = [self._packed.get(masters[number], 1) for number in numbers]
-            working = _working_format(masters[0], self._holders.device)
-            # What is sent back to other ranks is narrow; what stays here is widened in one call, not one per matrix.
-            return orthogonalise_all(wholes, packed, working, masters[0].dtype if self._holders.alone else working)
+            first, device = masters[0], self._holders.device
+            working = _working_format(first, device)
+            # What other ranks or the host get is narrow; what stays here is widened in one call, not one per matrix.
+            stays = self._holders.alone and first.device == device
+            return orthogonalise_all(wholes, packed, working, first.dtype if stays else working)
 
         return self._holders.on_wholes(
             lambda numbers: self._momenta([masters[number] for number in numbers], groups),
