@@ -17,6 +17,9 @@ from meshwright.parallel.world import World
 STEPS_BEFORE = 5
 """Steps without a graph: blocks are compiled, kernels chosen and the memory curve is recorded in them."""
 
+FED = ("labels", "valid_count")
+"""The arguments besides tokens that a graph has buffers for; a model that is given any other cannot be captured."""
+
 Report = Callable[[str, str], None]
 """Told the state ("captured" or "off") and the reason."""
 
@@ -31,6 +34,7 @@ def why_no_graph(job: Job, world: World) -> str | None:
         "dropout is keyed by the step on the host": bool(model.dropout or (model.adapter and model.adapter.dropout)),
         "documents change the shapes of attention": job.data.mask_documents,
         'shapes change with data.packing = "none"': job.data.packing == "none",
+        "pictures, film and sound have inputs of their own": model.encoder is not None,
         "preferences need sums of each step's pairs": job.prefers,
         "extra tokens have inputs of their own": model.extra_tokens > 0,
         "offload copies between host and device": bool(job.memory.offload),
@@ -61,6 +65,10 @@ class MicroBatchGraph:
     def run(self, tokens: Tensor, arguments: Mapping[str, Any], *, first: bool) -> Tensor | None:
         """The loss of a micro-batch, whose gradients the masters have then; None if it was not run."""
         if self._off or (self._graphs and tokens.shape != self._tokens.shape):
+            return None
+        if unread := [name for name, value in arguments.items() if value is not None and name not in FED]:
+            self._off = True
+            self._report("off", f"the model is given {', '.join(unread)}, which a graph does not read")
             return None
         if first not in self._graphs and not self._capture(tokens, arguments, first):
             return None

@@ -65,6 +65,18 @@ def test_a_capture_that_fails_leaves_nothing_behind(tiny_job: Path, monkeypatch:
     assert failing.losses == plain.losses
 
 
+def test_no_input_is_left_out(tiny_job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures and sound are excluded by name, and whatever else a model is given when it is to be captured."""
+    assert cuda_graph.why_no_graph(load_job("vlm-tiny").job, World(torch.device("cuda"))) is not None
+    monkeypatch.chdir(tiny_job.parent)
+    plain = train(job_of(tiny_job, "data.mask_documents=true"))
+    monkeypatch.setattr(engine, "why_no_graph", lambda job, world: None)
+    monkeypatch.setattr(engine, "STEPS_BEFORE", 1)
+    masked = train(job_of(tiny_job, "data.mask_documents=true", "run.cuda_graph=true"))
+    assert masked.graphs == [("off", "the model is given positions, documents, which a graph does not read")]
+    assert masked.losses == plain.losses
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compiled", ["true", "false"])
