@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 16384
+LEAST = 1024
+"""Columns that 16 warps read at a time, two by each thread."""
 
 
 @triton.jit
@@ -20,7 +22,7 @@ def _add(highest, total, x):
 @triton.jit
 def _cross_entropy(
     logits_ptr, labels_ptr, shares_ptr, losses_ptr, vocabulary, stride, ignore,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -32,7 +34,7 @@ def _cross_entropy(
         x = tl.load(logits_ptr + start + tl.arange(0, BLOCK), eviction_policy="evict_last").to(tl.float32)
         highest, total = _add(highest, total, x)
     if whole < vocabulary:
-        column = whole + tl.arange(0, BLOCK)
+        column = whole + tl.arange(0, TAIL)
         inside = column < vocabulary
         x = tl.load(logits_ptr + column, mask=inside, other=-float("inf"), eviction_policy="evict_last")
         highest, total = _add(highest, total, x.to(tl.float32))
@@ -48,7 +50,7 @@ def _cross_entropy(
             gradient = tl.exp(x - highest) * factor - tl.where(column == label, share, 0.0)
             tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty))
         if whole < vocabulary:
-            column = whole + tl.arange(0, BLOCK)
+            column = whole + tl.arange(0, TAIL)
             inside = column < vocabulary
             x = tl.load(logits_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
             gradient = tl.exp(x - highest) * factor - tl.where(column == label, share, 0.0)
@@ -60,9 +62,10 @@ def launch(
 ) -> tuple[Tensor, Tensor | None]:
     """The cross-entropy of some tokens, and its gradient, which overwrites the logits."""
     rows, vocabulary = logits_NV.shape
+    tail = max(LEAST, triton.next_power_of_2(vocabulary % BLOCK))  # not a whole block for what is left of 50,257
     losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(rows,)](
         logits_NV, labels_N1, shares_N1, losses, vocabulary, logits_NV.stride(0), ignore,
-        GRADIENT=with_gradient, BLOCK=BLOCK, num_warps=16,
+        GRADIENT=with_gradient, BLOCK=BLOCK, TAIL=tail, num_warps=16,
     )  # fmt: skip
     return losses, logits_NV if with_gradient else None
