@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from gpu_readings import gpu_readings, said
+
 JOBS = {
     "gpt2 16 × 1024": [
         "model.preset=gpt2",
@@ -45,7 +47,7 @@ def main() -> None:
         results[name] = {"without": without, "with": graphed, "ratio": ratio, "loss_apart_mean": mean(apart)}
         print(
             f"{name}: {without['tokens_per_s']:,.0f} → {graphed['tokens_per_s']:,.0f} tokens/s ({ratio:.3f} ×); losses "
-            f"{mean(apart):.5f} apart in the mean, {max(apart):.5f} at most; {graphed['graph']}",
+            f"{mean(apart):.5f} apart in the mean, {max(apart):.5f} at most{said(graphed['gpu'])}; {graphed['graph']}",
             flush=True,
         )
     if asked.out:
@@ -62,13 +64,15 @@ def train(fields: list[str], asked: argparse.Namespace, graph: str) -> dict[str,
         more += [f"data.sources={source}", "evaluation.every_steps=0", "checkpoint.every_steps=0", f"run.folder={run}"]
         words = [word for field in (*fields, *more) for word in ("--set", field)]
         command = [sys.executable, "-m", "meshwright", "train", str(Path(folder) / "job.toml"), "--quiet", *words]
-        subprocess.run(command, check=True)
+        with gpu_readings() as gpu:
+            subprocess.run(command, check=True)
         rows = [row for row in lines(run / "metrics.jsonl") if "step_s" in row]
         events = [event for event in lines(run / "events.jsonl") if "cuda_graph" in event.values()]
     return {
         "tokens_per_s": median(row["tokens_per_s"] for row in rows[SETTLED:]),
         "losses": [row["loss"] for row in rows],
         "memory_bytes": rows[-1]["memory_bytes"],
+        "gpu": gpu,
         "graph": [{key: event[key] for key in ("state", "reason")} for event in events],
     }
 

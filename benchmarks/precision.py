@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gpu_readings import gpu_readings
+
 LAST = 50
 BOUND = 0.02
 
@@ -130,9 +132,10 @@ def measure(name: str, arguments: argparse.Namespace, cache: str) -> dict[str, A
         setting["run"]["compile"] = False
     started = time.monotonic()
     command = [sys.executable, __file__, "--child", json.dumps(setting)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    with gpu_readings() as gpu:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     result = json.loads(done.stdout) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
-    return {"setting": name, **result, "process_s": round(time.monotonic() - started, 1)}
+    return {"setting": name, **result, "gpu": gpu, "process_s": round(time.monotonic() - started, 1)}
 
 
 def against_bf16(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

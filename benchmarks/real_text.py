@@ -13,7 +13,6 @@ the GPU is at least 90% busy. --out is rewritten after every run.
 """
 
 import argparse
-import csv
 import json
 import shutil
 import statistics
@@ -21,12 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-READINGS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
+from gpu_readings import gpu_readings
+
 STEP_FIELDS = ("step", "step_s", "data_wait_s", "gpu_clock_mhz", "gpu_power_w")
 LIMIT_S = 400
 VOCABULARY = 16384
@@ -45,9 +43,9 @@ def main() -> None:
             for name, measure in (("bench, random", bench), ("bench, text", bench), ("train, text", train)):
                 source = "builtin:synthetic" if "random" in name else str(text.resolve())
                 began = time.monotonic()
-                with readings(folder / "readings.csv") as found:
+                with gpu_readings() as found:
                     row = measure([f"data.sources={json.dumps([source])}"], asked, folder)
-                row |= {"wall_s": round(time.monotonic() - began, 1), "gpu": settled(found)}
+                row |= {"wall_s": round(time.monotonic() - began, 1), "gpu": found}
                 results.append({"run": name, "repeat": repeat, **row})
                 print(json.dumps({key: value for key, value in results[-1].items() if key != "steps"}), flush=True)
                 if asked.out:
@@ -165,40 +163,6 @@ def summary(rows: list[Row], events: list[Row], warmup: int, saved_after: int) -
 def rate(rows: list[Row]) -> float | None:
     """Median tokens per second."""
     return statistics.median(row["tokens_per_s"] for row in rows) if rows else None
-
-
-@contextmanager
-def readings(path: Path) -> Iterator[list[Row]]:
-    """What nvidia-smi reads meanwhile, there when it ends; nothing without it."""
-    found: list[Row] = []
-    if not shutil.which("nvidia-smi"):
-        yield found
-        return
-    query = [f"--query-gpu={','.join(READINGS)}", "--format=csv,noheader,nounits", "-lms", "500"]
-    with path.open("w") as file:
-        process = subprocess.Popen(["nvidia-smi", *query], stdout=file, stderr=subprocess.DEVNULL)
-        try:
-            yield found
-        finally:
-            process.kill()
-            process.wait()
-    for values in csv.reader(path.read_text().splitlines()):
-        try:
-            found.append(dict(zip(READINGS, map(float, values), strict=True)))
-        except ValueError:  # "[N/A]", or a line that was cut off
-            continue
-
-
-def settled(found: list[Row]) -> Row:
-    """Medians while the GPU is busy, and how the clock begins and ends."""
-    busy = [row for row in found if row["utilization.gpu"] >= 90.0]
-    if not busy:
-        return {}
-    tenth = max(1, len(busy) // 10)
-    clocks = [row["clocks.sm"] for row in busy]
-    medians = {name: statistics.median(row[name] for row in busy) for name in READINGS}
-    ends = {"first_clock": statistics.mean(clocks[:tenth]), "last_clock": statistics.mean(clocks[-tenth:])}
-    return {"readings": len(busy), **medians, **ends}
 
 
 def compared(results: list[Row]) -> list[str]:

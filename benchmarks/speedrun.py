@@ -38,6 +38,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "peers"))
+from gpu_readings import gpu_readings  # noqa: E402
 from shapes import Setting  # noqa: E402
 
 Row = dict[str, Any]
@@ -164,16 +165,17 @@ def one(system: str, fields: list[str], text: Path, asked: argparse.Namespace, f
     """One run's row: its curve in seconds and loss, or why it failed."""
     began = time.monotonic()
     try:
-        if system in ("ours", "gpt2"):
-            found = trained(system, job_fields(system, fields, text, asked), folder, left)
-        else:
-            found = peer(system, text, asked, folder, left)
+        with gpu_readings() as gpu:
+            if system in ("ours", "gpt2"):
+                found = trained(system, job_fields(system, fields, text, asked), folder, left)
+            else:
+                found = peer(system, text, asked, folder, left)
     except subprocess.TimeoutExpired:
         return {"failed": f"not finished within --limit-s, {asked.limit_s:.0f} s in all"}
     if "failed" in found:
         return found
     found |= timed(found["marks"], found["losses"])
-    return found | {"wall_s": round(time.monotonic() - began, 1)}
+    return found | {"gpu": gpu, "wall_s": round(time.monotonic() - began, 1)}
 
 
 def job_fields(system: str, fields: list[str], text: Path, asked: argparse.Namespace) -> list[str]:

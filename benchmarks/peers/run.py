@@ -23,6 +23,10 @@ from typing import Any
 from shapes import BALANCE_RATE, CLIP, DEFAULT, SETTINGS, Setting
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+from gpu_readings import gpu_readings  # noqa: E402
+from gpu_readings import said as gpu_readings_said  # noqa: E402
+
 ROOT = HERE.parents[1]
 DRIVERS = {
     "transformers": "transformers_trainer.py",
@@ -109,14 +113,15 @@ def measure(
             request = json.dumps({"setting": asdict(setting), "warmup": warmup, "steps": steps})
             command = [sys.executable, str(HERE / DRIVERS[system]), request, str(file)]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+            with gpu_readings() as gpu:
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             return {"state": "failed", "why": f"not finished after {LIMIT_S} s"}
         if done.returncode:
             return failure(done.stderr)
         result = from_bench(json.loads(done.stdout)) if system == "ours" else json.loads(file.read_text("utf-8"))
     result["tokens_per_s"] = steps * setting.tokens_per_step / result["timed_s"]
-    return {"state": "measured", **result, "process_s": time.monotonic() - started}
+    return {"state": "measured", **result, "gpu": gpu, "process_s": time.monotonic() - started}
 
 
 def surroundings() -> dict[str, str]:
@@ -212,6 +217,7 @@ def summary(rows: Sequence[Row]) -> Row:
         "peak_memory_bytes": max(peaks, default=None),
         "parameters": measured[-1]["parameters"],
         "loss": measured[-1]["loss"],
+        "gpu": measured[-1]["gpu"],
         "formats": measured[-1].get("formats"),
         "versions": measured[-1]["versions"],
     }
@@ -241,7 +247,8 @@ def said(row: Row) -> str:
     """One measurement in a line."""
     if row["state"] != "measured":
         return f"{row['state']} ({row['why']})"
-    return f"{row['tokens_per_s']:,.0f} tokens/s, peak {gib(row['peak_memory_bytes'])}, {row['process_s']:.0f} s in all"
+    rate, peak = f"{row['tokens_per_s']:,.0f} tokens/s", f"peak {gib(row['peak_memory_bytes'])}"
+    return f"{rate}, {peak}{gpu_readings_said(row['gpu'])}, {row['process_s']:.0f} s in all"
 
 
 def show(found: Row) -> None:
@@ -257,6 +264,7 @@ def show(found: Row) -> None:
             values = " ".join(f"{value:,.0f}" for value in each["all_tokens_per_s"])
             line = f"  {system:13}{each['tokens_per_s']:>9,.0f} tokens/s ({values})"
             line += f"  step {1e3 * each['median_step_s']:.1f} ms  peak {gib(each['peak_memory_bytes'])}"
+            line += gpu_readings_said(each["gpu"])
             print(f"{line}  {each['parameters']:,} parameters  loss {each['loss']:.2f}  {versions(each)}")
         for system, ratio in setting["throughput_ratio"].items():
             memory = setting["memory_ratio"].get(system)

@@ -70,6 +70,7 @@ def test_ratios_are_of_medians_and_only_of_the_same_model(run: Any, capsys: pyte
     def row(system: str, tokens_per_s: float, gib: int, parameters: int = 7) -> dict[str, Any]:
         measured = {"tokens_per_s": tokens_per_s, "peak_memory_bytes": gib * 2**30, "parameters": parameters}
         timing = {"timed_s": 1.0, "step_s": [0.1, 0.2, 0.3], "loss": 6.0, "versions": {"torch": "2"}}
+        timing["gpu"] = {"clocks.sm": 1515.0, "power.draw": 698.0}
         return {"setting": "1b-32k", "system": system, "state": "measured", "device": "CPU", **measured, **timing}
 
     rows = [row("ours", each, 30) for each in (100.0, 120.0, 300.0)]
@@ -81,7 +82,7 @@ def test_ratios_are_of_medians_and_only_of_the_same_model(run: Any, capsys: pyte
     assert found["settings"]["1b-32k"]["another_model"] == ["torchtitan"]
     run.show(found)
     shown = capsys.readouterr().out
-    assert "120 tokens/s (100 120 300)" in shown
+    assert "120 tokens/s (100 120 300)" in shown and "peak 30.0 GiB, 1,515 MHz at 698 W" in shown
     assert "ours is 2.000 × transformers, with 0.50 × its peak memory" in shown
     assert "no ratio to torchtitan" in shown
 

@@ -17,12 +17,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def script(name: str) -> Any:
-    """A script's functions, with the peers' folder importable as it is when run."""
-    sys.path.insert(0, str(BENCHMARKS / "peers"))
+    """A script's functions, with the folders importable as they are when run."""
+    folders = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
+    sys.path[:0] = folders
     try:
         return Namespace(**runpy.run_path(str(BENCHMARKS / name)))
     finally:
-        sys.path.remove(str(BENCHMARKS / "peers"))
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 @pytest.fixture(scope="module")
