@@ -233,7 +233,8 @@ def _symmetric() -> bool:
 
 
 def test_groups_whose_messages_are_fused_are_named() -> None:
-    assert run_ranks(_symmetric, 1) == [True]
+    # torch 2.15 needs no names: it asks whether there is a GPU.
+    assert run_ranks(_symmetric, 1) == [torch.__version__ < "2.15" or torch.accelerator.is_available()]
 
 
 def test_a_dead_worker_is_asked_after_and_works_end() -> None:

@@ -61,7 +61,8 @@ def test_a_capture_that_fails_leaves_nothing_behind(tiny_job: Path, monkeypatch:
     monkeypatch.setattr(cuda_graph.MicroBatchGraph, "_warm_up", lambda self: self._forward_and_backward())
     failing = train(job_of(tiny_job, "run.cuda_graph=true"))
     [(state, reason)] = failing.graphs
-    assert state == "off" and reason.startswith(("RuntimeError", "AttributeError", "AssertionError")), reason
+    errors = ("RuntimeError", "AttributeError", "AssertionError", "AcceleratorError")  # as torch was built
+    assert state == "off" and reason.startswith(errors), reason
     assert failing.losses == plain.losses
 
 
