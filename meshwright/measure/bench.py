@@ -119,7 +119,7 @@ def bench(
     trace: Path | None = None,
     nvtx: bool = False,
 ) -> Bench:
-    """Train `warmup` + `steps` steps and time the latter; then profile a few more. A CUDA graph is part of the warm-up.
+    """Train `warmup` + `steps` steps and time the latter; then profile a few more. A CUDA graph is captured before.
 
     With `trace` every rank writes a trace of the last steps into that folder, or with `nvtx` marks them for nsys.
     """

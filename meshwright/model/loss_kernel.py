@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 16384
-LEAST = 1024
+LEAST_TAIL = 1024
 """Columns that 16 warps read at a time, two by each thread."""
 
 
@@ -62,7 +62,7 @@ def launch(
 ) -> tuple[Tensor, Tensor | None]:
     """The cross-entropy of some tokens, and its gradient, which overwrites the logits."""
     rows, vocabulary = logits_NV.shape
-    tail = max(LEAST, triton.next_power_of_2(vocabulary % BLOCK))  # not a whole block for what is left of 50,257
+    tail = max(LEAST_TAIL, triton.next_power_of_2(vocabulary % BLOCK))  # not a whole block for what is left of 50,257
     losses = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     _cross_entropy[(rows,)](
         logits_NV, labels_N1, shares_N1, losses, vocabulary, logits_NV.stride(0), ignore,

@@ -17,7 +17,7 @@ from meshwright.parallel.world import World
 STEPS_BEFORE = 5
 """Steps without a graph: blocks are compiled, kernels chosen and the memory curve is recorded in them."""
 
-FED = ("labels", "valid_count")
+BUFFERED = ("labels", "valid_count")
 """The arguments besides tokens that a graph has buffers for; a model that is given any other cannot be captured."""
 
 Report = Callable[[str, str], None]
@@ -66,7 +66,7 @@ class MicroBatchGraph:
         """The loss of a micro-batch, whose gradients the masters have then; None if it was not run."""
         if self._off or (self._graphs and tokens.shape != self._tokens.shape):
             return None
-        if unread := [name for name, value in arguments.items() if value is not None and name not in FED]:
+        if unread := [name for name, value in arguments.items() if value is not None and name not in BUFFERED]:
             self._off = True
             self._report("off", f"the model is given {', '.join(unread)}, which a graph does not read")
             return None

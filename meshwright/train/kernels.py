@@ -27,7 +27,7 @@ from meshwright.torch_private.arithmetic import sleep_on_gpu
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 REPEATS = 3
-LAUNCHING = 20_000_000
+LAUNCH_CYCLES = 20_000_000
 """Cycles of a GPU in which the host launches all kernels of one attention: 10 ms at 2 GHz."""
 BOUND = 0.02
 """How far gradients of two kernels may be apart, relative to their norm; bf16 rounds each number by up to 0.4%."""
@@ -148,7 +148,7 @@ def _time(kernel: str, inputs: list[Tensor], expanded: bool, captured: bool) -> 
                 q.grad = k.grad = v.grad = None
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 if captured:
-                    sleep_on_gpu(LAUNCHING)
+                    sleep_on_gpu(LAUNCH_CYCLES)
                 start.record()
                 keys, values = attend.expanded(k, v, heads) if expanded else (k, v)
                 out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=keys.shape[1] != heads)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import PROJECTIONS, give_gradients, make_job, random_masters, side_by_side
 from torch import Tensor, nn
 
 from meshwright.errors import UserError
@@ -13,56 +14,12 @@ from meshwright.job.experts import Experts
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import ShardIndex
 from meshwright.train import build_optimizer, states_of
-from meshwright.train.optimizer import elementwise, holders, muon, set_learning_rate, states
-from meshwright.train.optimizer.muon import COEFFICIENTS, ROUNDS, orthogonalise
+from meshwright.train.optimizer import elementwise, holders, set_learning_rate, states
 from meshwright.verify import check
 from meshwright.verify.check import reference
 from meshwright.verify.shrink import shrink
 
-MODEL = {"vocab_size": 40, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_width": 48}
 NAMES = ("adamw", "sgd", "lion", "adafactor", "muon")
-PROJECTIONS = {"q", "k", "v", "o", "gate", "up", "down"}
-
-
-def make_job(name: str, form: str = "fp32", layout: dict[str, int] | None = None, **settings: Any) -> Job:
-    return Job.model_validate(
-        {
-            "model": MODEL | {"max_sequence_length": 16},
-            "batch": {"sequence_length": 16, "global_batch": 4, "micro_batch": 1},
-            "data": {"sources": ["builtin:synthetic"], "mask_documents": True, "workers": 0},
-            "evaluation": {"every_steps": 0},
-            "schedule": {"warmup_steps": 1},
-            "run": {"steps": 3, "device": "cpu"},
-            "layout": layout or {},
-            "optimizer": {"name": name, "lr": 1e-2, **settings},
-            "precision": {"optimizer_states": form},
-        }
-    )
-
-
-def random_masters(dtype: torch.dtype = torch.float64, **shapes: tuple[int, ...]) -> dict[str, nn.Parameter]:
-    """Masters under the names of a model's; the keyword `ffn_up` becomes layers.0.ffn.up.weight."""
-    draw = torch.Generator().manual_seed(1)
-    names = {key: key if "." in key else f"layers.0.{key.replace('_', '.', 1)}.weight" for key in shapes}
-    return {names[k]: nn.Parameter(torch.randn(s, generator=draw, dtype=dtype)) for k, s in shapes.items()}
-
-
-def give_gradients(masters: dict[str, nn.Parameter], seed: int, scale: float = 1.0) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    for master in masters.values():
-        master.grad = scale * torch.randn(master.shape, generator=draw, dtype=master.dtype)
-
-
-def side_by_side(masters: dict[str, nn.Parameter], ours: Any, theirs: Any, steps: int = 5) -> float:
-    """The largest difference, in parts of the largest entry, after steps over the same gradients."""
-    copies = {name: nn.Parameter(master.detach().clone()) for name, master in masters.items()}
-    first, second = ours(masters), theirs(copies)
-    for step in range(steps):
-        give_gradients(masters, step)
-        give_gradients(copies, step)
-        first.step()
-        second.step()
-    return max(float(((masters[n] - p).abs().max() / p.abs().max()).detach()) for n, p in copies.items())
 
 
 def test_sgd_is_torch_s_with_decay_apart_from_the_gradient() -> None:
@@ -135,103 +92,6 @@ def test_adafactor_treats_every_expert_as_a_matrix_of_its_own(entries: int, monk
     for name, master in masters.items():
         expected = torch.cat([apart[f"{name}.{i}"].data for i in range(parts[name])])
         torch.testing.assert_close(master.data, expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
-def test_orthogonalising_applies_the_polynomial_to_the_singular_values(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    s = s / s.norm()
-    for _ in range(ROUNDS):
-        s = sum(c * s ** (2 * i + 1) for i, c in enumerate(COEFFICIENTS))
-    result = orthogonalise(matrix)
-    assert torch.allclose(result, u @ torch.diag(s) @ vh, atol=1e-12)
-    assert float(s.min()) > 0.6 and float(s.max()) < 1.3
-    assert torch.allclose(orthogonalise(1e3 * matrix), result)
-
-
-def test_matrices_of_one_shape_are_orthogonalised_together_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, packed = [(12, 20), (20, 12), (12, 20), (30, 8), (12, 20), (30, 8)], [1, 1, 1, 5, 1, 1]
-    generator = torch.Generator().manual_seed(5)
-    matrices = [10.0**i * torch.randn(size, dtype=torch.float64, generator=generator) for i, size in enumerate(sizes)]
-    apart = [orthogonalise(matrix, count) for matrix, count in zip(matrices, packed, strict=True)]
-    calls: list[int] = []
-
-    def counted(matrix: Tensor, matrices: int = 1) -> Tensor:
-        calls.append(matrices)
-        return orthogonalise(matrix, matrices)
-
-    monkeypatch.setattr(muon, "orthogonalise", counted)
-    together = muon.orthogonalise_all(matrices, packed, torch.float64, torch.float64)
-    assert calls == [3, 1, 5, 1]
-    for one, other in zip(together, apart, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("form", ["fp32", "bf16"])
-def test_muon_updates_many_matrices_as_one_at_a_time(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(entries: int) -> dict[str, Tensor]:
-        monkeypatch.setattr(elementwise, "ENTRIES_AT_ONCE", entries)
-        monkeypatch.setattr(muon, "AT_ONCE", entries)
-        shapes: dict[str, Any] = {f"layers.{i}.ffn.{n}.weight": (16, 8) for i in range(5) for n in ("up", "gate")}
-        shapes |= {f"layers.{i}.ffn.down.weight": (8, 16) for i in range(5)}
-        masters = random_masters(**shapes)
-        optimizer = build_optimizer(masters, make_job("muon", form, weight_decay=0.1))
-        for step in range(3):
-            give_gradients(masters, step)
-            optimizer.step()
-        return {name: master.detach() for name, master in masters.items()}
-
-    alone = trained(16 * 8)
-    for entries in (16 * 8 * 4, 2**24):
-        for name, master in trained(entries).items():
-            torch.testing.assert_close(master, alone[name], rtol=0, atol=1e-13)
-
-
-def test_muon_is_torch_s_but_for_its_bf16() -> None:
-    job = make_job("muon", weight_decay=0.1, momentum=0.95)
-    masters = random_masters(torch.float32, ffn_up=(24, 16), ffn_down=(16, 24))
-    theirs = lambda masters: torch.optim.Muon(  # noqa: E731
-        masters.values(), lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-    )
-    assert side_by_side(masters, lambda m: build_optimizer(m, job), theirs, steps=3) < 5e-3
-
-
-def test_muon_takes_each_projection_apart_and_leaves_the_rest_to_adamw() -> None:
-    job = make_job("muon", weight_decay=0.0)
-    shapes: dict[str, Any] = {f"layers.0.attention.{n}.weight": (16, 16) for n in "qkvo"}
-    shapes |= {f"layers.0.ffn.{n}.weight": (16, 16) for n in ("gate", "up", "down")}
-    shapes |= {"embed.weight": (40, 16), "head.weight": (40, 16), "final_norm.weight": (16,)}
-    masters = random_masters(**shapes)
-    before = {name: master.detach().clone() for name, master in masters.items()}
-    give_gradients(masters, 0)
-    optimizer = build_optimizer(masters, job)
-    optimizer.step()
-    kept = states_of(optimizer, masters)
-    for name, master in masters.items():
-        change = (before[name] - master.detach()) / 1e-2
-        if name.split(".")[-2] in PROJECTIONS:
-            assert set(kept[name]) == {"step", "momentum"}
-            values = torch.linalg.svdvals(change / (0.2 * 16**0.5))
-            assert float(values.min()) > 0.3 and float(values.max()) < 1.3  # of this projection by itself
-            assert float(change.square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)
-        else:
-            assert set(kept[name]) == {"step", "exp_avg", "exp_avg_sq"}
-            assert change.abs().allclose(torch.ones((), dtype=torch.float64), atol=1e-3)
-
-
-@pytest.mark.parametrize("form", ["fp32", "int8"])
-@pytest.mark.parametrize("schedule", [1.0, 0.25])
-def test_beside_muon_adamw_may_have_its_own_rate(form: str, schedule: float) -> None:
-    masters = random_masters(torch.float32, **{"embed.weight": (40, 16), "layers.0.ffn.up.weight": (16, 16)})
-    before = {name: master.detach().clone() for name, master in masters.items()}
-    optimizer = build_optimizer(masters, make_job("muon", form, lr=1e-2, adamw_lr=4e-2, weight_decay=0.0))
-    set_learning_rate(optimizer, 1e-2 * schedule)
-    give_gradients(masters, 0)
-    optimizer.step()
-    table, projection = ((before[name] - master.detach()).square().mean().sqrt() for name, master in masters.items())
-    assert float(table) == pytest.approx(4e-2 * schedule, rel=0.02)
-    assert float(projection) == pytest.approx(0.2 * 1e-2 * schedule, rel=0.2)
 
 
 @pytest.mark.parametrize("form", ["fp32", "bf16", "int8"])

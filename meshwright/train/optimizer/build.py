@@ -84,9 +84,10 @@ def build_optimizer(
         packed = {masters[name]: _matrices_in(job, name) for name in names}
         parts.append(Muon(group(projections), places, holders, packed, **settings))
     if others:
-        parts.append(_elementwise("adamw", group(others), job, places))
-        for part in parts[-1].param_groups:
-            part["lr_factor"] = (job.optimizer.adamw_lr or job.optimizer.lr) / job.optimizer.lr
+        rest = _elementwise("adamw", group(others), job, places)
+        for parameters in rest.param_groups:
+            parameters["lr_factor"] = (job.optimizer.adamw_lr or job.optimizer.lr) / job.optimizer.lr
+        parts.append(rest)
     return CombinedOptimizer(parts)
 
 

@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
     def _directions(
         self, masters: list[nn.Parameter], groups: Mapping[nn.Parameter, Any]
     ) -> Iterator[tuple[Sequence[int], Sequence[Tensor]]]:
-        def function(numbers: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
+        def orthogonalised(numbers: Sequence[int], wholes: Sequence[Tensor]) -> list[Tensor]:
             packed = [self._packed.get(masters[number], 1) for number in numbers]
             first, device = masters[0], self._holders.device
             working = _working_format(first, device)
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
             lambda numbers: self._momenta([masters[number] for number in numbers], groups),
             [self._shards[master].shape for master in masters],
             [self._spans[master] for master in masters],
-            function,
+            orthogonalised,
             AT_ONCE,
         )
 
