@@ -13,7 +13,8 @@ from meshwright.cost import parameter_count
 from meshwright.job import Model, model_to_hf_config
 from meshwright.model import hf_tensors
 
-SHAPE = Model(vocab_size=8192, width=1024, layers=2, heads=8, kv_heads=4, ffn_width=2560, max_sequence_length=512)
+SHAPE = Model(vocab_size=8192, width=1024, layers=8, heads=8, kv_heads=4, ffn_width=2560, max_sequence_length=512)
+"""Its largest tensor is a thirteenth of it: what allocators and libraries add (20 to 60 MB) is small beside it too."""
 
 
 def test_import_export_and_a_sharded_start_hold_a_few_blocks(tmp_path: Path) -> None:
@@ -26,9 +27,9 @@ def test_import_export_and_a_sharded_start_hold_a_few_blocks(tmp_path: Path) -> 
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
     script = Path(__file__).with_name("hf_memory.py")
-    done = subprocess.run([sys.executable, script, folder, tmp_path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, script, folder, tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     grown, model_bytes = json.loads(done.stdout), 4 * parameter_count(SHAPE)
     assert grown["whole"] >= model_bytes  # what the measure says of a process that does hold it
-    assert grown["import"] < model_bytes / 2 and grown["export"] < model_bytes / 2
-    assert all(model_bytes / 4 <= rank < 0.6 * model_bytes for rank in grown["ranks"])
+    assert grown["import"] < model_bytes / 3 and grown["export"] < model_bytes / 3
+    assert all(model_bytes / 4 <= rank < 0.4 * model_bytes for rank in grown["ranks"])
