@@ -46,8 +46,9 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash by which equal templates are recognised."""
-        return hashlib.sha256(json.dumps([self._source, self._special]).encode()).hexdigest()
+        """A hash by which equal templates are recognised, and data that was prepared when a token's first character
+        told whether it is the assistant's."""
+        return hashlib.sha256(json.dumps([self._source, self._special, "any character"]).encode()).hexdigest()
 
     def render(self, conversation: Conversation) -> tuple[str, Spans]:
         """The conversation as text, and the parts of it that the assistant writes, the end of its turns included."""

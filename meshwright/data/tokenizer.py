@@ -111,7 +111,7 @@ class Tokenizer:
         return ids
 
     def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
-        """The tokens of each text, names of special tokens taken as such, and whether each begins in a marked part."""
+        """The tokens of each text, names of special tokens taken as such, and whether each has a part in a marked one."""
         reader = self._reader_of_names()
         _note_threads()
         found = reader.encode_batch(list(texts), add_special_tokens=False)
@@ -182,11 +182,14 @@ class Tokenizer:
 
 
 def _within(offsets: Spans, spans: Spans) -> list[bool]:
-    """Whether each token, given by its first character and the one behind it, begins in one of the spans."""
-    firsts = np.fromiter((first for first, _ in offsets), np.int64, len(offsets))
+    """Whether each token, given by its first character and the one behind it, has a part in one of the spans.
+
+    Where a template's last space and the first word after it are one token, it is the word's, as transformers has it.
+    """
+    firsts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     inside = np.zeros(len(offsets), np.bool_)
     for start, stop in spans:
-        inside |= (start <= firsts) & (firsts < stop)
+        inside |= (firsts < stop) & ((start <= firsts) | (start < ends))
     found: list[bool] = inside.tolist()
     return found
 

@@ -213,15 +213,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None, None]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return (
-            grads[0].to(grad_hidden_ND.dtype) * grad_hidden_ND,
-            None if grad_weight_VD is None else grads[0].to(grad_weight_VD.dtype) * grad_weight_VD,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        # Not `grads[0] * …`, which on a GPU reads and writes one number at a time because one factor is a single one.
+        parts = [grad for grad in (grad_hidden_ND, grad_weight_VD) if grad is not None]
+        scaled = torch._foreach_mul(parts, grads[0].to(grad_hidden_ND.dtype))
+        return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None
 
 
 def _with_zeros(weight_VD: Tensor) -> Tensor:

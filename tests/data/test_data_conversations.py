@@ -132,6 +132,26 @@ def test_tokens_are_those_of_transformers(converse, folder: Path, template: str)
         assert learned(corpus) == "Simple. </s>Simpler. </s>"
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_space_of_the_template_may_be_of_the_first_answered_token(converse, folder: Path, marked: bool):
+    """A template that ends in "assistant: ", and a tokenizer that makes one token of the space and the word after it."""
+    said = "{% generation %}{{ message['content'] }}{% endgeneration %}" if marked else "{{ message['content'] }}"
+    template = (
+        "{% for message in messages %}{{ message['role'] + ': ' }}" + said + "{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    asked = [{"role": "user", "content": "naïve?"}, {"role": "assistant", "content": "simple"}]
+    corpus = converse({"messages": asked}, template=template)
+    assert learned(corpus).lstrip("\n").startswith(" naïve" if marked else " simple")
+    assert " simple" in learned(corpus)
+    if marked:  # this one marks what the user says as well
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        told: Any = theirs.apply_chat_template(
+            asked, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert corpus.train.targets(0, len(corpus.train)).tolist() == [*map(bool, told["assistant_masks"]), False]
+
+
 def test_the_template_comes_with_the_tokenizer(folder: Path, converse):
     for name, content in (("chat_template.jinja", CHATML), ("tokenizer_config.json", None)):
         path = folder / name
