@@ -111,7 +111,7 @@ class Tokenizer:
         return ids
 
     def encode_marked(self, texts: Sequence[str], marks: Sequence[Spans]) -> list[tuple[list[int], list[bool]]]:
-        """The tokens of each text, names of special tokens taken as such, and whether each has a part in a marked one."""
+        """The tokens of each text, names of special tokens taken as such, and whether each has a marked part."""
         reader = self._reader_of_names()
         _note_threads()
         found = reader.encode_batch(list(texts), add_special_tokens=False)

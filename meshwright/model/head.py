@@ -17,6 +17,7 @@ from meshwright.model.numbers import IGNORE, wide_dtype
 from meshwright.model.own_loss import own_loss_of_logits
 from meshwright.model.preference import Pairs
 from meshwright.registries import LOSSES
+from meshwright.torch_private.arithmetic import foreach_mul
 
 LossOfLogits = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """(logits_NV, labels_N1, shares_N1, with_gradient) to every token's cross-entropy, zero without a label, and the
@@ -215,7 +216,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         # Not `grads[0] * …`, which on a GPU reads and writes one number at a time because one factor is a single one.
         parts = [grad for grad in (grad_hidden_ND, grad_weight_VD) if grad is not None]
-        scaled = torch._foreach_mul(parts, grads[0].to(grad_hidden_ND.dtype))
+        scaled = foreach_mul(parts, grads[0].to(grad_hidden_ND.dtype))
         return scaled[0], scaled[1] if len(scaled) > 1 else None, None, None, None, None, None
 
 

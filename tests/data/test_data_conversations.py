@@ -134,7 +134,7 @@ def test_tokens_are_those_of_transformers(converse, folder: Path, template: str)
 
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_space_of_the_template_may_be_of_the_first_answered_token(converse, folder: Path, marked: bool):
-    """A template that ends in "assistant: ", and a tokenizer that makes one token of the space and the word after it."""
+    """A template that ends in "assistant: ", and a tokenizer that puts the space into the next word."""
     said = "{% generation %}{{ message['content'] }}{% endgeneration %}" if marked else "{{ message['content'] }}"
     template = (
         "{% for message in messages %}{{ message['role'] + ': ' }}" + said + "{{ '\n' }}{% endfor %}"
