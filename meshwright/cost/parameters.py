@@ -274,7 +274,10 @@ def layer_elements(job: Job, layer: int = -1) -> Elements:
 
 
 def stage_elements(job: Job, layers: range, *, first: bool, last: bool, trained: bool = False) -> Elements:
-    """Elements of a stage on one rank but for the base of adapters; or those of them that are trained."""
+    """Elements of a stage on one rank but for the base of adapters; or those of them that are trained.
+
+    Layers after the model's last are blocks of extra tokens.
+    """
     model, encoder = job.model, Elements()
     if first and model.encoder is not None:
         tensors = encoder_tensors(model, model.encoder).values()
@@ -286,16 +289,21 @@ def stage_elements(job: Job, layers: range, *, first: bool, last: bool, trained:
     blocks = layer_elements(job) * (len(layers) - dense)
     if dense:
         blocks += layer_elements(job, 0) * dense
+    further = sum(layer >= model.layers for layer in layers)
+    blocks += Elements(sum(tensor.elements for tensor in extra_tensors(model).values())) * further
     if model.adapter is not None:
         return blocks
     return blocks + encoder + Elements(table_elements(job, first=first, last=last))
 
 
 def table_elements(job: Job, *, first: bool, last: bool) -> float:
-    """Elements of a stage's tables on one rank; a tied one is held at both ends of a pipeline."""
+    """Elements of a stage's tables on one rank; a tied one is held at both ends of a pipeline, and so is the
+    embedding's with extra tokens."""
     model = job.model
     table = model.vocab_size * model.width / job.layout.tp
     tables = (first or last) if model.tied and job.layout.pp == 1 else first + last
+    if model.extra_tokens and not model.tied and job.layout.pp > 1:
+        tables += last
     positions = model.max_sequence_length * model.width if first and model.positions == "learned" else 0
     return tables * table + positions
 

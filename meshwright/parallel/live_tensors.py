@@ -13,14 +13,14 @@ from meshwright.torch_private.sharding import local_tensor, parameter_groups
 
 def live_parameters(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
     """Masters and what modules compute with, gathered copies while they exist; some share memory."""
-    yield from weights.masters.values()
+    yield from (*weights.masters.values(), *weights.copied)
     for module in modules:  # `fully_shard` replaces the shard in its module by a gathered copy
         yield from (local_tensor(parameter) for parameter in module.parameters())
 
 
 def live_gradients(modules: Sequence[nn.Module], weights: Weights) -> Iterator[Tensor]:
     """Gradients of masters and parameters, and sums that are not reduced yet; some share memory."""
-    parameters: list[Tensor] = list(weights.masters.values())
+    parameters: list[Tensor] = [*weights.masters.values(), *weights.copied]
     for module in modules:
         parameters += module.parameters()
         sums = (sharded.unsharded_accumulated_grad for sharded in _sharded(module))

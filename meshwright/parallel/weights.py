@@ -1,7 +1,7 @@
 """The interface to a model's weights, and its one-device form: fp32 masters and, below fp32, a working copy of them."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -48,6 +48,8 @@ class Weights:
 
     masters: dict[str, nn.Parameter]
     """What the optimizer updates, by the parameters' names: plain tensors of this device, or in its host's memory."""
+    copied: Sequence[nn.Parameter] = ()
+    """Parameters in the masters' format that follow masters of another stage: they have no optimizer states."""
     frozen: Mapping[str, Tensor] = MappingProxyType({})
     """What is not trained, by the parameters' names, in the format the model computes with: neither masters nor
     gradients nor optimizer states exist for it."""

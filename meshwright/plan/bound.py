@@ -204,6 +204,7 @@ class _Rows:
         for place in range(sizes[2]):
             may_keep = ((room_bytes - base[:, place]) / (1 + FRAGMENTS) - sent) / blocks
             needed = (may_keep >= self.kept[:, 2]) & (may_keep < self.kept[:, 0]) & (self.pp == 1)
+            needed &= self.job.model.extra_tokens == 0  # a budget does not count what their blocks keep
             mixed = self._mixed(may_keep)
             seconds = self._seconds(links, mixed, self.backward[:, 0])[:, place]
             time[:, BUDGET, place] = np.where(needed, seconds, np.inf)
@@ -232,7 +233,8 @@ class _Rows:
         gradient = min(precision.gradient_bytes, precision.number_bytes)
         each = (state_bytes(self.job, 1.0, 0.0), state_bytes(self.job, 0.0, 1.0))
         owned = (plain + others) / self.owners + experts / self.expert_owners
-        moments = each[0] * (plain / self.owners + experts / self.expert_owners) + each[1] * others / self.owners
+        updated = others - (turns * ends[1] if self.job.model.tied else 0.0)  # a tied table's copy has no states
+        moments = each[0] * (plain / self.owners + experts / self.expert_owners) + each[1] * updated / self.owners
         flying = self._flying()
         # Gradients of micro-batches before, where there are any when memory is fullest.
         stages = np.where((self.virtual > 1) & ~self.splits, self.virtual, 1)

@@ -7,6 +7,7 @@ from meshwright.cost import Elements, layer_elements, stage_elements
 from meshwright.job import Job
 from meshwright.plan.compute import block_work, embedding_work, head_work, products_of
 from meshwright.plan.experts import transfers_s, without_experts
+from meshwright.plan.extra_tokens import extra_work
 from meshwright.plan.groups import groups_of
 from meshwright.plan.kept import block_bytes, side_by_side
 from meshwright.plan.kernels import Device, device_of, matmul_at_once
@@ -79,6 +80,8 @@ def _families(jobs: list[Job], device: Device, software: Software, machine: Mach
             min(column) for column in zip(*(_passes(kind, device, software, machine) for kind in alike), strict=True)
         ]
         embedding, head = embedding_work(job, device), head_work(job, device, software)
+        if further := job.model.extra_tokens:
+            head += extra_work(job, device, software) + block_work(job, device, software, "none") * further
         yield Family(
             job,
             passes[0],

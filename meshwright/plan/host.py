@@ -64,7 +64,7 @@ def step_waits(
     bare_s = bare_launch_s(device, own=True)
     blocks = [own_launches(job, software, mode) for mode in modes]
     forward, backward = (sum(block[part] for block in blocks) * bare_s for part in range(2))
-    chunks, _ = loss_chunks(job)
+    chunks = loss_chunks(job)[0] * (1 + job.model.extra_tokens)
     before = [Region(BETWEEN, _BETWEEN_STEPS * bare_s, 0.0)]
     if update_s is not None:
         before.insert(0, Region(BETWEEN, update_launches(job) * bare_s, update_s))
@@ -81,7 +81,7 @@ def least_s(job: Job, device: Device, software: Software, modes: Sequence[str]) 
     whom."""
     if not software.own or (device.measured is not None and device.measured.on_cpu):
         return 0.0
-    share = len(modes) / job.model.layers
+    share = len(modes) / job.model.blocks
     blocks = sum(sum(own_launches(job, software, mode)) for mode in modes)
     ends = share * (_ENDS + loss_chunks(job)[0] * _CHUNK)
     once = _BETWEEN_STEPS + share * update_launches(job)

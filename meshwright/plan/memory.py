@@ -10,30 +10,29 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.cost import (
-    MASTER_BYTES,
     Elements,
     Frozen,
     in_whole_lines,
     layer_elements,
-    layer_frozen,
     segments_of,
     sharers,
     stage_elements,
     stage_frozen,
     state_bytes,
 )
-from meshwright.job import FORMAT_BYTES, Job
-from meshwright.layout import casts_from, encoder_bytes, gradient_format, holdings_of_rank, ranks_of
+from meshwright.job import Job
+from meshwright.layout import casts_from, encoder_bytes, holdings_of_rank
 from meshwright.pipeline import Table, unchecked_table
 from meshwright.plan.backward import in_encoder, passing_bytes, unwritten_bytes
 from meshwright.plan.compute import loss_chunks, products_of, tokens_of
+from meshwright.plan.copies import copies_of
+from meshwright.plan.extra_tokens import extra_bytes, restored_bytes, waiting_bytes
 from meshwright.plan.groups import stage_ranges
 from meshwright.plan.kept import block_bytes, sizes_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.reserve import communicator_bytes, reserve_bytes
 from meshwright.plan.software import Software
-
-Terms = dict[str, float]
+from meshwright.plan.states import Terms, frozen_terms, gathered_terms, state_terms, working_bytes
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,12 @@ def rank_memory(
     frozen = sum(
         (stage_frozen(job, layers[one], first=one == 0, last=one == len(layers) - 1) for one in held), Frozen()
     )
-    states = _states(job, software, trained, min(1.0, blocks.total / elements.total), at_once) | _frozen(job, frozen)
+    states = state_terms(job, software, trained, min(1.0, blocks.total / elements.total), at_once)
+    states |= frozen_terms(job, frozen)
+    if software.own:
+        copies = copies_of(job, layers, table, rank)
+        shared = (part.owned(job) if job.layout.zero_stage else part.total for part in copies)
+        states["optimizer states"] -= state_bytes(job, *shared)
     if software.own and casts_from(job) is not None:  # as they are and transposed
         copied = sum(columns * inner for _, columns, inner in products_of(job, software))
         states["weights in fp8"] = 2.0 * copied * job.model.blocks
@@ -125,93 +129,6 @@ def rank_memory(
     return RankMemory(rank, terms, rounded, outside, host, gap)
 
 
-def _states(job: Job, software: Software, elements: Elements, in_blocks: float, at_once: int) -> Terms:
-    """Weights, gradients and optimizer states by zero stage; under a pipeline gradients stay whole until the end.
-
-    `in_blocks` is the share of the parameters that is in blocks, `at_once` how many blocks are gathered at once.
-    """
-    layout, zero, parameters = job.layout, job.layout.zero_stage, elements.total
-    sharded = elements.owned(job)
-    shared = sharded if zero >= 1 else parameters
-    narrow = job.precision.number_bytes < MASTER_BYTES
-    gradient = gradient_bytes(job, software)
-    moments = state_bytes(job, in_blocks * shared, (1 - in_blocks) * shared)
-    sharded_gradients = zero >= 2 and not (layout.pp > 1 and not software.weights_apart)
-    if software.weights_apart:
-        half = job.precision.compute == "fp16"
-        summed_narrow = software.reduced_bytes == 2 and not software.narrow_gradients
-        gradient = 2 if half or summed_narrow else 4
-        whole = sharded if sharded_gradients else parameters
-        terms = {
-            "weights": 2.0 * (sharded if zero == 3 else parameters),
-            "gradients": gradient * whole,
-            "optimizer states": MASTER_BYTES * shared + moments,
-        }
-        if job.precision.compute in software.narrow_gradients:
-            wide = 6.0 if software.flat_gradients else 4.0
-            terms["gradients in the other format"] = wide * shared if half else 2.0 * whole
-        if zero > 0 and sharers(job) > 1 and software.bucket_elements:
-            # Sums in 32 bits are copied by whole tensors, and the table of words may be more than a bucket.
-            table = job.model.vocab_size * job.model.width / layout.tp
-            terms["a bucket of gradients"] = gradient * max(software.bucket_elements, table if gradient == 4 else 0.0)
-        return terms | _gathered(job, software, at_once, tables=in_blocks < 1)
-    # The parameter is the master. A working copy is gathered: for the whole step, or under zero 3 for use. Torch makes
-    # it in fp32 as well, and also where nobody shares the parameters; on one device there is none.
-    copied = narrow or (software.own and ranks_of(layout) > 1)
-    terms = {
-        "weights": MASTER_BYTES * shared,
-        "working weights": working_bytes(job) * parameters if copied and zero < 3 else 0.0,
-        "gradients": gradient * shared,
-        "optimizer states": moments,
-    }
-    gathered = _gathered(job, software, at_once, tables=in_blocks < 1 or not software.own)
-    if zero == 0 or not (layout.pp > 1 or (zero == 1 and job.accumulation > 1)):
-        return terms | gathered
-    unreduced = {"gradients before they are reduced": gradient * parameters}
-    if not software.own:  # counted as peaks of other programs were met best
-        return terms | unreduced | gathered
-    # Whole until they are reduced, unit by unit, when no activation is left: then shards take their place.
-    return terms | gathered | unreduced | {"gradients": 0.0}
-
-
-def _frozen(job: Job, frozen: Frozen) -> Terms:
-    """What is not trained: whole on every rank, unless zero 3 shards it."""
-    if job.model.adapter is None:
-        return {}
-    shares = sharers(job) if job.layout.zero_stage == 3 else 1
-    return {"frozen weights": frozen.shared / shares + frozen.whole}
-
-
-def working_bytes(job: Job) -> float:
-    """Bytes of a parameter as it is computed with: fp8 is cast from 16 bits."""
-    return 2.0 if job.precision.number_bytes < MASTER_BYTES else float(MASTER_BYTES)
-
-
-def gradient_bytes(job: Job, software: Software) -> int:
-    """Bytes of a gradient until the update: as requested, or as the backward computes it where nothing is summed."""
-    if software.own:
-        return FORMAT_BYTES[gradient_format(job)]
-    return job.precision.gradient_bytes
-
-
-def _gathered(job: Job, software: Software, at_once: int, *, tables: bool) -> Terms:
-    """Under zero 3, the blocks that are gathered at once, and the gradients of one in transit; `tables` says whether
-    the rank has the embedding or the head."""
-    layout = job.layout
-    if layout.zero_stage < 3 or layout.dp_shard * layout.cp == 1:
-        return {}
-    adapters = job.model.adapter is not None
-    table = job.model.vocab_size * job.model.width / layout.tp if tables else 0.0
-    unit, reduced = layer_elements(job).total, 0.0 if adapters else table
-    if software.gathers == "weight":
-        unit = max(columns * inner for _, columns, inner in products_of(job, software))
-        at_once = 1 + layout.prefetch
-    return {
-        "gathered parameters": working_bytes(job) * (at_once * unit + table) + at_once * layer_frozen(job).shared,
-        "gradients before they are reduced": (working_bytes(job) + 4.0) * max(unit, reduced),
-    }
-
-
 def _moments(
     job: Job,
     software: Software,
@@ -229,7 +146,7 @@ def _moments(
     moments = [held | {"a block's backward": passing_bytes(job, software)}]
     if last:
         loss = {"activations": held["activations"], **_loss(job, software)}
-        if _gathered(job, software, 1, tables=True):  # no block's parameters are there, and no gradients yet
+        if gathered_terms(job, software, 1, tables=True):  # no block's parameters are there, and no gradients yet
             loss["gathered parameters"] = 2.0 * job.model.vocab_size * job.model.width / job.layout.tp
             loss["gradients before they are reduced"] = 0.0
         moments.append(loss)
@@ -255,6 +172,7 @@ def _own_pipeline_moments(
     held = _activations(job, software, modes, ends, table, rank, starts=starts)
     moments = [held | {"a block's backward": passing_bytes(job, software)}]
     if any(ends):
+        moments[0] |= {"logits and loss": waiting} if (waiting := waiting_bytes(job)) else {}
         moments.append({"activations": held["activations"], **_loss(job, software)})
     each = job.accumulation // table.parameter_copies
     in_flight = max(map(sum, _holdings(job, table, rank)))
@@ -284,8 +202,11 @@ def _activations(
     kept, remade = [], 0.0
     for own, begins, final in zip(modes, starts, last, strict=True):
         sent = boundary if table is not None and not final else 0.0
-        kept.append(sum(sizes[mode][0] for mode in own) + sent + (encoder_bytes(job) if begins else 0))
-        remade = max([remade, *(sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))])
+        ends = extra_bytes(job, software, own) if final else 0.0
+        kept.append(sum(sizes[mode][0] for mode in own) + sent + ends + (encoder_bytes(job) if begins else 0))
+        further = restored_bytes(job, software, own[-1]) if final and own else 0.0
+        again = (sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))
+        remade = max([remade, *(size + further for size in again)])
     fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(job, table, rank))
     return {"activations": fullest, "a block's forward recomputed": remade}
 
@@ -322,7 +243,7 @@ def _loss(job: Job, software: Software) -> Terms:
     # The weight's gradient in 32 bits exists along with a chunk's logits, whose memory their gradient reuses; then with
     # what continues in the weight's own format.
     made = 4.0 * lines * width + max(each * rows * lines, each * vocabulary * width if each == 2 else 0.0)
-    made += each * (tokens * width + (lines * width if lines > vocabulary else 0))
+    made += each * (tokens * width + (lines * width if lines > vocabulary else 0)) + waiting_bytes(job)
     if job.precision.compute == "fp8" and job.precision.fp8_head:
         # The weight and a chunk's gradient in fp8, each twice; and a chunk's share of the weight's, before it is added.
         made += 2.0 * lines * (width + rows) + 4.0 * lines * width
@@ -354,12 +275,13 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
     sizes = {mode: block_bytes(job, software, mode) for mode in set(modes)}
     again = {mode: max(0.0, size[1] - unwritten_bytes(job, software, mode)) for mode, size in sizes.items()}
     encoder = encoder_bytes(job)
-    kept = encoder + sum(sizes[mode][0] for mode in modes)
+    further = extra_bytes(job, software, modes)
+    kept = encoder + sum(sizes[mode][0] for mode in modes) + further
     each = job.precision.number_bytes
     learned = job.model.encoder is None or "decoder" in job.model.encoder.train
     table = job.model.vocab_size * job.model.width / job.layout.tp if learned and job.model.adapter is None else 0.0
     whole = states["gradients"]
-    owned = stage_elements(job, range(job.model.layers), first=True, last=True, trained=True)
+    owned = stage_elements(job, range(job.model.blocks), first=True, last=True, trained=True)
     per_entry = whole / max(1.0, owned.total)
     layer = per_entry * layer_elements(job).total if learned else 0.0
     # With several micro-batches a step, the gradients of those before are there all the time.
@@ -378,16 +300,19 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
         """When a segment was recomputed, and its backward starts or has come to its first block."""
         missing = segment[:1] if first else segment
         return {
-            "activations": encoder + sum(sizes[mode][0] for mode in modes[: segment.stop]),
+            "activations": encoder
+            + sum(sizes[mode][0] for mode in modes[: segment.stop])
+            + (further if segment.stop == len(modes) else 0.0),
             "gradients": gradients,
-            "a block's forward recomputed": sum(again[modes[place]] for place in missing),
+            "a block's forward recomputed": sum(again[modes[place]] for place in missing)
+            + (restored_bytes(job, software, modes[-1]) if segment.stop == len(modes) else 0.0),
             "a block's backward": passing,
             **in_blocks,
         }
 
     return [
         {"activations": kept, "gradients": before, **_loss(job, software), **in_loss},
-        backward_in(segments[-1], before + pending),
+        backward_in(segments[-1], before + pending + waiting_bytes(job)),
         *(
             backward_in(segment, before + pending + (0.0 if before else (len(modes) - segment.stop) * layer))
             for segment in {longest, segments[0]}

@@ -18,7 +18,7 @@ from meshwright.plan.measured import Measured
 from meshwright.plan.memory import RankMemory, rank_memory
 from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.step import Phases, TimedCompute, charged_bytes, stage_times, step_phases, table_for
-from meshwright.plan.unmodelled import not_modelled, require_modelled
+from meshwright.plan.unmodelled import not_modelled
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ def predict(
     own = software is None or software.own
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=own)
     _require_ranks(job, machine)
-    require_modelled(job)
 
     software = software or own_software(job, on_cpu=machine.on_cpu)
     layers = stage_layers(job)
@@ -166,10 +165,11 @@ def stage_kinds(job: Job) -> list[tuple[bool, bool, tuple[tuple[bool, str, int],
 
 
 def stage_layers(job: Job) -> list[int]:
-    """How many layers each stage holds."""
+    """How many layers each stage holds; blocks of extra tokens are the last one's."""
     table = table_for(job)
     stages = 1 if table is None else table.stages // table.parameter_copies
-    return [len(stage) for stage in split_layers(job, stages)]
+    *before, last = (len(stage) for stage in split_layers(job, stages))
+    return [*before, last + job.model.extra_tokens]
 
 
 def timeline(job: Job, cluster: Cluster, micro_batches: int) -> tuple[Table, Simulation] | None:
@@ -191,6 +191,11 @@ def _guesses(job: Job, machine: Machine, software: Software) -> tuple[str, ...]:
     if software.own and job.layout.async_tp:
         assumed.append(_pieces_guess(job, machine))
     assumed.extend(_scale_guesses(job))
+    if job.model.extra_tokens:
+        assumed.append(
+            f"model.extra_tokens = {job.model.extra_tokens}: blocks like any other, each with a pass through the head; "
+            "not measured on a GPU"
+        )
     if machine.measured is None:
         return (*machine.guessed, *assumed)
     far = machine.measured.unmeasured(job.precision.compute, products_of(job, software))
@@ -260,15 +265,15 @@ def _require_ranks(job: Job, machine: Machine) -> None:
 
 
 def layer_modes(job: Job, layers: list[int]) -> list[str]:
-    """Every layer's recomputation."""
+    """Every layer's recomputation, those of extra tokens included."""
     asked = job.memory.recompute
     if isinstance(asked, str):
-        return [asked] * job.model.layers
+        return [asked] * job.model.blocks
     if isinstance(asked, Every):
-        return ["none" if layer % asked.every else "full" for layer in range(job.model.layers)]
+        return ["none" if layer % asked.every else "full" for layer in range(job.model.blocks)]
     if isinstance(asked, Segments):
         modes_of = recompute_modes(job, table_for(job), 0)  # for every rank alike
-        return [modes_of[layer] for layer in range(job.model.layers)]
+        return [modes_of[layer] for layer in range(job.model.blocks)]
     table = _whole_table(job)
     starts = [sum(layers[:place]) for place in range(len(layers) + 1)]
     modes = ["none"] * job.model.layers

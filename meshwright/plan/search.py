@@ -20,7 +20,6 @@ from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 from meshwright.plan.space import ALLOWED
-from meshwright.plan.unmodelled import require_modelled
 
 SAFE = 0.95
 """Fraction of a GPU's memory a layout may be predicted to use: predictions err, and drivers reserve some of it."""
@@ -90,7 +89,6 @@ def search(
     search ends with what it has. `at_most_bytes` leaves a layout less than the device has. With `at_once`
     every rank computes one micro-batch per step, so that nothing is accumulated.
     """
-    require_modelled(job)
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster)
     allowed = _allowed(allow) | _own(job)
     room = min(SAFE * machine.memory_bytes, at_most_bytes or float("inf"))

@@ -55,7 +55,8 @@ class Pipe:
 
 def pipes_of(job: Job, gpus: int, allow: frozenset[str]) -> list[Pipe]:
     """Every pipeline over a divisor of the GPUs: balanced by cost, and with its last stage lighter or heavier."""
-    schedules = (*_SCHEDULES, *(_ZERO_BUBBLE if "zero-bubble" in allow else ()))
+    halves = "zero-bubble" in allow and job.model.extra_tokens <= 1  # with more, torch gets them wrong
+    schedules = (*_SCHEDULES, *(_ZERO_BUBBLE if halves else ()))
     pipes = [Pipe(1, "1f1b", 1, (job.model.layers,), given=False)]
     for pp in divisors(gpus)[1:]:
         for schedule, virtual in schedules:

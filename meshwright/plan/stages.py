@@ -21,6 +21,7 @@ from meshwright.plan.compute import Work, block_work, embedding_work, head_work,
 from meshwright.plan.context import context_s, merged_s
 from meshwright.plan.encoder import encoder_sums_s, encoder_work
 from meshwright.plan.experts import transfers_s, without_experts
+from meshwright.plan.extra_tokens import extra_work
 from meshwright.plan.groups import Groups, stage_ranges
 from meshwright.plan.host import runs_ahead
 from meshwright.plan.kernels import Device
@@ -109,7 +110,7 @@ def stages_of(
         if first:
             ends += embedding_work(job, device) + encoder_work(job, device, software)
         if last:
-            ends += head_work(job, device, software)
+            ends += head_work(job, device, software) + extra_work(job, device, software)
         pace = None
         if timed is not None:
             models = [without_experts(job) if kind[0] else job for kind in held]
@@ -238,9 +239,11 @@ def _ends_s(
     if not software.own:
         return 0.0, 0.0
     once = all_reduce_s(wires, groups.tp, job.precision.number_bytes * tokens_of(job) * job.model.width)
+    further = last * job.model.extra_tokens  # each a lookup and a pass through the head
+    looked_up, heads = first + further, last + further
     if job.layout.sp:  # scattered on one way, gathered on the other
-        return (first + last) * once / 2, (first + last) * once / 2
-    return first * once, last * once
+        return (looked_up + heads) * once / 2, (looked_up + heads) * once / 2
+    return looked_up * once, heads * once
 
 
 def _piecewise(transfer: float, product: float, pieces: int) -> float:

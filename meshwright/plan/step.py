@@ -18,12 +18,12 @@ from meshwright.plan.communication import (
     send_s,
 )
 from meshwright.plan.compute import Work, head_work
+from meshwright.plan.copies import copies_of
 from meshwright.plan.groups import Groups, groups_of, stage_ranges
 from meshwright.plan.host import least_s, runs_ahead, step_waits
 from meshwright.plan.kept import block_bytes
 from meshwright.plan.kernels import Device, device_of
 from meshwright.plan.machine import Machine
-from meshwright.plan.memory import gradient_bytes
 from meshwright.plan.offload import HOST_UPDATE_BYTES_PER_S, offload_phases, offloads_states
 from meshwright.plan.simulate import Played, play, shortened
 from meshwright.plan.software import Software
@@ -38,6 +38,7 @@ from meshwright.plan.stages import (
     stages_of,
     wire_bytes,
 )
+from meshwright.plan.states import gradient_bytes
 from meshwright.plan.update import update_s
 
 Phases = dict[str, float]
@@ -106,7 +107,10 @@ def step_phases(
     # What a CPU's ranks measured together is part of their micro-batches.
     together = timed is None and sharing_of(job, device, groups) is not None
     phases |= _once_a_step(job, machine.wires, software, groups, held, blocks, own, reduces=not together)
-    updated = held.owned(job) if job.layout.zero_stage >= 1 else held.total
+    mastered = held
+    if software.own:
+        mastered = sum((part * -1 for part in copies_of(job, layers, table, busiest)), held)
+    updated = mastered.owned(job) if job.layout.zero_stage >= 1 else mastered.total
     if timed is not None:
         phases |= {"optimizer": timed.optimizer[busiest], "host": timed.host[busiest]}
         if offloads_states(job):  # it had the host to itself
@@ -180,8 +184,9 @@ def _waits(
 ) -> Phases:
     """How long the device waits for its host, beyond what is in its blocks."""
     if runs_ahead(job, device, software):
-        head, update = head_work(job, device, software), None if offloads_states(job) else phases["optimizer"]
-        return step_waits(job, device, software, modes, (first.forward, first.backward), head, update)
+        heads = head_work(job, device, software) * (1 + job.model.extra_tokens)
+        update = None if offloads_states(job) else phases["optimizer"]
+        return step_waits(job, device, software, modes, (first.forward, first.backward), heads, update)
     places = stage_ranges(layers)
     own = [modes[layer] for place in set(busy) for layer in places[place]]
     return {"host": phases["host"] + max(0.0, least_s(job, device, software, own) - sum(phases.values()))}
@@ -206,7 +211,7 @@ def _messages(job: Job, software: Software, groups: Groups, parameters: float, l
     if software.messages == "buckets":  # Megatron's sizes, made so that a ring's chunks stay large in wide groups
         return max(1, ceil(parameters / max(40e6, 1e6 * groups.data.size)))
     if software.messages == "owners":
-        return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.layers))
+        return max(1, min(groups.shard.size, tensor_count(job.model) * layers // job.model.blocks))
     return 1 if software.messages == "whole" else max(1, layers)
 
 
@@ -301,7 +306,7 @@ def _once_a_step(
     reduce = hidden_s(parts * reduce, backward, parts, software.gradient_overlap) if reduce else 0.0
     gather = hidden_s(parts * gather, forward, parts, software.parameter_overlap) if gather else 0.0
     tied = 0.0
-    if job.model.tied and layout.pp > 1:
+    if (job.model.tied or job.model.extra_tokens) and layout.pp > 1:  # the last stage has the embedding too
         table = job.model.vocab_size * job.model.width / layout.tp
         tied = all_reduce_s(wires, group_of(2, wires.gpus_per_node, wires.gpus_per_node), wide * table)
     phases = {"gradient reduction": reduce + tied, "parameter gathering": gather}

@@ -1,16 +1,6 @@
 """What a job asks for that a prediction does not account for, in words for its answer."""
 
-from meshwright.errors import UserError
 from meshwright.job import Job
-
-
-def require_modelled(job: Job) -> None:
-    """Refuse a job of which a prediction would leave out a part that takes much time and memory."""
-    if job.model.extra_tokens:
-        raise UserError(
-            f"model.extra_tokens = {job.model.extra_tokens} adds blocks and passes through the head, which are not "
-            "predicted; set model.extra_tokens = 0 to plan the rest"
-        )
 
 
 def not_modelled(job: Job, *, on_cpu: bool = False) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Planned:
 
 def planned_memory(job: Job, pipeline_rank: int, *, on_cpu: bool) -> Planned | None:
     """The planner's count for one pipeline rank; None for a job that it does not know."""
-    if job.model.file or job.model.extra_tokens:
+    if job.model.file:
         return None
     try:
         memory = predict(job, any_machines(ranks_of(job.layout))).memory[pipeline_rank]

@@ -36,6 +36,6 @@ def memory_errors_explained(job: Job, world: World) -> Iterator[None]:
 
 def predicted_bytes(job: Job, world: World) -> int | None:
     """The planner's prediction of this rank's peak GPU memory; None for models that have no plan."""
-    if job.model.file or job.model.extra_tokens:
+    if job.model.file:
         return None
     return round(predict(job, any_machines(world.size)).memory[world.axis_rank("pp")].device)

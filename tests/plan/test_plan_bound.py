@@ -42,6 +42,7 @@ SPACES = {
     "a mixture on 16": (asked("qwen3-30b-a3b", 4096, 128), nodes(2)),
     "a mixture with dense layers": (asked("deepseek-v3", 4096, 512), nodes(32)),
     "narrow gradients": (asked("llama-3-8b", 2048, 64, optimizer={"name": "lion"}), nodes(2)),
+    "extra tokens, tied": (asked("llama-3.2-1b", 2048, 64, model={"extra_tokens": 1}), nodes(2)),
 }
 SPACES["narrow gradients"] = (
     SPACES["narrow gradients"][0].model_copy(

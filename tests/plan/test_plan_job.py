@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from plan_jobs import asked, nodes
 
-from meshwright.errors import UserError
-from meshwright.job import Job, load_job
+from meshwright.job import load_job
 from meshwright.job.edit import edited_text
-from meshwright.plan import predict, search
+from meshwright.plan import search
 
 OWN = """\
 # Our second try; the first one diverged at step 9000.
@@ -226,11 +225,3 @@ def test_a_recipe_is_planned_and_written_as_its_author_wrote_it(cli: Callable[..
     assert after.batch.global_batch == before.batch.global_batch and after.cluster.gpus_per_node == 8
     again = cli("plan", "finetune-7b-4xa100", "--cluster", "8xa100-80gb", "--write", "mine.toml")
     assert again.code == 2 and "--force" in again.err
-
-
-def test_extra_tokens_are_refused_where_they_would_be_left_out() -> None:
-    batch, layout = {"global_batch": 8, "micro_batch": 1}, {"dp_shard": 8, "zero": 1}
-    job = Job.model_validate({"model": {"extra_tokens": 1}, "batch": batch, "layout": layout})
-    for plan in (predict, search):
-        with pytest.raises(UserError, match=r"model\.extra_tokens = 1 .* not predicted; set model\.extra_tokens = 0"):
-            plan(job, nodes(1))

@@ -194,8 +194,6 @@ def _require_fit(job: Job, site: Site, ranks: int) -> None:
         machine_of(cluster)
     except UserError:
         return  # the planner does not know this GPU
-    if job.model.extra_tokens:
-        return  # nor such models
     if not predict(job, cluster).fits:
         raise UserError(f"the planner predicts that it does not fit on {ranks} × {site.gpu}")
 

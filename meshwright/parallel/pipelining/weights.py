@@ -38,6 +38,7 @@ class StagedWeights(Weights):
         self._stages, self._copies, self._stage_ranks, self._group = stages, copies, stage_ranks, group
         self._rank = dist.get_rank(group)
         held = {(copy.stage, copy.name) for copy in copies}
+        self.copied = [weights.masters[name] for stage, name in held if (weights := stages.get(stage)) is not None]
         self.masters: dict[str, nn.Parameter] = {}
         self._shards: dict[str, ShardIndex] = {}
         for stage, weights in stages.items():
