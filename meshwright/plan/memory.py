@@ -8,6 +8,7 @@ are counted as if they had some.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import mul
 
 from meshwright.cost import (
     Elements,
@@ -28,6 +29,7 @@ from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.copies import copies_of
 from meshwright.plan.extra_tokens import extra_bytes, restored_bytes, waiting_bytes
 from meshwright.plan.groups import stage_ranges
+from meshwright.plan.halves import Held, halves_of_rank, head_bytes, incoming_bytes
 from meshwright.plan.kept import block_bytes, sizes_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.reserve import communicator_bytes, reserve_bytes
@@ -175,7 +177,7 @@ def _own_pipeline_moments(
         moments[0] |= {"logits and loss": waiting} if (waiting := waiting_bytes(job)) else {}
         moments.append({"activations": held["activations"], **_loss(job, software)})
     each = job.accumulation // table.parameter_copies
-    in_flight = max(map(sum, _holdings(job, table, rank)))
+    in_flight = max(sum(held) for held, _ in _holdings(job, table, rank))
     after = {"activations": held["activations"] * (1 - 1 / in_flight)}
     if in_flight == each * len(modes):
         none = {"gradients": 0.0, "gradients before they are reduced": 0.0}
@@ -199,7 +201,8 @@ def _activations(
     of each stage's blocks, `last` says which stage sends its result to no other, `starts` which has the encoder."""
     sizes = {mode: block_bytes(job, software, mode) for mode in {mode for own in modes for mode in own}}
     boundary = sizes_of(job, "full").get("input", 0.0)
-    kept, remade = [], 0.0
+    incoming = incoming_bytes(job, software)
+    kept, between, remade = [], [], 0.0
     for own, begins, final in zip(modes, starts, last, strict=True):
         sent = boundary if table is not None and not final else 0.0
         ends = extra_bytes(job, software, own) if final else 0.0
@@ -207,18 +210,24 @@ def _activations(
         further = restored_bytes(job, software, own[-1]) if final and own else 0.0
         again = (sum(sizes[own[place]][1] for place in segment) for segment in segments_of(own))
         remade = max([remade, *(size + further for size in again)])
-    fullest = max(sum(n * size for n, size in zip(one, kept, strict=True)) for one in _holdings(job, table, rank))
+        ahead = len(own) * incoming + (head_bytes(job) if final else 0.0)
+        # The first stage has no gradients of inputs to compute first; others' peaks are met without what ours keeps.
+        between.append(0.0 if begins or not software.own else ahead)
+    moments = _holdings(job, table, rank)
+    fullest = max(sum(map(mul, held, kept)) + sum(map(mul, halves, between)) for held, halves in moments)
     return {"activations": fullest, "a block's forward recomputed": remade}
 
 
-def _holdings(job: Job, table: Table | None, rank: int) -> Sequence[tuple[int, ...]]:
+def _holdings(job: Job, table: Table | None, rank: int) -> Sequence[Held]:
     """Micro-batches of each stage at a rank's fullest moments; `table` may be that of fewer micro-batches than the
     job's, which only GPipe's moments depend on: all of its forwards come first."""
     if table is None:
-        return [(1,)]
+        return [((1,), (0,))]
+    none = (0,) * len(table.stages_of(rank))
     if table.schedule == "gpipe":
-        return [(job.accumulation,) * len(table.stages_of(rank))]
-    return _cached_holdings(table.schedule, table.ranks, table.micro_batches, table.virtual_stages, rank)
+        return [((job.accumulation,) * len(none), none)]
+    about = (table.schedule, table.ranks, table.micro_batches, table.virtual_stages, rank)
+    return halves_of_rank(*about) if table.splits_backward else [(held, none) for held in _cached_holdings(*about)]
 
 
 @lru_cache(maxsize=8192)

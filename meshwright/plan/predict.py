@@ -89,8 +89,9 @@ def predict(
     """Time and memory of one step; `software` is Meshwright's own trainer when not given.
 
     Without `every_rank` only the pipeline ranks that may be fullest under 1F1B and similar schedules are considered:
-    the first two, which hold most micro-batches, and the last, which has the loss. `held` is what `memory_of` gave for
-    this job, if the caller has it; `timed` is compute that was measured, in place of what would be predicted.
+    the first two, which hold most micro-batches, and the last, which has the loss, with the one before it if the
+    backward is in halves. `held` is what `memory_of` gave for this job, if the caller has it; `timed` is compute that
+    was measured, in place of what would be predicted.
     """
     # A profile measures this torch, not other programs.
     own = software is None or software.own
@@ -130,7 +131,11 @@ def memory_of(job: Job, software: Software, *, every_rank: bool = True) -> tuple
     """What the pipeline ranks hold, all of them or those that may be fullest."""
     table, layers = table_for(job), stage_layers(job)
     modes = layer_modes(job, layers)
-    ranks = range(job.layout.pp) if every_rank else sorted({0, min(1, job.layout.pp - 1), job.layout.pp - 1})
+    pp = job.layout.pp
+    few = {0, min(1, pp - 1), pp - 1}
+    if table is not None and table.splits_backward:  # later ranks have more micro-batches between the halves
+        few.add(pp - 2)
+    ranks = range(pp) if every_rank else sorted(few)
     return tuple(rank_memory(job, software, layers, modes, table, rank) for rank in ranks)
 
 
