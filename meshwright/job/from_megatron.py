@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.job.convert import ANY, Conversion, Converted, Noted, Passed
 from meshwright.job.megatron_arguments import rule_of
-from meshwright.job.megatron_layout import convert_layout, convert_memory, convert_overlap
+from meshwright.job.megatron_layout import convert_gather, convert_layout, convert_memory, convert_overlap
 from meshwright.job.reading import read_settings_text
 from meshwright.job.shell_arguments import Script, arguments_of, read_script, unknowns
 
@@ -37,6 +37,7 @@ def job_from_megatron(path: Path, gpus: int | None = None) -> Converted:
     _precision(conversion)
     convert_overlap(conversion)
     convert_memory(conversion)
+    convert_gather(conversion)
     _optimizer(conversion)
     _schedule(conversion)
     _data(conversion)

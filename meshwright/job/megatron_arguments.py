@@ -15,7 +15,7 @@ use-mcore-models transformer-impl attention-backend use-flash-attn use-te-activa
 apply-layernorm-1p openai-gelu make-vocab-size-divisible-by init-model-with-meta-device use-cpu-initialization
 attention-softmax-in-fp32 apply-query-key-layer-scaling disable-bf16-reduced-precision-matmul te-rng-tracker
 accumulate-allreduce-grads-in-fp32 initial-loss-scale fp8-interval fp8-amax-history-len fp8-amax-compute-algo
-fp8-param-gather keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag
+keep-fp8-transpose-cache reuse-grad-buf-for-mxfp8-param-ag
 no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
 no-persist-layer-norm no-gradient-accumulation-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl
 use-fused-weighted-squared-relu no-async-tensor-model-parallel-allreduce no-clone-scatter-output-in-embedding

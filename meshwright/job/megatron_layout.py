@@ -125,6 +125,18 @@ def convert_overlap(conversion: Conversion) -> None:
     conversion.notes.append("--tp-comm-overlap: layout.async_tp, for which blocks are compiled; GPUs of one node")
 
 
+def convert_gather(conversion: Conversion) -> None:
+    """fp8-param-gather → precision.fp8_gather, where ranks share states in fp8."""
+    asked, fields = conversion.switch("--fp8-param-gather"), conversion.fields
+    if not asked or fields["precision.compute"] != "fp8" or not fields.get("layout.zero"):
+        return
+    if "precision.fp8_scales" in fields or "memory.offload" in fields:
+        why = "scales of blocks" if "precision.fp8_scales" in fields else "--optimizer-cpu-offload"
+        conversion.notes.append(f"--fp8-param-gather is left out: with {why} weights are gathered in bf16")
+        return
+    fields["precision.fp8_gather"] = True
+
+
 def convert_memory(conversion: Conversion) -> None:
     """recompute-* and optimizer-cpu-offload → memory."""
     fields = conversion.fields

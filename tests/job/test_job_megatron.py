@@ -158,6 +158,11 @@ def test_megatron_s_defaults_are_its_own_not_ours(tmp_path: Path) -> None:
         ("--eval-iters 0", None, {"evaluation.every_steps": 0}),
         ("--save out --save-interval 10 --save-retain-interval 50", None, {"checkpoint.keep_every": 50}),
         ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", None, {"precision.fp8_scales": "block"}),
+        (
+            "--bf16 --fp8-format hybrid --fp8-param-gather --use-distributed-optimizer",
+            8,
+            {"precision.fp8_gather": True, "layout.zero": 1},
+        ),
         ("--wandb-project mine --seed 7", None, {"log.sinks": ["wandb"], "run.seed": 7}),
         ("--tokenizer-model tok/tokenizer.json", None, {"data.tokenizer": "tok/tokenizer.json"}),
         ("--global_batch_size=16 --log-interval=5", None, {"batch.global_batch": 16, "log.every_steps": 5}),
