@@ -12,7 +12,7 @@ from meshwright.layout.derived import derived_values
 from meshwright.layout.encoder import recomputes_encoder
 from meshwright.layout.experts import require_experts
 from meshwright.layout.formats import FP8_MULTIPLE, gathers_fp8
-from meshwright.layout.recompute import budget_span, recompute_modes, sure_budget
+from meshwright.layout.recompute import budget_span, recompute_modes, require_budget_counts, sure_budget
 from meshwright.layout.rules import (
     axes,
     casts_from,
@@ -45,6 +45,7 @@ __all__ = [
     "ranks_of",
     "recompute_modes",
     "recomputes_encoder",
+    "require_budget_counts",
     "require_experts",
     "require_layout",
     "saved_by_name",

@@ -83,11 +83,7 @@ def require_recompute(job: Job, table: Table | None) -> None:
             f"memory.recompute = {asked} groups blocks of Meshwright's own decoder, but model.file = {job.model.file} "
             'calls its blocks itself; set memory.recompute = "full"'
         )
-    if isinstance(asked, Budget) and job.model.extra_tokens:
-        raise UserError(
-            f"memory.recompute = {_shown(asked)} does not count what blocks of model.extra_tokens = "
-            f'{job.model.extra_tokens} keep; set memory.recompute to "selective" or "full"'
-        )
+    require_budget_counts(job)
     if isinstance(asked, Budget):
         if asked.budget_gib * GIB >= sure_budget(job, table)[0]:
             return
@@ -98,6 +94,16 @@ def require_recompute(job: Job, table: Table | None) -> None:
                 f"memory.recompute = {_shown(asked)} is less than the fullest rank needs even when every block is "
                 f"recomputed; set budget_gib to at least {_rounded_up(least / GIB):g}{lower}"
             )
+
+
+def require_budget_counts(job: Job) -> None:
+    """Refuse a budget for a model whose blocks it does not count."""
+    asked = job.memory.recompute
+    if isinstance(asked, Budget) and job.model.extra_tokens:
+        raise UserError(
+            f"memory.recompute = {_shown(asked)} does not count what blocks of model.extra_tokens = "
+            f'{job.model.extra_tokens} keep; set memory.recompute to "selective" or "full"'
+        )
 
 
 def budget_span(job: Job, table: Table | None) -> tuple[int, int]:

@@ -140,7 +140,12 @@ def _one_change(job: Job, other: Job) -> str | None:
     """The one setting that turns a layout into another, if one does."""
     mine, theirs = _settings(job), _settings(other)
     different = [name for name in mine if mine[name] != theirs[name]]
-    return f"{different[0]} = {theirs[different[0]]}" if len(different) == 1 else None
+    if len(different) != 1:
+        return None
+    [name], layout = different, other.layout
+    if name == "layout.dp_shard":
+        return f"layout.dp_shard = {layout.dp_shard}, layout.dp_replicate = {layout.dp_replicate}"
+    return f"{name} = {theirs[name]}" if theirs[name] not in (None, ()) else f"{name} left out"
 
 
 def _settings(job: Job) -> dict[str, Any]:

@@ -8,7 +8,14 @@ from meshwright.errors import UserError
 from meshwright.hardware import is_known, mfu_peak_flops
 from meshwright.job import Job
 from meshwright.job.devices import Cluster, Every, Segments
-from meshwright.layout import gathers_fp8, recompute_modes, require_experts, split_layers, table_of
+from meshwright.layout import (
+    gathers_fp8,
+    recompute_modes,
+    require_budget_counts,
+    require_experts,
+    split_layers,
+    table_of,
+)
 from meshwright.pipeline import Simulation, Table, build_table, simulate
 from meshwright.plan.compute import products_of
 from meshwright.plan.experts import expert_guess
@@ -97,7 +104,7 @@ def predict(
     own = software is None or software.own
     machine = cluster if isinstance(cluster, Machine) else machine_of(cluster, profiled=own)
     _require_ranks(job, machine)
-
+    require_budget_counts(job)
     software = software or own_software(job, on_cpu=machine.on_cpu)
     layers = stage_layers(job)
     phases = step_phases(job, machine, software, layers, layer_modes(job, layers), timed)

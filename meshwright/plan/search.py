@@ -166,7 +166,10 @@ def _to_simulate(job: Job) -> int:
 
 
 def _to_budget(layouts: Layouts, over: list[int]) -> list[Job]:
-    """Pipelines that do not fit, without recomputation, the fastest first and one of a kind."""
+    """Pipelines that do not fit, without recomputation, the fastest first and one of a kind; none with extra tokens,
+    which a budget does not count."""
+    if layouts.job.model.extra_tokens:
+        return []
     jobs = (recomputing(layouts.job_at(index), "none") for index in over)
     kinds: dict[tuple[Any, ...], Job] = {}
     for job in jobs:

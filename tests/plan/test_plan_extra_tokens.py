@@ -6,6 +6,7 @@ import pytest
 from plan_jobs import asked, llama, nodes
 
 from meshwright.cost import flops_per_token
+from meshwright.errors import UserError
 from meshwright.layout import require_layout
 from meshwright.plan import parse_cluster, predict, search
 
@@ -37,10 +38,23 @@ def test_the_last_stage_of_a_pipeline_has_them() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_every_layout_that_a_search_finds_can_be_run(count: int) -> None:
-    model: dict[str, Any] = {"extra_tokens": count, "layers": 8, "vocab_size": 32000}
-    job = asked("llama-3-8b", 4096, 64, model=model)
-    found = search(job, nodes(2, "a100-80gb"), top=20, allow=["zero-bubble"])
+@pytest.mark.parametrize(
+    ("preset", "model", "batch", "count_nodes"),
+    [("llama-3-8b", {"layers": 8, "vocab_size": 32000}, 64, 2), ("llama-3-70b", {}, 512, 8)],
+    ids=["small", "too large for some layouts"],
+)
+def test_every_layout_that_a_search_finds_can_be_run(
+    count: int, preset: str, model: dict[str, Any], batch: int, count_nodes: int
+) -> None:
+    job = asked(preset, 4096, batch, model={**model, "extra_tokens": count})
+    found = search(job, nodes(count_nodes, "a100-80gb"), top=20, allow=["zero-bubble"])
     assert found.best
     for candidate in found.best:
-        require_layout(candidate.job, 16)
+        require_layout(candidate.job, 8 * count_nodes)
+
+
+def test_a_budget_that_does_not_count_them_is_refused() -> None:
+    batch = {"sequence_length": 2048, "global_batch": 8, "micro_batch": 1}
+    job = llama("llama-3.2-1b", model={"extra_tokens": 1}, batch=batch, memory={"recompute": {"budget_gib": 4}})
+    with pytest.raises(UserError, match=r"does not count what blocks of model\.extra_tokens = 1 keep; set"):
+        predict(job, parse_cluster("1xh200"))
