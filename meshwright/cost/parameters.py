@@ -283,7 +283,7 @@ def stage_elements(job: Job, layers: range, *, first: bool, last: bool, trained:
         tensors = encoder_tensors(model, model.encoder).values()
         held = [each for each in tensors if each.trained or not trained]
         encoder = Elements(sum(each.elements / (job.layout.tp if each.cut else 1) for each in held))
-    if trained and model.encoder is not None and "decoder" not in model.encoder.train:
+    if trained and not model.trains_decoder:
         return encoder
     dense = sum(not model.has_experts(layer) for layer in layers) if model.experts else 0
     blocks = layer_elements(job) * (len(layers) - dense)

@@ -46,8 +46,8 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash by which equal templates are recognised, and data that was prepared when a token's first character
-        told whether it is the assistant's."""
+        """A hash of the template and of how tokens are told to be the assistant's: data prepared with another way, by
+        the first character, is prepared again."""
         return hashlib.sha256(json.dumps([self._source, self._special, "any character"]).encode()).hexdigest()
 
     def render(self, conversation: Conversation) -> tuple[str, Spans]:

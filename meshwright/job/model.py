@@ -165,6 +165,11 @@ class Model(Section):
         return self.model_copy(update={"adapter": self.adapter.model_copy(update={"init_from": None})})
 
     @property
+    def trains_decoder(self) -> bool:
+        """Whether more is trained than an encoder and its projector."""
+        return self.encoder is None or "decoder" in self.encoder.train
+
+    @property
     def blocks(self) -> int:
         """Number of transformer blocks, those of extra tokens included, which come last."""
         return self.layers + self.extra_tokens

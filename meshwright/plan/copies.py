@@ -10,22 +10,17 @@ from meshwright.plan.groups import stage_ranges
 
 
 def copies_of(job: Job, layers: list[int], table: Table | None, rank: int) -> tuple[Elements, Elements]:
-    """What a rank holds of such parameters: in blocks, and in tables."""
-    blocks = tables = Elements()
+    """What a rank holds of such parameters: in blocks, and outside of them."""
+    blocks = others = Elements()
     model, ranges = job.model, stage_ranges(layers)
-    if table is None or model.adapter is not None or not _learns(job):
-        return blocks, tables
+    if table is None or model.adapter is not None or not model.trains_decoder:
+        return blocks, others
     for stage in table.stages_of(rank):
-        place, ends = stage % len(layers), {"first": stage % len(layers) == 0, "last": (stage + 1) % len(layers) == 0}
+        place = stage % len(layers)
+        first, last = place == 0, place == len(layers) - 1
         if stage >= len(layers):
-            inside = stage_elements(job, ranges[place], first=False, last=False)
-            whole = stage_elements(job, ranges[place], **ends)
-            blocks, tables = blocks + inside, tables + whole + inside * -1
-        elif ends["last"] and (model.tied or model.extra_tokens):
-            tables += Elements(model.vocab_size * model.width / job.layout.tp)
-    return blocks, tables
-
-
-def _learns(job: Job) -> bool:
-    """Whether the decoder is trained."""
-    return job.model.encoder is None or "decoder" in job.model.encoder.train
+            blocks += stage_elements(job, ranges[place], first=False, last=False, trained=True)
+            others += stage_elements(job, range(0), first=first, last=last, trained=True)
+        elif last and (model.tied or model.extra_tokens):
+            others += Elements(model.vocab_size * model.width / job.layout.tp)
+    return blocks, others

@@ -12,7 +12,7 @@ from meshwright.plan.compute import products_of, tokens_of
 from meshwright.plan.experts import rows_of
 from meshwright.plan.software import Software
 
-Held = tuple[tuple[int, ...], tuple[int, ...]]
+InFlight = tuple[tuple[int, ...], tuple[int, ...]]
 """Of each stage, micro-batches whose activations are kept, and how many of them are between the halves."""
 
 
@@ -34,11 +34,13 @@ def head_bytes(job: Job) -> float:
 
 
 @lru_cache(maxsize=8192)
-def halves_of_rank(schedule: str, ranks: int, micro_batches: int, virtual_stages: int, rank: int) -> tuple[Held, ...]:
+def halves_of_rank(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, rank: int
+) -> tuple[InFlight, ...]:
     """Every different moment of a rank, after each of its actions."""
     table = unchecked_table(schedule, ranks, micro_batches, virtual_stages)
     stages = table.stages_of(rank)
-    kept, between, seen = [0] * len(stages), [0] * len(stages), dict[Held, None]()
+    kept, between, seen = [0] * len(stages), [0] * len(stages), dict[InFlight, None]()
     for action in table.orders[rank]:
         place = stages.index(action.stage)
         if action.kind == Kind.FORWARD:

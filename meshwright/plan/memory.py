@@ -29,7 +29,7 @@ from meshwright.plan.compute import loss_chunks, products_of, tokens_of
 from meshwright.plan.copies import copies_of
 from meshwright.plan.extra_tokens import extra_bytes, restored_bytes, waiting_bytes
 from meshwright.plan.groups import stage_ranges
-from meshwright.plan.halves import Held, halves_of_rank, head_bytes, incoming_bytes
+from meshwright.plan.halves import InFlight, halves_of_rank, head_bytes, incoming_bytes
 from meshwright.plan.kept import block_bytes, sizes_of
 from meshwright.plan.offload import move_to_host
 from meshwright.plan.reserve import communicator_bytes, reserve_bytes
@@ -218,7 +218,7 @@ def _activations(
     return {"activations": fullest, "a block's forward recomputed": remade}
 
 
-def _holdings(job: Job, table: Table | None, rank: int) -> Sequence[Held]:
+def _holdings(job: Job, table: Table | None, rank: int) -> Sequence[InFlight]:
     """Micro-batches of each stage at a rank's fullest moments; `table` may be that of fewer micro-batches than the
     job's, which only GPipe's moments depend on: all of its forwards come first."""
     if table is None:
@@ -287,7 +287,7 @@ def own_moments(job: Job, software: Software, modes: list[str], states: Terms) -
     further = extra_bytes(job, software, modes)
     kept = encoder + sum(sizes[mode][0] for mode in modes) + further
     each = job.precision.number_bytes
-    learned = job.model.encoder is None or "decoder" in job.model.encoder.train
+    learned = job.model.trains_decoder
     table = job.model.vocab_size * job.model.width / job.layout.tp if learned and job.model.adapter is None else 0.0
     whole = states["gradients"]
     owned = stage_elements(job, range(job.model.blocks), first=True, last=True, trained=True)
