@@ -31,10 +31,11 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 from kernel_floors import Rates, Row, Shape, busy_s, groups_of, read_trace, rows_of, with_floors
-from moe_floor import UPDATE_BYTES, other_parts, parameters_of
+from moe_floor import UPDATE_BYTES, other_parts
 from run import our_command, surroundings
 from shapes import SETTINGS, Setting
 
+from meshwright.cost import trained_parameters
 from meshwright.job import load_job
 from meshwright.parallel import World, build
 from meshwright.train import (
@@ -132,7 +133,7 @@ def measured(setting: Setting, asked: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     rows = rows_of(launches, PROFILED_STEPS, setting.vocab_size)
     rates = measured_rates(device, DTYPES[setting.compute], {row.shape for row in rows if row.shape is not None})
-    rows = with_floors(rows, rates, known_floors(setting, rates))
+    rows = with_floors(rows, rates, known_floors(setting, trained_parameters(job.model), rates))
     step_s, busy = statistics.median(watch.step_s), busy_s(launches) / PROFILED_STEPS
     return {
         "device": device_name(device),
@@ -160,11 +161,9 @@ def trained(job: Any, world: World, watch: Watch) -> int | None:
     return peak
 
 
-def known_floors(setting: Setting, rates: Rates) -> dict[str, float]:
+def known_floors(setting: Setting, parameters: int, rates: Rates) -> dict[str, float]:
     """Floors of kernels that the profiler knows no arguments of, from the setting's sizes."""
-    tokens, parameters = setting.tokens_per_step, parameters_of(setting)
-    if setting.tied:
-        parameters -= setting.vocab_size * setting.width
+    tokens = setting.tokens_per_step
     [attention] = [part for part in other_parts(setting, parameters) if part.group == "attention"]
     return {
         "attention": attention.flops / rates.flops_per_s,

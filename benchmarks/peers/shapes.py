@@ -66,6 +66,8 @@ SETTINGS = {
     "1b-untied-mb8": _one_b(4096, 8, tied=False, systems=("ours", "torchtitan", "torchtitan-0.3")),
     "1b-tied-mb4": _one_b(4096, 4, tied=True, systems=("ours", "transformers")),
     "1b-untied-mb4": _one_b(4096, 4, tied=False, systems=("ours", "torchtitan", "torchtitan-0.3")),
+    "1b-tied-mb1": _one_b(4096, 1, tied=True, systems=("ours",)),
+    "gpt2": Setting(12, 768, 12, 12, 3072, 50257, 1024, 16, True, ours=('model.preset="gpt2"',), systems=("ours",)),
     "1b-16k": _one_b(16384, 2, tied=False),
     "1b-32k": _one_b(32768, 1, tied=False),
     "8b-8k": Setting(
