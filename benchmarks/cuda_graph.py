@@ -1,6 +1,6 @@
 """CUDA graphs for host-bound jobs: steps with and without `run.cuda_graph`, and their losses on real text.
 
-    python benchmarks/cuda_graph.py [--steps N] [--text FOLDER] [--out FILE]
+    python benchmarks/cuda_graph.py [--steps N] [--only TEXT] [--text FOLDER] [--out FILE]
 
 gpt2 (124M) 16 × 1024 and Llama-3.2-1B at micro-batch 1, S 4096, bf16, compiled, each a `meshwright train` over the same
 batches, in turn. Printed: tokens/s (median after 20 steps), the difference of the losses, and what the run says
@@ -36,11 +36,12 @@ def main() -> None:
     """Train each job both ways, then compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="", help="jobs whose name contains this")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     results: dict[str, Any] = {}
-    for name, fields in JOBS.items():
+    for name, fields in ((name, fields) for name, fields in JOBS.items() if asked.only in name):
         without, graphed = (train(fields, asked, on) for on in ("false", "true"))
         apart = [abs(a - b) for a, b in zip(without["losses"], graphed["losses"], strict=True)]
         ratio = graphed["tokens_per_s"] / without["tokens_per_s"]

@@ -76,6 +76,8 @@ class Batch:
 
     def split(self, micro_batch: int) -> list[Self]:
         """The batch in order as parts of micro_batch samples; the last one is smaller when they do not divide."""
+        if len(self) <= micro_batch:
+            return [self]
         return [self.select(slice(start, start + micro_batch)) for start in range(0, len(self), micro_batch)]
 
     def select(self, rows: slice) -> Self:

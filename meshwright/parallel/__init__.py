@@ -5,6 +5,7 @@ from meshwright.parallel.compression.weights import CompressedWeights, Reduction
 from meshwright.parallel.cuda_graph import steps_until_captured
 from meshwright.parallel.engine import Engine, OneStage, Range
 from meshwright.parallel.live_tensors import live_gradients, live_parameters
+from meshwright.parallel.many_tensors import addresses_of, blocks_of, read_by_lines
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights
 from meshwright.parallel.own_table import fails_without_table, table_error, uses_own_table
@@ -27,6 +28,8 @@ __all__ = [
     "Weights",
     "WholeWeights",
     "World",
+    "addresses_of",
+    "blocks_of",
     "build",
     "fails_without_table",
     "host_buffer",
@@ -35,6 +38,7 @@ __all__ = [
     "live_parameters",
     "one_pass_here",
     "quantised_linears",
+    "read_by_lines",
     "steps_until_captured",
     "table_error",
     "take_traffic",

@@ -137,13 +137,32 @@ class WholeWeights(Weights):
 
 def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) -> Tensor:
     """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same shard."""
-    named = [(name, p.grad) for name, p in masters.items() if p.grad is not None]
-    wide = masters[named[0][0]].dtype  # a norm in 16 bits would be off in its third digit
-    if named[0][1].is_cpu:
-        norms = torch.stack([norm(gradient, wide) for _, gradient in named]).double()
+    named = [(p.grad, shards[name].copies) for name, p in masters.items() if p.grad is not None]
+    wide = masters[next(name for name, p in masters.items() if p.grad is not None)].dtype
+    if named[0][0].is_cuda and HAS_TRITON and wide == torch.float32:
+        return _square_sum_on_gpu(named)
+    return _square_sum_of(named, wide)
+
+
+def _square_sum_on_gpu(gradients: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """The same by a kernel for all gradients of one format; those that it cannot read by torch's norms."""
+    from meshwright.parallel.norm_kernel import may_sum, square_sum_of_many
+
+    by_format: dict[torch.dtype | None, list[tuple[Tensor, int]]] = {}
+    for gradient, copies in gradients:
+        by_format.setdefault(gradient.dtype if may_sum(gradient) else None, []).append((gradient, copies))
+    apart = by_format.pop(None, [])
+    sums = [square_sum_of_many(*zip(*alike, strict=True)) for alike in by_format.values()]
+    return torch.stack([*sums, *([_square_sum_of(apart, torch.float32)] if apart else [])]).sum()
+
+
+def _square_sum_of(gradients: Sequence[tuple[Tensor, int]], wide: torch.dtype) -> Tensor:
+    """The same by torch's norms, in the masters' format: a norm in 16 bits would be off in its third digit."""
+    tensors, copies = [gradient for gradient, _ in gradients], [count for _, count in gradients]
+    if tensors[0].is_cpu:
+        norms = torch.stack([norm(gradient, wide) for gradient in tensors]).double()
     else:
-        norms = torch.stack(foreach_norm([gradient for _, gradient in named], 2, wide)).double()
-    copies = [shards[name].copies for name, _ in named]
+        norms = torch.stack(foreach_norm(tensors, 2, wide)).double()
     if set(copies) == {1}:  # spares a GPU the wait for a copy from the host
         return norms.square().sum()
     return (norms.square() / torch.tensor(copies, dtype=torch.float64, device=norms.device)).sum()

@@ -65,26 +65,47 @@ class World:
 
     def sum_over_world(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """The sums of some scalars over all ranks, in float64 and in one collective."""
+        return self.start_sum(values)()
+
+    def start_sum(self, values: Sequence[torch.Tensor | float]) -> Callable[[], list[float]]:
+        """The same, to be waited for later: what a GPU is given to do meanwhile is not waited for."""
         # The host's own numbers go to a GPU in one copy, or not at all: it has nothing to do until they are back. What
         # is a number on one rank may be a tensor on another: every value keeps its place.
         made = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
         known = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
         if self.size == 1:
-            doubles = [value.to(self.device, torch.float64) for value in made.values()]
-            found = iter(torch.stack(doubles).tolist() if doubles else [])
-            return [next(found) if place in made else number for place, number in enumerate(known)]
+            if not made:
+                return lambda: known
+            read = _copied_to_host(torch.stack([value.to(self.device, torch.float64) for value in made.values()]))
+            return lambda: list((dict(enumerate(known)) | dict(zip(made, read(), strict=True))).values())
         numbers = torch.tensor(known, dtype=torch.float64, device=self.device)
         together = torch.stack(
             [made[place].to(numbers) if place in made else number for place, number in enumerate(numbers)]
         )
         dist.all_reduce(together)
-        totals: list[float] = together.tolist()
-        return totals
+        return _copied_to_host(together)
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier()
+
+
+def _copied_to_host(numbers: torch.Tensor) -> Callable[[], list[float]]:
+    """Start to copy a tensor's numbers; the result waits for them."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copy.copy_(numbers, non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def read() -> list[float]:
+        done.synchronize()
+        found: list[float] = copy.tolist()
+        return found
+
+    return read
 
 
 def join_world(job: Job, device: torch.device) -> World:

@@ -36,6 +36,7 @@ from meshwright.job import Job
 from meshwright.layout import is_asynchronous
 from meshwright.parallel import Range
 from meshwright.train.around import Around, Call
+from meshwright.train.optimizer import OnePassAdamW
 
 if TYPE_CHECKING:
     from meshwright.train.trainer import Trainer
@@ -200,6 +201,8 @@ class _Names:
         self._around.replace(training.activity, "at", self._marking)
         self._around.replace(training, "_record", self._recording_phase)
         self._around.replace(training, "_clip", self._inside("clip"))
+        if isinstance(training.optimizer, OnePassAdamW):
+            self._around.replace(training, "_launch_update", self._inside("optimizer"))
         self._around.replace(training.weights, "update", self._inside("optimizer"))
         training.engine.named(self._range)
         for module in () if training.job.run.compile else training.engine.modules:

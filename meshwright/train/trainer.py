@@ -151,19 +151,19 @@ class Trainer:
             self.expert_load.scale_losses(self.scaling.scale)
         loss = self.engine.accumulate(self.scaling.applied_to(given), step)
 
-        if isinstance(self.optimizer, OnePassAdamW):
-            self.optimizer.collect()
-
         self.activity.at("sum of loss and gradient norm over all ranks")
         # Tensor-parallel ranks have the same loss; one collective sums everything the ranks must agree on.
         alike = self.world.axis_size("tp")
         preferred = [total / alike for total in self._preferred()]
-        scaled_loss, scaled_extra, squares, stopping, *more = self.world.sum_over_world(
+        own_squares = self.weights.square_sum()
+        sums = self.world.start_sum(
             [
-                *(loss / alike, self._extra_loss() / alike, self.weights.square_sum(), float(stop())),
+                *(loss / alike, self._extra_loss() / alike, own_squares, float(stop())),
                 *(*preferred, *self._ballot()),
             ]
         )
+        self._launch_update(loss, own_squares)
+        scaled_loss, scaled_extra, squares, stopping, *more = sums()
         rewards, ballots = more[: len(preferred)], more[len(preferred) :]
         self._sample_memory("reduced")
         loss_value = scaled_loss / self.scaling.scale
@@ -231,6 +231,16 @@ class Trainer:
         self.position += self.job.batch.global_batch
         self._step_tokens = given.tokens
         return given, time.perf_counter() - started
+
+    def _launch_update(self, loss: Tensor, squares: Tensor) -> None:
+        """Prepare an update in one pass while the GPU computes gradients, and launch it if only finite numbers decide
+        whether it is made: otherwise the GPU would have nothing to do while the host reads the norm."""
+        if not isinstance(self.optimizer, OnePassAdamW):
+            return
+        self.optimizer.collect()
+        run = self.job.run
+        if self.world.size == 1 and not (self.scaling.dynamic or run.spike_score or run.on_bad_step == "keep"):
+            self.optimizer.launch_if_finite(loss, squares, self.job.optimizer.clip)
 
     def _clip(self, norm: float) -> None:
         if isinstance(self.optimizer, OnePassAdamW):

@@ -1,6 +1,7 @@
 """16-bit gradients: how they are added up, what they save, and that the update is the usual one."""
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.layout import ranks_of, require_layout
 from meshwright.parallel import WholeWeights, build, join_world
-from meshwright.parallel.weights import WIDENED_AT_ONCE, make_step
+from meshwright.parallel.shard_index import shard_index_of
+from meshwright.parallel.weights import WIDENED_AT_ONCE, make_step, square_sum
 from meshwright.train import build_optimizer
 from meshwright.verify import observe, run_ranks
 
@@ -20,6 +22,7 @@ MODEL = {
     "vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_width": 64,
     "max_sequence_length": 16, "tied": True,
 }  # fmt: skip
+SIZES = (1, 16, 300 * 17, 8192, 8208, 100_000)
 
 
 def make_job(gradients: str = "bf16", compute: str = "bf16", accumulation: int = 2, **layout: Any) -> Job:
@@ -96,6 +99,24 @@ def test_micro_batches_are_added_in_bf16() -> None:
         (model["a"] * size).sum().backward()
     assert weights.masters["a"].grad.dtype == torch.bfloat16 and weights.masters["a"].grad.tolist() == [1.0, 1.0, 1.0]
     assert float(weights.square_sum()) == pytest.approx(3.0, rel=1e-6)  # the norm is not rounded to bf16
+
+
+@pytest.mark.gpu
+def test_a_gpus_norm_is_that_of_float64() -> None:
+    """With sizes and addresses that its kernel cannot read by lines, several formats, and shards with copies."""
+    torch.manual_seed(0)
+    formats = (torch.bfloat16, torch.float32, torch.float16)
+    made = [torch.randn(count, device="cuda").to(formats[place % 3]) for place, count in enumerate(SIZES)]
+    made.append(torch.randn(4097, device="cuda")[1:])
+    masters = {str(place): nn.Parameter(torch.zeros(tensor.shape, device="cuda")) for place, tensor in enumerate(made)}
+    for master, gradient in zip(masters.values(), made, strict=True):
+        master.grad_dtype = gradient.dtype
+        master.grad = gradient
+    for copies in (lambda place: 1, lambda place: 1 + place % 2):
+        whole = {name: shard_index_of(master, tuple(master.shape)) for name, master in masters.items()}
+        shards = {name: replace(index, copies=copies(int(name))) for name, index in whole.items()}
+        expected = sum(float(each.double().square().sum()) / copies(place) for place, each in enumerate(made))
+        assert float(square_sum(masters, shards)) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "pp": 2}], ids=str)

@@ -8,13 +8,14 @@ updated together, by a kernel that looks up which tensor its block belongs to.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from meshwright.parallel import addresses_of, blocks_of, read_by_lines
 
 BLOCK = 4096
 LARGE = 2**23
@@ -35,7 +36,6 @@ class Tensors(NamedTuple):
 class Numbers(NamedTuple):
     """`kept` is the fraction of a master left after decay; `rate` and `root2` include bias correction."""
 
-    factor: float
     kept: float
     rate: float
     beta1: float
@@ -63,23 +63,27 @@ def _update(
 
 @triton.jit
 def _adamw(
-    master_ptr, gradient_ptr, mean_ptr, square_ptr, working_ptr, count,
-    factor, kept, rate, beta1, beta2, root2, eps,
+    master_ptr, gradient_ptr, mean_ptr, square_ptr, working_ptr, count, decision_ptr,
+    kept, rate, beta1, beta2, root2, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if tl.load(decision_ptr + 1) == 0:
+        return
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _update(
         master_ptr + place, gradient_ptr + place, mean_ptr + place, square_ptr + place, working_ptr + place,
-        place < count, factor, kept, rate, beta1, beta2, root2, eps,
+        place < count, tl.load(decision_ptr), kept, rate, beta1, beta2, root2, eps,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_of_many(
-    addresses_ptr, owners_ptr, firsts_ptr, counts_ptr, tensors,
-    factor, kept, rate, beta1, beta2, root2, eps,
+    addresses_ptr, owners_ptr, firsts_ptr, counts_ptr, tensors, decision_ptr,
+    kept, rate, beta1, beta2, root2, eps,
     GRADIENT: tl.constexpr, WORKING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if tl.load(decision_ptr + 1) == 0:
+        return
     block = tl.program_id(0)
     owner = tl.load(owners_ptr + block)
     place = (block - tl.load(firsts_ptr + owner)) * BLOCK + tl.arange(0, BLOCK)
@@ -95,20 +99,20 @@ def _adamw_of_many(
         tl.multiple_of(master_ptr + place, 16), tl.multiple_of(gradient_ptr + place, 16),
         tl.multiple_of(mean_ptr + place, 16), tl.multiple_of(square_ptr + place, 16),
         tl.multiple_of(working_ptr + place, 16),
-        inside, factor, kept, rate, beta1, beta2, root2, eps,
+        inside, tl.load(decision_ptr), kept, rate, beta1, beta2, root2, eps,
     )  # fmt: skip
 
 
 def joins_others(update: Tensors) -> bool:
     """Whether a tensor is small, and aligned so that the kernel for many can read several entries at a time."""
-    count = update.master.numel()
-    return count < LARGE and count % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in update)
+    return update.master.numel() < LARGE and all(read_by_lines(tensor) for tensor in update)
 
 
-def launch(update: Tensors, numbers: Numbers) -> None:
-    """Update a master, its moments and its working copy."""
+def launch(update: Tensors, decision: Tensor, numbers: Numbers) -> None:
+    """Update a master, its moments and its working copy. `decision`, on the device, has the factor of the gradient, and
+    zero if nothing is to be changed."""
     count = update.master.numel()
-    _adamw[(triton.cdiv(count, BLOCK),)](*update, count, *numbers, BLOCK=BLOCK, num_warps=8)
+    _adamw[(triton.cdiv(count, BLOCK),)](*update, count, decision, *numbers, BLOCK=BLOCK, num_warps=8)
 
 
 class Together(NamedTuple):
@@ -124,30 +128,19 @@ def together(updates: Sequence[Tensors]) -> list[Together]:
     by_format: dict[tuple[torch.dtype, torch.dtype], list[Tensors]] = {}
     for update in updates:
         by_format.setdefault((update.gradient.dtype, update.working.dtype), []).append(update)
-    return [Together(alike, _addresses(alike)) for alike in by_format.values()]
+    columns = {formats: zip(*alike, strict=True) for formats, alike in by_format.items()}
+    return [
+        Together(alike, addresses_of([tensor for column in columns[formats] for tensor in column]))
+        for formats, alike in by_format.items()
+    ]
 
 
-def launch_together(them: Together, numbers: Numbers) -> None:
+def launch_together(them: Together, decision: Tensor, numbers: Numbers) -> None:
     """Update what `together` put together."""
     first = them.updates[0]
     counts = tuple(update.master.numel() for update in them.updates)
-    owners, firsts, sizes = _blocks(counts, first.master.device)
+    owners, firsts, sizes = blocks_of(counts, BLOCK, first.master.device)
     _adamw_of_many[(len(owners),)](
-        them.addresses, owners, firsts, sizes, len(them.updates), *numbers,
+        them.addresses, owners, firsts, sizes, len(them.updates), decision, *numbers,
         GRADIENT=_FORMATS[first.gradient.dtype], WORKING=_FORMATS[first.working.dtype], BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-
-
-def _addresses(updates: list[Tensors]) -> Tensor:
-    found = torch.tensor([tensor.data_ptr() for column in zip(*updates, strict=True) for tensor in column])
-    device = updates[0].master.device
-    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
-
-
-@lru_cache(maxsize=16)
-def _blocks(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Each block's tensor, each tensor's first block, and the sizes of the tensors."""
-    sizes = torch.tensor(counts)
-    blocks = (sizes + BLOCK - 1) // BLOCK
-    owners = torch.arange(len(counts)).repeat_interleave(blocks)
-    return owners.to(device), (blocks.cumsum(0) - blocks).to(device), sizes.to(device)
