@@ -193,7 +193,8 @@ def _check(
     from meshwright.cli.output import print_json, stdout_console
     from meshwright.cli.plan_rehearsal import find_rehearsal, rehearsal_json, rehearsal_lines, rehearsal_tables
     from meshwright.job import load_job
-    from meshwright.plan import check_target, error_bars, predict
+    from meshwright.layout import ranks_of
+    from meshwright.plan import check_target, error_bars, predict, why_refused
 
     job = load_job(source, overrides, trust=True).job  # none of its code is run
     found = find_rehearsal(job, source, rehearsal)
@@ -201,17 +202,20 @@ def _check(
     prediction = predict(job, machines)
     bars = error_bars(job, machines, prediction)
     known = found.evidence(job, machines, prediction, bars)
+    refused = why_refused(job, ranks_of(job.layout))
     if svg is not None:
         from meshwright.studio import write_plan_svg
 
         write_plan_svg(prediction, svg)
     if as_json:
-        print_json(_as_json(prediction, bars) | ({} if known is None else rehearsal_json(found, known)))
+        own = _as_json(prediction, bars) | {"refused": refused}
+        print_json(own | ({} if known is None else rehearsal_json(found, known)))
         return
     console = stdout_console()
     for table in (_phase_table(prediction), _memory_table(prediction), *rehearsal_tables(known)):
         console.print(table)
-    for line in [*([note] if note else []), *_summary(prediction, bars), *rehearsal_lines(found, known)]:
+    refusal = [] if refused is None else [f"train refuses this job: {refused}"]
+    for line in [*([note] if note else []), *_summary(prediction, bars), *rehearsal_lines(found, known), *refusal]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

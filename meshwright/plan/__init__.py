@@ -41,7 +41,7 @@ from meshwright.plan.software import MESHWRIGHT, MESHWRIGHT_COMPILED, Software
 from meshwright.plan.space import ALLOWED
 from meshwright.plan.stages import StageCompute
 from meshwright.plan.step import MEASURED, TimedCompute, places_of
-from meshwright.plan.target import check_target, target_of
+from meshwright.plan.target import check_target, target_of, why_refused
 from meshwright.plan.validate import Validation, validate
 
 __all__ = [
@@ -124,6 +124,7 @@ __all__ = [
     "validate",
     "what_would_fit",
     "why_not",
+    "why_refused",
 ]
 
 callable_as(__name__, "meshwright.api.planning", "plan")

@@ -12,7 +12,6 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.job.devices import Budget, Cluster, Segments
-from meshwright.layout import require_layout
 from meshwright.plan.bound import Layouts, bounded
 from meshwright.plan.budgets import within
 from meshwright.plan.kept import block_bytes
@@ -20,6 +19,7 @@ from meshwright.plan.machine import Machine, machine_of
 from meshwright.plan.memory import RankMemory
 from meshwright.plan.predict import Prediction, memory_of, own_software, predict
 from meshwright.plan.space import ALLOWED
+from meshwright.plan.target import why_refused
 
 SAFE = 0.95
 """Fraction of a GPU's memory a layout may be predicted to use: predictions err, and drivers reserve some of it."""
@@ -290,11 +290,7 @@ def _nearest(layouts: Layouts, room: float, fastest: float) -> list[int]:
 
 def _runs(job: Job, gpus: int) -> bool:
     """Whether the trainer accepts the layout."""
-    try:
-        require_layout(job, gpus)
-    except UserError:
-        return False
-    return True
+    return why_refused(job, gpus) is None
 
 
 def what_would_fit(job: Job, cluster: Cluster) -> str | None:

@@ -6,7 +6,7 @@ from meshwright.errors import UserError
 from meshwright.hardware import completed
 from meshwright.job import Job
 from meshwright.job.devices import Cluster
-from meshwright.layout import ranks_of
+from meshwright.layout import ranks_of, require_layout
 from meshwright.plan.machine import parse_cluster, spelled
 
 _COUNT = re.compile(r"(\d+)x([a-z][\w-]*)")
@@ -49,6 +49,15 @@ def check_target(job: Job, spelling: str | None) -> tuple[Cluster, str]:
     if spelling is None:
         return completed(job.cluster, ranks_of(job.layout)), ""
     return target_of(job, spelling)
+
+
+def why_refused(job: Job, ranks: int) -> str | None:
+    """Why the trainer would not start a job on so many ranks; None if its layout is one that it runs."""
+    try:
+        require_layout(job, ranks)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def in_nodes(spelling: str) -> tuple[Cluster, str]:

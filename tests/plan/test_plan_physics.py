@@ -137,6 +137,26 @@ def test_what_is_not_modelled_is_said() -> None:
     assert '"not_modelled": [\n    "data.mask_documents' in CliRunner().invoke(app, [*asked, "--json"]).stdout
 
 
+def test_what_training_refuses_is_said() -> None:
+    asked = [
+        "plan",
+        "--check",
+        "pretrain-1b",
+        "--cluster",
+        "4xh200",
+        "--set",
+        "layout.pp=4",
+        "--set",
+        "run.compile=true",
+    ]
+    asked += ["--set", "batch.global_batch=8", "--set", "batch.micro_batch=1", "--set"]
+    for schedule in ("zb-h1", "1f1b"):
+        field = f"layout.schedule={schedule}"
+        refused = json.loads(CliRunner().invoke(app, [*asked, field, "--json"]).stdout)["refused"]
+        shown = CliRunner().invoke(app, [*asked, field]).stdout
+        assert (f"train refuses this job: {refused}" in shown) == (schedule == "zb-h1") == bool(refused)
+
+
 def test_an_mfu_says_which_pairs_it_counts() -> None:
     batch = {"sequence_length": 131072, "global_batch": 8, "micro_batch": 1}
     job = llama(model={"max_sequence_length": 131072}, batch=batch, layout={"dp_shard": 8})
