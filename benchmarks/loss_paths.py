@@ -126,7 +126,7 @@ def trained(fields: list[str], asked: argparse.Namespace, packages: list[str] | 
         subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": code}, cwd=folder)
         rows = [row for row in lines(run / "metrics.jsonl") if "step_s" in row]
         events = lines(run / "events.jsonl")
-    attention = next((event["kernel"] for event in events if event.get("event", event.get("kind")) == "attention"), None)
+    attention = next((event["kernel"] for event in events if event["kind"] == "attention"), None)
     return {
         "losses": [row["loss"] for row in rows],
         "attention": attention,
