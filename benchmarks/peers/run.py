@@ -169,6 +169,7 @@ def from_bench(bench: Row) -> Row:
     return {
         "timed_s": bench["timed_s"],
         "median_step_s": bench["step_s"]["median"],
+        "first_step_s": bench["first_step_s"],
         "peak_memory_bytes": bench["peak_memory_bytes"] if bench["device"] != "CPU" else None,
         "parameters": bench["parameters"],
         "loss": statistics.mean(bench["losses"]),
