@@ -137,11 +137,12 @@ class WholeWeights(Weights):
 
 def square_sum(masters: dict[str, nn.Parameter], shards: dict[str, ShardIndex]) -> Tensor:
     """Σ gradient² over the masters in float64, each divided by the number of ranks that hold the same shard."""
-    named = [(p.grad, shards[name].copies) for name, p in masters.items() if p.grad is not None]
-    wide = masters[next(name for name, p in masters.items() if p.grad is not None)].dtype
-    if named[0][0].is_cuda and HAS_TRITON and wide == torch.float32:
-        return _square_sum_on_gpu(named)
-    return _square_sum_of(named, wide)
+    named = {name: master.grad for name, master in masters.items() if master.grad is not None}
+    first, gradients = next(iter(named)), [(gradient, shards[name].copies) for name, gradient in named.items()]
+    wide = masters[first].dtype
+    if named[first].is_cuda and HAS_TRITON and wide == torch.float32:
+        return _square_sum_on_gpu(gradients)
+    return _square_sum_of(gradients, wide)
 
 
 def _square_sum_on_gpu(gradients: Sequence[tuple[Tensor, int]]) -> Tensor:

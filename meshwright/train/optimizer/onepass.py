@@ -70,6 +70,7 @@ class OnePassAdamW(torch.optim.Optimizer):
         and changes nothing if they are not finite. Afterwards `step` counts the step, and `forget` does not."""
         norm = squares.sqrt()
         kept = torch.ones_like(norm)
+        # `clip_factor`, of a norm that the host does not know.
         clipped = kept if limit <= 0 else torch.where(norm <= limit, kept, torch.full_like(norm, limit) / (norm + 1e-6))
         self._launch(torch.stack([clipped, (loss.isfinite() & norm.isfinite()).to(norm)]).float())
 
