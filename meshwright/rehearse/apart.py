@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from meshwright.errors import UserError
 from meshwright.job import Job
 from meshwright.launch.forked import can_fork
@@ -74,10 +76,17 @@ def _understood(rank: int, found: dict[str, Any]) -> Rehearsed:
 def _forked(file: str, asked: bytes) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
-    process = multiprocessing.get_context("fork").Process(target=answer, args=(file, asked))
+    process = multiprocessing.get_context("fork").Process(target=_answer_in_fork, args=(file, asked))
     process.start()
     process.join()
     return process.exitcode or 0
+
+
+def _answer_in_fork(file: str, asked: bytes) -> None:
+    # A fork has none of torch's compute threads; the first of its threads that computes replaces them, and another one
+    # that computes at the same moment finds none ("Invalid thread pool!"). Replaced here, before there is another.
+    torch.set_num_threads(torch.get_num_threads())
+    answer(file, asked)
 
 
 def _started(file: str, asked: bytes) -> int:

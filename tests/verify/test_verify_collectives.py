@@ -376,15 +376,15 @@ def test_a_rank_that_hangs_outside_collectives_waits_for_nothing(tmp_path: Path)
 
 
 def test_one_rank_that_sums_one_number_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    sum_over_world = World.sum_over_world
+    start_sum = World.start_sum
 
-    def one_more(self: World, values: Any) -> list[float]:
+    def one_more(self: World, values: Any) -> Callable[[], list[float]]:
         faulthandler.disable()  # gloo aborts the rank that gets more than it expects
-        return sum_over_world(self, [*values, 0.0] if self.rank == 1 else values)
+        return start_sum(self, [*values, 0.0] if self.rank == 1 else values)
 
     job = llama_job(dp_replicate=2, steps=1)
     reference(job, "float64")
-    monkeypatch.setattr(World, "sum_over_world", one_more)
+    monkeypatch.setattr(World, "start_sum", one_more)
     with pytest.raises(RankError) as caught:
         check(job, collectives=True)
     place = r"on group \(0, 1\) at meshwright/parallel/world\.py:\d+"
@@ -415,13 +415,13 @@ def test_a_layout_in_order_passes_and_one_out_of_order_fails_though_equal(monkey
     verdict = check(job, collectives=True)
     assert verdict.ok and verdict.collectives is not None and verdict.collectives.operations > 20
 
-    sum_over_world = World.sum_over_world
+    start_sum = World.start_sum
 
-    def announced(self: World, values: Any) -> list[float]:
+    def announced(self: World, values: Any) -> Callable[[], list[float]]:
         dist.all_reduce(one(), dist.ReduceOp.SUM if self.rank == 0 else dist.ReduceOp.MAX)
-        return sum_over_world(self, values)
+        return start_sum(self, values)
 
-    monkeypatch.setattr(World, "sum_over_world", announced)
+    monkeypatch.setattr(World, "start_sum", announced)
     verdict = check(job, collectives=True)
     assert verdict.equal and verdict.ok is False and verdict.first_wrong is None
     assert verdict.collectives is not None
@@ -434,13 +434,13 @@ def test_the_command_says_so(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert good.code == 0 and re.search(r"collectives: \d+ of 2 ranks, \d+ groups, same order, no deadlock", good.out)
     if torch.cuda.device_count() == 0:
         assert "NCCL: not run, because this machine has no CUDA device" in good.out
-    sum_over_world = World.sum_over_world
+    start_sum = World.start_sum
 
-    def announced(self: World, values: Any) -> list[float]:
+    def announced(self: World, values: Any) -> Callable[[], list[float]]:
         dist.all_reduce(one(), (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[self.rank])
-        return sum_over_world(self, values)
+        return start_sum(self, values)
 
-    monkeypatch.setattr(World, "sum_over_world", announced)
+    monkeypatch.setattr(World, "start_sum", announced)
     bad = cli(*job, "--json")
     answer = json.loads(bad.out)
     assert bad.code == 1 and answer["equal"] is True
