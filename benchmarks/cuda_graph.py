@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    if not any(asked.only in name for name in JOBS):
+        parser.error(f"--only = {asked.only} is part of none of {', '.join(JOBS)}")
     results: dict[str, Any] = {}
     for name, fields in ((name, fields) for name, fields in JOBS.items() if asked.only in name):
         without, graphed = (train(fields, asked, on) for on in ("false", "true"))

@@ -11,6 +11,8 @@ each path is a `meshwright train` of its own over the same batches. Paths:
     flash-4        FlashAttention-4, whose packages are at --flash4 (as in PYTHONPATH); all others run without it
     fp8, …         precision.compute = fp8 by tensor, by row, by block, and with the head
 
+A path that did not do what its name says (no graph captured, another attention kernel) counts as failed.
+
 Printed: the difference of the mean losses of all steps and of the last 50, the mean and the largest of the steps' own
 differences, and which attention kernel was used. The bounds are 0.01 in the mean, 0.02 for fp8: above, the command
 fails.
@@ -77,6 +79,8 @@ def main() -> None:
     for name, fields, packages in paths(asked):
         found = trained(fields, asked, packages)
         results[name] = found | compared(plain["losses"], found["losses"], 0.02 if "fp8" in name else 0.01)
+        if (name == "flash-4" and found["attention"] != "flash-4") or (name == "graph" and not found["captured"]):
+            results[name] |= {"within": False, "why": "the run did not do what the path is named after"}
         print(json.dumps({name: {key: value for key, value in results[name].items() if key != "losses"}}), flush=True)
         if asked.out:
             facts = {"date": time.strftime("%Y-%m-%d %H:%M"), "how": __doc__, "steps": asked.steps}
@@ -94,8 +98,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON file, rewritten after every path")
     asked = parser.parse_args()
+    if asked.before and not (asked.before / "meshwright" / "__init__.py").exists():
+        parser.error(f"--before = {asked.before} has no meshwright in it: the code here would be compared with itself")
     if asked.small:
         asked.steps = 6
+    if not paths(asked):
+        parser.error("there is no path to compare: give --before or --flash4, or another --only")
     return asked
 
 
@@ -130,6 +138,7 @@ def trained(fields: list[str], asked: argparse.Namespace, packages: list[str] | 
     return {
         "losses": [row["loss"] for row in rows],
         "attention": attention,
+        "captured": any(event.get("state") == "captured" for event in events if event["kind"] == "cuda_graph"),
         "wall_s": round(time.monotonic() - began, 1),
     }
 

@@ -46,7 +46,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the template and of how tokens are told to be the assistant's: data prepared with another way, by
+        """A hash of the template and of how the assistant's tokens are recognised: data prepared with another way, by
         the first character, is prepared again."""
         return hashlib.sha256(json.dumps([self._source, self._special, "any character"]).encode()).hexdigest()
 

@@ -5,7 +5,7 @@ from meshwright.parallel.compression.weights import CompressedWeights, Reduction
 from meshwright.parallel.cuda_graph import steps_until_captured
 from meshwright.parallel.engine import Engine, OneStage, Range
 from meshwright.parallel.live_tensors import live_gradients, live_parameters
-from meshwright.parallel.many_tensors import addresses_of, blocks_of, read_by_lines
+from meshwright.parallel.many_tensors import addresses_of, blocks_of, is_aligned
 from meshwright.parallel.offload.host import Traffic, host_buffer, take_traffic
 from meshwright.parallel.offload.weights import OffloadedWeights
 from meshwright.parallel.own_table import fails_without_table, table_error, uses_own_table
@@ -33,12 +33,12 @@ __all__ = [
     "build",
     "fails_without_table",
     "host_buffer",
+    "is_aligned",
     "join_world",
     "live_gradients",
     "live_parameters",
     "one_pass_here",
     "quantised_linears",
-    "read_by_lines",
     "steps_until_captured",
     "table_error",
     "take_traffic",

@@ -23,6 +23,6 @@ def blocks_of(counts: tuple[int, ...], block: int, device: torch.device) -> tupl
     return owners.to(device), (blocks.cumsum(0) - blocks).to(device), sizes.to(device)
 
 
-def read_by_lines(tensor: Tensor) -> bool:
-    """Whether a kernel that is told nothing of a tensor's address and size may read several entries at a time."""
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether size and address are multiples of 16, as kernels that read several entries at a time assume."""
     return tensor.numel() % 16 == 0 and tensor.data_ptr() % 16 == 0

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.parallel.many_tensors import addresses_of, blocks_of, read_by_lines
+from meshwright.parallel.many_tensors import addresses_of, blocks_of, is_aligned
 
 BLOCK = 8192
 _FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -35,7 +35,7 @@ def _square_sums(
 
 def square_sum_of_many(tensors: Sequence[Tensor], copies: Sequence[int]) -> Tensor:
     """The sum of all squares in float64, those of blocks in fp32, each tensor's divided by a number; tensors of one
-    format, and each `read_by_lines`."""
+    format, and each `is_aligned`."""
     first = tensors[0]
     owners, firsts, sizes = blocks_of(tuple(tensor.numel() for tensor in tensors), BLOCK, first.device)
     sums = torch.empty(len(owners), device=first.device)
@@ -49,4 +49,4 @@ def square_sum_of_many(tensors: Sequence[Tensor], copies: Sequence[int]) -> Tens
 
 def may_sum(tensor: Tensor) -> bool:
     """Whether `square_sum_of_many` takes a tensor."""
-    return tensor.dtype in _FORMATS and tensor.is_contiguous() and read_by_lines(tensor)
+    return tensor.dtype in _FORMATS and tensor.is_contiguous() and is_aligned(tensor)

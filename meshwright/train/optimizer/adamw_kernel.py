@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.parallel import addresses_of, blocks_of, read_by_lines
+from meshwright.parallel import addresses_of, blocks_of, is_aligned
 
 BLOCK = 4096
 LARGE = 2**23
@@ -105,7 +105,7 @@ def _adamw_of_many(
 
 def joins_others(update: Tensors) -> bool:
     """Whether a tensor is small, and aligned so that the kernel for many can read several entries at a time."""
-    return update.master.numel() < LARGE and all(read_by_lines(tensor) for tensor in update)
+    return update.master.numel() < LARGE and all(is_aligned(tensor) for tensor in update)
 
 
 def launch(update: Tensors, decision: Tensor, numbers: Numbers) -> None:
@@ -128,10 +128,9 @@ def together(updates: Sequence[Tensors]) -> list[Together]:
     by_format: dict[tuple[torch.dtype, torch.dtype], list[Tensors]] = {}
     for update in updates:
         by_format.setdefault((update.gradient.dtype, update.working.dtype), []).append(update)
-    columns = {formats: zip(*alike, strict=True) for formats, alike in by_format.items()}
     return [
-        Together(alike, addresses_of([tensor for column in columns[formats] for tensor in column]))
-        for formats, alike in by_format.items()
+        Together(alike, addresses_of([tensor for column in zip(*alike, strict=True) for tensor in column]))
+        for alike in by_format.values()
     ]
 
 
